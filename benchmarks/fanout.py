@@ -3,7 +3,8 @@
 Roads: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it receives, gloo over loopback),
 ``broadcast`` (one group of all, gloo), ``clone`` (no trainer: an engine sends to the others down a chain), and ``crowded``: the chain, while for
 each engine that is not in it a process copies memory. It says what sharing the cores with so many costs a trainer that has nothing
-to do with them. Columns:
+to do with them. ``bare`` is the chain without engines (``harness/bare_chain.py``): what gloo and the kernel make of the same bytes here.
+Columns:
 
     CPU         of the trainer's process, all threads: what an update costs the trainer
     own         of that, its calling thread: copying into buckets, messages, and handing broadcasts to the backend, whose threads send
@@ -37,6 +38,7 @@ from pathlib import Path
 
 import torch
 from checkpoints import SHAPES, write_checkpoint
+from harness.bare_chain import BareChain
 from harness.fan_out_model import ROADS, FanOut, best_bucket
 from harness.machine import busy_share, describe, machine_facts
 from harness.report import QUIET
@@ -53,6 +55,7 @@ from caesura.client.tensors import (
     clone_weights,
     update_from_shared,
 )
+from caesura.client.tensors.group import whole
 
 MIB = 1 << 20
 SIZES = {**MODELS, "tiny": SHAPES["tiny"]}
@@ -102,6 +105,7 @@ class Trainer:
         self._shared = self._stack.enter_context(SharedTensors(weights))
         self._chains: dict[int, WeightUpdateChain] = {}
         self._groups: dict[int, WeightUpdateGroup] = {}
+        self._bare: dict[int, BareChain] = {}
         self._crowd: list[subprocess.Popen[bytes]] = []
         self._last_sent = 0.0
         self._turns = 0
@@ -147,6 +151,11 @@ class Trainer:
         if road in ("chain", "crowded"):
             chain = self._chain(engines)
             return lambda: chain.update(weights, bucket_bytes=bucket)
+        if road == "bare":
+            if number not in self._bare:
+                made_bare = BareChain(number, list(whole(list(weights.items()), bucket)))
+                self._bare[number] = self._stack.enter_context(made_bare)
+            return self._bare[number].update
         source, *targets = self._engines
         source.update_weights_from_ipc(weights)
         return lambda: clone_weights(source, targets[:number], bucket_bytes=bucket)

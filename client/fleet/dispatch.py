@@ -48,7 +48,7 @@ class Dispatcher:
         self.router = Router()
         self.moved = 0
         """Samples that were continued on another member."""
-        self.on_lost: Callable[[Member], None] = lambda _: None
+        self.on_lost: list[Callable[[Member], None]] = []
         """Called when a member is gone."""
         self.ending = False
         """Nothing moves any more: what an engine ends because it ends has ended."""
@@ -127,7 +127,8 @@ class Dispatcher:
         """The process of ``member`` has ended, or cannot be reached."""
         if member.state != "gone" and self.members.get(member.name) is member:
             self._out(member, "gone", error.message)
-            self.on_lost(member)
+            for listener in list(self.on_lost):
+                listener(member)
 
     def unfit(self, member: Member, error: EngineError) -> None:
         """``member`` has refused a request that the fleet's weights would serve."""

@@ -2,7 +2,8 @@
 
 Invariants:
 - All members that serve have the same weights: an engine is admitted, and admitted again, only with the fleet's weights.
-- Updates, pauses, admissions and healing exclude one another: one lock, held for the whole of each.
+- Updates, pauses and admissions exclude one another: one lock, held for the whole of each. Another one, taken before it, keeps apart
+  what moves weights: an update waits for a member that is being brought to the fleet's weights, and pauses do not.
 - A generation is not lost with a member (``flow.py``); an update is committed by all members that take part, or by none
   (``two_phase.py``).
 """
@@ -20,7 +21,7 @@ from ..exceptions import EngineDied, EngineError, InvalidRequest
 from ..wire.async_handle import AsyncGenerationHandle
 from ..wire.options import GenerateOptions, folder_of, label
 from ..wire.prompts import Ids, Prompts, Sampling
-from .catching_up import Source, catch_up, copy_here
+from .catching_up import Source, agreed, catch_up, copy_here
 from .channel import FleetChannel, FleetClient
 from .dispatch import DEFAULT_PATIENCE_S, Dispatcher
 from .errors import FleetUpdateFailed
@@ -81,7 +82,7 @@ class Fleet:
         self._look_interval_s = look_interval_s
         self._dispatcher = Dispatcher(patience_s=patience_s)
         self._source = Source()
-        self._lock = asyncio.Lock()
+        self._lock, self._weights_lock = asyncio.Lock(), asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._loader = loader(self.owner)
         self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
@@ -111,6 +112,11 @@ class Fleet:
     def lock(self) -> asyncio.Lock:
         """Held by what changes weights, pauses or membership."""
         return self._lock
+
+    @property
+    def weights_lock(self) -> asyncio.Lock:
+        """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member to the fleet's."""
+        return self._weights_lock
 
     async def open(self) -> Self:
         """Connect to all members, and begin to look after them.
@@ -252,7 +258,7 @@ class Fleet:
         """
         weights = Weights.of(named_tensors, model_path, transport)
         source = Source(path=folder_of(model_path) if model_path is not None else None, updated=True)
-        async with self._lock:
+        async with self._weights_lock, self._lock:
             mode = self.paused_mode or pause_mode
             load = self._loader.load(weights, flush_cache=mode != "in_place")
             session = FleetSession(verify=self.verify)
@@ -321,16 +327,7 @@ class Fleet:
             paused=self.paused_mode,
             live_requests=len(self._dispatcher.flows),
             moved_requests=self._dispatcher.moved,
-            members=[
-                MemberStatus(
-                    name=member.name,
-                    state=member.state,
-                    reason=member.reason,
-                    load=member.load,
-                    engine=answers.replies.get(member),
-                )
-                for member in self.members
-            ],
+            members=[MemberStatus.of(member, answers.replies.get(member)) for member in self.members],
         )
 
     async def add(self, address: EngineAddress | str) -> Member:
@@ -339,12 +336,13 @@ class Fleet:
         Raises:
             EngineError: it cannot be reached, or not be brought to the fleet's weights.
         """
-        async with self._lock:
+        async with self._weights_lock:
             member = self._add(EngineAddress.of(address))
             try:
-                await self._admit(member)
+                await self._admit(member, await self._caught_up(member))
             except BaseException:
-                await self.forget(member)
+                async with self._lock:
+                    await self.forget(member)
                 raise
             return member
 
@@ -359,17 +357,16 @@ class Fleet:
 
     async def heal(self) -> list[str]:
         """Bring back what is fenced or gone and can be reached; returns the names of those that serve again."""
-        async with self._lock:
-            if not self.may_heal:
-                return []
-            healed = []
+        healed = []
+        async with self._weights_lock:
             for member in self.members:
-                if member.serves or member.state == "joining":
+                if member.serves or member.state == "joining" or not self.may_heal:
                     continue
                 with contextlib.suppress(EngineError, TimeoutError):
-                    await self._admit(member)
-                    healed.append(member.name)
-            return healed
+                    reached = await self._caught_up(member)
+                    if await self._admit(member, reached, healing=True):
+                        healed.append(member.name)
+        return healed
 
     @property
     def may_heal(self) -> bool:
@@ -403,23 +400,16 @@ class Fleet:
 
     def _agree(self, answers: Answers) -> None:
         """At the beginning: one label, one model, valid weights; the fleet's epoch is above all of the engines'."""
-        first = next(iter(answers.replies.values()), None)
-        if first is None:
+        statuses: dict[Member, GetStatusReqOutput] = answers.replies
+        if not statuses:
             return
-        self.weight_version = first.weight_version
-        self._source = Source(path=None, model_path=first.model_path)
-        self._dispatcher.epoch = max(status.weights_epoch for status in answers.replies.values())
-        for member, status in answers.replies.items():
-            if status.weights != "valid" or status.weight_version != first.weight_version:
-                raise InvalidRequest(
-                    f"{member.name} has {status.weights} weights {status.weight_version!r}, the fleet "
-                    f"{first.weight_version!r}: update it before it joins",
-                    field="members",
-                )
+        self.weight_version, self._source = agreed(statuses)
+        self._dispatcher.epoch = max(status.weights_epoch for status in statuses.values())
+        for member, status in statuses.items():
             member.admit(status.weights_epoch, self._dispatcher.epoch)
 
-    async def _admit(self, member: Member) -> None:
-        """Bring ``member`` to the fleet's weights; it serves when this returns."""
+    async def _caught_up(self, member: Member) -> GetStatusReqOutput:
+        """Bring ``member`` to the fleet's weights; its status then. Its caller holds :attr:`weights_lock`."""
         status = await asyncio.wait_for(self.ask(member), ASK_S)
         serving = self._dispatcher.serving
         if not serving and not self._source.updated and not self.weight_version:
@@ -427,16 +417,29 @@ class Fleet:
             self._source = Source(path=None, model_path=status.model_path)
             self._dispatcher.epoch = max(self._dispatcher.epoch, status.weights_epoch)
         donor = min(serving, key=lambda each: each.load, default=None)
-        reached = await catch_up(
+        return await catch_up(
             member, donor, self._source, self.weight_version, status=status, verify=self.verify,
             current=member.own_epoch(self.weights_epoch) == status.weights_epoch, copy=self._copy,
         )  # fmt: skip
-        if self.paused_mode is not None:
-            await member.client.pause(self.paused_mode, timeout=ASK_S)
-        elif reached.generation != "running":
-            await member.client.continue_generation(force=True, timeout=ASK_S)
-        member.admit(reached.weights_epoch, self._dispatcher.epoch)
-        self._dispatcher.admitted()
+
+    async def _admit(self, member: Member, reached: GetStatusReqOutput, *, healing: bool = False) -> bool:
+        """Have ``member`` serve, which has ``reached`` the fleet's weights; False: it was removed, or nobody is healed any more.
+
+        Its caller holds :attr:`weights_lock`.
+        """
+        async with self._lock:
+            if self._dispatcher.members.get(member.name) is not member:
+                return False
+            member.committed(reached.weights_epoch, self._dispatcher.epoch)  # nobody copies them again
+            if healing and not self.may_heal:
+                return False
+            if self.paused_mode is not None:
+                await member.client.pause(self.paused_mode, timeout=ASK_S)
+            elif reached.generation != "running":
+                await member.client.continue_generation(force=True, timeout=ASK_S)
+            member.admit(reached.weights_epoch, self._dispatcher.epoch)
+            self._dispatcher.admitted()
+            return True
 
     async def pause_members(
         self, mode: PauseMode, members: Sequence[Member], timeout: float | None

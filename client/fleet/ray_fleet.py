@@ -117,7 +117,7 @@ class RolloutFleet(Fleet):
         self._count = 0
         self._folder: Path | None = None
         self._client_key = ""
-        self.dispatcher.on_lost = self._on_lost
+        self.dispatcher.on_lost.append(self._on_lost)
 
     @property
     def replicas(self) -> int:

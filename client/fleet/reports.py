@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...io_struct import GetStatusReqOutput, PauseMode, WeightUpdateReqOutput
-from .members import State
+from .members import Member, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,13 @@ class MemberStatus:
     """Samples that this fleet has given it and that have not ended."""
     engine: GetStatusReqOutput | None
     """Its answer to a status request; None if there was none."""
+
+    @staticmethod
+    def of(member: Member, engine: GetStatusReqOutput | None) -> "MemberStatus":
+        """Of ``member`` now."""
+        return MemberStatus(
+            name=member.name, state=member.state, reason=member.reason, load=member.load, engine=engine
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

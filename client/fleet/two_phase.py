@@ -2,8 +2,8 @@
 
 Invariants:
 - No member is told to commit before every member that takes part has loaded and agrees with the others.
-- A refusal or a failure of one member aborts all. A member that has ended, or has not answered at the deadline, is out: it is
-  fenced, nobody waits for it, and the others go on without it.
+- A refusal or a failure of one member that serves aborts all. A member that has ended, or has not answered at the deadline, is out:
+  it is fenced, nobody waits for it, and the others go on without it; so is one that did not serve and cannot take part.
 - The session has the same name everywhere: the message id of its ``begin`` (docs/reference/lifecycle.md, "Session ownership").
 - Between the first commit and the last, no member runs: the caller has paused all of them, and continues them afterwards.
 """
@@ -176,6 +176,9 @@ class FleetSession:
 
     async def _settle(self, answers: Answers) -> None:
         """Go on with those that answered well, or abort all if one refused or nobody is left."""
+        if any(member.serves for member in self._members):
+            for member in [each for each in answers.failed if not each.serves]:
+                answers.out[member] = answers.failed.pop(member)
         self.out |= answers.out
         self._members = [member for member in self._members if member not in self.out]
         if answers.failed or not self._members:
@@ -219,7 +222,8 @@ async def _verified(members: Sequence[Member], verify: Verify, timeout: float) -
         return None if session is None else session.written_tensors
 
     answers = await everywhere(members, look, timeout)
-    expected = next(iter(answers.replies.values()), None)
+    serving_first = sorted(answers.replies, key=lambda member: not member.serves)
+    expected = answers.replies[serving_first[0]] if serving_first else None
     for member, found in list(answers.replies.items()):
         if found != expected or found is None:
             del answers.replies[member]

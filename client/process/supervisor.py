@@ -6,7 +6,7 @@ Invariants:
   reason.
 - Each restart is logged in one line, with its reason, before it begins.
 - A scheduler that has not answered its status for ``hang_timeout_s`` is killed, whether its process is stopped, its loop
-  stuck or its socket gone.
+  stuck or its socket gone. One that was told to end, and neither does nor answers, is killed after :data:`STOP_SILENCE_S`.
 - The child never outlives this process (the lifeline of ``launch.py``), nor :meth:`Supervisor.close`.
 
 States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any of them.
@@ -40,6 +40,8 @@ _LAST_LINE = 300
 """Maximum characters of a scheduler's last line in the log."""
 _PROBES_PER_HANG = 4
 _LONGEST_PROBE_INTERVAL_S = 5.0
+STOP_SILENCE_S = 5.0
+"""How long a scheduler that was told to end may take to end, or to answer a status; one that answers has ``stop_timeout_s``."""
 THE_ONLY_ONE = "the scheduler"
 """What a scheduler is called in the log where there are no others."""
 
@@ -54,7 +56,7 @@ class RestartPolicy:
     """Delay before the first restart of a window; it doubles with each further one."""
     longest_delay_s: float = 30.0
     hang_timeout_s: float = 120.0
-    """Maximum seconds without an answer to a status request. 0: no check."""
+    """Maximum seconds without an answer to a status request. 0: no check, nor at the end."""
     startup_timeout_s: float = 600.0
     stop_timeout_s: float = 60.0
     """Seconds between SIGTERM and SIGKILL at the end."""
@@ -150,13 +152,17 @@ class Supervisor:
             EngineError: why none does; the supervisor has ended then.
         """
         states: queue.SimpleQueue[State] = queue.SimpleQueue()
-        self.begin(states.put)
-        while True:
-            state = states.get()
-            if isinstance(state, Serving):
-                return state
-            if isinstance(state, Ended):
-                raise state.error or EngineDied("the scheduler was stopped before it was ready")
+        listener = states.put
+        self.begin(listener)
+        try:
+            while True:
+                state = states.get()
+                if isinstance(state, Serving):
+                    return state
+                if isinstance(state, Ended):
+                    raise state.error or EngineDied("the scheduler was stopped before it was ready")
+        finally:
+            self.unsubscribe(listener)
 
     def begin(self, listener: Listener) -> None:
         """Start the first scheduler; ``listener`` hears what becomes of it."""
@@ -170,6 +176,11 @@ class Supervisor:
             if self._state is not None:
                 listener(self._state)
 
+    def unsubscribe(self, listener: Listener) -> None:
+        """``listener`` hears no more of it."""
+        with self._lock:
+            self._listeners.remove(listener)
+
     def signal(self, number: int) -> None:
         """Hand a signal on to the scheduler, if there is one."""
         child = self._child
@@ -182,12 +193,19 @@ class Supervisor:
         self.signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Begin to end: the scheduler in order, or by force after ``stop_timeout_s``; :class:`Ended` says when."""
+        """Begin to end: the scheduler in order, or by force after ``stop_timeout_s``, or :data:`STOP_SILENCE_S` if it says nothing;
+        :class:`Ended` says when."""
         if self._stopping.is_set():
             return
         self._stopping.set()
         self._last_resort.start()
         self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)  # a stopped process can end in order, too
+        child = self._child
+        if child is not None and self._policy.hang_timeout_s > 0:
+            threading.Thread(
+                target=self._kill_if_silent, args=(child,), name="caesura-silence", daemon=True
+            ).start()
 
     def close(self) -> None:
         """:meth:`stop`, and wait for it. Idempotent."""
@@ -200,6 +218,21 @@ class Supervisor:
 
     def _kill(self) -> None:
         self.signal(signal.SIGKILL)
+
+    def _kill_if_silent(self, child: Child) -> None:
+        """In a thread, for a scheduler that was told to end."""
+        with self._asking(STOP_SILENCE_S) as client:
+            try:
+                client.status(timeout=STOP_SILENCE_S)
+            except TimedOut:
+                if not child.wait(0.0):
+                    logger.warning(
+                        "%s has neither ended nor answered for %g s after SIGTERM, and is killed",
+                        self._name, STOP_SILENCE_S,
+                    )  # fmt: skip
+                    child.process.kill()
+            except CaesuraError:  # a refusal is an answer, and an end is one as well
+                pass
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
@@ -317,10 +350,7 @@ class Supervisor:
         at once when both go on.
         """
         each = patience / _PROBES_PER_HANG
-        server_key, own_keys = self._keys
-        with ControlClient(
-            self.endpoint, connect_timeout=each, curve_server_key=server_key, curve_client_key_file=own_keys
-        ) as client:
+        with self._asking(each) as client:
             client.expect_exit()
             child.report_exit_to(weakref.WeakMethod(client.engine_exited))
             answered, missed = time.monotonic(), 0
@@ -336,6 +366,15 @@ class Supervisor:
                     pass
                 answered, missed = time.monotonic(), 0
         return True
+
+    def _asking(self, connect_timeout: float) -> ControlClient:
+        server_key, own_keys = self._keys
+        return ControlClient(
+            self.endpoint,
+            connect_timeout=connect_timeout,
+            curve_server_key=server_key,
+            curve_client_key_file=own_keys,
+        )
 
     def _tell(self, state: State) -> None:
         with self._lock:

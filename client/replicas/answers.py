@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...io_struct import Message, Request
-from ..exceptions import EngineError, error_for
+from ..exceptions import EngineError, EngineRestarting, error_for
 from ..fleet.members import Member
 from ..fleet.two_phase import Answers
 from ..wire.async_channel import wait_for
@@ -37,10 +37,12 @@ def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int
     """The one reply.
 
     Raises:
-        EngineError: a replica has refused or failed, or none has answered.
+        EngineError: a replica has refused or failed, or none has answered. EngineRestarting: none was there.
     """
     if answers.failed:
         raise one_error(answers.failed, among=len(answers.failed) + len(answers.replies))
+    if not answers.replies and not answers.out:
+        raise EngineRestarting("no replica is there now")
     if not answers.replies:
         raise one_error(answers.out, among=len(answers.out))
     return combined({position(member): reply for member, reply in answers.replies.items()}, tp)

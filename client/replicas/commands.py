@@ -1,7 +1,8 @@
 """What every command does on several replicas (docs/howto/replicas.md lists how the answers are put together).
 
 Invariants:
-- What changes weights, pauses or membership has the fleet's lock; status, aborts and waiting never need it.
+- What changes weights, pauses or membership has the fleet's lock; status, aborts and waiting never need it. What moves weights, or
+  their memory, waits for a replica that is being brought back; pauses, continues and flushes do not.
 - A refusal by any replica is the answer, with the names of those that refused; what others have done stays done. All such commands
   can be sent again.
 - A replica that has ended, or says nothing, is taken out of routing and not waited for.
@@ -137,7 +138,7 @@ class Commands:
         self, request: ReleaseMemoryOccupationReqInput, expects: type[Message], _: Sequence[memoryview]
     ) -> Any:
         fleet = self._fleet
-        async with fleet.lock:
+        async with fleet.weights_lock, fleet.lock:
             fleet.released |= set(request.tags or ("weights", "kv_cache", "cuda_graph"))
             try:
                 reply = self._combined(await self._sent(fleet.present, request, expects))
@@ -152,7 +153,7 @@ class Commands:
         self, request: ResumeMemoryOccupationReqInput, expects: type[Message], _: Sequence[memoryview]
     ) -> Any:
         fleet = self._fleet
-        async with fleet.lock:
+        async with fleet.weights_lock, fleet.lock:
             reply = self._combined(await self._sent(fleet.present, request, expects))
             fleet.released = set(reply.released_tags)
             return reply
@@ -178,17 +179,17 @@ class Commands:
     async def _begin(
         self, request: BeginWeightUpdateReqInput, _: type[Message], __: Sequence[memoryview]
     ) -> Any:
-        async with self._fleet.lock:
+        async with self._fleet.weights_lock, self._fleet.lock:
             return await self._fleet.updates.begin(request)
 
     async def _update(
         self, request: WeightUpdateOptions, _: type[Message], buffers: Sequence[memoryview]
     ) -> Any:
-        async with self._fleet.lock, self._groups.used_by(request):
+        async with self._fleet.weights_lock, self._fleet.lock, self._groups.used_by(request):
             return await self._fleet.updates.load(request, buffers)
 
     async def _end(self, request: EndWeightUpdateReqInput, _: type[Message], __: Sequence[memoryview]) -> Any:
-        async with self._fleet.lock:
+        async with self._fleet.weights_lock, self._fleet.lock:
             return await self._fleet.updates.end(request)
 
     async def _known_status(self) -> GetStatusReqOutput | None:

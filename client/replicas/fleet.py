@@ -147,7 +147,7 @@ class ReplicaFleet(Fleet):
 
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
         """One status of all replicas; ``owner`` is that of the request. Once one has answered, the others are waited for no longer
-        than :data:`STATUS_S` in all, and count as they were.
+        than :data:`STATUS_S` in all: their requests, tokens and bytes count as they were, their state does not count.
 
         Raises:
             EngineRestarting: no replica is there. EngineError: all that were there have ended.
@@ -157,8 +157,6 @@ class ReplicaFleet(Fleet):
             raise EngineRestarting(f"no replica is there now: {self._reasons()}")
         pauses = self.pauses
         answers = await self._statuses(members, owner)
-        for member, status in answers.replies.items():
-            self._counters.take(member.name, status)
         if (
             pauses == self.pauses and not self.lock.locked()
         ):  # else these statuses may be older than the pause
@@ -170,9 +168,13 @@ class ReplicaFleet(Fleet):
         session = self.updates.status()
         of_fleet: dict[str, Any] = {} if session is None else {"session": session}
         waits = sum(flow.waits for flow in self.dispatcher.flows.values())
+        serving = self.dispatcher.serving
+        told = [
+            member for member in serving if member in answers.replies
+        ]  # what others were, they may not be
         combined = combined_status(
             found,
-            [self.position(member) for member in self.dispatcher.serving],
+            [self.position(member) for member in told or serving],
             counters=self._counters,
             tp=self.tp,
             incarnation=self._incarnation,
@@ -188,7 +190,13 @@ class ReplicaFleet(Fleet):
     async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:
         """The answers that have come in time, or the first one."""
         answers = Answers()
-        tasks = {asyncio.ensure_future(member.client.status(owner=owner)): member for member in members}
+
+        async def ask(member: Member) -> GetStatusReqOutput:
+            status = await member.client.status(owner=owner)
+            self._counters.take(member.name, status)  # in the order in which they come, whoever asks
+            return status
+
+        tasks = {asyncio.ensure_future(ask(member)): member for member in members}
         waiting = set(tasks)
         try:
             done, waiting = await asyncio.wait(waiting, timeout=STATUS_S)
@@ -217,12 +225,12 @@ class ReplicaFleet(Fleet):
         if self.paused_mode is not None and running and all(running):
             self.paused_mode = None
 
-    async def _admit(self, member: Member) -> None:
+    async def _caught_up(self, member: Member) -> GetStatusReqOutput:
         """One that has missed the resume of all resumes first: nobody is brought back while memory is released."""
         status = await asyncio.wait_for(self.ask(member), ASK_S)
         if status.released_tags:
             await member.client.resume_memory(timeout=RELOAD_S)
-        await super()._admit(member)
+        return await super()._caught_up(member)
 
     def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
         self._copies.copy(donor, target, owner)
@@ -247,7 +255,11 @@ class ReplicaFleet(Fleet):
             member.reason = reason
 
     async def _come_back(self, member: Member) -> None:
-        """Its process is there again; where it may not join now, the fleet tries again from time to time."""
+        """Its process is there again: updates reach it. Where it may not join now, the fleet tries again from time to time."""
+        with suppress(EngineError, TimeoutError):
+            await asyncio.wait_for(self.ask(member), ASK_S)
+            if member.state == "gone":
+                member.leave("fenced", "it was restarted, and does not have the weights yet")
         with suppress(EngineError):
             if member.name in await self.heal():
                 logger.warning("%s serves again", member.name)

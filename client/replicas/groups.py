@@ -4,7 +4,7 @@ Invariants:
 - Replica ``i`` with ``tp`` ranks is the ranks from ``rank_offset + i * tp`` on, whether it serves or not, and ``world_size`` counts
   all of them: the same numbers in every group.
 - A broadcast that one rank does not take reaches nobody. So a group needs all replicas, and one whose replica has ended or been
-  restarted is ended on the others, too, in the middle of an update as well, which ends their wait and the trainer's.
+  restarted is ended on the others, too, while they join or update as well, which ends their wait and the trainer's.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Groups:
         """Have all replicas join.
 
         Raises:
-            GroupError: a replica does not serve. InvalidRequest: ``world_size`` is too small for all.
+            GroupError: a replica is not there, or has ended meanwhile. InvalidRequest: ``world_size`` is too small for all.
         """
         fleet, tp = self._fleet, self._fleet.tp
         absent = {member.name: member.reason for member in fleet.members if member.state == "gone"}
@@ -63,13 +63,23 @@ class Groups:
         def numbered(member: Member, own: InitWeightsUpdateGroupReqInput) -> InitWeightsUpdateGroupReqInput:
             return msgspec.structs.replace(own, rank_offset=own.rank_offset + fleet.position(member) * tp)
 
-        answers = await everywhere(fleet.members, sent_to(request, expects, change=numbered), None)
-        if answers.failed or answers.out:
-            await self._end(request.group_name)
-        else:
+        async with self._ends_with_anyone(request.group_name):
+            answers = await everywhere(fleet.members, sent_to(request, expects, change=numbered), None)
+        for member, error in answers.out.items():
+            fleet.drop(member, error, "it does not answer")
+        if not answers.failed and not answers.out:
             self._incarnations[request.group_name] = {
                 member.name: member.client.incarnation for member in fleet.members
             }
+            return answers
+        await self._end(request.group_name)
+        if answers.out:
+            lost = {member.name: error.message for member, error in answers.out.items()}
+            raise GroupError(
+                f"{', '.join(lost)} ended before all had joined the group {request.group_name!r} ({_told(lost)}): have all replicas "
+                "join again",
+                members=lost,
+            )
         return answers
 
     async def leave(self, request: DestroyWeightsUpdateGroupReqInput, expects: type[Message]) -> Answers:
@@ -90,12 +100,11 @@ class Groups:
         if not isinstance(request, UpdateWeightsFromDistributedReqInput):
             yield
             return
-        name, dispatcher = request.group_name, self._fleet.dispatcher
-        ending: list[asyncio.Task[None]] = []
+        name = request.group_name
         try:
             self._require_whole(name)
-            dispatcher.on_lost = lambda _: ending.append(asyncio.ensure_future(self._end(name)))
-            yield
+            async with self._ends_with_anyone(name):
+                yield
         except SessionOpen:  # the group may belong to that session
             raise
         except EngineError:
@@ -105,8 +114,21 @@ class Groups:
                 self._incarnations.pop(name, None)
                 await self._end(name)
             raise
+
+    @asynccontextmanager
+    async def _ends_with_anyone(self, name: str) -> AsyncIterator[None]:
+        """In this block the end of a replica ends the group on the others, which else wait for it."""
+        ending: list[asyncio.Task[None]] = []
+
+        def end(_: Member) -> None:
+            ending.append(asyncio.ensure_future(self._end(name)))
+
+        listeners = self._fleet.dispatcher.on_lost
+        listeners.append(end)
+        try:
+            yield
         finally:
-            dispatcher.on_lost = lambda _: None
+            listeners.remove(end)
             await asyncio.gather(*ending)
 
     def _require_whole(self, name: str) -> None:

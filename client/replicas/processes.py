@@ -113,16 +113,19 @@ class ReplicaProcesses:
     def _start(self) -> None:
         states: queue.SimpleQueue[tuple[str, State]] = queue.SimpleQueue()
         waiting = {replica.name for replica in self.replicas}
-        for replica in self.replicas:
-            replica.supervisor.begin(_named(replica.name, lambda name, state: states.put((name, state))))
-        while waiting:
-            name, state = states.get()
-            if isinstance(state, Serving):
-                waiting.discard(name)
-            elif isinstance(state, Ended):
-                error = state.error or EngineDied("it was stopped before it was ready")
-                error.add_note(f"{name} of {len(self.replicas)}")
-                raise error
+        with ExitStack() as heard:
+            for replica in self.replicas:
+                listener = _named(replica.name, lambda name, state: states.put((name, state)))
+                replica.supervisor.begin(listener)
+                heard.callback(replica.supervisor.unsubscribe, listener)
+            while waiting:
+                name, state = states.get()
+                if isinstance(state, Serving):
+                    waiting.discard(name)
+                elif isinstance(state, Ended):
+                    error = state.error or EngineDied("it was stopped before it was ready")
+                    error.add_note(f"{name} of {len(self.replicas)}")
+                    raise error
 
     def _hear(self, name: str, state: State) -> None:
         if not isinstance(state, Ended):

@@ -3,7 +3,7 @@
 Invariants:
 - Counters are those of every engine that has run, the ended ones included; an engine that does not answer now counts as it was.
 - Gauges (requests, tokens, memory) are those of the engines that are there.
-- State, label and epoch are the fleet's: those of the replicas that serve; of the others only where none does.
+- State, label and epoch are the fleet's: those of the replicas that serve and have answered now; of the others only where none does.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +65,7 @@ def combined_status(
     """One status of the replicas that have answered, at least one, by position.
 
     Args:
-        serving: the positions of those that serve.
+        serving: the positions of those that serve, and whose state is that of now.
         of_fleet: fields that are the fleet's own.
     """
     every = list(statuses.values())

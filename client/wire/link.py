@@ -16,11 +16,11 @@ trying; or dead for good when the watched process has exited or speaks another v
 """
 
 import os
+import struct
 import time
 from collections.abc import Callable, Sequence
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from ..exceptions import EngineDied, EngineError, VersionMismatch
 from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
@@ -60,11 +60,21 @@ MONITORED = (
 )
 """Beside the first two, each says that a try has failed."""
 
+_REPORT = struct.Struct("=Hi")
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 """As plain integers: asked for with every message."""
 
 Frames = Sequence[bytes | memoryview]
 """Header, then buffers."""
+
+
+def monitored(report: bytes) -> tuple[int, int]:
+    """The event and its value in the first frame of a monitor's message.
+
+    pyzmq's own makes an enum of both, and keeps each value that ever came, of which there is another one for every try to connect.
+    """
+    event, value = _REPORT.unpack(report)
+    return event, value
 
 
 class Link:
@@ -176,8 +186,7 @@ class Link:
                 if self._drain():
                     self._listen_from_now()
                 while _is_readable(self._monitor):
-                    report = parse_monitor_message(self._monitor.recv_multipart())
-                    self._take_event(report["event"], report["value"])
+                    self._take_event(*monitored(self._monitor.recv_multipart()[0]))
                 self._look_at_the_clock()
         finally:
             self._pumping = False

@@ -124,6 +124,8 @@ class MemoryOccupation:
                 yield from waiting(elsewhere)
         except BaseException:
             lifecycle.set_released(before)
+            self._residency.give_up(tags)
+            self._others.give_up(tags)
             raise
 
     def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:

@@ -16,7 +16,7 @@ from ...io_struct import (
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
 )
-from ..ranks.others import OtherRanks
+from ..ranks.others import Alone, OtherRanks
 from ..weights.transports.distributed import WeightsUpdateGroups
 from .lifecycle import Operation, Wait, waiting
 
@@ -37,7 +37,8 @@ class ProcessGroupCommands:
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
         """Join a process group; answered at once if this engine has joined it already."""
         group = self._groups.join(request)
-        elsewhere = self._others.join_group(request) if request.rank_offset else iter(())
+        others = self._others if request.rank_offset else Alone()
+        elsewhere = others.join_group(request)
         try:
             while not group.joined():
                 yield Wait.CHANGE
@@ -49,6 +50,8 @@ class ProcessGroupCommands:
         except BaseException:
             self._groups.forget(group)
             raise
+        finally:
+            elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
         member = group.membership
         logger.info(
             "joined weight update group %r at %s as rank %d of %d (%s)",

@@ -345,6 +345,12 @@ class ComponentResidencyManager:
                     needed_bytes=backup.nbytes,
                 ) from error
 
+    def give_up(self, tags: Collection[MemoryTag]) -> None:
+        """Drop what :meth:`keep` has made of ``tags``, which are resident and stay so."""
+        for tag in tags:
+            if tag in self._backups:
+                self._backups[tag].give_up()
+
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
         """Give back the memory of ``tags``, which are resident and :meth:`kept <keep>`; the device must be idle."""
         for tag in tags:
@@ -375,9 +381,7 @@ class ComponentResidencyManager:
             for _ in self.release(begun):
                 pass
             raise _shortage(f"resuming {_names(tags)} failed: {error}", needed, free) from error
-        for tag in tags:
-            if tag in self._backups:
-                self._backups[tag].give_up()
+        self.give_up(tags)
 
     def _measure(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.moved_in_bytes)

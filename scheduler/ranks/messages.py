@@ -191,6 +191,13 @@ class Keep(msgspec.Struct, kw_only=True, tag=True):
     tags: list[MemoryTag]
 
 
+class GiveUp(msgspec.Struct, kw_only=True, tag=True):
+    """Drop the copies of these tags, which are resident: they are not released after all."""
+
+    number: int
+    tags: list[MemoryTag]
+
+
 class Release(msgspec.Struct, kw_only=True, tag=True):
     """Give the memory of these tags back to the system."""
 
@@ -267,6 +274,7 @@ Call = (
     | Abandon
     | Derive
     | Keep
+    | GiveUp
     | Release
     | Resume
     | Capture

@@ -4,7 +4,7 @@ Invariants:
 - Rank 0 decides everything: the others execute what they are told, in order. So no clock, lease or message can mean different
   things on two ranks.
 - What is begun on other ranks has begun when a method returns. An iterator is the wait for its end: it yields while nothing has
-  come, for the loop to look elsewhere, and raises what went wrong on each rank.
+  come, for the loop to look elsewhere, and raises what went wrong on each rank. Who does not want to wait drops it.
 - An engine of one rank does nothing here.
 """
 
@@ -84,6 +84,10 @@ class OtherRanks(Protocol):
         """As :meth:`ComponentResidencyManager.keep`."""
         ...
 
+    def give_up(self, tags: Collection[MemoryTag]) -> None:
+        """As :meth:`ComponentResidencyManager.give_up`, once what was begun before has ended."""
+        ...
+
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
         """As :meth:`ComponentResidencyManager.release`, graphs included."""
         ...
@@ -112,7 +116,7 @@ class OtherRanks(Protocol):
         """Overwrite the weights of the others."""
         ...
 
-    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Iterator[None]:
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Generator[None, None, object]:
         """Have the others join a trainer's process group, behind this rank's place in it."""
         ...
 
@@ -157,6 +161,9 @@ class Alone:
         """Nothing to wait for."""
         return iter(())
 
+    def give_up(self, tags: Collection[MemoryTag]) -> None:
+        """Nobody has a copy."""
+
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
         """Nothing to wait for."""
         return iter(())
@@ -187,9 +194,9 @@ class Alone:
         """Nothing to wait for."""
         return iter(())
 
-    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Iterator[None]:
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Generator[None, None, None]:
         """Nothing to wait for."""
-        return iter(())
+        yield from ()
 
     def leave_group(self, name: str, reason: str | None = None) -> Iterator[None]:
         """Nothing to wait for."""

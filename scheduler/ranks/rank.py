@@ -33,6 +33,7 @@ from .messages import (
     Checksums,
     Derive,
     EmptyCache,
+    GiveUp,
     JoinGroup,
     Keep,
     LeaveGroup,
@@ -165,6 +166,8 @@ class Rank:
             return self._updates.derive(call)
         if isinstance(call, Keep):
             return self._advance(self._residency.keep(self._here(call.tags)))
+        if isinstance(call, GiveUp):
+            return self._give_up(call)
         if isinstance(call, Release):
             return self._release(call)
         if isinstance(call, Resume):
@@ -189,6 +192,11 @@ class Rank:
                     break
             yield False
         self._runner.synchronize()
+        return None
+
+    def _give_up(self, call: GiveUp) -> Operation:
+        yield False  # in its turn: the copies may just be made
+        self._residency.give_up(self._here(call.tags))
         return None
 
     def _release(self, call: Release) -> Operation:

@@ -1,6 +1,7 @@
 """Rank 0 of several: what the engine asks of its other ranks, as calls to their processes.
 
 Invariants: those of :class:`~.others.OtherRanks`. An update that ends early on this rank has ended on all before anybody hears of it.
+Answers that nobody waits for to the end are not kept.
 """
 
 import logging
@@ -36,6 +37,7 @@ from .messages import (
     Checksums,
     Derive,
     EmptyCache,
+    GiveUp,
     JoinGroup,
     Keep,
     LeaveGroup,
@@ -162,10 +164,10 @@ class RankZero:
     def derive(self, check_finite: bool) -> Settle:
         """See :class:`~.others.OtherRanks`."""
         number = self._call(lambda number: Derive(number=number, check_finite=check_finite))
+        asked = Asked(self._workers, number, raises=False)
 
         def settle(own: CaesuraError | None) -> Iterator[None]:
-            while (answers := self._workers.answers(number)) is None:
-                yield None
+            answers = yield from asked
             raise_failures(dict(enumerate(answers, 1)), own)
 
         return settle
@@ -174,6 +176,10 @@ class RankZero:
         """See :class:`~.others.OtherRanks`."""
         return self._until(self._call(lambda number: Keep(number=number, tags=sorted(tags))))
 
+    def give_up(self, tags: Collection[MemoryTag]) -> None:
+        """See :class:`~.others.OtherRanks`."""
+        self._until(self._call(lambda number: GiveUp(number=number, tags=sorted(tags))))
+
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
         """See :class:`~.others.OtherRanks`."""
         return self._until(self._call(lambda number: Release(number=number, tags=sorted(tags))))
@@ -181,8 +187,7 @@ class RankZero:
     def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
         """See :class:`~.others.OtherRanks`."""
         number = self._call(lambda number: Resume(number=number, tags=sorted(tags)))
-        while (answers := self._workers.answers(number)) is None:
-            yield None
+        answers = yield from Asked(self._workers, number, raises=False)
         try:
             raise_failures(dict(enumerate(answers, 1)))
         except CaesuraError:
@@ -217,17 +222,13 @@ class RankZero:
 
     def read(self, names: Sequence[str]) -> Generator[None, None, list[list[Held]]]:
         """See :class:`~.others.OtherRanks`."""
-        return self._read(self._call(lambda number: Read(number=number, names=list(names))))
-
-    def _read(self, number: int) -> Generator[None, None, list[list[Held]]]:
-        answers = yield from self._answers(number)
-        return [msgspec.msgpack.decode(answer.value, type=list[Held]) for answer in answers]
+        return _held(self._answers(self._call(lambda number: Read(number=number, names=list(names)))))
 
     def reset_tensors(self) -> Iterator[None]:
         """See :class:`~.others.OtherRanks`."""
         return self._until(self._call(lambda number: ResetTensors(number=number)))
 
-    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Iterator[None]:
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Generator[None, None, object]:
         """See :class:`~.others.OtherRanks`."""
         return self._until(self._call(lambda number: JoinGroup(number=number, request=request)))
 
@@ -255,15 +256,48 @@ class RankZero:
         self._workers.send(make(number))
         return number
 
-    def _answers(self, number: int) -> Generator[None, None, list[Answer]]:
+    def _answers(self, number: int) -> "Asked":
         """Of all ranks, none of which has failed."""
-        while (answers := self._workers.answers(number)) is None:
-            yield None
-        _require(answers)
-        return answers
+        return Asked(self._workers, number)
 
-    def _until(self, number: int) -> Iterator[None]:
-        yield from self._answers(number)
+    def _until(self, number: int) -> Generator[None, None, object]:
+        return Asked(self._workers, number)
+
+
+class Asked(Generator[None, None, list[Answer]]):
+    """The wait for a call: yields until all ranks have answered, and returns their answers in the order of ranks.
+
+    Closed before that, or forgotten, as other generators: the answers go unread.
+    """
+
+    def __init__(self, workers: Workers, number: int, *, raises: bool = True) -> None:
+        """``raises``: what some ranks have failed with, instead of returning it."""
+        self._workers, self._number, self._raises = workers, number, raises
+
+    def send(self, value: None) -> None:
+        """Whether they have answered."""
+        answers = self._workers.answers(self._number)
+        if answers is None:
+            return
+        if self._raises:
+            _require(answers)
+        raise StopIteration(answers)
+
+    def throw(self, *error: Any) -> None:
+        """Nobody waits any more, for that reason."""
+        self.close()
+        super().throw(*error)
+
+    def close(self) -> None:
+        """Nobody waits any more. Idempotent."""
+        self._workers.drop(self._number)
+
+    __del__ = close
+
+
+def _held(asked: Asked) -> Generator[None, None, list[list[Held]]]:
+    answers = yield from asked
+    return [msgspec.msgpack.decode(answer.value, type=list[Held]) for answer in answers]
 
 
 class _Agreement:

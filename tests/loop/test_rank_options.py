@@ -1,11 +1,15 @@
 """Options that several ranks share with one: copies of released weights, the state file, deterministic mode; and what is refused."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 
+import msgspec
 import pytest
 import torch
-from support.plain_trainer import weights_of
+from support.plain_trainer import free_port, weights_of
 from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.client.tensors import SharedTensors
@@ -15,6 +19,7 @@ from caesura.io_struct import (
     ErrorReply,
     FlushCacheReqInput,
     GenerateReqInput,
+    InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -22,10 +27,12 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
     WeightsCheckerReqInput,
+    new_id,
 )
 from caesura.scheduler.kernels import TORCH, best
+from caesura.scheduler.memory import host_copy
 from caesura.scheduler.ranks import rank_zero
-from caesura.scheduler.ranks.messages import Resume, Write
+from caesura.scheduler.ranks.messages import Keep, Resume, Write
 
 pytestmark = pytest.mark.slow  # workers take seconds to start
 
@@ -137,6 +144,58 @@ def test_a_resume_that_rank_0_cannot_do_keeps_every_copy(driver, monkeypatch):
     assert driver.status().memory == "released"
     ok(driver, ResumeMemoryOccupationReqInput())
     assert checksums(driver) == before
+
+
+def copies_of(pid: int) -> int:
+    """Files with weights that a process has; they have no name."""
+    count = 0
+    for each in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # what has listed them
+            path = os.readlink(f"/proc/{pid}/fd/{each}")
+            count += "/caesura-" in path and path.endswith("(deleted)")
+    return count
+
+
+@pytest.mark.parametrize("where", ["rank 0", "another rank"])
+def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch, where):
+    """Memory of the host, as much as the weights, until the next release."""
+    send, worker = rank_zero.RankZero._call, driver.status().ranks[0].pid
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refused(self, make):
+        return send(self, (lambda number: Write(number=number)) if isinstance(make(0), Keep) else make)
+
+    if where == "rank 0":
+        monkeypatch.setattr(host_copy.os, "pwrite", full)
+    else:
+        monkeypatch.setattr(rank_zero.RankZero, "_call", refused)
+    assert_error(
+        driver.call(ReleaseMemoryOccupationReqInput()), "out_of_memory" if where == "rank 0" else "internal"
+    )
+    assert driver.status().memory == "resident"
+    checksums(driver)  # every rank has come to the end of what it was told
+    assert (copies_of(os.getpid()), copies_of(worker)) == (0, 0)
+    monkeypatch.undo()
+    ok(driver, ReleaseMemoryOccupationReqInput())
+    assert (copies_of(os.getpid()), copies_of(worker)) == (1, 1)
+    ok(driver, ResumeMemoryOccupationReqInput())
+
+
+def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
+    """Whoever sends no rank 0 tries again and again."""
+    join = InitWeightsUpdateGroupReqInput(
+        master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=3, group_name="nobody's",
+        timeout_s=0.2,
+    )  # fmt: skip
+    workers = driver.engine._others._workers
+    for _ in range(2):
+        assert_error(
+            driver.call(msgspec.structs.replace(join, id=new_id()), max_ticks=100_000), "group_error"
+        )
+    checksums(driver)
+    assert (workers._answers, workers._asked, workers._unread) == ({}, set(), {})
 
 
 @pytest.mark.skipif(not DETERMINISTIC, reason="no compiled kernels on this machine")

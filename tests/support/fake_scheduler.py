@@ -380,7 +380,17 @@ def main() -> None:
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument(
         "--behave",
-        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals", "silent", "drain"],
+        choices=[
+            "well",
+            "refuse",
+            "crash",
+            "hang",
+            "die-on-generate",
+            "ignore-signals",
+            "deaf",
+            "silent",
+            "drain",
+        ],
         default="well",
     )
     options = parser.parse_args()
@@ -403,6 +413,8 @@ def main() -> None:
             os._exit(3)
         if isinstance(request, ShutdownReqInput) and options.behave == "ignore-signals":
             return []
+        if isinstance(request, GetStatusReqInput) and options.behave == "deaf":
+            return []
         if isinstance(request, GenerateReqInput) and options.behave == "silent":
             return []
         if isinstance(request, ShutdownReqInput) and options.behave == "drain":
@@ -410,7 +422,7 @@ def main() -> None:
             return [ShutdownReqOutput(id=request.id, drain_s=request.timeout_s or 0.0)]
         return answer(request)
 
-    if options.behave == "ignore-signals":
+    if options.behave in ("ignore-signals", "deaf"):
         import signal
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -4,6 +4,7 @@
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from support.plain_trainer import PlainTrainer, update_message, weights_of
 
-from caesura.client import EngineDied, GroupError, InternalError, SamplingParams
+from caesura.client import EngineDied, EngineRestarting, GroupError, InternalError, SamplingParams
 from caesura.client.fleet.members import EngineAddress
 from caesura.client.process.supervisor import RestartPolicy
+from caesura.client.replicas import fleet as replica_fleet
 from caesura.client.replicas.copying import Copies
 from caesura.client.replicas.fleet import ReplicaFleet
 from caesura.client.replicas.processes import ReplicaProcesses
@@ -115,10 +117,7 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
 
     async def body(fleet: ReplicaFleet) -> None:
         trainer.beside(trainer.join)
-        await fleet.client.init_weights_update_group(
-            master_address="127.0.0.1", master_port=trainer.port, rank_offset=1, world_size=3, group_name="group",
-            backend="gloo", broadcast_timeout_s=10 * PATIENCE_S,
-        )  # fmt: skip
+        await join(fleet, trainer, broadcast_timeout_s=10 * PATIENCE_S)
         await asyncio.to_thread(trainer.finish)
         request = update_message(weights_of(Path(other_model)), group_name="group", weight_version="never")
         update = fleet.client.start(request, WeightUpdateReqOutput)
@@ -135,6 +134,191 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
         run(processes, tiny_model, body)
     finally:
         trainer.close()
+
+
+def test_an_update_reaches_engines_whose_weights_nobody_has(processes, tiny_model, other_model):
+    """All of them die during a pause, and no folder has what they served: nobody could update them any more."""
+
+    async def body(fleet: ReplicaFleet) -> None:
+        await fleet.client.update_weights_from_tensor(weights_of(Path(other_model)), weight_version="second")
+        await fleet.client.pause("retract")
+        kill(processes, 0)
+        kill(processes, 1)
+        while {member.state for member in fleet.members} != {"gone"}:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineRestarting, match="no replica is there now"):
+            await fleet.client.end_weight_update(commit=False, force=True)
+        while {member.state for member in fleet.members} != {"fenced"}:
+            await asyncio.sleep(0.01)
+        updated = await fleet.client.update_weights_from_tensor(
+            weights_of(Path(other_model)), weight_version="third"
+        )
+        assert (updated.committed, len(fleet.dispatcher.serving)) == (True, 2)
+        await fleet.client.continue_generation()
+        (output,) = await fleet.client.generate([[5, 6, 7]], GREEDY)
+        assert [span.version for span in output.weight_versions] == ["third"]
+
+    run(processes, tiny_model, body)
+
+
+def test_an_engine_that_does_not_serve_has_no_veto(processes, tiny_model, other_model):
+    async def body(fleet: ReplicaFleet) -> None:
+        away = fleet.members[0]
+
+        async def refused(**_: Any) -> Any:
+            raise InternalError("it cannot")
+
+        fleet.heals = False
+        fleet.dispatcher.fence(away, "it has lost its weights")
+        away.client.begin_weight_update = refused  # type: ignore[method-assign]
+        updated = await fleet.client.update_weights_from_disk(other_model, weight_version="second")
+        assert (updated.committed, [member.name for member in fleet.dispatcher.serving]) == (
+            True,
+            ["replica-1"],
+        )
+        assert "it cannot" in away.reason
+        del away.client.begin_weight_update
+        fleet.heals = True
+
+    run(processes, tiny_model, body)
+
+
+def join(fleet: ReplicaFleet, trainer: PlainTrainer, **fields: Any) -> Awaitable[Any]:
+    return fleet.client.init_weights_update_group(
+        master_address="127.0.0.1", master_port=trainer.port, rank_offset=1, world_size=3, group_name=trainer.name,
+        backend="gloo", **fields,
+    )  # fmt: skip
+
+
+def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, tiny_model):
+    """All ranks have met, and the answer of one does not come any more."""
+    trainer = PlainTrainer(name="met", world_size=3)
+
+    async def body(fleet: ReplicaFleet) -> None:
+        first = fleet.members[0].client
+        start = first.start
+
+        def last_words(*message: Any) -> Any:
+            answer, lost = start(*message), asyncio.get_running_loop().create_future()
+            answer.add_done_callback(lambda _: lost.set_exception(EngineDied("it is gone")))
+            return lost
+
+        first.start = last_words  # type: ignore[method-assign]
+        trainer.beside(trainer.join)
+        with pytest.raises(GroupError, match="replica-0 ended before all had joined"):
+            await join(fleet, trainer)
+        del first.start
+        with pytest.raises(GroupError):  # the other one was told to leave
+            await fleet.members[1].client.destroy_weights_update_group(trainer.name)
+
+    try:
+        run(processes, tiny_model, body)
+    finally:
+        trainer.close()
+
+
+def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processes, tiny_model):
+    trainer = PlainTrainer(name="never", world_size=3)  # it does not come
+
+    async def body(fleet: ReplicaFleet) -> None:
+        joining = asyncio.ensure_future(join(fleet, trainer, timeout_s=10 * PATIENCE_S))
+        await fleet.members[0].client.status()  # behind its call to join
+        kill(processes, 0)
+        with pytest.raises(GroupError, match="replica-0 ended before all had joined"):
+            await joining
+
+    run(processes, tiny_model, body)
+
+
+def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, other_model, monkeypatch):
+    """One that has come back during a pause is not copied to again after it."""
+    begun, go = threading.Semaphore(0), threading.Event()
+    copy = Copies.copy
+
+    def slow(self: Copies, *places: Any) -> None:
+        begun.release()
+        assert go.wait(PATIENCE_S)
+        copy(self, *places)
+
+    monkeypatch.setattr(Copies, "copy", slow)
+
+    async def body(fleet: ReplicaFleet) -> None:
+        away = fleet.members[0]
+
+        async def until_copying() -> None:
+            go.clear()
+            fleet.dispatcher.fence(away, "it has lost its weights")
+            away.restarted()
+            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
+
+        await fleet.client.update_weights_from_disk(other_model, weight_version="second")
+        await until_copying()
+        await fleet.client.flush_cache()
+        await fleet.client.pause("in_place")
+        go.set()
+        while (await away.client.status()).session is not None or fleet.weights_lock.locked():
+            await asyncio.sleep(0.01)
+        assert not away.serves
+        await fleet.client.continue_generation()
+        while not away.serves:
+            await asyncio.sleep(0.01)
+        assert not begun.acquire(blocking=False)
+
+        await until_copying()
+        update = asyncio.ensure_future(
+            fleet.client.update_weights_from_disk(other_model, weight_version="third")
+        )
+        await fleet.client.pause("in_place")
+        assert not update.done()
+        go.set()
+        await update
+        assert [(await each.client.status()).weight_version for each in fleet.members] == ["third"] * 2
+        await fleet.client.continue_generation()
+
+    try:
+        run(processes, tiny_model, body)
+    finally:
+        go.set()
+
+
+def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, tiny_model, monkeypatch):
+    """A status that has waited for one replica is not newer than one that has come and gone meanwhile."""
+
+    async def body(fleet: ReplicaFleet) -> None:
+        first, second = fleet.members
+        asked, go = asyncio.Event(), asyncio.Event()
+        statuses = first.client.status, second.client.status
+
+        async def told(**options: Any) -> Any:
+            answer = await statuses[0](**options)
+            asked.set()
+            return answer
+
+        async def late(**options: Any) -> Any:
+            second.client.status = statuses[1]  # type: ignore[method-assign]
+            await go.wait()
+            return await statuses[1](**options)
+
+        async def never(**_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(replica_fleet, "STATUS_S", PATIENCE_S)
+        first.client.status, second.client.status = told, late  # type: ignore[method-assign]
+        slow = asyncio.ensure_future(fleet.combined("test"))
+        await asked.wait()
+        await fleet.client.generate([[5, 6, 7]] * 4, GREEDY)
+        newer = await fleet.combined("test")
+        go.set()
+        assert (await slow).generated_tokens >= newer.generated_tokens
+
+        await fleet.client.pause("in_place")
+        monkeypatch.setattr(replica_fleet, "STATUS_S", 0.01)
+        first.client.status = never  # type: ignore[method-assign]
+        assert (await fleet.combined("test")).generation == "paused"
+        first.client.status, second.client.status = statuses  # type: ignore[method-assign]
+        await fleet.client.continue_generation()
+
+    run(processes, tiny_model, body)
 
 
 def test_a_copy_ends_with_its_server(tmp_path):

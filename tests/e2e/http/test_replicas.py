@@ -245,7 +245,8 @@ def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
 
 
 def test_a_group_has_the_ranks_of_both(pair, models):
-    trainer = PlainTrainer(name="pair", world_size=3)
+    """Its size is what slime makes of ``/server_info``: its own rank, and ``num_gpus`` of every server."""
+    trainer = PlainTrainer(name="pair", world_size=1 + info(pair)["num_gpus"])
     weights = weights_of(Path(models[1]))
     group = {
         "master_address": "127.0.0.1",
@@ -257,7 +258,8 @@ def test_a_group_has_the_ranks_of_both(pair, models):
     assert small.status_code == 400
     assert "need at least 3" in small.json()["message"]
     trainer.beside(trainer.join)
-    reply = pair.ok("/init_weights_update_group", {**group, "world_size": 3, "backend": "gloo"})
+    group["world_size"] = trainer.world_size
+    reply = pair.ok("/init_weights_update_group", {**group, "backend": "gloo"})
     trainer.finish()
     assert (reply["rank"], reply["world_size"]) == (1, 3)
     trainer.beside(lambda: trainer.broadcast_each(weights))

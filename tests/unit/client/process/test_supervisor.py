@@ -25,9 +25,11 @@ from caesura.client import (
     ShuttingDown,
     WeightMismatch,
 )
+from caesura.client.process import supervisor
 from caesura.client.process.notify import notify, watchdog_interval_s
 from caesura.client.process.supervise import GAVE_UP_STATUS, status_of, stop_timeout_s
 from caesura.client.process.supervisor import Down, Ended, RestartPolicy, Serving, Supervisor
+from caesura.client.replicas.processes import ReplicaProcesses
 
 FAKE = support.fake_scheduler.__file__
 PATIENCE = 60.0
@@ -92,6 +94,22 @@ def test_a_killed_scheduler_comes_back_at_the_same_endpoint(watch, caplog):
     assert watched.next(Ended).error is None
     assert not psutil.pid_exists(second.pid)
     assert not watched.directory.exists()
+
+
+def test_a_start_listens_only_until_it_is_over(tmp_path, watch):
+    """Every restart would be kept for as long as the process lives."""
+    watched = watch()
+    watched.supervisor.start()
+    assert watched.supervisor._listeners == []
+    arguments = ["--model", "none"]
+    processes = ReplicaProcesses(arguments, 2, RestartPolicy(**QUICK))
+    for replica in processes.replicas:
+        replica.supervisor._command = [sys.executable, FAKE]
+    processes.start()
+    try:
+        assert [len(replica.supervisor._listeners) for replica in processes.replicas] == [1, 1]  # its own
+    finally:
+        processes.close()
 
 
 def test_the_last_words_of_a_crash_are_in_the_reason(watch):
@@ -171,12 +189,31 @@ def test_nobody_asks_where_the_hang_timeout_is_0(watch):
 
 
 def test_one_that_ignores_every_signal_is_killed_at_the_end(watch, caplog):
-    watched = watch("ignore-signals", stop_timeout_s=0.3).begin()
+    watched = watch("ignore-signals", stop_timeout_s=0.3, hang_timeout_s=PATIENCE).begin()
     pid = watched.next(Serving).pid
     watched.supervisor.close()
     assert watched.next(Ended).error is None
     assert not psutil.pid_exists(pid)
     assert "the scheduler, which was to end, was killed by signal 9 (SIGKILL" in caplog.text
+    assert "nor answered" not in caplog.text
+
+
+def test_one_that_says_nothing_when_it_is_to_end_is_not_waited_for(watch, caplog, monkeypatch):
+    monkeypatch.setattr(supervisor, "STOP_SILENCE_S", 0.3)
+    watched = watch("deaf", stop_timeout_s=10 * PATIENCE, hang_timeout_s=PATIENCE).begin()
+    pid = watched.next(Serving).pid
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert not psutil.pid_exists(pid)
+    assert "has neither ended nor answered for 0.3 s after SIGTERM" in caplog.text
+
+
+def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
+    watched = watch(stop_timeout_s=10 * PATIENCE).begin()
+    os.kill(watched.next(Serving).pid, signal.SIGSTOP)
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert "killed by signal 15" in caplog.text
 
 
 @pytest.mark.parametrize(

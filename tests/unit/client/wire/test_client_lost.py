@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -11,11 +12,12 @@ import time
 
 import pytest
 import support.fake_scheduler
+import zmq
 from support.fake_scheduler import FakeScheduler, VanishError, answer, status_reply
 
 import caesura.client.wire.link
 from caesura.client import AsyncSchedulerClient, EngineDied, SchedulerClient
-from caesura.client.wire.link import Link
+from caesura.client.wire.link import Link, monitored
 from caesura.io_struct import (
     GenerateReqInput,
     GetStatusReqInput,
@@ -370,3 +372,12 @@ def test_an_engine_that_loads_is_waited_for(endpoint):
             fake.push(message)
         assert waiting.result(PATIENCE).output_ids == [1, 0]
         assert client.incarnation == "0" * 16
+
+
+def test_what_a_monitor_says_is_not_kept():
+    """The time until the next try to connect is a value, another one each time."""
+    known = len(zmq.Event._value2member_map_)
+    for milliseconds in range(1000, 1100):
+        report = struct.pack("=Hi", zmq.EVENT_CONNECT_RETRIED, milliseconds)
+        assert monitored(report) == (zmq.EVENT_CONNECT_RETRIED, milliseconds)
+    assert len(zmq.Event._value2member_map_) == known
