@@ -469,6 +469,7 @@ def test_an_end_that_hangs_is_cut_off(tiny_model, endpoint):
     assert error.index("in close") < error.index("its shutdown has taken"), "where it hung"
 
 
+@pytest.mark.executed
 def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
     prelude = """
         import resource
