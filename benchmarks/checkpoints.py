@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import save_file
 
 INIT_STD = 0.02
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class CheckpointShape(Protocol):
@@ -196,7 +196,7 @@ def write_checkpoint(
         shape: A name from :data:`SHAPES`, or sizes of one's own.
         seed: Chooses the weights.
         shards: Number of safetensors files. 1: a single ``model.safetensors`` without an index.
-        dtype: ``"bfloat16"`` or ``"float32"``, of the files and of ``config.json``.
+        dtype: one of :data:`DTYPES`, of the files and of ``config.json``.
 
     Raises:
         ValueError: an unknown shape or dtype, or more shards than tensors.

@@ -51,6 +51,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=os.environ.get("CAESURA_BENCH_VLLM_PYTHON"),
         help="interpreter of an environment with vLLM (default: $CAESURA_BENCH_VLLM_PYTHON)",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="of the checkpoints, and so of all engines (default: %(default)s)",
+    )
     parser.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
     parser.add_argument("--transformers-python", default=sys.executable)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
@@ -89,7 +95,10 @@ def run_shape(
     """All repeats of one shape, printed and returned."""
     shape = ARCHITECTURES[workload.model]
     with console.status(f"{workload.shape}: writing checkpoints"):
-        folders = [write_checkpoint(work / f"{workload.shape}-{seed}", shape, seed=seed) for seed in (0, 1)]
+        folders = [
+            write_checkpoint(work / f"{workload.shape}-{seed}", shape, seed=seed, dtype=options.dtype)
+            for seed in (0, 1)
+        ]
         reference = plain_read_and_copy(folders[1])
         torch.set_num_threads(options.threads)
         ceilings = measure_ceilings(torch.device("cpu"), CEILING_BYTES, CEILING_PRODUCT)
@@ -137,8 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=LOG_WIDTH)
-    facts = machine_facts() | {"threads": options.threads}
-    console.print(f"{describe(facts)}; threads per engine: {options.threads}", highlight=False)
+    facts = machine_facts() | {"threads": options.threads, "dtype": options.dtype}
+    console.print(
+        f"{describe(facts)}; threads per engine: {options.threads}; {options.dtype}", highlight=False
+    )
     with tempfile.TemporaryDirectory(prefix="caesura-bench-") as temporary:
         work = options.work_dir or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,6 @@ async def open_engine(options: EngineOptions) -> tuple[CaesuraEngine, dict[str, 
     launched = await asyncio.to_thread(
         launch_scheduler,
         options.model,
-        dtype="bfloat16",
         num_threads=options.threads,
         context_len=options.context_len,
         kv_pool_tokens=options.kv_tokens,

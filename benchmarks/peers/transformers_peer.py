@@ -25,7 +25,7 @@ class TransformersPeer:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
         self._generate([prompt], 1)
         return {"versions": {name: version(name) for name in ("transformers", "torch")}}
 

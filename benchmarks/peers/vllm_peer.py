@@ -99,7 +99,6 @@ async def open_engine(options: EngineOptions) -> tuple[VllmEngine, dict[str, Any
     args = AsyncEngineArgs(
         model=options.model,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
         max_model_len=options.context_len,
         kv_cache_memory_bytes=options.kv_tokens * options.kv_bytes_per_token,
         disable_log_stats=True,

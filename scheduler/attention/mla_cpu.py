@@ -20,7 +20,7 @@ _PART_HEADS = 12
 
 
 class LatentCpuBackend:
-    """An :class:`~..forward.AttentionBackend` over an MLA pool of bfloat16 or float32 on the CPU."""
+    """An :class:`~..forward.AttentionBackend` over an MLA pool on the CPU."""
 
     def __init__(self, pool: MLAPool, num_heads: int, latent: int, scale: float) -> None:
         """``latent``: the width of values; ``scale`` multiplies the scores.

@@ -20,7 +20,7 @@ from ..memory.workspace import Workspace
 
 
 class PagedCpuBackend:
-    """An :class:`~..forward.AttentionBackend` over an MHA pool of bfloat16 or float32 on the CPU."""
+    """An :class:`~..forward.AttentionBackend` over an MHA pool on the CPU."""
 
     def __init__(
         self,

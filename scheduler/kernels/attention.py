@@ -80,7 +80,7 @@ class PagedAttention:
     ) -> None:
         """
         Args:
-            dtype: of queries, pool and output: bfloat16 or float32.
+            dtype: of queries, pool and output: one of :data:`~.native.FLOATS`.
             head_size: of queries and keys.
             scale: multiplies the scores of a form that has none of its own.
             value_size: of values. None: ``head_size``.

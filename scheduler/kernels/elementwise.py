@@ -5,7 +5,7 @@ Invariants:
   are rounded to the dtype wherever torch's sequence of operations rounds.
 - A row's bits depend on that row alone.
 
-Everything is bfloat16 or everything float32, on the CPU.
+Everything is of one dtype of :data:`~.native.FLOATS`, on the CPU.
 """
 
 import torch

@@ -5,7 +5,7 @@ Invariants:
   tokens, their number, and the number of threads.
 - Ids that are not of an expert are refused before anything is read by them.
 
-Everything is bfloat16 or everything float32, on the CPU.
+Everything is of one dtype of :data:`~.native.FLOATS`, on the CPU.
 """
 
 from dataclasses import dataclass

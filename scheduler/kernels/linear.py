@@ -97,7 +97,7 @@ def storage_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, i
 
 
 def packable(inputs: int, dtype: torch.dtype) -> bool:
-    """Whether rows of ``inputs`` elements can be packed: float32, an even number of bfloat16, or a multiple of four FP8."""
+    """Whether rows of ``inputs`` elements can be packed: float32, an even number of bfloat16 or float16, or a multiple of four FP8."""
     return inputs > 0 and dtype in (*native.FLOATS, FP8) and inputs * dtype.itemsize % _WORD == 0
 
 

@@ -29,13 +29,13 @@ VARIABLE = "CAESURA_KERNELS"
 ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
 """In the order of common.h's ``Isa``: each includes those before it."""
 
-FLOATS = (torch.bfloat16, torch.float32)
-"""What kernels compute in."""
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""Of tensors that kernels take; arithmetic is float32, or, of bfloat16, that of its instructions."""
 
-NO_AVX2 = "this processor has no AVX2"
+NO_AVX2 = "this processor has no AVX2 with FMA and F16C"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 13
+_ABI = 14
 """native.cpp has the same; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -173,7 +173,7 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., An
 
 
 def by_dtype(name: str, *arguments: Any, result: Any = None) -> dict[torch.dtype, Callable[..., Any]]:
-    """The library's functions ``{name}_bf16`` and ``{name}_f32``."""
+    """The library's functions ``{name}_bf16``, ``{name}_f16`` and ``{name}_f32``."""
     return {dtype: function(f"{name}_{NAMES[dtype].lower()}", *arguments, result=result) for dtype in FLOATS}
 
 

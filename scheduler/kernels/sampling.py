@@ -42,7 +42,7 @@ class RowSampler:
         """Sample every row of ``logits`` into the last four positional arguments, and into ``last_kept``.
 
         Args:
-            logits: [S, V] bfloat16 or float32, columns contiguous.
+            logits: [S, V] of :data:`~.native.FLOATS`, columns contiguous.
             temperature: float32 [S], > 0; greedy rows do not use theirs. None: 1 for all.
             greedy: bool [S].
             uniforms: float64 [S] in [0, 1); greedy rows do not use theirs.

@@ -1,4 +1,4 @@
-"""What the kernels' tests share: each instruction set in turn, and a number of threads."""
+"""What the kernels' tests share: each instruction set in turn, a number of threads, and how exact a dtype is."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +17,16 @@ def instruction_sets() -> Iterator[str]:
         with native.limited_to(name) as possible:
             if possible:
                 yield name
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of a rounding to ``dtype``, where it is not :func:`least`."""
+    return torch.finfo(dtype).eps / 2
+
+
+def least(dtype: torch.dtype) -> float:
+    """The smallest positive number: twice the largest error of a rounding close to zero."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 @contextmanager

@@ -12,12 +12,12 @@
 // cap: S is bent before it is compared. A sink, which is one more score, whose value is zero: m and l begin with it.
 //
 // Both products count in *words* of four bytes: a float, or two neighbouring bfloat16 values, which one instruction
-// multiplies and adds.
+// multiplies and adds. fp16 becomes float when it is loaded, or when it is packed.
 //
 //     q K^T    lanes are words. A query meets a key as both lie in memory; sixteen results are then summed over their lanes
 //              at once, by fold() and join().
 //     P V      lanes are columns. A word of P meets two positions side by side: a block is packed so for a prefill, whose
-//              rows share it; a decode step puts them together in registers.
+//              rows share it; a decode step puts them together in registers. (Of floats a word meets one position.)
 //
 // A decode step reads K and V once and has little to compute, so memory should never wait for it: what comes next is asked
 // for line by line between the instructions, not in bursts, which stall it (25 against 22 GB/s of one thread).
@@ -29,10 +29,13 @@
 //   So neither the number of rows, nor chunks, pages or threads can show.
 // - For that reason a request's positions are never divided among threads; kv heads and blocks of queries are.
 // - What lies behind the last position of a request, or before the window of a task, is never used, whatever it holds.
-// - bfloat16: weights P are rounded before they meet V, and l is the sum of the rounded ones; sums are float.
+// - bfloat16: weights P are rounded before they meet V, and l is the sum of the rounded ones; sums are float. fp16: the result is
+//   that of the same numbers as float, rounded once.
 #ifndef CAESURA_ISA
 
 #include "operations.h"
+
+#include <type_traits>
 
 using namespace caesura;
 
@@ -46,7 +49,11 @@ struct HeadTask {
     int64_t head;
 };
 
-// One thread's memory, in floats; every part starts at a cache line.
+// A word as K and V hold it.
+template <class E>
+using Word = std::conditional_t<std::is_same_v<E, fp16>, fp16, float>;
+
+// One thread's memory, in floats; every part starts at a cache line. E: what products compute with.
 template <class E>
 struct Scratch {
     static constexpr int64_t PAIR = 4 / sizeof(E);
@@ -73,9 +80,7 @@ struct Scratch {
 };
 
 template <class E>
-int64_t scratch_floats(int64_t size, int64_t value_size, int64_t rows) {
-    return Scratch<E>(nullptr, size, value_size, rows).end - (float*)nullptr;
-}
+using ScratchOf = Scratch<Computed<E>>;
 
 }  // namespace
 
@@ -96,29 +101,24 @@ void all_tasks(const Attention& a, Team& team) {
 
 }  // namespace
 
-// Floats of scratch that each thread needs, 64-byte aligned; `rows`: the largest tokens * group of a task.
-CAESURA_API int64_t caesura_attention_scratch_bf16(int64_t size, int64_t value_size, int64_t rows) {
-    return scratch_floats<bf16>(size, value_size, rows);
-}
-CAESURA_API int64_t caesura_attention_scratch_f32(int64_t size, int64_t value_size, int64_t rows) {
-    return scratch_floats<float>(size, value_size, rows);
-}
-
 #define CAESURA_ATTENTION(NAME, E)                                                                                     \
     void caesura::attention(const Attention& a, Team& team, E) { all_tasks<E>(a, team); }                              \
-    CAESURA_API void NAME(const void* q, int64_t q_token, int64_t q_head, const void* keys, const void* values,        \
-                          int64_t kv_heads, int64_t group, int64_t size, int64_t value_size, int64_t parts,            \
-                          int64_t value_row, const int32_t* pages, int64_t pages_row,                                  \
-                          const int64_t* tasks, int64_t num_tasks, int64_t window, float scale,     \
-                          float softcap, const void* sinks, void* out, int64_t out_token, float* scratch,              \
-                          int64_t thread_floats, int threads) {                                                        \
+    /* Floats of scratch that each thread needs, 64-byte aligned; `rows`: the largest tokens * group of a task. */     \
+    CAESURA_API int64_t caesura_attention_scratch_##NAME(int64_t size, int64_t value_size, int64_t rows) {             \
+        return ScratchOf<E>(nullptr, size, value_size, rows).end - (float*)nullptr;                                    \
+    }                                                                                                                  \
+    CAESURA_API void caesura_attention_##NAME(                                                                         \
+        const void* q, int64_t q_token, int64_t q_head, const void* keys, const void* values, int64_t kv_heads,        \
+        int64_t group, int64_t size, int64_t value_size, int64_t parts, int64_t value_row, const int32_t* pages,       \
+        int64_t pages_row, const int64_t* tasks, int64_t num_tasks, int64_t window, float scale, float softcap,        \
+        const void* sinks, void* out, int64_t out_token, float* scratch, int64_t thread_floats, int threads) {         \
         const Form form = {window, scale, softcap, sinks};                                                             \
         const Attention a = {q, q_token, q_head, keys, values, kv_heads, group, size, value_size, parts, value_row,    \
-                             pages, pages_row, (const Task*)tasks, num_tasks, form, out, out_token, scratch, thread_floats};             \
+                             pages, pages_row, (const Task*)tasks, num_tasks, form, out, out_token, scratch,           \
+                             thread_floats};                                                                           \
         run_team(threads, num_tasks * kv_heads > 1, [&](Team& team) { attention(a, team, E()); });                     \
     }
-CAESURA_ATTENTION(caesura_attention_bf16, bf16)
-CAESURA_ATTENTION(caesura_attention_f32, float)
+CAESURA_EACH_TYPE(CAESURA_ATTENTION)
 
 #else
 
@@ -126,293 +126,20 @@ namespace CAESURA_ISA {
 
 // A tile's sums fill the registers: rows times vectors of columns.
 template <class E>
-constexpr int TILE_ROWS = LANES == 16 || sizeof(E) == 4 ? 6 : 4;
+constexpr int TILE_ROWS = LANES == 16 || sizeof(Computed<E>) == 4 ? 6 : 4;
 constexpr int TILE_VECTORS = LANES == 16 ? 4 : 2;
 
-// out[R, C vectors] = out * factor + a[R, k] * b[k, C vectors], in words.
-template <class E, int R, int C>
-static void multiply_tile(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors,
-                          float* out, int64_t out_row) {
-    F sum[R][C];
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) sum[r][c] = mul(load(out + r * out_row + c * LANES), set1(factors[r]));
-    for (int64_t i = 0; i < k; i++, a++, b += b_row) {
-        F line[C];
-        for (int c = 0; c < C; c++) line[c] = load_words(b + c * LANES);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++) {
-            const F value = set1_word(a + r * a_row);
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], value, line[c], E());
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(out + r * out_row + c * LANES, sum[r][c]);
-}
+CAESURA_INLINE F load_word(const float* p) { return load_words(p); }
+CAESURA_INLINE F load_word(const fp16* p) { return load(p); }
 
-// The same for any number of columns, which is a multiple of the lanes.
-template <class E, int R, int C = TILE_VECTORS>
-static void multiply(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors,
-                     float* out, int64_t out_row, int64_t columns) {
-    for (; columns >= C * LANES; columns -= C * LANES, b += C * LANES, out += C * LANES)
-        multiply_tile<E, R, C>(a, a_row, b, b_row, k, factors, out, out_row);
-    if constexpr (C > 1)
-        if (columns > 0) multiply<E, R, C - 1>(a, a_row, b, b_row, k, factors, out, out_row, columns);
-}
-
-// A block of a task: its pages, and those that the thread needs afterwards, of this task or the next.
-template <class E>
-struct Block {
-    int64_t count;  // positions
-    const E *keys[BLOCK / PAGE], *values[BLOCK / PAGE], *later_keys[BLOCK / PAGE], *later_values[BLOCK / PAGE];
-
-    Block(const Attention& a, const HeadTask& t, const HeadTask& next, int64_t begin)
-        : count(smaller(t.task.end() - begin, BLOCK)) {
-        const bool last = begin + BLOCK >= t.task.end();
-        const HeadTask& after = last ? next : t;
-        const int64_t after_begin = begin_of(a, next.task);
-        for (int64_t i = 0; i < BLOCK / PAGE; i++) {
-            const int64_t position = begin + i * PAGE, ahead = last ? after_begin + i * PAGE : position + BLOCK;
-            const int64_t here = page_of(a, t, position < t.task.end() ? position : begin);
-            const int64_t later = ahead < after.task.end() ? page_of(a, after, ahead) : here;
-            keys[i] = (const E*)a.keys + here * a.size, values[i] = (const E*)a.values + here * a.value_row;
-            later_keys[i] = (const E*)a.keys + later * a.size, later_values[i] = (const E*)a.values + later * a.value_row;
-        }
-    }
-
-    // The first block that any token of a task sees.
-    static int64_t begin_of(const Attention& a, const Task& t) { return a.form.first(t.position) / BLOCK * BLOCK; }
-
-    // Where the page of a position lies, in tokens of one head.
-    static int64_t page_of(const Attention& a, const HeadTask& t, int64_t position) {
-        const int64_t page = a.pages[t.task.row * a.pages_row + position / PAGE];
-        return (page * (a.kv_heads / a.parts) + t.head / a.parts) * PAGE;
-    }
-};
-
-// Asked for ahead of its use, because the processor's own prefetchers stop at the end of a page.
-CAESURA_INLINE void prefetch(const void* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)p + i, _MM_HINT_T0);
-}
-
-// Keys that are no whole number of lines are copied, and filled up with zeros.
-template <class E>
-static void copy_keys(Block<E>& block, int64_t size, const Scratch<E>& s) {
-    for (int64_t i = 0; i * PAGE < block.count; i++) {
-        float* page = s.keys + i * PAGE * s.words;
-        std::memset(page, 0, PAGE * s.words * sizeof(float));
-        for (int64_t j = 0; j < PAGE; j++)
-            std::memcpy(page + j * s.words, block.keys[i] + j * size, size * sizeof(E));
-        block.keys[i] = (const E*)page;
-    }
-}
-
-// A line of n columns: a position's values, or those of it and of that `next` elements further on, side by side.
-static void pack_line(const float* value, int64_t, int64_t n, float* line) { std::memcpy(line, value, n * 4); }
-static void pack_line(const bf16* value, int64_t next, int64_t n, float* line) {
-    F low, high;
-    int64_t c = 0;
-    for (; c + 2 * LANES <= n; c += 2 * LANES) {
-        interleave(value + c, value + next + c, low, high);
-        store(line + c, low), store(line + c + LANES, high);
-    }
-    if (c == n) return;
-    bf16 rest[2][2 * LANES] = {};
-    float words[2 * LANES];
-    std::memcpy(rest[0], value + c, (n - c) * 2);
-    std::memcpy(rest[1], value + next + c, (n - c) * 2);
-    interleave(rest[0], rest[1], low, high);
-    store(words, low), store(words + LANES, high);
-    std::memcpy(line + c, words, (n - c) * 4);
-}
-
-// The block's values become lines. What comes beside an odd last position, and what is in padding columns, is not used.
-template <class E>
-static void pack_values(const Attention& a, const Block<E>& block, const Scratch<E>& s) {
-    float* line = s.values;
-    for (int64_t i = 0; i < block.count; i += s.PAIR, line += s.columns) {
-        const int64_t page = i / PAGE, offset = i % PAGE * a.value_row;
-        prefetch(block.later_keys[page] + i % PAGE * a.size, a.size * 4);
-        if (a.values != a.keys) prefetch(block.later_values[page] + offset, a.value_size * 4);
-        pack_line(block.values[page] + offset, a.value_row, a.value_size, line);
-    }
-}
-
-// The scores of R queries and a page's keys, not yet scaled; meanwhile the page at `later` is fetched, if there is one.
-template <class E, int R, bool FETCH>
-static void score_page(const Scratch<E>& s, const float* queries, const E* keys, const E* later, float* scores) {
-    const float* key = (const float*)keys;
-    const char* ahead = (const char*)later;
-    for (int64_t first = 0; first < PAGE; first += LANES, scores += LANES) {
-        F folded[R][FOLDS];
-#pragma GCC unroll 1
-        for (int fours = 0; fours < FOLDS; fours++, key += 4 * s.words) {
-            F sum[R][4];
-            for (int r = 0; r < R; r++)
-                for (int k = 0; k < 4; k++) sum[r][k] = zero();
-            for (int64_t word = 0; word < s.words; word += LANES, ahead += 4 * LANES * 4) {
-                F line[4];
-                for (int k = 0; k < 4; k++) line[k] = load_words(key + k * s.words + word);
-#pragma GCC unroll 6
-                for (int r = 0; r < R; r++) {
-                    const F query = load_words(queries + r * s.words + word);
-                    for (int k = 0; k < 4; k++) {
-                        sum[r][k] = dot(sum[r][k], query, line[k], E());
-                        if (FETCH && r == 0 && k % (16 / LANES) == 0) prefetch(ahead + k * LANES * 4, 64);
-                    }
-                }
-            }
-            for (int r = 0; r < R; r++) folded[r][fours] = fold(sum[r]);
-        }
-        for (int r = 0; r < R; r++) store(scores + r * BLOCK, join(folded[r]));
-    }
-}
-
-// x as an E holds it.
-CAESURA_INLINE F rounded(F x, float) { return x; }
-CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
-
-// The positions of a block that a row sees.
-struct Seen {
-    int64_t first, end;
-};
-
-// Bent by the form's cap, if it has one.
-CAESURA_INLINE F scaled(F score, const Form& form) {
-    const F x = mul(score, set1(form.scale));
-    return form.softcap > 0.0f ? mul(tanh(div(x, set1(form.softcap))), set1(form.softcap)) : x;
-}
-
-// The weights of one row's scores, of which it sees some; returns m - m', for the sums so far.
-template <class E>
-static float weigh(const float* scores, Seen seen, const Form& form, float& largest, float& weights, E* probabilities) {
-    constexpr int N = BLOCK / LANES;
-    const F lowest = set1(-INFINITY);
-    F x[N], top = lowest, total = zero();
-    for (int i = 0; i < N; i++) {
-        // Overwritten, not added to: what lies there may be NaN.
-        x[i] = keep_first(scaled(load(scores + i * LANES), form), seen.end - i * LANES, lowest);
-        if (seen.first > i * LANES) x[i] = keep_first(lowest, seen.first - i * LANES, x[i]);
-        top = max(x[i], top);
-    }
-    const float block_largest = reduce_max(top), before = largest;
-    largest = block_largest > before ? block_largest : before;
-    for (int i = 0; i < N; i++) {
-        x[i] = exp(sub(x[i], set1(largest)));
-        store(probabilities + i * LANES, x[i]);
-        total = add(total, rounded(x[i], E()));
-    }
-    weights = reduce_add(total);
-    return before - largest;
-}
-
-// The weights of R rows; `factors`: for the sums so far. A row that sees nothing stays as it is.
-template <class E, int R>
-static void weigh_rows(const Scratch<E>& s, const Form& form, int64_t row, const Seen* seen, float* factors) {
-    float falls[LANES] = {}, weights[R] = {};
-    for (int r = 0; r < R; r++)
-        if (seen[r].first < seen[r].end)
-            falls[r] = weigh(s.scores + r * BLOCK, seen[r], form, s.largest[row + r], weights[r],
-                             (E*)s.probabilities + r * BLOCK);
-    store(factors, exp(load(falls)));
-    for (int r = 0; r < R; r++) s.weights[row + r] = s.weights[row + r] * factors[r] + weights[r];
-}
-
-// sums = sums * factor + weight * values, for a line of which only one half is seen.
-template <class E, bool LOW>
-static void add_half(const float* weight, const float* values, float factor, float* sums, int64_t columns) {
-    const F value = set1_word(weight);
-    for (int64_t c = 0; c < columns; c += LANES) {
-        const F words = load(values + c), half = LOW ? keep_low(words) : keep_high(words);
-        store(sums + c, dot(mul(load(sums + c), set1(factor)), value, half, E()));
-    }
-}
-
-// The rest of a row's values: lines [line, end / pair) and, if the last line is only half seen, that half. The sums so far
-// are multiplied by `factor`, if there is anything.
-template <class E>
-static void add_rest(const Scratch<E>& s, int64_t row, const float* probabilities, int64_t line, int64_t end, float factor) {
-    const int64_t whole = end / s.PAIR;
-    float* sums = s.sums + row * s.columns;
-    if (line < whole) {
-        multiply<E, 1>(probabilities + line, 0, s.values + line * s.columns, s.columns, whole - line, &factor, sums, 0,
-                       s.columns);
-        factor = 1.0f;
-    }
-    if (end % s.PAIR)
-        add_half<E, true>(probabilities + whole, s.values + whole * s.columns, factor, sums, s.columns);
-}
-
-// All of a row's values in a block, of which it does not see the first.
-template <class E>
-static void add_cut(const Scratch<E>& s, int64_t row, const float* probabilities, Seen seen, float factor) {
-    int64_t line = seen.first / s.PAIR;
-    if (seen.first % s.PAIR) {
-        add_half<E, false>(probabilities + line, s.values + line * s.columns, factor, s.sums + row * s.columns, s.columns);
-        factor = 1.0f;
-        line++;
-    }
-    add_rest(s, row, probabilities, line, seen.end, factor);
-}
-
-CAESURA_INLINE void value_lines(const float* value, int64_t, F& low, F& high) {
-    low = load(value), high = load(value + LANES);
-}
-CAESURA_INLINE void value_lines(const bf16* value, int64_t size, F& low, F& high) {
-    interleave(value, value + size, low, high);
-}
-
-// C vectors of columns of R rows take in the block's values from where they lie; meanwhile the same part of `later_keys` is
-// fetched. All rows see the block from `first` on.
-template <class E, int R, int C>
-static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t value_row, int64_t first, const float* factors,
-                       int64_t row, int64_t column) {
-    F sum[R][C];
-    float* sums = s.sums + row * s.columns + column;
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) sum[r][c] = mul(load(sums + r * s.columns + c * LANES), set1(factors[r]));
-    const float* weights = s.probabilities + first / s.PAIR;
-    for (int64_t page = first / PAGE; page * PAGE < block.count; page++) {
-        const int64_t count = smaller(PAGE, block.count - page * PAGE), seen = first - page * PAGE;
-        const int64_t begin = seen > 0 ? seen / s.PAIR * s.PAIR : 0;
-        const E* value = block.values[page] + column + begin * value_row;
-        const char* ahead = (const char*)(block.later_keys[page] + column * PAGE);
-        for (int64_t i = begin; i < count; i += s.PAIR, value += s.PAIR * value_row, ahead += C * LANES * 4, weights++) {
-            F line[C];
-            for (int c = 0; c < C; c += 2) value_lines(value + c * LANES, value_row, line[c], line[c + 1]);
-            if (i < seen)
-                for (int c = 0; c < C; c++) line[c] = keep_high(line[c]);
-            if (count - i < s.PAIR)
-                for (int c = 0; c < C; c++) line[c] = keep_low(line[c]);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; r++) {
-                const F weight = set1_word(weights + r * (BLOCK / s.PAIR));
-#pragma GCC unroll 8
-                for (int c = 0; c < C; c++) {
-                    sum[r][c] = dot(sum[r][c], weight, line[c], E());
-                    if (r == 0 && c % (16 / LANES) == 0) prefetch(ahead + c * LANES * 4, 64);
-                }
-            }
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(sums + r * s.columns + c * LANES, sum[r][c]);
-}
-
-// The same for the columns from `column` on.
-template <class E, int R, int C>
-static void add_all_values(const Attention& a, const Scratch<E>& s, const Block<E>& block, int64_t first,
-                           const float* factors, int64_t row, int64_t column) {
-    for (; column + C * LANES <= a.value_size; column += C * LANES)
-        add_values<E, R, C>(s, block, a.value_row, first, factors, row, column);
-    if constexpr (C > 2)
-        if (column < a.value_size) add_all_values<E, R, C / 2>(a, s, block, first, factors, row, column);
-}
+#include "attention_pages.h"
+#include "attention_scores.h"
+#include "attention_values.h"
 
 // R rows from `row` on take in a block; the first of them stands `visible` - 1 positions behind its beginning. DIRECT: values
 // are not packed, and all rows are one token's.
 template <class E, int R, bool DIRECT>
-static void tile(const Attention& a, const Scratch<E>& s, const Block<E>& block, int64_t row, int64_t visible) {
+static void tile(const Attention& a, const ScratchOf<E>& s, const Block<E>& block, int64_t row, int64_t visible) {
     Seen seen[R];
     for (int r = 0; r < R; r++) {
         const int64_t end = visible + (row + r) / a.group - row / a.group;
@@ -433,7 +160,7 @@ static void tile(const Attention& a, const Scratch<E>& s, const Block<E>& block,
         return;
     }
     const int64_t shared = seen[0].end / s.PAIR;
-    multiply<E, R>(s.probabilities, BLOCK / s.PAIR, s.values, s.columns, shared, factors, s.sums + row * s.columns,
+    multiply<Computed<E>, R>(s.probabilities, BLOCK / s.PAIR, s.values, s.columns, shared, factors, s.sums + row * s.columns,
                    s.columns, s.columns);
     for (int r = 0; r < R; r++)
         if (seen[r].end > shared * s.PAIR)
@@ -441,7 +168,7 @@ static void tile(const Attention& a, const Scratch<E>& s, const Block<E>& block,
 }
 
 template <class E, int R, bool DIRECT>
-static void tile_of(int64_t rows, const Attention& a, const Scratch<E>& s, const Block<E>& block, int64_t row,
+static void tile_of(int64_t rows, const Attention& a, const ScratchOf<E>& s, const Block<E>& block, int64_t row,
                     int64_t visible) {
     if (rows == R) return tile<E, R, DIRECT>(a, s, block, row, visible);
     if constexpr (R > 1) tile_of<E, R - 1, DIRECT>(rows, a, s, block, row, visible);
@@ -449,7 +176,7 @@ static void tile_of(int64_t rows, const Attention& a, const Scratch<E>& s, const
 
 // All rows of a task take in a block, in tiles of nearly equal size.
 template <class E, bool DIRECT>
-static void all_tiles(const Attention& a, const Scratch<E>& s, const Block<E>& block, const Task& t, int64_t begin) {
+static void all_tiles(const Attention& a, const ScratchOf<E>& s, const Block<E>& block, const Task& t, int64_t begin) {
     constexpr int R = TILE_ROWS<E>;
     const int64_t rows = t.tokens * a.group, tiles = (rows + R - 1) / R;
     for (int64_t i = 0; i < tiles; i++) {
@@ -459,14 +186,14 @@ static void all_tiles(const Attention& a, const Scratch<E>& s, const Block<E>& b
 }
 
 template <class E>
-static void start(const Attention& a, const Task& t, int64_t head, const Scratch<E>& s) {
+static void start(const Attention& a, const Task& t, int64_t head, const ScratchOf<E>& s) {
     const int64_t rows = t.tokens * a.group;
     for (int64_t row = 0; row < rows; row++) {
         const int64_t token = t.token + row / a.group, query_head = head * a.group + row % a.group;
         const E* q = (const E*)a.q + token * a.q_token + query_head * a.q_head;
         float* query = s.queries + row * s.words;
         std::memset(query, 0, s.words * sizeof(float));
-        std::memcpy(query, q, a.size * sizeof(E));
+        copy_words(q, a.size, query);
         s.largest[row] = a.form.sinks ? to_float(((const E*)a.form.sinks)[query_head]) : -INFINITY;
         s.weights[row] = s.largest[row] == -INFINITY ? 0.0f : 1.0f;
     }
@@ -474,7 +201,7 @@ static void start(const Attention& a, const Task& t, int64_t head, const Scratch
 }
 
 template <class E>
-static void finish(const Attention& a, const Task& t, int64_t head, const Scratch<E>& s) {
+static void finish(const Attention& a, const Task& t, int64_t head, const ScratchOf<E>& s) {
     for (int64_t row = 0; row < t.tokens * a.group; row++) {
         E* out = (E*)a.out + (t.token + row / a.group) * a.out_token + (head * a.group + row % a.group) * a.value_size;
         const F inverse = set1(1.0f / s.weights[row]);
@@ -495,8 +222,8 @@ static void finish(const Attention& a, const Task& t, int64_t head, const Scratc
 template <class E>
 static void attend(const Attention& a, const HeadTask& t, const HeadTask& next, float* scratch) {
     const bool direct = t.task.tokens == 1 && a.group <= 2 * TILE_ROWS<E> && a.size % 32 == 0 && a.value_size % 32 == 0;
-    const Scratch<E> s(scratch, a.size, a.value_size, t.task.tokens * a.group);
-    start(a, t.task, t.head, s);
+    const ScratchOf<E> s(scratch, a.size, a.value_size, t.task.tokens * a.group);
+    start<E>(a, t.task, t.head, s);
     for (int64_t begin = Block<E>::begin_of(a, t.task); begin < t.task.end(); begin += BLOCK) {
         Block<E> block(a, t, next, begin);
         if (direct) {
@@ -507,7 +234,7 @@ static void attend(const Attention& a, const HeadTask& t, const HeadTask& next, 
         pack_values(a, block, s);
         all_tiles<E, false>(a, s, block, t.task, begin);
     }
-    finish(a, t.task, t.head, s);
+    finish<E>(a, t.task, t.head, s);
 }
 
 }  // namespace CAESURA_ISA

@@ -206,20 +206,18 @@ void reduce_alone(Collective& c, void* x, int64_t size, int threads) {
 }  // namespace
 
 int64_t caesura::rounds_of(const Collective* c, int64_t bytes) { return c ? (bytes + c->bytes - 1) / c->bytes : 0; }
-void caesura::all_reduce(const Reduce& a, Team& team, bf16) { reduce<bf16>(a, team); }
-void caesura::all_reduce(const Reduce& a, Team& team, float) { reduce<float>(a, team); }
 
 // Bytes of shared memory, all zeros at first, that so many ranks need with buffers of `bytes` each.
 CAESURA_API int64_t caesura_collective_bytes(int64_t size, int64_t bytes) { return HEADER + 2 * size * bytes; }
 CAESURA_API int64_t caesura_collective_struct_bytes() { return sizeof(Collective); }
 
-// x[size] becomes the sum of all ranks'.
-CAESURA_API void caesura_all_reduce_bf16(Collective* c, void* x, int64_t size, int threads) {
-    reduce_alone<bf16>(*c, x, size, threads);
-}
-CAESURA_API void caesura_all_reduce_f32(Collective* c, void* x, int64_t size, int threads) {
-    reduce_alone<float>(*c, x, size, threads);
-}
+#define CAESURA_ALL_REDUCE(NAME, E)                                                                                    \
+    void caesura::all_reduce(const Reduce& a, Team& team, E) { reduce<E>(a, team); }                                   \
+    /* x[size] becomes the sum of all ranks'. */                                                                       \
+    CAESURA_API void caesura_all_reduce_##NAME(Collective* c, void* x, int64_t size, int threads) {                    \
+        reduce_alone<E>(*c, x, size, threads);                                                                         \
+    }
+CAESURA_EACH_TYPE(CAESURA_ALL_REDUCE)
 
 // x[rows, width] of each rank side by side in out[rows, out_width]; what lies further right is dropped. All in bytes.
 CAESURA_API void caesura_all_gather(Collective* collective, const void* x, int64_t rows, int64_t width, void* out,

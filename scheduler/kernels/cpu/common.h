@@ -60,6 +60,26 @@ struct bf16 {
     uint16_t bits;
 };
 
+// IEEE 754's binary16. What exceeds 65504 becomes infinite when it is stored.
+struct fp16 {
+    uint16_t bits;
+};
+
+// What products compute with: numbers of E, or the floats that they become when they are loaded.
+template <class E>
+struct ComputedAs {
+    using type = E;
+};
+template <>
+struct ComputedAs<fp16> {
+    using type = float;
+};
+template <class E>
+using Computed = typename ComputedAs<E>::type;
+
+// What is compiled for each type that tensors have, by the names that functions of the library end with.
+#define CAESURA_EACH_TYPE(MACRO) MACRO(bf16, bf16) MACRO(f16, fp16) MACRO(f32, float)
+
 // float8_e4m3fn. Only weights are, always with scales.
 struct fp8 {
     uint8_t bits;
@@ -67,6 +87,18 @@ struct fp8 {
 
 CAESURA_INLINE float to_float(bf16 x) {
     const uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+// Without F16C, which the base instruction set lacks. A subnormal number is a multiple of 2^-24.
+CAESURA_INLINE float to_float(fp16 x) {
+    const uint32_t size = x.bits & 0x7fff;
+    uint32_t bits = (size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23);
+    const float subnormal = (float)size * 0x1p-24f;
+    if (size < 0x400) std::memcpy(&bits, &subnormal, sizeof bits);
+    bits |= uint32_t(x.bits & 0x8000) << 16;
     float y;
     std::memcpy(&y, &bits, sizeof y);
     return y;
@@ -89,14 +121,14 @@ constexpr float TANH_P[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.3739715553
                             -3.33332819422e-1f};
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
 #include "simd_avx2.h"
 }
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 namespace avx512 {
 #define CAESURA_HAS_BF16 0
 #include "simd_avx512.h"
@@ -105,7 +137,7 @@ namespace avx512 {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 namespace avx512bf16 {
 #define CAESURA_HAS_BF16 1
 #include "simd_avx512.h"

@@ -184,12 +184,10 @@ CAESURA_API int64_t caesura_decoder_counters(const void* forms, int64_t layers, 
     return counters_of((const LayerForm*)forms, layers, latent != 0, rounds, threads) * sizeof(Counter);
 }
 
-CAESURA_API void caesura_decoder_bf16(const void* layers, const void* forms, int64_t count, const void* step, void* counters,
-                                      int threads) {
-    decoder<bf16>((const LayerTensors*)layers, (const LayerForm*)forms, count, *(const Step*)step, (Counter*)counters, threads);
-}
-
-CAESURA_API void caesura_decoder_f32(const void* layers, const void* forms, int64_t count, const void* step, void* counters,
-                                     int threads) {
-    decoder<float>((const LayerTensors*)layers, (const LayerForm*)forms, count, *(const Step*)step, (Counter*)counters, threads);
-}
+#define CAESURA_DECODER(NAME, E)                                                                                        \
+    CAESURA_API void caesura_decoder_##NAME(const void* layers, const void* forms, int64_t count, const void* step,     \
+                                            void* counters, int threads) {                                              \
+        decoder<E>((const LayerTensors*)layers, (const LayerForm*)forms, count, *(const Step*)step, (Counter*)counters, \
+                   threads);                                                                                            \
+    }
+CAESURA_EACH_TYPE(CAESURA_DECODER)

@@ -59,7 +59,7 @@ struct Delta {
 #define CAESURA_FILE "delta.cpp"
 #include "each_isa.h"
 
-#define CAESURA_BOTH(NAME, E)                                                                                             \
+#define CAESURA_DELTA(NAME, E)                                                                                            \
     CAESURA_API void caesura_delta_step_##NAME(                                                                           \
         const void* x, int64_t x_row, const Place* places, const Segment* segments, const int64_t* chains,                \
         int64_t num_chains, int64_t key_heads, int64_t group, int64_t key_size, int64_t value_size, int64_t kernel,       \
@@ -77,8 +77,7 @@ struct Delta {
             });                                                                                                           \
         });                                                                                                               \
     }
-CAESURA_BOTH(bf16, bf16)
-CAESURA_BOTH(f32, float)
+CAESURA_EACH_TYPE(CAESURA_DELTA)
 
 #else
 

@@ -2,21 +2,21 @@
 // every operation includes it.
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #define CAESURA_ISA avx2
 #include CAESURA_FILE
 #undef CAESURA_ISA
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #define CAESURA_ISA avx512
 #include CAESURA_FILE
 #undef CAESURA_ISA
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #define CAESURA_ISA avx512bf16
 #include CAESURA_FILE
 #undef CAESURA_ISA

@@ -2,8 +2,8 @@
 // V, and the gate of the MLP.
 //
 // Invariants:
-// - Arithmetic is float; results are rounded where torch's sequence of operations rounds them, so that bfloat16 comes
-//   out as from layers/: after the residual, after normalisation, after the weight, after x * cos, after silu.
+// - Arithmetic is float; results are rounded where torch's sequence of operations rounds them, so that bfloat16 and
+//   fp16 come out as from layers/: after the residual, after normalisation, after the weight, after x * cos, after silu.
 // - A row's bits depend on that row alone.
 #ifndef CAESURA_ISA
 
@@ -22,7 +22,7 @@ constexpr int64_t PARALLEL = 1 << 15;
 #define CAESURA_FILE "elementwise.cpp"
 #include "each_isa.h"
 
-#define CAESURA_BOTH(NAME, E)                                                                                          \
+#define CAESURA_ELEMENTWISE(NAME, E)                                                                                   \
     void caesura::rms_norm(const Norm& a, Team& team, E) {                                                             \
         team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(norm_row<E>(a, row)); });                       \
     }                                                                                                                  \
@@ -74,8 +74,7 @@ constexpr int64_t PARALLEL = 1 << 15;
         const bool worth_it = tokens * (heads + 2 * kv_heads) * size > PARALLEL;                                       \
         run_team(threads, worth_it, [&](Team& team) { rope_store(a, team, E()); });                                    \
     }
-CAESURA_BOTH(bf16, bf16)
-CAESURA_BOTH(f32, float)
+CAESURA_EACH_TYPE(CAESURA_ELEMENTWISE)
 
 #else
 

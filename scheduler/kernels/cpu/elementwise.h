@@ -12,10 +12,6 @@ CAESURA_INLINE void put(E* p, F x, int64_t n) {
     store(p, x, n);
 }
 
-// x as an E holds it.
-CAESURA_INLINE F rounded(F x, float) { return x; }
-CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
-
 template <bool WHOLE, class E>
 CAESURA_INLINE F square_step(const E* x, E* residual, int64_t n, F sum) {
     F value = get<WHOLE>(x, n);

@@ -80,8 +80,7 @@ CAESURA_API int64_t caesura_group(const int64_t* ids, int64_t pairs, int64_t k, 
         const Combine a = {y, places, weights, out, tokens, k, size, false};                                               \
         run_team(threads, tokens * k * size > PARALLEL, [&](Team& team) { combine(a, team, E()); });                       \
     }
-CAESURA_EXPERTS(bf16, bf16)
-CAESURA_EXPERTS(f32, float)
+CAESURA_EACH_TYPE(CAESURA_EXPERTS)
 
 // Logits are float, and become scores.
 CAESURA_API void caesura_route_in_groups(float* logits, const float* bias, int64_t* ids, float* weights, int64_t tokens,
@@ -186,9 +185,7 @@ static void route_by_softmax(const Route& a, int64_t token) {
     }
     for (int64_t i = 0; i < a.k; i += LANES) {
         const int64_t n = smaller(a.k - i, LANES);
-        E rounded[LANES];
-        store(rounded, div(load(weights + i, n), set1(total)));
-        store(weights + i, load(rounded), n);
+        store(weights + i, rounded(div(load(weights + i, n), set1(total)), E()), n);
     }
 }
 
@@ -201,9 +198,6 @@ static void route_token(const Route& a, int64_t token) {
         if (a.record_bytes == 2) ((int16_t*)a.record)[place] = (int16_t)id;
     }
 }
-
-CAESURA_INLINE F as_stored(F x, float) { return x; }
-CAESURA_INLINE F as_stored(F x, bf16) { return widen(narrow(x)); }
 
 template <class E>
 static void combine_token(const Combine& a, int64_t token) {
@@ -218,7 +212,7 @@ static void combine_token(const Combine& a, int64_t token) {
             const E* p = y + places[j] * a.size + i;
             sum = fma(set1(weights[j]), n == LANES ? load(p) : load(p, n), sum);
         }
-        if (a.adds) sum = add(as_stored(sum, E()), n == LANES ? load(out + i) : load(out + i, n));
+        if (a.adds) sum = add(rounded(sum, E()), n == LANES ? load(out + i) : load(out + i, n));
         n == LANES ? store(out + i, sum) : store(out + i, sum, n);
     }
 }

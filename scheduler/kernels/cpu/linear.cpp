@@ -1,14 +1,15 @@
 // y[M, N] = x[M, K] @ w[N, K]^T + bias, the weight packed into storage of its own.
 //
-// The layout counts in *words* of four bytes: one float, or two neighbouring bfloat16 values of a row (so K is even
-// there). W words to a row, padded to tiles of 16; N outputs padded to panels of 32:
+// The layout counts in *words* of four bytes: one float, or two neighbouring values of a row in bfloat16 or fp16 (so K is
+// even there). W words to a row, padded to tiles of 16; N outputs padded to panels of 32:
 //
 //     word w of output n:  [n / 32] [w / 16] [n / 16 % 2] [w % 16] [n % 16]
 //                           panel    tile     half         word     output
 //
 //     panel 0: | tile 0: 16 x 16 of outputs 0..15 | 16 x 16 of outputs 16..31 | tile 1: ... |
 //
-// A word of an fp8 weight is four neighbouring values of a row: linear_unpacked.h.
+// A word of an fp8 weight is four neighbouring values of a row. It and fp16 become wider before they are multiplied:
+// linear_unpacked.h.
 //
 // One 64-byte line is one word of 16 outputs: what a vector register holds, to be multiplied by one broadcast word of x. A
 // panel is read from its first byte to its last, each line once per block of rows. Half a tile is what AMX calls one, too.
@@ -201,8 +202,7 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
         run_team(threads, count * rows * outputs * a.words > PARALLEL,                                                     \
                  [&](Team& team) { batched_linear(a, {count, x_next * size, y_next}, team, E()); });                       \
     }
-CAESURA_LINEAR(bf16, bf16)
-CAESURA_LINEAR(f32, float)
+CAESURA_EACH_TYPE(CAESURA_LINEAR)
 
 // From here on strides are in bytes, and `words` is the length of a row.
 CAESURA_API void caesura_pack_rows(void* packed, const void* rows, int64_t stride, int64_t start, int64_t n,
@@ -242,7 +242,7 @@ constexpr int64_t NEXT = LANES == 16 ? HALF : LANES;
 // A block is R rows by two vectors of outputs: 2 R sums in registers, two of the weight, one of x (and without bfloat16
 // instructions the halves of each word).
 template <class E>
-constexpr int ROWS = LANES == 16 ? 12 : sizeof(E) == 4 ? 6 : 4;
+constexpr int ROWS = LANES == 16 ? 12 : sizeof(Computed<E>) == 4 ? 6 : 4;
 template <class E>
 CAESURA_INLINE void store_outputs(const Linear& a, int64_t row, int64_t output, F sum) {
     const int64_t count = a.outputs - output;
@@ -301,9 +301,8 @@ static void block_of(int rows, const Linear& a, int64_t row, const float* w, int
 #include "linear_unpacked.h"
 
 // Rows [row, end) of one panel, in blocks of nearly equal size.
-template <class W, class E>
-static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
-    if constexpr (sizeof(W) < sizeof(E)) return unpacked_panel_rows<W, E>(a, panel, row, end);
+template <class E>
+static void whole_panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
     const int64_t rows = end - row, blocks = (rows + ROWS<E> - 1) / ROWS<E>;
     if (blocks * PANEL == 2 * LANES) {
         return block_of<E, ROWS<E>, true>((int)rows, a, row, panel_start(a, panel), panel * PANEL, nullptr);
@@ -316,6 +315,15 @@ static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end)
             const float* later = column == 0 && b == 0 ? next : next + a.words * 16;
             block_of<E, ROWS<E>, false>((int)(last - first), a, row + first, w, panel * PANEL + column, later);
         }
+    }
+}
+
+template <class W, class E>
+static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
+    if constexpr (sizeof(W) < sizeof(Computed<E>)) {
+        unpacked_panel_rows<W, E>(a, panel, row, end);
+    } else {
+        whole_panel_rows<E>(a, panel, row, end);
     }
 }
 

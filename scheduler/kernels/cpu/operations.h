@@ -216,7 +216,7 @@ struct Reduce {
 // How many rounds that many bytes take; none without ranks.
 int64_t rounds_of(const Collective*, int64_t bytes);
 
-#define CAESURA_OPERATIONS(E)                   \
+#define CAESURA_OPERATIONS(NAME, E)             \
     void linear(const Linear&, Team&, E);       \
     void grouped_linear(const Linear&, const Groups&, Team&, E); \
     void batched_linear(const Linear&, const Batch&, Team&, E);  \
@@ -230,8 +230,7 @@ int64_t rounds_of(const Collective*, int64_t bytes);
     void rope_store(const Rope&, Team&, E);     \
     void attention(const Attention&, Team&, E); \
     void all_reduce(const Reduce&, Team&, E);
-CAESURA_OPERATIONS(bf16)
-CAESURA_OPERATIONS(float)
+CAESURA_EACH_TYPE(CAESURA_OPERATIONS)
 #undef CAESURA_OPERATIONS
 void sort_pairs(const Sorting&, Team&);
 void gather_pairs(const PairRows&, Team&);

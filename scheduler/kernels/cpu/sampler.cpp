@@ -84,25 +84,17 @@ void sample(const Sampling& a, int64_t rows, double* workspace, int threads) {
 }  // namespace
 
 // `workspace` holds caesura_sample_workspace(vocabulary) doubles for each thread.
-CAESURA_API void caesura_sample_bf16(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,
-                                     const float* temperature, const uint8_t* greedy, const double* uniforms,
-                                     int64_t* tokens, float* logprobs, float* raw_logprobs, float* sampled_logprobs,
-                                     const int64_t* top_k, const float* top_p, const float* min_p, int64_t* last_kept,
-                                     double* workspace, int threads) {
-    sample<bf16>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,
-                  sampled_logprobs, top_k, top_p, min_p, last_kept},
-                 rows, workspace, threads);
-}
-
-CAESURA_API void caesura_sample_f32(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,
-                                    const float* temperature, const uint8_t* greedy, const double* uniforms,
-                                    int64_t* tokens, float* logprobs, float* raw_logprobs, float* sampled_logprobs,
-                                    const int64_t* top_k, const float* top_p, const float* min_p, int64_t* last_kept,
-                                    double* workspace, int threads) {
-    sample<float>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,
-                   sampled_logprobs, top_k, top_p, min_p, last_kept},
-                  rows, workspace, threads);
-}
+#define CAESURA_SAMPLE(NAME, E)                                                                                        \
+    CAESURA_API void caesura_sample_##NAME(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,       \
+                                           const float* temperature, const uint8_t* greedy, const double* uniforms,    \
+                                           int64_t* tokens, float* logprobs, float* raw_logprobs,                      \
+                                           float* sampled_logprobs, const int64_t* top_k, const float* top_p,          \
+                                           const float* min_p, int64_t* last_kept, double* workspace, int threads) {   \
+        sample<E>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,          \
+                   sampled_logprobs, top_k, top_p, min_p, last_kept},                                                  \
+                  rows, workspace, threads);                                                                           \
+    }
+CAESURA_EACH_TYPE(CAESURA_SAMPLE)
 
 CAESURA_API int64_t caesura_sample_workspace(int64_t vocabulary) {
     return Workspace::size(vocabulary, (vocabulary + BLOCK - 1) / BLOCK);

@@ -60,6 +60,24 @@ CAESURA_INLINE void store(bf16* p, F x, int64_t n) {
     std::memcpy(p, buffer, n * sizeof(bf16));
 }
 
+CAESURA_INLINE F load(const fp16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+CAESURA_INLINE F load(const fp16* p, int64_t n) {
+    fp16 buffer[LANES] = {};
+    std::memcpy(buffer, p, n * sizeof(fp16));
+    return load(buffer);
+}
+CAESURA_INLINE __m128i narrow_to_fp16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+CAESURA_INLINE void store(fp16* p, F x) { _mm_storeu_si128((__m128i*)p, narrow_to_fp16(x)); }
+CAESURA_INLINE void store(fp16* p, F x, int64_t n) {
+    fp16 buffer[LANES];
+    store(buffer, x);
+    std::memcpy(p, buffer, n * sizeof(fp16));
+}
+
+CAESURA_INLINE F rounded(F x, float) { return x; }
+CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
+CAESURA_INLINE F rounded(F x, fp16) { return _mm256_cvtph_ps(narrow_to_fp16(x)); }
+
 CAESURA_INLINE F load_words(const void* p) { return _mm256_loadu_ps((const float*)p); }
 CAESURA_INLINE F set1_word(const void* p) {
     int32_t word;
@@ -72,6 +90,14 @@ CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
     const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b), high = _mm256_set1_epi32((int)0xffff0000);
     const F odd = fma(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)), sum);
     return fma(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), odd);
+}
+
+CAESURA_INLINE void from_fp16(F words, F& low, F& high) {
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6,
+                                           7, 10, 11, 14, 15);
+    const __m256i sorted = _mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)words, order), 0xd8);
+    low = _mm256_cvtph_ps(_mm256_castsi256_si128(sorted));
+    high = _mm256_cvtph_ps(_mm256_extracti128_si256(sorted, 1));
 }
 
 template <int K>

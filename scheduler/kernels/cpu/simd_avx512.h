@@ -47,6 +47,18 @@ CAESURA_INLINE __m256i narrow(F x) {
 CAESURA_INLINE void store(bf16* p, F x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
 CAESURA_INLINE void store(bf16* p, F x, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), narrow(x)); }
 
+CAESURA_INLINE F load(const fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+CAESURA_INLINE F load(const fp16* p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+// To the nearest, ties to even.
+CAESURA_INLINE __m256i narrow_to_fp16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+CAESURA_INLINE void store(fp16* p, F x) { _mm256_storeu_si256((__m256i*)p, narrow_to_fp16(x)); }
+CAESURA_INLINE void store(fp16* p, F x, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), narrow_to_fp16(x)); }
+
+// x as the type of the last argument holds it.
+CAESURA_INLINE F rounded(F x, float) { return x; }
+CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
+CAESURA_INLINE F rounded(F x, fp16) { return _mm512_cvtph_ps(narrow_to_fp16(x)); }
+
 // Words: what a dot product takes at once. One float, or two neighbouring bfloat16 values. `p` is aligned to 2 bytes.
 CAESURA_INLINE F load_words(const void* p) { return _mm512_loadu_ps(p); }
 CAESURA_INLINE F set1_word(const void* p) {
@@ -65,6 +77,15 @@ CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
     const F odd = fma(_mm512_castsi512_ps(_mm512_and_si512(x, high)), _mm512_castsi512_ps(_mm512_and_si512(y, high)), sum);
     return fma(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)), odd);
 #endif
+}
+
+// The two fp16 numbers of each word.
+CAESURA_INLINE void from_fp16(F words, F& low, F& high) {
+    const __m512i order = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22, 20, 18, 16,
+                                           14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i sorted = _mm512_permutexvar_epi16(order, (__m512i)words);
+    low = _mm512_cvtph_ps(_mm512_castsi512_si256(sorted));
+    high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(sorted, 1));
 }
 
 // Byte K of each word, as float8_e4m3fn has it: sign, exponent and mantissa move to their places in a float, whose exponent is then

@@ -20,7 +20,7 @@ from .probe import FOREIGN_FAILURES
 
 _ROWS = 5
 _SCALES = (1e-3, 1.0, 30.0)
-_ROUNDINGS = {torch.bfloat16: 2, torch.float32: 8}
+_ROUNDINGS = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 8}
 """Units in the last place; in float32 sums of another order differ in several."""
 _NAMES = ("variance_epsilon", "eps", "epsilon", "rms_norm_eps")
 

@@ -20,8 +20,8 @@ from support.scripted import EngineDriver, tokens_of
 from caesura.io_struct import FlushCacheReqInput, GenerateReqInput, SamplingParams, WeightsCheckerReqInput
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(40)]]
-MXFP4 = "gpt-oss, MXFP4"
-QUICK = ["gemma3", "gpt-oss", MXFP4, "mixtral", "qwen2-moe", "glm4-moe", "qwen3.5"]
+MXFP4, FLOAT16 = "gpt-oss, MXFP4", "qwen3-moe, float16"
+QUICK = ["gemma3", "gpt-oss", MXFP4, FLOAT16, "mixtral", "qwen2-moe", "glm4-moe", "qwen3.5"]
 FOREIGN_QUICK = "Gemma2ForCausalLM"
 CERTAIN = {"GemmaForCausalLM", "Gemma3ForCausalLM"}
 """Random logits of these are so large that one token has all of the probability, under any weights."""
@@ -42,6 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
         if family == MXFP4:
             make_checkpoint(root / f"source-{seed}", "gpt-oss", seed=seed, dtype=torch.bfloat16, **SHAPE)
             make_mxfp4_checkpoint(root / f"source-{seed}", path)
+        elif family == FLOAT16:
+            make_checkpoint(path, "qwen3-moe", seed=seed, dtype=torch.float16)
         elif family in (*FAMILIES, *HYBRIDS):
             make_checkpoint(path, family, seed=seed)
         else:

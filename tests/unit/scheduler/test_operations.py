@@ -24,8 +24,8 @@ WITH_EXPERTS = dict.fromkeys(set(OPERATIONS) - {"linear_attention"}, ISA)
 DENSE = dict.fromkeys(set(WITH_EXPERTS) - {"experts"}, ISA)
 
 
-def served(path, **options) -> Serving:
-    config = EngineConfig(model_path=str(path), dtype="float32", device="cpu", **options).resolve()
+def served(path, *, dtype="float32", **options) -> Serving:
+    config = EngineConfig(model_path=str(path), dtype=dtype, device="cpu", **options).resolve()
     return what_serves(config, load_model(config))
 
 
@@ -35,6 +35,7 @@ def test_kernels_serve_every_operation_that_a_model_has(tiny_model, tmp_path):
     for family in ("qwen3-moe", "deepseek-v3", "gpt-oss"):
         make_checkpoint(tmp_path / family, family)
         assert served(tmp_path / family) == Serving(WITH_EXPERTS, None)
+    assert served(tiny_model, dtype="fp16") == Serving(DENSE, None)
 
 
 @needs_kernels

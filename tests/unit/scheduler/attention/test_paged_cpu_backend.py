@@ -20,8 +20,8 @@ from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
 
 PAGE = 16
-DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+DTYPES = tuple(TOLERANCE)
 
 
 def make_pool(num_pages: int, kv_heads: int, size: int, dtype: torch.dtype, layers: int = 1) -> MHAPool:

@@ -17,10 +17,11 @@ from support.properties import examples
 from support.sanitized import run_sanitized
 from torch import Tensor
 
+from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
 from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = native.FLOATS
 SCALE = 0.3
 
 
@@ -108,6 +109,7 @@ TOLERANCE = {
     torch.float32: {"atol": 3e-6, "rtol": 2e-5},
     # Weights and result are rounded to eight bits each; a result is a mean of values of about 1.
     torch.bfloat16: {"atol": 2.0**-7, "rtol": 2.0**-7},
+    torch.float16: {"atol": 3e-6, "rtol": 2.0**-10},
 }
 
 pieces_of_work = st.lists(
@@ -230,6 +232,21 @@ def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
         assert torch.equal(torch.cat(got), want[0])
 
     check_everywhere(dtype, *shape, steps, form, value_size)
+
+
+@pytest.mark.parametrize("size,group", [(64, 2), (128, 7), (64, 15), (33, 3), (80, 1)])
+@pytest.mark.parametrize("form", [PLAIN, AttentionForm(window=37, softcap=9.0, scale=0.2)])
+def test_float16_is_computed_in_float32_and_rounded_once(size: int, group: int, form: AttentionForm) -> None:
+    """The bits of the same numbers as float32: decoded from where they lie, and as prompts from packed blocks."""
+    pieces = [Piece(1, 46, 47), Piece(2, 0, 1), Piece(0, 33, 100), Piece(3, 129, 130)]
+    for _ in instruction_sets():
+        narrow = Scene([100, 47, 1, 130], 2, group, size, torch.float16, 0, form)
+        wide = Scene([100, 47, 1, 130], 2, group, size, torch.float32, 0, form)
+        for name in ("keys", "values", "queries"):
+            setattr(wide, name, [each.float() for each in getattr(narrow, name)])
+        wide.place(3)
+        for got, expected in zip(narrow.attend(pieces), wide.attend(pieces), strict=True):
+            assert torch.equal(got, expected.half())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -383,7 +400,7 @@ from support.attention_forms import attended, forms
 from support.kernels import instruction_sets, threads
 from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
 for isa in instruction_sets():
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in native.FLOATS:
         for size, group in ((5, 3), (16, 1), (33, 2), (80, 7), (128, 2)):
             for form in (PLAIN, AttentionForm(window=37, softcap=9.0, sinks=torch.zeros(2 * group, dtype=dtype))):
                 scene = Scene([100, 47, 1, 130], 2, group, size, dtype, 0, form, size + 3 if form is PLAIN else size)

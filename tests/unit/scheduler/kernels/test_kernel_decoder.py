@@ -72,8 +72,7 @@ def models(tmp_path_factory):
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     folder = tmp_path_factory.mktemp("models")
     make_checkpoints(folder)
-    dtypes = (torch.float32, torch.bfloat16)
-    return {(kind, dtype): load_model(str(folder / kind), dtype) for kind in KINDS for dtype in dtypes}
+    return {(kind, dtype): load_model(str(folder / kind), dtype) for kind in KINDS for dtype in native.FLOATS}
 
 
 def make_checkpoints(folder):
@@ -143,7 +142,7 @@ def agree(model, dtype, batch, num_threads):
     assert noted is None or torch.equal(noted, model.routing.rows(len(batch.positions)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize("family", KINDS)
 def test_layers_of_every_kind_are_computed_alike(models, family, dtype):
     model = models[family, dtype]
@@ -163,7 +162,7 @@ def test_layers_with_a_window_find_their_own_pages(models):
         agree(model, torch.float32, replace(batch, window_slots=slots, window_table=table), 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize(
     "family",
     [
@@ -202,7 +201,7 @@ def test_the_bits_of_a_request_do_not_depend_on_others(models, family, dtype):
 @settings(max_examples=examples(25))
 @given(
     family=st.sampled_from(KINDS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from(native.FLOATS),
     decoding=st.lists(st.integers(0, 60), max_size=5),
     prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), max_size=2),
     num_threads=st.sampled_from([1, 2, 5]),
@@ -390,7 +389,7 @@ from test_kernel_decoder import at_once, batch_of, compute, layer_by_layer
 import torch
 from support.forward_batches import load_model
 from support.kernels import instruction_sets, threads
-for dtype in (torch.float32, torch.bfloat16):
+for dtype in native.FLOATS:
     models = [load_model(path, dtype) for path in {models!r}]
     for isa in instruction_sets():
         for model in models:

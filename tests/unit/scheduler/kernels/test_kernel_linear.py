@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import least, unit
 from support.properties import examples
 
 from caesura.scheduler.kernels import linear, native
 
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = native.FLOATS
 LAYOUTS = (*DTYPES, linear.FP8)
 
 
@@ -60,14 +61,14 @@ def tolerance(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> to
     """Bound per element: one rounding of each sum in float32, and one of the result."""
     magnitude = x.double().abs() @ w.double().abs().T + (0 if bias is None else bias.double().abs())
     steps = x.shape[1] + 2
-    return magnitude * (steps * 2.0**-24) + (2.0**-8 * magnitude if x.dtype == torch.bfloat16 else 0) + 1e-30
+    return magnitude * (steps * 2.0**-24 + unit(x.dtype)) + least(x.dtype)
 
 
 @st.composite
 def products(draw):
     dtype = draw(st.sampled_from(DTYPES))
     rows, outputs = draw(st.integers(0, 40)), draw(st.integers(1, 100))
-    inputs = draw(st.integers(1, 150)) * (2 if dtype == torch.bfloat16 else 1)
+    inputs = draw(st.integers(1, 150)) * (4 // dtype.itemsize)
     seed = draw(st.integers(0, 2**16))
     generator = torch.Generator().manual_seed(seed)
     padding = draw(st.integers(0, 3))  # of rows, so that strides are odd and rows unaligned
@@ -115,16 +116,40 @@ def test_a_row_has_the_same_bits_in_every_company(isa, dtype, outputs, inputs):
             assert torch.equal(run(x[order]), alone[order])
 
 
-def test_long_inputs_go_through_several_chunks_of_rows(isa):
+@pytest.mark.parametrize("outputs,inputs", [(77, 130), (33, 514)])
+def test_float16_is_computed_in_float32_and_rounded_once(isa, outputs, inputs):
+    """The bits of the same numbers as float32, beyond float16's largest number, too."""
+    generator = torch.Generator().manual_seed(9)
+    x, w, bias = (
+        torch.randn(shape, generator=generator).half()
+        for shape in ((60, inputs), (outputs, inputs), (outputs,))
+    )
+    x[1], x[2] = 30_000, 65_504  # whose sums are beyond it, and some of them not
+    w[3], w[4, 0], w[4, 1:] = 2e-6, 0.5, 0  # subnormal numbers; and a sum that is one product
+    narrow, wide = (
+        linear.Product(packed(w.to(dtype)), outputs, inputs) for dtype in (x.dtype, torch.float32)
+    )
+    for rows in (1, 3, 4, 5, 13, 60):
+        expected = wide(x[:rows].float(), bias.float())
+        assert torch.equal(narrow(x[:rows], bias), expected.half())
+        assert torch.equal(narrow(x[:rows], wide=True), wide(x[:rows].float()))
+    got = narrow(x)
+    assert got[1].isinf().sum() > outputs / 2
+    assert got[:, 4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_inputs_go_through_several_chunks_of_rows(isa, dtype):
     generator = torch.Generator().manual_seed(6)
-    x = torch.randn(130, 4096, generator=generator).bfloat16()  # more than what stays in a second-level cache
-    w = torch.randn(64, 4096, generator=generator).bfloat16()
+    x = torch.randn(130, 4096, generator=generator).to(dtype)  # more than what stays in a second-level cache
+    w = torch.randn(64, 4096, generator=generator).to(dtype)
     expected = x.double() @ w.double().T
     assert ((product(x, w).double() - expected).abs() <= tolerance(x, w, None)).all()
 
 
-def test_not_a_number_stays_in_its_row(isa):
-    x, w = torch.ones(5, 64).bfloat16(), torch.ones(40, 64).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_not_a_number_stays_in_its_row(isa, dtype):
+    x, w = torch.ones(5, 64, dtype=dtype), torch.ones(40, 64, dtype=dtype)
     x[2, 63] = torch.nan
     x[3, 0] = torch.inf
     y = product(x, w)
@@ -227,7 +252,7 @@ def by_index(w: torch.Tensor) -> torch.Tensor:
 def pieces(draw):
     dtype = draw(st.sampled_from(DTYPES))
     outputs, words = draw(st.integers(1, 100)), draw(st.integers(1, 70))
-    inputs = words * (2 if dtype == torch.bfloat16 else 1)
+    inputs = words * (4 // dtype.itemsize)
     cuts = sorted(draw(st.sets(st.integers(1, outputs), max_size=5)) | {0, outputs})
     w = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(draw(st.integers(0, 999)))).to(
         dtype
@@ -357,7 +382,8 @@ def test_rows_that_do_not_fit_are_refused(rows, start):
         linear.pack_rows(torch.zeros(64, 32), rows, start)
 
 
-def test_an_odd_number_of_bfloat16_is_left_to_torch():
-    assert not linear.packable(65, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_odd_number_of_two_bytes_is_left_to_torch(dtype):
+    assert not linear.packable(65, dtype)
     assert linear.packable(65, torch.float32)
-    assert not linear.packable(64, torch.float16)
+    assert not linear.packable(64, torch.float64)

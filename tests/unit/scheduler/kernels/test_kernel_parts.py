@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forward_batches import Row, forward_batch
-from support.kernels import instruction_sets, threads
+from support.kernels import instruction_sets, threads, unit
 from support.properties import examples
 from torch import Tensor
 from torch.nn import functional
@@ -21,7 +21,7 @@ from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import rotate
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = native.FLOATS
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 999)
 
@@ -47,8 +47,8 @@ def packed(weights: Tensor) -> Tensor:
 
 
 def near(got: Tensor, want: Tensor, dtype: torch.dtype, steps: int = 2) -> None:
-    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
-    torch.testing.assert_close(got.double(), want.double(), rtol=steps * unit, atol=steps * unit)
+    close = steps * max(unit(dtype), 2.0**-20)
+    torch.testing.assert_close(got.double(), want.double(), rtol=close, atol=close)
 
 
 @settings(max_examples=examples(30))
@@ -100,7 +100,7 @@ def test_a_wide_product_is_not_rounded(dtype) -> None:
     with pytest.raises(ValueError, match="no product"):
         product(x, torch.zeros(37, dtype=dtype), wide=True)
     with pytest.raises(ValueError, match="no product"):
-        product(x, out=torch.empty(9, 37, dtype=torch.bfloat16), wide=True)
+        product(x, out=torch.empty(9, 37, dtype=torch.float64), wide=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from caesura.scheduler.kernels.sampling import RowSampler
 from caesura.scheduler.runner.sampler import Sampler, noise
 
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = native.FLOATS
 
 
 @pytest.fixture(params=native.ISAS[1 : native.ISAS.index(native.isa()) + 1] or [native.ISAS[1]])

@@ -18,7 +18,7 @@ from caesura.scheduler.kernels.sampling import RowSampler
 from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
 
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = native.FLOATS
 TOLERANCE = 2e-6
 """Of weights and of their sums in float32, relative."""
 

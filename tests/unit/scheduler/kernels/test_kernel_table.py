@@ -33,7 +33,7 @@ def loading(monkeypatch):
 
 def test_torch_is_the_answer_to_what_is_not_in_the_table():
     for operation, device, dtype in [
-        ("linear", "cpu", torch.float16), ("linear", "meta", torch.float32), ("bake", "cpu", torch.float32)
+        ("linear", "cpu", torch.float64), ("linear", "meta", torch.float32), ("bake", "cpu", torch.float32)
     ]:  # fmt: skip
         assert kernels.best(operation, device, dtype) == kernels.TORCH
 
@@ -47,7 +47,8 @@ def test_the_best_serves_and_can_be_limited():
         assert possible
         assert set(kernels.serving("cpu", torch.float32).values()) == {"avx2"}
     assert kernels.best("linear", "cpu", torch.bfloat16) == best
-    assert set(kernels.serving("cpu", torch.float16).values()) == {kernels.TORCH}
+    assert set(kernels.serving("cpu", torch.float16).values()) == {best}
+    assert set(kernels.serving("cpu", torch.float64).values()) == {kernels.TORCH}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from caesura.scheduler.kernels import TORCH, best
+from caesura.scheduler.kernels import TORCH, best, native
 from caesura.scheduler.kernels.between import elementwise_for
 from caesura.scheduler.models.transformers_backend.norms import proven_norms
 from caesura.scheduler.models.transformers_backend.program import compiled, tidy, write_in_place
@@ -185,7 +185,7 @@ class Scaled(LlamaRMSNorm):
 
 
 @compiled_only
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", native.FLOATS)
 def test_norms_are_kernels_where_they_compute_the_same(dtype: torch.dtype) -> None:
     kernels = elementwise_for(CPU, dtype)
     assert kernels is not None
@@ -211,7 +211,7 @@ def test_norms_are_kernels_where_they_compute_the_same(dtype: torch.dtype) -> No
     ("activation", "bend"),
     [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", None), ("relu", None)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", native.FLOATS)
 def test_gates_are_kernels_where_they_compute_the_same(
     dtype: torch.dtype, activation: str, bend: str | None, tmp_path: Path
 ) -> None:
@@ -262,7 +262,7 @@ def test_a_scale_behind_the_rotation_stays(tmp_path: Path, monkeypatch: pytest.M
 
 
 @compiled_only
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
 def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
     architecture: str, dtype: torch.dtype, tmp_path: Path

@@ -93,7 +93,7 @@ def test_logits(name: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
 WIDE = {"hidden_size": 1024, "intermediate_size": 48, "max_position_embeddings": 512}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize(("length", "overrides"), [(37, {}), (300, WIDE)], ids=["narrow", "wide"])
 def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
     dtype: torch.dtype, length: int, overrides: dict[str, Any], groups: dict[int, Ranks], tmp_path: Path
@@ -110,7 +110,7 @@ def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
     assert torch.equal(at_once, by_layer)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", native.FLOATS)
 def test_bits_do_not_depend_on_the_batch(
     dtype: torch.dtype, groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
@@ -146,15 +146,18 @@ def test_every_rank_samples_the_same_tokens(family: str, groups: dict[int, Ranks
     assert len(set(tokens_alone.flatten().tolist())) > 5
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_bfloat16(family: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
+def test_two_bytes(
+    family: str, dtype: torch.dtype, tolerance: float, groups: dict[int, Ranks], tmp_path: Path
+) -> None:
     """Sums of partial results round once more than one rank does, and all ranks alike."""
-    reference = make_checkpoint(tmp_path, family, seed=3, dtype=torch.bfloat16)
+    reference = make_checkpoint(tmp_path, family, seed=3, dtype=dtype)
     with torch.inference_mode():
         expected = reference.float()(torch.tensor([tokens()])).logits[0]
-    found = groups[2].call(logits_of, str(tmp_path), torch.bfloat16, tokens(), True)
+    found = groups[2].call(logits_of, str(tmp_path), dtype, tokens(), True)
     assert torch.equal(found[0], found[1])
-    assert (found[0].float() - expected).abs().mean() < 0.03 * expected.std()
+    assert (found[0].float() - expected).abs().mean() < tolerance * expected.std()
 
 
 @pytest.mark.parametrize(

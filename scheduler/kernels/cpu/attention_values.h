@@ -1,0 +1,128 @@
+// P V: a tile's sums take in the values of a block, packed or from where they lie. Included by attention.cpp for each
+// instruction set.
+
+// out[R, C vectors] = out * factor + a[R, k] * b[k, C vectors], in words.
+template <class E, int R, int C>
+static void multiply_tile(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors,
+                          float* out, int64_t out_row) {
+    F sum[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sum[r][c] = mul(load(out + r * out_row + c * LANES), set1(factors[r]));
+    for (int64_t i = 0; i < k; i++, a++, b += b_row) {
+        F line[C];
+        for (int c = 0; c < C; c++) line[c] = load_words(b + c * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            const F value = set1_word(a + r * a_row);
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], value, line[c], E());
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(out + r * out_row + c * LANES, sum[r][c]);
+}
+
+// The same for any number of columns, which is a multiple of the lanes.
+template <class E, int R, int C = TILE_VECTORS>
+static void multiply(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors,
+                     float* out, int64_t out_row, int64_t columns) {
+    for (; columns >= C * LANES; columns -= C * LANES, b += C * LANES, out += C * LANES)
+        multiply_tile<E, R, C>(a, a_row, b, b_row, k, factors, out, out_row);
+    if constexpr (C > 1)
+        if (columns > 0) multiply<E, R, C - 1>(a, a_row, b, b_row, k, factors, out, out_row, columns);
+}
+
+// sums = sums * factor + weight * values, for a line of which only one half is seen.
+template <class E, bool LOW>
+static void add_half(const float* weight, const float* values, float factor, float* sums, int64_t columns) {
+    const F value = set1_word(weight);
+    for (int64_t c = 0; c < columns; c += LANES) {
+        const F words = load(values + c), half = LOW ? keep_low(words) : keep_high(words);
+        store(sums + c, dot(mul(load(sums + c), set1(factor)), value, half, E()));
+    }
+}
+
+// The rest of a row's values: lines [line, end / pair) and, if the last line is only half seen, that half. The sums so far
+// are multiplied by `factor`, if there is anything.
+template <class E>
+static void add_rest(const Scratch<E>& s, int64_t row, const float* probabilities, int64_t line, int64_t end, float factor) {
+    const int64_t whole = end / s.PAIR;
+    float* sums = s.sums + row * s.columns;
+    if (line < whole) {
+        multiply<E, 1>(probabilities + line, 0, s.values + line * s.columns, s.columns, whole - line, &factor, sums, 0,
+                       s.columns);
+        factor = 1.0f;
+    }
+    if (end % s.PAIR)
+        add_half<E, true>(probabilities + whole, s.values + whole * s.columns, factor, sums, s.columns);
+}
+
+// All of a row's values in a block, of which it does not see the first.
+template <class E>
+static void add_cut(const Scratch<E>& s, int64_t row, const float* probabilities, Seen seen, float factor) {
+    int64_t line = seen.first / s.PAIR;
+    if (seen.first % s.PAIR) {
+        add_half<E, false>(probabilities + line, s.values + line * s.columns, factor, s.sums + row * s.columns, s.columns);
+        factor = 1.0f;
+        line++;
+    }
+    add_rest(s, row, probabilities, line, seen.end, factor);
+}
+
+CAESURA_INLINE void value_lines(const float* value, int64_t, F& low, F& high) {
+    low = load(value), high = load(value + LANES);
+}
+CAESURA_INLINE void value_lines(const fp16* value, int64_t, F& low, F& high) {
+    low = load(value), high = load(value + LANES);
+}
+CAESURA_INLINE void value_lines(const bf16* value, int64_t size, F& low, F& high) {
+    interleave(value, value + size, low, high);
+}
+
+// C vectors of columns of R rows take in the block's values from where they lie; meanwhile the same part of `later_keys` is
+// fetched. All rows see the block from `first` on.
+template <class E, int R, int C>
+static void add_values(const ScratchOf<E>& s, const Block<E>& block, int64_t value_row, int64_t first, const float* factors,
+                       int64_t row, int64_t column) {
+    constexpr int FETCHED = 64 / (LANES * sizeof(Word<E>));  // vectors of values for each line that is fetched
+    F sum[R][C];
+    float* sums = s.sums + row * s.columns + column;
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sum[r][c] = mul(load(sums + r * s.columns + c * LANES), set1(factors[r]));
+    const float* weights = s.probabilities + first / s.PAIR;
+    for (int64_t page = first / PAGE; page * PAGE < block.count; page++) {
+        const int64_t count = smaller(PAGE, block.count - page * PAGE), seen = first - page * PAGE;
+        const int64_t begin = seen > 0 ? seen / s.PAIR * s.PAIR : 0;
+        const E* value = block.values[page] + column + begin * value_row;
+        const char* ahead = (const char*)(block.later_keys[page] + column * PAGE);
+        for (int64_t i = begin; i < count; i += s.PAIR, value += s.PAIR * value_row, ahead += C * LANES * sizeof(Word<E>), weights++) {
+            F line[C];
+            for (int c = 0; c < C; c += 2) value_lines(value + c * LANES, value_row, line[c], line[c + 1]);
+            if (i < seen)
+                for (int c = 0; c < C; c++) line[c] = keep_high(line[c]);
+            if (count - i < s.PAIR)
+                for (int c = 0; c < C; c++) line[c] = keep_low(line[c]);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                const F weight = set1_word(weights + r * (BLOCK / s.PAIR));
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) {
+                    sum[r][c] = dot(sum[r][c], weight, line[c], Computed<E>());
+                    if (r == 0 && c % FETCHED == 0) prefetch(ahead + c * LANES * sizeof(Word<E>), 64);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(sums + r * s.columns + c * LANES, sum[r][c]);
+}
+
+// The same for the columns from `column` on.
+template <class E, int R, int C>
+static void add_all_values(const Attention& a, const ScratchOf<E>& s, const Block<E>& block, int64_t first,
+                           const float* factors, int64_t row, int64_t column) {
+    for (; column + C * LANES <= a.value_size; column += C * LANES)
+        add_values<E, R, C>(s, block, a.value_row, first, factors, row, column);
+    if constexpr (C > 2)
+        if (column < a.value_size) add_all_values<E, R, C / 2>(a, s, block, first, factors, row, column);
+}
