@@ -276,15 +276,15 @@ def test_requests_wait_for_an_engine_and_no_longer_than_they_are_told(engines):
 
 def test_what_the_caller_does_ends_it(engines):
     async def body(fleet: Fleet) -> None:
-        handle = await fleet.submit(PROMPT, SAMPLED, stream=True, rid="mine", return_logprob=True)
+        handle = await fleet.submit(PROMPT, LONG, stream=True, rid="mine", return_logprob=True)
         async for _ in handle:
             break
         assert await fleet.abort("mine") == 1
         output = await handle.result()
         assert output.finish_reason.type == "abort"
-        assert 0 < len(output.output_ids) == len(output.output_logprobs) < NEW
+        assert 0 < len(output.output_ids) == len(output.output_logprobs) < LONG.max_new_tokens
         # while it waits for an engine, there is nobody to be told
-        handle = await fleet.submit(PROMPT, SAMPLED, stream=True, rid="mine")
+        handle = await fleet.submit(PROMPT, LONG, stream=True, rid="mine")
         async for _ in handle:
             break
         for member in fleet.members:

@@ -19,9 +19,13 @@ DRAWS = 20_000
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 
 
-@pytest.fixture(params=["compiled", "torch", "torch that reads no values"], autouse=True, scope="module")
+WAYS = ["compiled", pytest.param("torch", marks=pytest.mark.long), "torch that reads no values"]
+"""The last one is that of accelerators, of which the second is a part."""
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
 def implementation(request):
-    """Every sampler that a test makes; the last way is that of accelerators."""
+    """Every sampler that a test makes."""
     if request.param == "compiled" and native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     with pytest.MonkeyPatch.context() as patch:
