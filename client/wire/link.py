@@ -127,6 +127,8 @@ class Link:
         """The last try that ended found nobody; ``_was_cut_off``: somebody who broke it off."""
         self._was_silent = False
         """The engine went by a silence, and has not answered since."""
+        self._unheard: str | None = None
+        """Why the last handshake that failed did, where that can be told: the next try may not come as far in time."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._patience: float | None = None
         """Until when what is held waits."""
@@ -199,8 +201,6 @@ class Link:
     def _open(self, *, connect: bool) -> None:
         self._connected = self._disconnected = self._ready = False
         self._refusal: EngineError | None = None
-        self._unheard: str | None = None
-        """Why the handshake failed, where that can be told."""
         self._try_failed = self._was_cut_off = False
         self._tried_at = time.monotonic()
         self._dealer = self._context.socket(zmq.DEALER)
@@ -257,6 +257,7 @@ class Link:
         self._connected = self._ready = True
         self._patience = self._grace_until = None
         self._is_only_try = self._was_silent = False
+        self._unheard = None
         for frames in self._held:
             self._hand_over(frames)
         self._held.clear()
