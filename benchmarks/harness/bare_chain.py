@@ -35,8 +35,8 @@ def _broadcast(link: Any, view: torch.Tensor) -> Any:
     return link.broadcast([view], options)
 
 
-def _pass_on(port: int, number: int, is_last: bool, sizes: Sequence[int], turns: Any) -> None:
-    """A process: one update for each time that ``turns`` is released."""
+def _pass_on(port: int, number: int, is_last: bool, sizes: Sequence[int], turns: Any, done: Any) -> None:
+    """A process: one update for each time that ``turns`` is released; ``done`` is, when it has all of it."""
     torch.set_num_threads(1)
     store = TCPStore(_HOST, port, is_master=False)
     source = _link(store, number, 1)
@@ -57,6 +57,7 @@ def _pass_on(port: int, number: int, is_last: bool, sizes: Sequence[int], turns:
         for work in under_way:
             if work is not None:
                 work.wait()
+        done.release()
 
 
 class BareChain:
@@ -70,8 +71,9 @@ class BareChain:
         context = multiprocessing.get_context("spawn")
         sizes = [sum(tensor.nbytes for _, tensor in part) for part in parts]
         self._turns = [context.Semaphore(0) for _ in range(receivers)]
+        self._done = context.Semaphore(0)
         for number, turns in enumerate(self._turns):
-            arguments = (store.port, number, number + 1 == receivers, sizes, turns)
+            arguments = (store.port, number, number + 1 == receivers, sizes, turns, self._done)
             process = context.Process(target=_pass_on, args=arguments, daemon=True)
             process.start()
             self._stack.callback(process.join)
@@ -86,8 +88,13 @@ class BareChain:
         self._stack.close()
 
     def update(self) -> None:
-        """Send all parts, as a chain's trainer does."""
+        """Send all parts, as a chain's trainer does, and wait until every receiver has them.
+
+        What the kernel counts as acknowledged is all of it then, as after an update that engines have answered.
+        """
         for turns in self._turns:
             turns.release()
         for part in self._parts:
             self._group.send(part, "flattened_bucket", lambda: False)
+        for _ in self._turns:
+            self._done.acquire()
