@@ -128,7 +128,7 @@ class Link:
         self._was_silent = False
         """The engine went by a silence, and has not answered since."""
         self._unheard: str | None = None
-        """Why the last handshake that failed did, where that can be told: the next try may not come as far in time."""
+        """Why the last handshake failed, where that can be told. It outlives a next try that nobody answers in time."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._patience: float | None = None
         """Until when what is held waits."""
@@ -257,7 +257,6 @@ class Link:
         self._connected = self._ready = True
         self._patience = self._grace_until = None
         self._is_only_try = self._was_silent = False
-        self._unheard = None
         for frames in self._held:
             self._hand_over(frames)
         self._held.clear()
@@ -273,6 +272,7 @@ class Link:
                 )  # another try would end the same way
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connected, self._was_refused = True, False
+            self._unheard = None
             self._retry_at = None
             if self._held and not self._was_silent:
                 self._patience = self._greeting_limit()
@@ -280,6 +280,8 @@ class Link:
             self._try_failed = True
             self._was_cut_off |= bool(event & HANDSHAKE_FAILURES)
             self._was_refused = not self._was_cut_off
+            if self._was_refused:
+                self._unheard = None  # whoever refused the handshake listens there no more
             if self._held and not self._is_only_try:
                 self._retry_at = self._tried_at + RETRY_S
         elif event == zmq.EVENT_DISCONNECTED:

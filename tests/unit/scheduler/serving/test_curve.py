@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import shutil
 import socket
 import stat
@@ -86,9 +87,9 @@ def served(endpoint: str, keys: ServerKeys | None):
         yield server
 
 
-def refused(endpoint: str, **options) -> str:
+def refused(endpoint: str, connect_timeout: float = 8.0, **options) -> str:
     with (
-        contextlib.closing(ControlClient(endpoint, connect_timeout=8.0, **options)) as client,
+        contextlib.closing(ControlClient(endpoint, connect_timeout=connect_timeout, **options)) as client,
         pytest.raises(EngineDied) as caught,
     ):
         client.shutdown()
@@ -133,6 +134,39 @@ def test_an_unknown_key_a_wrong_server_key_and_no_key_are_refused_and_told_why(k
         assert "curve_server_key" in refused(endpoint, **client_options(keys / "other", keys))
         assert "asks for keys" in refused(endpoint)
         assert server.heard == 0
+
+
+def test_the_reason_of_a_refusal_outlives_a_next_try_that_nobody_answers(keys):
+    """Here only the first connection reaches the engine, and the others are accepted by the kernel alone."""
+
+    def forward_the_first() -> None:
+        with door.accept()[0] as outside, socket.create_connection(("127.0.0.1", port)) as inside:
+            while ready := select.select([outside, inside], [], [])[0]:
+                data = ready[0].recv(4096)
+                if not data:
+                    return
+                (inside if ready[0] is outside else outside).sendall(data)
+
+    with (
+        served("tcp://127.0.0.1:0", server_keys(keys)) as server,
+        socket.create_server(("127.0.0.1", 0)) as door,
+    ):
+        port = int(server.router.endpoint.rpartition(":")[2])
+        thread = threading.Thread(target=forward_the_first)
+        thread.start()
+        options = {**client_options(keys / "other", keys), "connect_timeout": 3.0}
+        message = refused(f"tcp://127.0.0.1:{door.getsockname()[1]}", **options)
+        thread.join()
+    assert "it broke the handshake off: curve_server_key is perhaps not" in message
+
+
+def test_a_refusal_is_not_told_of_an_engine_that_has_ended(keys, tmp_path):
+    endpoint, options = f"ipc://{tmp_path}/s.sock", client_options(keys / "other", keys)
+    with contextlib.closing(ControlClient(endpoint, **options)) as client:
+        with served(endpoint, server_keys(keys)), pytest.raises(EngineDied, match="broke the handshake off"):
+            client.shutdown()
+        with pytest.raises(EngineDied, match="no scheduler answers at"):
+            client.shutdown()
 
 
 def test_a_client_with_keys_never_falls_back_to_plain_text(keys):
