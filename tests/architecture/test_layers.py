@@ -331,6 +331,7 @@ def test_nothing_is_ever_unpickled():
                 names = {alias.name.split(".")[0] for alias in node.names} & PICKLES
             elif isinstance(node, ast.ImportFrom):
                 names = {(node.module or "").split(".")[0]} & PICKLES if not node.level else set()
+                names |= {f"{node.module}.{alias.name}" for alias in node.names} & LOADERS
             elif isinstance(node, ast.Attribute):
                 names = {node.attr} & METHODS
                 if node.attr in LOADS:
