@@ -13,11 +13,11 @@ from caesura.io_struct import (
 )
 
 pytest.importorskip("diffusers")
-from support.pipelines import make_sd3, tensors_of
+from support.pipelines import STEPS, TEXT, make_sd3, tensors_of
+from support.pipelines import image_request as request
 
 from caesura.scheduler.images import footprint
 
-STEPS, TEXT = 4, 12
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +29,6 @@ def sd3(tmp_path_factory):
 def driver(sd3):
     with EngineDriver(str(sd3), scripted=False, max_running_requests=8, prompt_cache_bytes=0) as driver:
         yield driver
-
-
-def request(**fields):
-    defaults = {
-        "prompt": "a red",
-        "width": 16,
-        "height": 16,
-        "num_inference_steps": STEPS,
-        "seed": 11,
-        "return_steps": None,
-        "max_sequence_length": TEXT,
-    }
-    return GenerateImagesReqInput(**{**defaults, **fields})
 
 
 def reasons(driver, message):

@@ -26,7 +26,8 @@ from caesura.io_struct import (
 )
 
 pytest.importorskip("diffusers")
-from support.pipelines import load_pipeline, make_sd3, tensors_of
+from support.pipelines import STEPS, TEXT, load_pipeline, make_sd3, tensors_of
+from support.pipelines import image_request as request
 
 from caesura.io_struct.codec import encode
 from caesura.scheduler.images import batcher, traced
@@ -34,7 +35,6 @@ from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
 from caesura.scheduler.images.batcher import RAISE_AFTER
 from caesura.scheduler.observability.throughput import Counters, line
 
-STEPS, TEXT = 5, 12
 NOISY = ["sde", "cps", "dance"]
 
 
@@ -64,19 +64,6 @@ def untouched(sd3):
     """An engine for requests that it refuses."""
     with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
         yield driver
-
-
-def request(**fields):
-    defaults = {
-        "prompt": "a red",
-        "width": 16,
-        "height": 16,
-        "num_inference_steps": STEPS,
-        "seed": 11,
-        "return_steps": None,
-        "max_sequence_length": TEXT,
-    }
-    return GenerateImagesReqInput(**{**defaults, **fields})
 
 
 def image(driver, rid, index=0):

@@ -90,38 +90,35 @@ shapes = st.builds(
     st.sampled_from([1, 7, 16, 33, 64, 100]),
     st.integers(1, 5),
 )
+layers = st.fixed_dictionaries(
+    {
+        "shape": shapes,
+        "dtype": st.sampled_from(list(TOLERANCES)),
+        "by_key_head": st.booleans(),
+        "seed": st.integers(0, 99),
+    }
+)
+"""Arguments of :class:`Layer`, which is built anew for each instruction set."""
 
 
 @settings(max_examples=examples(40))
-@given(
-    shape=shapes,
-    dtype=st.sampled_from(list(TOLERANCES)),
-    by_key_head=st.booleans(),
-    rows=st.lists(st.integers(1, STATES - 3), unique=True, min_size=1),
-    seed=st.integers(0, 99),
-)
-def test_a_step_is_that_of_torch(shape, dtype, by_key_head, rows, seed) -> None:
+@given(made=layers, rows=st.lists(st.integers(1, STATES - 3), unique=True, min_size=1))
+def test_a_step_is_that_of_torch(made, rows) -> None:
     for _ in instruction_sets():
-        layer = Layer(shape, dtype, by_key_head, seed)
-        x = layer.draw(len(rows), HIDDEN).to(dtype)
+        layer = Layer(**made)
+        x = layer.draw(len(rows), HIDDEN).to(layer.dtype)
         kept = ([len(rows) - 1], [STATES - 1])
         for got, want in zip(
             layer.step(x, rows, compiled=True, kept=kept),
             layer.step(x, rows, compiled=False, kept=kept),
             strict=True,
         ):
-            torch.testing.assert_close(got, want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+            torch.testing.assert_close(got, want, rtol=TOLERANCES[layer.dtype], atol=TOLERANCES[layer.dtype])
 
 
 @settings(max_examples=examples(30))
-@given(
-    data=st.data(),
-    shape=shapes,
-    dtype=st.sampled_from(list(TOLERANCES)),
-    by_key_head=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_prompts_beside_decoding_rows_are_those_of_torch(data, shape, dtype, by_key_head, seed) -> None:
+@given(data=st.data(), made=layers)
+def test_prompts_beside_decoding_rows_are_those_of_torch(data, made) -> None:
     """From nothing, from a state of another row or their own, across a state that is kept; decoding rows go to other rows."""
     lengths = [data.draw(st.integers(1, 80)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))]
     first, second, third = (2 + sum(lengths[:number]) for number in range(3))
@@ -136,30 +133,24 @@ def test_prompts_beside_decoding_rows_are_those_of_torch(data, shape, dtype, by_
         kept=None,
     )
     for _ in instruction_sets():
-        layer = Layer(shape, dtype, by_key_head, seed)
-        x = layer.draw(third + lengths[2], HIDDEN).to(dtype)
+        layer = Layer(**made)
+        x = layer.draw(third + lengths[2], HIDDEN).to(layer.dtype)
         compiled, by_torch = (layer.run(x, step, 2, compiled=each) for each in (True, False))
-        loose = 50 * TOLERANCES[dtype] if dtype is torch.float32 else 5 * TOLERANCES[dtype]
+        loose = (50 if layer.dtype is torch.float32 else 5) * TOLERANCES[layer.dtype]
         # Other sums, of which the norm makes more where they vanish.
         for got, want in zip(compiled, by_torch, strict=True):
             torch.testing.assert_close(got, want, rtol=loose, atol=loose)
 
 
 @settings(max_examples=examples(15))
-@given(
-    data=st.data(),
-    shape=shapes,
-    dtype=st.sampled_from(list(TOLERANCES)),
-    by_key_head=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_how_a_sequence_is_cut_changes_no_bit(data, shape, dtype, by_key_head, seed) -> None:
+@given(data=st.data(), made=layers)
+def test_how_a_sequence_is_cut_changes_no_bit(data, made) -> None:
     """One segment, several in a step, and decode steps that each go to another row."""
     length = data.draw(st.integers(2, 40))
     borders = [0, *sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4))), length]
     for _ in instruction_sets():
-        layer = Layer(shape, dtype, by_key_head, seed)
-        x = layer.draw(length, HIDDEN).to(dtype)
+        layer = Layer(**made)
+        x = layer.draw(length, HIDDEN).to(layer.dtype)
 
         def prefill(x: Tensor, segments: list[StateSegment], layer=layer) -> tuple[Tensor, Tensor, Tensor]:
             step = StateStep(rows=torch.tensor([1]), sources=None, segments=segments, kept=None)
@@ -189,15 +180,13 @@ def test_how_a_sequence_is_cut_changes_no_bit(data, shape, dtype, by_key_head, s
 
 
 @settings(max_examples=examples(15))
-@given(
-    shape=shapes, dtype=st.sampled_from(list(TOLERANCES)), by_key_head=st.booleans(), seed=st.integers(0, 99)
-)
-def test_bits_of_a_row_are_its_own(shape, dtype, by_key_head, seed) -> None:
+@given(made=layers)
+def test_bits_of_a_row_are_its_own(made) -> None:
     """Whatever its place, its neighbours, and the number of threads."""
     layer, rows = None, [4, 2, 6, 1]
     for _ in instruction_sets():
-        layer = Layer(shape, dtype, by_key_head, seed)
-        x = layer.draw(len(rows), HIDDEN).to(dtype)
+        layer = Layer(**made)
+        x = layer.draw(len(rows), HIDDEN).to(layer.dtype)
         with threads(3):
             together = layer.step(x, rows, compiled=True)
         for index, row in enumerate(rows):
