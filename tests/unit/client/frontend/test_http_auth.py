@@ -1,6 +1,7 @@
 """Who may call what, and how much may be sent: over every route of the application."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def client_of(served: FrontEnd, **options: Any) -> TestClient[Litestar]:
     return TestClient(app, **{"base_url": "http://127.0.0.1", **options})
 
 
+@cache
 def all_routes() -> list[tuple[str, str, HTTPRouteHandler]]:
     app = create_app(front())
     return [
