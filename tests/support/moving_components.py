@@ -1,0 +1,210 @@
+"""Components that come and go: a small model, and managers over host memory with files and over a stand-in for an accelerator."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.offload import (
+    ComponentOffloadStrategy,
+    LayerwiseOffloadStrategy,
+    ResidentStrategy,
+)
+from caesura.scheduler.memory.residency import (
+    ComponentResidencyManager,
+    ComponentUse,
+    allocate,
+)
+from caesura.scheduler.memory.storage import StorageComponent
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+USE = ComponentUse(name="model", memory_intensive=True)
+LAYERS = 5
+
+
+class Event:
+    """Complete when what its stream had been given has been done."""
+
+    def __init__(self, stream: "Stream") -> None:
+        self.stream = stream
+        self.target = stream.done + len(stream.pending)
+
+    def query(self) -> bool:
+        """Whoever polls gives the copies time: one is done at every look."""
+        self.stream.run(1)
+        return self.stream.done >= self.target
+
+
+class Stream(TorchDispatchMode):
+    """What is given to it while it is current happens later: when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[Any] = []
+        self.done = 0
+        self.waited_for_others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.copy_.default, func
+        self.pending.append(lambda: func(*args, **(kwargs or {})))
+        return args[0]
+
+    def run(self, count: int) -> None:
+        for work in self.pending[:count]:
+            work()
+            self.done += 1
+        del self.pending[:count]
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited_for_others += 1
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        event.stream.run(event.target - event.stream.done)
+
+    def synchronize(self) -> None:
+        self.run(len(self.pending))
+
+
+class Device:
+    """A device module with streams whose copies lag, and a count of how often its cache was emptied."""
+
+    def __init__(self, total: int = 1 << 40) -> None:
+        self.emptied = 0
+        self.side = Stream()
+        self._compute = Stream()
+        self._total = total
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return self._total, self._total
+
+    def Stream(self) -> Stream:  # noqa: N802 (torch's name)
+        return self.side
+
+    def current_stream(self) -> Stream:
+        return self._compute
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        with stream:
+            yield
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    def memory_reserved(self) -> int:
+        return 0
+
+    def memory_allocated(self) -> int:
+        return 0
+
+
+class CountingHost:
+    """The CPU's own module, with a count."""
+
+    def __init__(self) -> None:
+        self.emptied = 0
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+        HOST.empty_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "Stream":
+            raise AttributeError(name)
+        return getattr(HOST, name)
+
+
+def host(**options: Any) -> ComponentResidencyManager:
+    return ComponentResidencyManager(CPU, device_module=CountingHost(), **options)
+
+
+def accelerator(device: Device | None = None, **options: Any) -> ComponentResidencyManager:
+    return ComponentResidencyManager(
+        CPU, make_component=StorageComponent, device_module=device or Device(), **options
+    )
+
+
+PLACES = [
+    pytest.param(
+        host, marks=pytest.mark.skipif(sys.platform != "linux", reason="files are Linux's way"), id="host"
+    ),
+    pytest.param(accelerator, id="streams"),
+]
+STRATEGIES = [ResidentStrategy, ComponentOffloadStrategy, LayerwiseOffloadStrategy]
+
+
+def exhaust(steps: Iterator[None]) -> int:
+    return sum(1 for _ in steps)
+
+
+class Model:
+    """A component of a head and layers, all of different values; ``head`` is in no layer."""
+
+    def __init__(self, manager: ComponentResidencyManager, strategy: Any, elements: int = 1000) -> None:
+        self.manager, self.use = manager, USE
+        manager.register("model", strategy, tag="weights")
+        with manager.component("model"):
+            self.head = allocate((elements,), torch.float32, CPU)
+            self.layers = [
+                [allocate((elements,), torch.float32, CPU), allocate((2, elements), torch.bfloat16, CPU)]
+                for _ in range(LAYERS)
+            ]
+        manager.divide("model", self.layers)
+        self.values = [number + 1 for number in range(len(self.tensors))]
+        for tensor, value in zip(self.tensors, self.values, strict=True):
+            tensor.fill_(value)
+
+    def write(self, number: int, value: int) -> None:
+        """Overwrite a tensor wherever its values are, in two pieces of another dtype."""
+        tensor, half = self.tensors[number], self.tensors[number].numel() // 2
+        movable = self.manager._movables["model"]
+        for start, count in ((0, half), (half, tensor.numel() - half)):
+            movable.write(tensor, start, torch.full((count,), value, dtype=torch.float64))
+        self.values[number] = value
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.head, *(tensor for layer in self.layers for tensor in layer)]
+
+    def check(self, number: int) -> None:
+        """Layer ``number`` holds what was written to it."""
+        first = 1 + 2 * number
+        for tensor, value in zip(self.layers[number], self.values[first : first + 2], strict=True):
+            assert bool((tensor == value).all()), f"layer {number}"
+
+    def one_pass(self, request: str = "r") -> int:
+        """A stage that uses all layers in order; the most bytes that were on the device."""
+        exhaust(self.manager.before_stage(request, [self.use]))
+        at_layer = self.manager.use(request, self.use)
+        most = 0
+        for number in range(LAYERS):
+            at_layer(number)
+            self.check(number)
+            most = max(most, self.manager.device_bytes("model"))
+        assert bool((self.head == self.values[0]).all())
+        exhaust(self.manager.finish_use(self.use))
+        return most
+
+    def request(self, passes: int = 1, **options: bool) -> int:
+        self.manager.begin_request("r", **options)
+        most = max(self.one_pass() for _ in range(passes))
+        exhaust(self.manager.finish_request("r"))
+        return most
+
+
+def emptied(manager: ComponentResidencyManager) -> int:
+    return manager._module.emptied
+
+
+def events(manager: ComponentResidencyManager, *kinds: str) -> list[tuple[str, str]]:
+    return [(event.event, event.component) for event in manager.trace if event.event in kinds]

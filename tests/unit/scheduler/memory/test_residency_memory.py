@@ -1,0 +1,216 @@
+"""What components that come and go take of memory: shortages, releases by tag, copies and backups."""
+
+import sys
+
+import pytest
+import torch
+from support.moving_components import (
+    CPU,
+    PLACES,
+    STRATEGIES,
+    USE,
+    CountingHost,
+    Device,
+    Model,
+    accelerator,
+    events,
+    exhaust,
+    host,
+)
+
+from caesura.io_struct import CaesuraError
+from caesura.scheduler.memory import residency as residency_module
+from caesura.scheduler.memory.host_copy import FileCopy, PinnedCopy
+from caesura.scheduler.memory.offload import (
+    ComponentOffloadStrategy,
+    LayerwiseOffloadStrategy,
+    ResidentStrategy,
+)
+from caesura.scheduler.memory.residency import (
+    ComponentResidencyManager,
+    ComponentUse,
+    allocate,
+)
+from caesura.scheduler.memory.storage import MappedComponent, StorageComponent
+
+
+def test_what_may_still_come_is_what_is_away(monkeypatch):
+    manager = accelerator()
+    model = Model(manager, ComponentOffloadStrategy())
+    total = manager.nbytes("model")
+    assert (manager.still_to_come, manager.movable_bytes) == (0, total)
+    model.request()
+    assert (manager.still_to_come, manager.movable_bytes) == (total, 0)
+
+
+def test_the_allocator_knows_of_storage_and_not_of_mappings():
+    assert accelerator().in_allocator
+    assert not ComponentResidencyManager(CPU, make_component=MappedComponent).in_allocator
+
+
+@pytest.mark.parametrize("platform,mapped", [("linux", True), ("darwin", False), ("win32", False)])
+def test_only_linux_maps_what_is_allocated(monkeypatch, platform, mapped):
+    monkeypatch.setattr(residency_module.sys, "platform", platform)
+    manager = ComponentResidencyManager(CPU)
+    monkeypatch.undo()
+    assert manager.in_allocator is not mapped
+
+
+def test_one_byte_that_is_not_free_is_a_shortage(monkeypatch):
+    manager = host()
+    manager.register("byte", ComponentOffloadStrategy(), tag="weights")
+    with manager.component("byte"):
+        tensor = allocate((1,), torch.uint8, CPU)
+    manager.divide("byte", [[tensor]])
+    exhaust(manager.release(["weights"]))
+    monkeypatch.setattr(residency_module, "available_memory_if_known", lambda *_, **__: 0)
+    manager.begin_request("r")
+    with pytest.raises(CaesuraError) as caught:
+        exhaust(manager.before_stage("r", [ComponentUse(name="byte")]))
+    assert caught.value.detail == {"needed_bytes": 1, "free_bytes": 0}
+    manager.close()
+
+
+def test_a_release_by_tag_takes_what_goes_with_that_tag_alone():
+    """Tags are equal by their letters, wherever they come from."""
+    for tag in ("weights", "kv_cache"):
+        manager = accelerator()
+        for name in ("weights", "kv_cache"):
+            manager.register(f"of {name}", ComponentOffloadStrategy(), tag=name)
+            with manager.component(f"of {name}"):
+                allocate((10,), torch.float32, CPU)
+        exhaust(manager.release(["".join(list(tag))]))
+        found = {name: manager.device_bytes(f"of {name}") for name in ("weights", "kv_cache")}
+        assert found == {"weights": 40, "kv_cache": 40} | {tag: 0}
+
+
+def test_an_accelerator_without_streams_keeps_its_copies_in_memory():
+    module = CountingHost()
+    assert isinstance(ComponentResidencyManager("mps", device_module=module)._make_copy(), PinnedCopy)
+    assert isinstance(ComponentResidencyManager("cpu", device_module=Device())._make_copy(), PinnedCopy)
+    manager = ComponentResidencyManager("cpu", device_module=module)
+    assert isinstance(manager._make_copy(), FileCopy)
+    manager.close()
+
+
+@pytest.mark.parametrize("make", PLACES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_release_by_tag_keeps_the_values(make, strategy):
+    """What is always on the device comes back with the tag, the others when they are used."""
+    manager = make()
+    model = Model(manager, strategy())
+    with manager.component("weights"):
+        policy = allocate((1000,), torch.float32, CPU).fill_(7.0)
+    for _ in range(2):
+        exhaust(manager.release(["weights"]))
+        assert manager.device_bytes("model") == 0
+        exhaust(manager.resume(["weights"]))
+        assert not policy.any()
+        resident = strategy is ResidentStrategy
+        assert manager.device_bytes("model") == (manager.nbytes("model") if resident else 0)
+        model.request()
+    assert {kind for kind, _ in events(manager, "release", "resume")} == {"release", "resume"}
+    manager.close()
+
+
+@pytest.mark.parametrize("make", PLACES)
+def test_a_tag_that_is_backed_up_comes_back_as_it_was_last(make):
+    """The copy lags behind where there are streams, and is there when the resume ends."""
+    manager = make(backed_up=["weights"])
+    tensors = {}
+    for tag in ("weights", "kv_cache"):
+        with manager.component(tag):
+            tensors[tag] = [allocate((300, 7), torch.float32, CPU) for _ in range(3)]
+            allocate((0, 7), torch.float32, CPU)
+    for round_ in (1.0, 2.0):
+        for number, tensor in enumerate((*tensors["weights"], *tensors["kv_cache"])):
+            tensor.fill_(round_ + number / 8)
+        exhaust(manager.keep(["weights", "kv_cache"]))
+        assert (manager.backup_bytes("weights"), manager.backup_bytes("kv_cache")) == (3 * 300 * 7 * 4, 0)
+        exhaust(manager.release(["weights", "kv_cache"]))
+        exhaust(manager.resume(["kv_cache"]))
+        assert manager.backup_bytes("weights") > 0
+        exhaust(manager.resume(["weights"]))
+        assert manager.backup_bytes("weights") == 0
+        for number, tensor in enumerate(tensors["weights"]):
+            assert bool((tensor == round_ + number / 8).all())
+        assert not any(tensor.any() for tensor in tensors["kv_cache"])
+
+
+def test_resuming_counts_what_comes_back_with_the_tag(monkeypatch):
+    manager = accelerator()
+    Model(manager, ResidentStrategy())
+    with manager.component("weights"):
+        allocate((1000,), torch.float32, CPU)
+    exhaust(manager.release(["weights"]))
+    needed = manager.nbytes("model") + 4000
+    monkeypatch.setattr(residency_module, "available_memory_if_known", lambda *_, **__: needed - 1)
+    with pytest.raises(CaesuraError) as caught:
+        exhaust(manager.resume(["weights"]))
+    assert caught.value.detail == {"needed_bytes": needed, "free_bytes": needed - 1}
+    assert manager.device_bytes("model") == 0
+
+
+def test_a_shortage_is_found_before_anything_is_brought(monkeypatch):
+    manager = host()
+    model = Model(manager, ComponentOffloadStrategy())
+    model.request()
+    monkeypatch.setattr(residency_module, "available_memory_if_known", lambda *_, **__: 1234)
+    manager.begin_request("r")
+    with pytest.raises(CaesuraError) as caught:
+        exhaust(manager.before_stage("r", [USE]))
+    assert caught.value.code == "out_of_memory"
+    assert caught.value.detail == {"needed_bytes": manager.nbytes("model"), "free_bytes": 1234}
+    assert manager.device_bytes("model") == 0
+    monkeypatch.undo()
+    model.request()
+    manager.close()
+
+
+@pytest.mark.parametrize("strategy", [ComponentOffloadStrategy(), LayerwiseOffloadStrategy()])
+def test_an_allocator_that_refuses_takes_nothing(strategy):
+    class Refusing(StorageComponent):
+        def resume(self):
+            for step in super().resume():
+                if refusing and self._tensors[0] is model.layers[0][1]:
+                    raise RuntimeError("out of memory")
+                yield step
+
+    refusing = False
+    manager = ComponentResidencyManager(CPU, make_component=Refusing, device_module=Device())
+    model = Model(manager, strategy)
+    model.request()
+    refusing = True
+    manager.begin_request("r")
+    with pytest.raises(CaesuraError) as caught:
+        exhaust(manager.before_stage("r", [USE]))
+    assert caught.value.code == "out_of_memory"
+    assert model.layers[0][0].untyped_storage().nbytes() == 0, "the part that failed gave back its first half"
+    refusing = False
+    exhaust(manager.finish_request("r"))
+    model.request()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are Linux's way")
+@pytest.mark.parametrize("strategy", [ComponentOffloadStrategy(), LayerwiseOffloadStrategy()])
+def test_a_copy_that_cannot_be_read_leaves_the_part_away(strategy, monkeypatch):
+    """By the loop or by the thread that reads ahead; the next attempt finds everything again."""
+    manager = host()
+    model = Model(manager, strategy)
+    model.request()
+    load, failing = FileCopy.load, 3  # parts are read in order: the head, layers 0, 1, …
+
+    def sometimes(self, tensors):
+        nonlocal failing
+        failing -= 1
+        if failing == 0:
+            raise OSError("input/output error")
+        yield from load(self, tensors)
+
+    monkeypatch.setattr(FileCopy, "load", sometimes)
+    with pytest.raises(OSError, match="input/output"):
+        model.request()
+    assert not model.layers[1][0].any()
+    exhaust(manager.finish_request("r"))
+    model.request(passes=2)
+    manager.close()
