@@ -59,7 +59,11 @@ def test_no_two_files_have_one_name():
     assert sorted({name for name in names if names.count(name) > 1 and name != "__init__.py"}) == []
 
 
-UNPICKLERS = {f"{module}.{name}" for module in ("pickle", "_pickle", "cPickle", "dill", "cloudpickle") for name in ("load", "loads", "Unpickler")}
+UNPICKLERS = {
+    f"{module}.{name}"
+    for module in ("pickle", "_pickle", "cPickle", "dill", "cloudpickle")
+    for name in ("load", "loads", "Unpickler")
+}
 
 
 def unpickling(tree: ast.Module) -> list[str]:

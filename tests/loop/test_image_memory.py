@@ -6,23 +6,16 @@ from support.scripted import EngineDriver
 
 from caesura.io_struct import (
     ContinueGenerationReqInput,
-    GenerateImagesReqInput,
     PauseGenerationReqInput,
     SdeParams,
     TensorSpec,
 )
 
 pytest.importorskip("diffusers")
-from support.pipelines import STEPS, TEXT, make_sd3, tensors_of
-from support.pipelines import image_request as request
+from support.image_requests import STEPS, TEXT, refusal, request
+from support.pipelines import tensors_of
 
 from caesura.scheduler.images import footprint
-
-
-
-@pytest.fixture(scope="module")
-def sd3(tmp_path_factory):
-    return make_sd3(tmp_path_factory.mktemp("pipelines") / "sd3")
 
 
 @pytest.fixture
@@ -39,12 +32,6 @@ def run(driver, message, buffers=()):
     driver.send(message, buffers=buffers)
     driver.run_until_idle()
     return reasons(driver, message)
-
-
-def refusal(driver, message, buffers=()):
-    driver.send(message, buffers=buffers)
-    driver.tick()
-    return driver.replies.pop(message.id)
 
 
 def held(driver):

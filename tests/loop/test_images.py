@@ -5,7 +5,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.lanes import every, quick
 from support.scripted import EngineDriver
 from support.waiting import eventually
@@ -13,39 +12,21 @@ from support.waiting import eventually
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     FlushCacheReqInput,
-    GenerateImagesReqInput,
-    GenerateReqInput,
     PauseGenerationReqInput,
     SdeParams,
     TensorSpec,
     UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
 )
 
 pytest.importorskip("diffusers")
-from support.pipelines import STEPS, TEXT, load_pipeline, make_sd3, tensors_of
-from support.pipelines import image_request as request
+from support.image_requests import STEPS, TEXT, image, request, run, spec
+from support.pipelines import load_pipeline, make_sd3, tensors_of
 
-from caesura.io_struct.codec import encode
-from caesura.scheduler.images import batcher, traced
-from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
-from caesura.scheduler.images.batcher import RAISE_AFTER
+from caesura.scheduler.images import traced
 from caesura.scheduler.observability.throughput import Counters, line
 
 NOISY = ["sde", "cps", "dance"]
-
-
-@pytest.fixture(scope="session")
-def sd3(tmp_path_factory):
-    return make_sd3(tmp_path_factory.mktemp("pipelines") / "sd3")
-
-
-@pytest.fixture(scope="session")
-def other_sd3(tmp_path_factory):
-    return make_sd3(tmp_path_factory.mktemp("pipelines") / "other", seed=20)
 
 
 @pytest.fixture(scope="session")
@@ -57,32 +38,6 @@ def pipeline(sd3):
 def driver(sd3):
     with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
         yield driver
-
-
-@pytest.fixture(scope="module")
-def untouched(sd3):
-    """An engine for requests that it refuses."""
-    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
-        yield driver
-
-
-def image(driver, rid, index=0):
-    """The only result of a sample."""
-    (result,) = driver.images[rid, index]
-    return result
-
-
-def run(driver, message, buffers=()):
-    rid = driver.send(message, buffers=buffers)
-    driver.run_until_idle()
-    assert rid not in driver.replies, driver.replies.get(rid)
-    return [image(driver, rid, index) for index in range(message.n)]
-
-
-def refusal(driver, message, buffers=()):
-    driver.send(message, buffers=buffers)
-    driver.tick()
-    return driver.replies.pop(message.id)
 
 
 def by_diffusers(pipeline, results, **options):
@@ -315,249 +270,6 @@ def test_text_ids_and_embeddings_are_the_same_prompt(driver, guidance):
         assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
 
 
-def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
-    """Bit for bit, and the steps say which weights made them; what was conditioned on stays as it was."""
-    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
-    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
-    monkeypatch.setattr(traced, "SLICE", float("inf"))
-    before = driver.call(WeightsCheckerReqInput())
-    rid = driver.send(request(sde=SdeParams(type="sde")))
-    driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    done = driver.engine.live.samples(rid)[0].step
-    reply = driver.call(
-        UpdateWeightFromDiskReqInput(model_path=str(other_sd3), flush_cache=False, weight_version="v2")
-    )
-    assert (reply.committed, reply.weights_epoch) == (True, 1)
-    driver.call(ContinueGenerationReqInput())
-    driver.run_until_idle()
-    spans = image(driver, rid).weight_versions
-    assert [(each.start, each.end, each.epoch) for each in spans] == [(0, done, 0), (done, STEPS, 1)]
-    after = driver.call(WeightsCheckerReqInput())
-    changed = {
-        name.partition(".")[0] for name in after.checksums if after.checksums[name] != before.checksums[name]
-    }
-    assert changed == {"transformer"}
-    for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-        path = str(other_sd3 / component)
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component)).committed
-    updated = tensors_of(run(driver, request(sde=SdeParams(type="sde")))[0])
-    checksums = driver.call(WeightsCheckerReqInput())
-    with EngineDriver(str(other_sd3), scripted=False, max_running_requests=8) as cold:
-        assert cold.call(WeightsCheckerReqInput()).checksums == checksums.checksums
-        expected = tensors_of(run(cold, request(sde=SdeParams(type="sde")))[0])
-    assert all(np.array_equal(updated[name], expected[name]) for name in expected)
-
-
-def test_a_running_engine_begins_its_samples_again(driver, other_sd3):
-    rid = driver.send(request(n=2))
-    driver.tick(4)
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3))).flushed
-    driver.run_until_idle()
-    for index in range(2):
-        result = image(driver, rid, index)
-        assert [(each.start, each.end, each.epoch) for each in result.weight_versions] == [(0, STEPS, 1)]
-        assert result.num_retractions == 1
-
-
-def test_a_changed_text_encoder_encodes_again_what_has_not_begun(driver, other_sd3):
-    begun = driver.send(request())
-    driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    waiting = driver.send(request())
-    path = str(other_sd3 / "text_encoder")
-    update = UpdateWeightFromDiskReqInput(model_path=path, component="text_encoder", flush_cache=False)
-    assert driver.call(update).committed
-    driver.call(ContinueGenerationReqInput())
-    driver.run_until_idle()
-    old, new = (tensors_of(image(driver, rid))["prompt_embeds"] for rid in (begun, waiting))
-    assert not np.array_equal(old, new)
-
-
-def test_a_changed_text_encoder_leaves_a_prompt_that_a_sample_began_with(driver, other_sd3):
-    """Also for the samples of the request that wait: they share their embeddings."""
-    rid = driver.send(request(n=10))  # 8 run at once
-    driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    path = str(other_sd3 / "text_encoder")
-    update = UpdateWeightFromDiskReqInput(model_path=path, component="text_encoder", flush_cache=False)
-    assert driver.call(update).committed
-    driver.call(ContinueGenerationReqInput())
-    driver.run_until_idle()
-    embeds = [tensors_of(image(driver, rid, index))["prompt_embeds"] for index in range(10)]
-    assert all(np.array_equal(each, embeds[0]) for each in embeds)
-
-
-def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver, sd3, other_sd3):
-    rid = driver.send(request())
-    driver.tick(2)
-    driver.call(WeightsCheckerReqInput(action="reset_tensors"))
-    assert driver.status().weights == "poisoned"
-    components = driver.engine.updates._model.components
-    for component in components:
-        step = driver.status().step
-        driver.tick(3)
-        assert driver.status().step == step
-        path = str(sd3 / component)
-        driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component))
-    assert driver.status().weights == "valid"
-    driver.run_until_idle()
-    assert image(driver, rid).finish_reason.type == "length"
-
-
-def send_tensors(driver, tensors, **fields):
-    """One update call with ``tensors``."""
-    specs = [
-        TensorSpec(name=name, dtype="F32", shape=list(each.shape), nbytes=each.nbytes, buffer=number)
-        for number, (name, each) in enumerate(tensors.items())
-    ]
-    message = UpdateWeightsFromTensorReqInput(specs=specs, flush_cache=False, **fields)
-    driver.send(message, buffers=[each.numpy().tobytes() for each in tensors.values()])
-    for _ in range(200):
-        driver.tick()
-        if message.id in driver.replies:
-            return driver.replies.pop(message.id)
-    raise AssertionError("no answer")
-
-
-def halves(path):
-    tensors = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
-    names = sorted(tensors)
-    middle = len(names) // 2
-    return [{name: tensors[name] for name in some} for some in (names[:middle], names[middle:])]
-
-
-def test_a_failed_session_poisons_its_component_alone(driver, sd3, other_sd3):
-    before = driver.call(WeightsCheckerReqInput()).checksums
-    first, _ = halves(other_sd3)
-    session = driver.begin()
-    assert not send_tensors(driver, first, session_id=session).committed
-    driver.call(EndWeightUpdateReqInput(session_id=session, commit=False))
-    assert driver.status().weights == "poisoned"
-    vae = UpdateWeightFromDiskReqInput(model_path=str(sd3 / "vae"), component="vae")
-    assert not driver.call(vae).committed
-    assert driver.status().weights == "poisoned", "the transformer is what is broken"
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3))).committed
-    assert driver.call(WeightsCheckerReqInput()).checksums == before
-    assert driver.status().weights == "valid"
-
-
-def test_a_paused_update_commits_with_its_last_tensor(driver, other_sd3):
-    driver.call(PauseGenerationReqInput())
-    first, second = halves(other_sd3)
-    assert not send_tensors(driver, first).committed
-    reply = send_tensors(driver, second)
-    assert (reply.committed, reply.weights_epoch) == (True, 1)
-
-
-def test_a_session_may_write_several_components(driver, other_sd3):
-    session = driver.begin()
-    for component in ("transformer", "vae"):
-        update = UpdateWeightFromDiskReqInput(
-            model_path=str(other_sd3 / component), component=component, session_id=session
-        )
-        assert not driver.call(update).committed
-    assert driver.call(EndWeightUpdateReqInput(session_id=session)).weights_epoch == 1
-    with EngineDriver(str(other_sd3), scripted=False) as cold:
-        expected = cold.call(WeightsCheckerReqInput()).checksums
-    found = driver.call(WeightsCheckerReqInput()).checksums
-    assert all(found[name] == expected[name] for name in found if name.startswith(("transformer.", "vae.")))
-
-
-REFUSED = [
-    ({"width": 20}, "width"),
-    ({"height": 15}, "height"),
-    ({"height": 72}, "height"),
-    ({"prompt": None}, "prompt"),
-    ({"prompt_ids": [[1], [1], [1]]}, "prompt"),
-    ({"prompt": None, "prompt_ids": [[1]]}, "prompt_ids"),
-    ({"prompt": None, "prompt_ids": [[1], [1], [99]]}, "prompt_ids"),
-    ({"prompt": None, "prompt_ids": [[1], [1], [1]], "guidance_scale": 2.0}, "negative_prompt"),
-    ({"sigmas": [0.5, 0.7]}, "sigmas"),
-    ({"sigmas": [1.0, 0.5], "shift": 2.0}, "shift"),
-    ({"shift": 0.0}, "shift"),
-    ({"guidance_scale": float("nan")}, "guidance_scale"),
-    ({"sde": SdeParams(type="cps", noise_level=1.5)}, "sde.noise_level"),
-    ({"sde": SdeParams(type="sde", noise_level=float("inf"))}, "sde.noise_level"),
-    ({"sde": SdeParams(type="sde", steps=[5])}, "sde.steps"),
-    ({"return_steps": [5]}, "return_steps"),
-    ({"max_sequence_length": 0}, "max_sequence_length"),
-    ({"prompt": None, "prompt_ids": [[1], [1, 1], [1]]}, "prompt_ids"),
-    ({"prompt": None, "prompt_ids": [[1], [1], [1] * 5000]}, "prompt_ids"),
-]
-
-
-@pytest.mark.parametrize(("fields", "field"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_done_is_refused_with_its_field(untouched, fields, field):
-    reply = refusal(untouched, request(**fields))
-    assert (reply.code, reply.detail["field"]) == ("invalid_request", field)
-    assert len(untouched.engine.live) == 0
-
-
-@pytest.mark.parametrize("fields", [{"sigmas": [0.5] * 1000}, {"prompt": None, "prompt_ids": [[1] * 4000]}])
-def test_a_refusal_does_not_repeat_a_long_value(driver, fields):
-    reply = refusal(driver, request(**fields))
-    assert reply.code == "invalid_request"
-    assert len(encode(reply)) < 1000
-
-
-def spec(name, shape, buffer=0, dtype="F32"):
-    size = {"F32": 4, "F64": 8, "I32": 4}[dtype]
-    return TensorSpec(name=name, dtype=dtype, shape=shape, nbytes=size * int(np.prod(shape)), buffer=buffer)
-
-
-def test_embeddings_that_do_not_fit_are_refused(driver):
-    zeros = [bytes(4 * 40 * 3), bytes(4 * 24)]
-    pooled = spec("pooled_prompt_embeds", [24], 1)
-    nan = np.full((3, 40), np.nan, np.float32).tobytes()
-    for specs, buffers in (
-        ([spec("prompt_embeds", [3, 40])], zeros),
-        ([spec("prompt_embeds", [3, 41]), pooled], [bytes(4 * 41 * 3), bytes(96)]),
-        ([spec("embeds", [3, 40]), pooled], zeros),
-        ([spec("prompt_embeds", [3, 40]), pooled], zeros[:1]),
-        ([spec("prompt_embeds", [3, 40]), pooled], [*zeros, b"more"]),
-        ([spec("prompt_embeds", [3, 40]), pooled], [nan, bytes(96)]),
-        ([spec("prompt_embeds", [3, 40], dtype="I32"), pooled], zeros),
-        ([spec("prompt_embeds", [3, 40], dtype="F64"), pooled], [np.full(120, 1e300).tobytes(), bytes(96)]),
-    ):
-        reply = refusal(driver, request(prompt=None, tensors=specs), buffers)
-        assert reply.code == "invalid_request"
-    specs = [spec("prompt_embeds", [3, 40]), pooled]
-    assert run(driver, request(prompt=None, tensors=specs), zeros)[0].finish_reason.type == "length"
-
-
-def test_embeddings_are_whole_tensors_of_bounded_length(driver):
-    """A piece would be taken for the whole, and of two with one name one would be lost, without a word."""
-    pooled = spec("pooled_prompt_embeds", [24], 1)
-    rows = {"name": "prompt_embeds", "dtype": "F32"}
-    first = TensorSpec(shape=[3, 40], nbytes=160, **rows)
-    rest = TensorSpec(shape=[3, 40], nbytes=320, offset=160, start_row=1, **rows)
-    last = TensorSpec(shape=[3, 40], nbytes=160, start_row=2, **rows)
-    long = MAX_EMBED_TOKENS + 1
-    for specs, size in (
-        ([first, pooled], 480),
-        ([last, pooled], 480),
-        ([first, rest, pooled], 480),
-        ([spec("prompt_embeds", [3, 40]), spec("prompt_embeds", [1, 40]), pooled], 480),
-        ([TensorSpec(shape=[0, 2**63 - 1, 2**63 - 1], **rows), pooled], 480),
-        ([spec("prompt_embeds", [long, 40]), pooled], 160 * long),
-    ):
-        reply = refusal(driver, request(prompt=None, tensors=specs), [bytes(size), bytes(96)])
-        assert (reply.code, reply.detail["field"]) == ("invalid_request", "tensors")
-
-
-def test_an_id_belongs_to_its_tensors_too(driver):
-    specs = [spec("prompt_embeds", [3, 40]), spec("pooled_prompt_embeds", [24], 1)]
-    message, frames = request(prompt=None, tensors=specs), [bytes(480), bytes(96)]
-    first = run(driver, message, frames)[0]
-    other = [np.ones(120, np.float32).tobytes(), bytes(96)]
-    assert refusal(driver, message, other).code == "id_conflict"
-    driver.images.clear()
-    driver.send(message, buffers=frames)
-    driver.tick()
-    assert tensors_of(image(driver, message.id))["image"].tobytes() == tensors_of(first)["image"].tobytes()
-
-
 def test_what_a_trajectory_keeps_is_its_own(driver):
     """A view of a step's rows would keep the latents of every sample of the step."""
     keeps, others = request(), request(n=7, return_steps=[])
@@ -594,26 +306,6 @@ def test_noise_too_small_to_be_seen_has_a_log_probability(driver):
         assert np.isfinite(tensors_of(result)["log_probs"]).all()
 
 
-def test_frames_without_a_description_are_refused(driver):
-    assert refusal(driver, request(), [b"junk"]).detail["field"] == "tensors"
-
-
-def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd3, tmp_path):
-    state = str(tmp_path / "state.json")
-    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), weight_version="v5"))
-        before = driver.call(WeightsCheckerReqInput()).checksums
-    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
-        status = driver.status()
-        assert (status.weights, status.weight_version, status.weights_epoch) == ("valid", "v5", 2)
-        assert driver.call(WeightsCheckerReqInput()).checksums == before
-        path = str(other_sd3 / "vae")
-        driver.call(UpdateWeightFromDiskReqInput(model_path=path, component="vae"))
-    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
-        assert driver.status().weights == "invalid", "the VAE's update is in no record"
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3))).weights == "valid"
-
-
 def test_a_client_that_leaves_is_not_drawn_for(driver):
     rid = driver.send(request(n=4), client="leaving")
     driver.tick(3)
@@ -622,18 +314,6 @@ def test_a_client_that_leaves_is_not_drawn_for(driver):
     assert driver.engine.outputs.finished["abort"] == 4
     assert driver.status().running_requests == 0
     assert rid not in {key[0] for key in driver.images}
-
-
-def test_an_image_engine_takes_no_tokens(driver):
-    reply = refusal(driver, GenerateReqInput(input_ids=[1, 2]))
-    assert reply.code == "unsupported"
-
-
-def test_a_language_engine_makes_no_images(tiny_model):
-    with EngineDriver(str(tiny_model)) as driver:
-        assert refusal(driver, request()).code == "unsupported"
-        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model), component="vae"))
-        assert (reply.code, reply.detail["field"]) == ("invalid_request", "component")
 
 
 def test_a_retry_gets_the_same_results(driver):
@@ -646,111 +326,6 @@ def test_a_retry_gets_the_same_results(driver):
     assert [tensors_of(each)["image"].tobytes() for each in again] == [
         tensors_of(each)["image"].tobytes() for each in first
     ]
-
-
-def test_latents_that_are_not_finite_fail_their_sample_alone(driver, monkeypatch):
-    message, other = request(), request(seed=3)
-    real = driver.engine.scheduler._runner._family.velocity
-
-    def broken(x, sigma, embeds, guidance, size):
-        velocity = real(x, sigma, embeds, guidance, size)
-        velocity[0] = torch.nan
-        return velocity
-
-    rid, second = driver.send(message), driver.send(other)
-    driver.tick(3)
-    monkeypatch.setattr(driver.engine.scheduler._runner._family, "velocity", broken)
-    driver.tick()
-    monkeypatch.undo()
-    driver.run_until_idle()
-    reason = image(driver, rid).finish_reason
-    assert (reason.type, "not finite" in reason.message) == ("error", True)
-    assert image(driver, second).finish_reason.type == "length"
-
-
-@pytest.mark.parametrize("failures", [1, 3])
-def test_a_step_without_memory_is_made_again_in_halves(driver, monkeypatch, failures):
-    expected = [tensors_of(each) for each in run(driver, request(n=4, sde=SdeParams(type="sde")))]
-    runner = driver.engine.scheduler._runner
-    execute, left = runner.execute, [failures]
-
-    def short(batch):
-        if batch.kind == "denoise" and len(batch.samples) > 1 and left[0]:
-            left[0] -= 1
-            raise MemoryError("not enough")
-        return execute(batch)
-
-    monkeypatch.setattr(runner, "execute", short)
-    results = run(driver, request(n=4, sde=SdeParams(type="sde")))
-    for result, tensors in zip(results, expected, strict=True):
-        np.testing.assert_allclose(tensors_of(result)["latents"], tensors["latents"], rtol=0, atol=1e-5)
-    status = driver.status().step_failures
-    assert (status.failed, status.token_limit) == (min(failures, 2), 2 if failures == 1 else 1)
-    for _ in range(RAISE_AFTER // STEPS * 4):
-        run(driver, request(n=4))
-    assert driver.status().step_failures.token_limit is None
-
-
-def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
-    runner = driver.engine.scheduler._runner
-    first = driver.send(request())
-    driver.tick(3)
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "_velocity", lambda *_: 1 / 0)
-        driver.tick()
-    second = driver.send(request())
-    driver.run_until_idle()
-    assert image(driver, first).finish_reason.type == "error"
-    assert image(driver, first).steps_done > 0
-    assert image(driver, second).finish_reason.type == "length"
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError("not enough")])
-def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, monkeypatch, error):
-    """Those that have not begun too, and no other prompt's."""
-
-    def fail(*_):
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(driver.engine.scheduler._runner, "_encode", fail)
-        rid = driver.send(request(n=12, prompt="a blue"))  # more than may run
-        driver.tick(2 if isinstance(error, MemoryError) else 1)
-        ended = [image(driver, rid, index).finish_reason for index in range(12)]
-    code = "out_of_memory" if isinstance(error, MemoryError) else "internal"
-    assert {(reason.type, reason.code) for reason in ended} == {("error", code)}
-    assert run(driver, request())[0].finish_reason.type == "length"
-
-
-def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
-    family, seen = driver.engine.scheduler._runner._family, {}
-    for kind in ("velocity", "decode", "encode"):
-        call = getattr(family, kind)
-        monkeypatch.setattr(
-            family,
-            kind,
-            lambda *a, kind=kind, call=call: (seen.update({kind: torch.get_num_threads()}), call(*a))[1],
-        )
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        run(driver, request())
-        assert (seen, torch.get_num_threads()) == ({"encode": 3, "velocity": 1, "decode": 1}, 3)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(("most", "expected"), [(1 << 20, [3]), (2 * (8 + 8 + TEXT), [2, 1]), (1, [1, 1, 1])])
-def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, expected):
-    """A pause waits for all that are encoded at once, whose attention takes time and memory with the square of their lengths."""
-    monkeypatch.setattr(batcher, "ENCODED_TOKENS", most)
-    runner, steps = driver.engine.scheduler._runner, []
-    encode = runner._encode
-    monkeypatch.setattr(runner, "_encode", lambda prompts: (steps.append(len(prompts)), encode(prompts))[1])
-    rids = [driver.send(request(prompt=prompt)) for prompt in ("a red", "a blue", "a green")]
-    driver.run_until_idle()
-    assert steps == expected
-    assert {image(driver, rid).finish_reason.type for rid in rids} == {"length"}
 
 
 def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):

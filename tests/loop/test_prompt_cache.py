@@ -16,7 +16,7 @@ from caesura.io_struct import (
 )
 
 pytest.importorskip("diffusers")
-from support.pipelines import make_sd3, tensors_of
+from support.pipelines import tensors_of
 
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.images.prompts import ENTRY_BYTES
@@ -24,16 +24,6 @@ from caesura.scheduler.images.prompts import ENTRY_BYTES
 LENGTH = 6
 ONE = ENTRY_BYTES + 4 * ((8 + LENGTH) * 40 + 24)
 """Bytes of the embeddings of one prompt: CLIP's 8 tokens and T5's, and what was pooled."""
-
-
-@pytest.fixture(scope="module")
-def sd3(tmp_path_factory):
-    return make_sd3(tmp_path_factory.mktemp("prompts") / "sd3")
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory):
-    return make_sd3(tmp_path_factory.mktemp("prompts") / "other", seed=20)
 
 
 @pytest.fixture
@@ -102,23 +92,23 @@ def test_what_differs_is_not_found(driver):
 
 
 def test_an_update_of_an_encoder_makes_old_entries_unreachable_and_one_of_the_transformer_does_not(
-    driver, other
+    driver, other_sd3
 ):
     before = run(driver, request())[0]
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other))).flushed
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3))).flushed
     kept = run(driver, request())[0]
     assert counts(driver) == (1, 1, 1)
     assert np.array_equal(before["prompt_embeds"], kept["prompt_embeds"])
-    update = UpdateWeightFromDiskReqInput(model_path=str(other), component="text_encoder_3")
+    update = UpdateWeightFromDiskReqInput(model_path=str(other_sd3), component="text_encoder_3")
     assert driver.call(update).committed
     assert counts(driver)[2] == 0
     after = run(driver, request())[0]
     assert counts(driver) == (1, 2, 1)
     assert not np.array_equal(before["prompt_embeds"], after["prompt_embeds"])
     for component in ("text_encoder", "text_encoder_2", "vae"):
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other), component=component))
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), component=component))
     found = run(driver, request())[0]
-    with EngineDriver(str(other), scripted=False) as cold:
+    with EngineDriver(str(other_sd3), scripted=False) as cold:
         expected = run(cold, request())[0]
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 

@@ -33,29 +33,11 @@ from transformers import (
     T5EncoderModel,
 )
 
-from caesura.io_struct import GenerateImagesReqInput, GenerateImagesReqOutput
+from caesura.io_struct import GenerateImagesReqOutput
 
 WORDS = ["a", "red", "green", "blue", "circle", "square"]
 CLIP_TOKENS = 8
 DTYPES = {"F32": np.float32, "U8": np.uint8, "I64": np.int64, "F16": np.float16}
-
-
-STEPS, TEXT = 5, 12
-"""Of :func:`image_request`: denoising steps, and tokens of T5."""
-
-
-def image_request(**fields: Any) -> GenerateImagesReqInput:
-    """One small image of little text."""
-    defaults = {
-        "prompt": "a red",
-        "width": 16,
-        "height": 16,
-        "num_inference_steps": STEPS,
-        "seed": 11,
-        "return_steps": None,
-        "max_sequence_length": TEXT,
-    }
-    return GenerateImagesReqInput(**{**defaults, **fields})
 
 
 def tensors_of(result: GenerateImagesReqOutput) -> dict[str, np.ndarray]:

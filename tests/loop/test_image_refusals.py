@@ -1,0 +1,137 @@
+"""What an image engine refuses, and how: every field by name, embeddings that do not fit, requests of the other kind."""
+
+import numpy as np
+import pytest
+from support.scripted import EngineDriver
+
+from caesura.io_struct import (
+    GenerateReqInput,
+    SdeParams,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+)
+
+pytest.importorskip("diffusers")
+from support.image_requests import image, refusal, request, run, spec
+from support.pipelines import tensors_of
+
+from caesura.io_struct.codec import encode
+from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
+
+
+@pytest.fixture
+def driver(sd3):
+    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def untouched(sd3):
+    """An engine for requests that it refuses."""
+    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
+        yield driver
+
+
+REFUSED = [
+    ({"width": 20}, "width"),
+    ({"height": 15}, "height"),
+    ({"height": 72}, "height"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt_ids": [[1], [1], [1]]}, "prompt"),
+    ({"prompt": None, "prompt_ids": [[1]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [99]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [1]], "guidance_scale": 2.0}, "negative_prompt"),
+    ({"sigmas": [0.5, 0.7]}, "sigmas"),
+    ({"sigmas": [1.0, 0.5], "shift": 2.0}, "shift"),
+    ({"shift": 0.0}, "shift"),
+    ({"guidance_scale": float("nan")}, "guidance_scale"),
+    ({"sde": SdeParams(type="cps", noise_level=1.5)}, "sde.noise_level"),
+    ({"sde": SdeParams(type="sde", noise_level=float("inf"))}, "sde.noise_level"),
+    ({"sde": SdeParams(type="sde", steps=[5])}, "sde.steps"),
+    ({"return_steps": [5]}, "return_steps"),
+    ({"max_sequence_length": 0}, "max_sequence_length"),
+    ({"prompt": None, "prompt_ids": [[1], [1, 1], [1]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [1] * 5000]}, "prompt_ids"),
+]
+
+
+@pytest.mark.parametrize(("fields", "field"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_done_is_refused_with_its_field(untouched, fields, field):
+    reply = refusal(untouched, request(**fields))
+    assert (reply.code, reply.detail["field"]) == ("invalid_request", field)
+    assert len(untouched.engine.live) == 0
+
+
+@pytest.mark.parametrize("fields", [{"sigmas": [0.5] * 1000}, {"prompt": None, "prompt_ids": [[1] * 4000]}])
+def test_a_refusal_does_not_repeat_a_long_value(driver, fields):
+    reply = refusal(driver, request(**fields))
+    assert reply.code == "invalid_request"
+    assert len(encode(reply)) < 1000
+
+
+def test_embeddings_that_do_not_fit_are_refused(driver):
+    zeros = [bytes(4 * 40 * 3), bytes(4 * 24)]
+    pooled = spec("pooled_prompt_embeds", [24], 1)
+    nan = np.full((3, 40), np.nan, np.float32).tobytes()
+    for specs, buffers in (
+        ([spec("prompt_embeds", [3, 40])], zeros),
+        ([spec("prompt_embeds", [3, 41]), pooled], [bytes(4 * 41 * 3), bytes(96)]),
+        ([spec("embeds", [3, 40]), pooled], zeros),
+        ([spec("prompt_embeds", [3, 40]), pooled], zeros[:1]),
+        ([spec("prompt_embeds", [3, 40]), pooled], [*zeros, b"more"]),
+        ([spec("prompt_embeds", [3, 40]), pooled], [nan, bytes(96)]),
+        ([spec("prompt_embeds", [3, 40], dtype="I32"), pooled], zeros),
+        ([spec("prompt_embeds", [3, 40], dtype="F64"), pooled], [np.full(120, 1e300).tobytes(), bytes(96)]),
+    ):
+        reply = refusal(driver, request(prompt=None, tensors=specs), buffers)
+        assert reply.code == "invalid_request"
+    specs = [spec("prompt_embeds", [3, 40]), pooled]
+    assert run(driver, request(prompt=None, tensors=specs), zeros)[0].finish_reason.type == "length"
+
+
+def test_embeddings_are_whole_tensors_of_bounded_length(driver):
+    """A piece would be taken for the whole, and of two with one name one would be lost, without a word."""
+    pooled = spec("pooled_prompt_embeds", [24], 1)
+    rows = {"name": "prompt_embeds", "dtype": "F32"}
+    first = TensorSpec(shape=[3, 40], nbytes=160, **rows)
+    rest = TensorSpec(shape=[3, 40], nbytes=320, offset=160, start_row=1, **rows)
+    last = TensorSpec(shape=[3, 40], nbytes=160, start_row=2, **rows)
+    long = MAX_EMBED_TOKENS + 1
+    for specs, size in (
+        ([first, pooled], 480),
+        ([last, pooled], 480),
+        ([first, rest, pooled], 480),
+        ([spec("prompt_embeds", [3, 40]), spec("prompt_embeds", [1, 40]), pooled], 480),
+        ([TensorSpec(shape=[0, 2**63 - 1, 2**63 - 1], **rows), pooled], 480),
+        ([spec("prompt_embeds", [long, 40]), pooled], 160 * long),
+    ):
+        reply = refusal(driver, request(prompt=None, tensors=specs), [bytes(size), bytes(96)])
+        assert (reply.code, reply.detail["field"]) == ("invalid_request", "tensors")
+
+
+def test_an_id_belongs_to_its_tensors_too(driver):
+    specs = [spec("prompt_embeds", [3, 40]), spec("pooled_prompt_embeds", [24], 1)]
+    message, frames = request(prompt=None, tensors=specs), [bytes(480), bytes(96)]
+    first = run(driver, message, frames)[0]
+    other = [np.ones(120, np.float32).tobytes(), bytes(96)]
+    assert refusal(driver, message, other).code == "id_conflict"
+    driver.images.clear()
+    driver.send(message, buffers=frames)
+    driver.tick()
+    assert tensors_of(image(driver, message.id))["image"].tobytes() == tensors_of(first)["image"].tobytes()
+
+
+def test_frames_without_a_description_are_refused(driver):
+    assert refusal(driver, request(), [b"junk"]).detail["field"] == "tensors"
+
+
+def test_an_image_engine_takes_no_tokens(driver):
+    reply = refusal(driver, GenerateReqInput(input_ids=[1, 2]))
+    assert reply.code == "unsupported"
+
+
+def test_a_language_engine_makes_no_images(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        assert refusal(driver, request()).code == "unsupported"
+        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model), component="vae"))
+        assert (reply.code, reply.detail["field"]) == ("invalid_request", "component")

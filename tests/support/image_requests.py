@@ -1,0 +1,55 @@
+"""Requests for small images, and what a driven engine answers."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from caesura.io_struct import GenerateImagesReqInput, GenerateImagesReqOutput, Request, TensorSpec
+
+from support.scripted import EngineDriver
+
+STEPS, TEXT = 5, 12
+"""Of :func:`request`: denoising steps, and tokens of T5."""
+
+
+def request(**fields: Any) -> GenerateImagesReqInput:
+    """One small image of little text."""
+    defaults = {
+        "prompt": "a red",
+        "width": 16,
+        "height": 16,
+        "num_inference_steps": STEPS,
+        "seed": 11,
+        "return_steps": None,
+        "max_sequence_length": TEXT,
+    }
+    return GenerateImagesReqInput(**{**defaults, **fields})
+
+
+def spec(name: str, shape: list[int], buffer: int = 0, dtype: str = "F32") -> TensorSpec:
+    """Of a tensor that is sent along as ``buffer``."""
+    size = {"F32": 4, "F64": 8, "I32": 4}[dtype]
+    return TensorSpec(name=name, dtype=dtype, shape=shape, nbytes=size * math.prod(shape), buffer=buffer)
+
+
+def image(driver: EngineDriver, rid: str, index: int = 0) -> GenerateImagesReqOutput:
+    """The only result of a sample."""
+    (result,) = driver.images[rid, index]
+    return result
+
+
+def run(
+    driver: EngineDriver, message: GenerateImagesReqInput, buffers: Sequence[bytes] = ()
+) -> list[GenerateImagesReqOutput]:
+    """Its results, of all samples in order."""
+    rid = driver.send(message, buffers=buffers)
+    driver.run_until_idle()
+    assert rid not in driver.replies, driver.replies.get(rid)
+    return [image(driver, rid, index) for index in range(message.n)]
+
+
+def refusal(driver: EngineDriver, message: Request, buffers: Sequence[bytes] = ()) -> Any:
+    """The answer to what is refused at once."""
+    driver.send(message, buffers=buffers)
+    driver.tick()
+    return driver.replies.pop(message.id)
