@@ -201,7 +201,7 @@ def engines_of(folder: Path, number: int, core: OwnCore) -> Iterator[list[Contro
     """``number`` engines of one thread each."""
     with ExitStack() as stack:
         with core.starting_others():
-            engines = [
+            engines: list[ControlClient] = [
                 stack.enter_context(launch_scheduler(str(folder), num_threads=1, kv_pool_tokens=1024))
                 for _ in range(number)
             ]

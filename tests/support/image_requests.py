@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from caesura.io_struct import GenerateImagesReqInput, GenerateImagesReqOutput, Request, TensorSpec
-
 from support.scripted import EngineDriver
+
+from caesura.io_struct import GenerateImagesReqInput, GenerateImagesReqOutput, Request, TensorSpec
 
 STEPS, TEXT = 5, 12
 """Of :func:`request`: denoising steps, and tokens of T5."""
