@@ -14,7 +14,7 @@ from caesura.client import SamplingParams
 ray = pytest.importorskip("ray")
 from caesura.client.fleet.ray_fleet import Placement, RolloutFleet  # noqa: E402  (needs ray)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
