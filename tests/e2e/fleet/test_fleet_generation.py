@@ -105,11 +105,13 @@ def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]]
 
 async def moved(fleet: Fleet, params: SamplingParams, *seams: int, **options: Any) -> list[GenerateOutput]:
     """The outputs of a request whose engine is taken out of routing when its samples have ``seams`` tokens together; every
-    token comes once, in order. An engine that was done before this process came to fence it is asked again."""
+    token comes once, in order. It is asked again if an engine was done before this process came to fence it, or was fenced
+    before it had made a token."""
     for _ in range(ATTEMPTS):
         before = fleet.dispatcher.moved
         outputs = await moved_if_in_time(fleet, params, *seams, **options)
-        if fleet.dispatcher.moved - before >= len(seams):
+        joined = any(len({span.incarnation for span in each.weight_versions}) > 1 for each in outputs)
+        if joined and fleet.dispatcher.moved - before >= len(seams):
             return outputs
     raise AssertionError(f"the engine was faster {ATTEMPTS} times")
 
