@@ -17,6 +17,7 @@ from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
 from caesura.client.frontend.auth import ACCESS_CLASSES
 from caesura.client.frontend.pages.metrics import Metrics
 from caesura.client.text.tokenizer_manager import TokenizerManager
+from caesura.client.wire import link
 
 CHANGES_THE_ENGINE = [
     "pause",
@@ -34,6 +35,12 @@ CHANGES_THE_ENGINE = [
     "post_process",
 ]
 NO_ENGINE = "ipc:///tmp/caesura-there-is-nothing-here.sock"
+
+
+@pytest.fixture(autouse=True)
+def asks_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of requests find no engine, and each would wait for its second try."""
+    monkeypatch.setattr(link, "RETRY_S", 0.0)
 
 
 def front(**options: Any) -> FrontEnd:
