@@ -1,0 +1,107 @@
+"""A scripted engine below a TokenizerManager."""
+
+import asyncio
+
+from support.fake_scheduler import (
+    FakeScheduler,
+    answer,
+    delta,
+    finished,
+    floats,
+    results,
+    rid_of,
+)
+
+from caesura.client import (
+    AsyncSchedulerClient,
+)
+from caesura.client.text.tokenizer_manager import TokenizerManager
+from caesura.io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    FinishReason,
+    GenerateReqInput,
+)
+
+PATIENCE = 30.0
+"""Seconds that no test should need."""
+
+
+def run(endpoint, tokenizer, body, handler, **options):
+    """Run ``body(manager, fake)`` against a scripted engine."""
+
+    async def main():
+        with FakeScheduler(endpoint, handler) as fake:
+            async with AsyncSchedulerClient(endpoint, **options) as client, asyncio.timeout(PATIENCE):
+                await body(TokenizerManager(client, tokenizer), fake)
+
+    asyncio.run(main(), debug=True)
+
+
+class Engine:
+    """Holds generations open; ``say`` streams tokens, an abort ends a sample with what was said and some more."""
+
+    def __init__(self, more=()):
+        self.more = list(more)
+        self.said = {}
+        self.fake = None
+
+    def __call__(self, request):
+        if isinstance(request, GenerateReqInput):
+            self.request = request
+            self.said = {index: [] for index in range(request.sampling_params.n)}
+            return []
+        if isinstance(request, AbortReq):
+            chosen = [i for i in self.said if request.index is None or i == request.index]
+            return [AbortReqOutput(id=request.id, aborted=len(chosen)), *map(self.end, chosen)]
+        return answer(request)
+
+    def end(self, index, reason=None, extra=None):
+        tokens = self.said.pop(index) + (self.more if extra is None else extra)
+        reason = reason or FinishReason(type="abort", message="Aborted")
+        return results(
+            finished(
+                rid_of(self.request),
+                tokens,
+                index,
+                finish_reason=reason,
+                output_logprobs=floats(map(float, tokens)) if self.request.return_logprob else None,
+            )
+        )
+
+    def say(self, fake, index, tokens):
+        start = len(self.said[index])
+        self.said[index] += tokens
+        fake.push(delta((rid_of(self.request), index, start, tokens)))
+
+    async def begun(self, fake):
+        """Wait until the engine has the request."""
+        return await asyncio.to_thread(fake.next_request, GenerateReqInput)
+
+
+async def until_abort(fake):
+    return await asyncio.to_thread(fake.next_request, AbortReq)
+
+
+def script(tokens, reason=None, **fields):
+    """An engine that gives every sample these tokens at once."""
+
+    def handler(request):
+        if not isinstance(request, GenerateReqInput):
+            return answer(request)
+        return [
+            results(
+                *(
+                    finished(
+                        rid_of(request),
+                        tokens,
+                        index,
+                        finish_reason=reason or FinishReason(type="length", length=len(tokens)),
+                        **fields,
+                    )
+                    for index in range(request.sampling_params.n)
+                )
+            )
+        ]
+
+    return handler
