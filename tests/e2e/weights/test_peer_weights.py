@@ -79,21 +79,25 @@ def clone(
 
 @pytest.mark.parametrize("bucket_bytes", [1, SMALL, 1 << 26])
 def test_a_target_ends_with_the_sources_weights(source, target, other_model, bucket_bytes):
-    """Label and digests, while both generate; the source's epoch stays."""
+    """Label and digests; the source generates on, and a generation of the target goes on with the new weights."""
     params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
-    handles = [engine.submit([5, 6, 7], sampling_params=params) for engine in (source, target)]
+    handles = [engine.submit([5, 6, 7], sampling_params=params, stream=True) for engine in (source, target)]
+    next(iter(handles[1]))
+    target.pause("in_place")
     epochs = source.status().weights_epoch, target.status().weights_epoch
     assert total(source) != total(target)
-    (reply,) = clone(source, target, bucket_bytes=bucket_bytes)
+    (reply,) = clone(source, target, bucket_bytes=bucket_bytes, flush_cache=False)
     assert (reply.committed, reply.weight_version) == (True, other_model.name)
     assert total(target) == total(source)
     assert (source.status().weights_epoch, target.status().weights_epoch) == (epochs[0], epochs[1] + 1)
     assert target.status().weight_version == other_model.name
+    target.continue_generation()
     spans = [
         [(span.version, span.epoch) for span in handle.result(timeout=PATIENCE_S).weight_versions]
         for handle in handles
     ]
     assert spans[0] == [(other_model.name, epochs[0])]
+    assert [epoch for _, epoch in spans[1]] == [epochs[1], epochs[1] + 1]
     assert spans[1][-1] == (other_model.name, epochs[1] + 1)
 
 
