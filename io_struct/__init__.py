@@ -34,7 +34,6 @@ from .control import (
     GenerationState,
     GetStatusReqInput,
     GetStatusReqOutput,
-    ImageLoad,
     KVUsage,
     MemoryByTag,
     MemoryState,
@@ -86,7 +85,7 @@ from .generate import (
     WeightVersionSpan,
 )
 from .hello import HelloReqInput, HelloReqOutput
-from .images import GenerateImagesReqInput, GenerateImagesReqOutput, ResultTensor, SdeParams
+from .images import GenerateImagesReqInput, GenerateImagesReqOutput, ImageLoad, ResultTensor, SdeParams
 from .memory import (
     MAX_HISTORY_EVENTS,
     GetMemoryHistoryReqInput,

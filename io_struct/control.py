@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Label, Reply, ReplyRecord, Request
+from .images import ImageLoad
 from .ranks import RankMemory, RankStatus
 from .residency import ComponentStatus, PromptCacheStatus
 from .score import ReferenceStatus
@@ -171,17 +172,6 @@ class RenewPauseLeaseReqOutput(Reply, kw_only=True):
     """False: there is no pause, it has no lease, or it has another owner."""
     lease_left_s: float | None = None
     """Seconds until the lease expires. None means no lease."""
-
-
-class ImageLoad(ReplyRecord, kw_only=True, frozen=True):
-    """Running samples of an image engine, by the step that each needs next."""
-
-    encoding: int
-    """Samples whose prompt is not encoded yet."""
-    denoising: int
-    """Samples with steps of their grid left, the first included."""
-    decoding: int
-    """Samples whose latents are complete and become an image."""
 
 
 class KVUsage(ReplyRecord, kw_only=True, frozen=True):
@@ -424,6 +414,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     later."""
     images: ImageLoad | None = None
     """Samples by stage. None: the engine serves a language model."""
+    latent_bytes_per_pixel: float | None = None
+    """Bytes of a latent of a result for each pixel of its image. None: the engine serves a language model."""
     num_retractions: int
     """Retractions since start: by a pause, or because the KV cache was full."""
     step_failures: StepFailures = StepFailures()

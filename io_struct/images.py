@@ -141,3 +141,14 @@ class GenerateImagesReqOutput(FramedMessage, kw_only=True):
     """Seconds from arrival to the first step; to the end, if there was none."""
     e2e_latency: float = 0.0
     """Seconds from arrival to the end."""
+
+
+class ImageLoad(ReplyRecord, kw_only=True, frozen=True):
+    """Running samples of an image engine, by the step that each needs next."""
+
+    encoding: int
+    """Samples whose prompt is not encoded yet."""
+    denoising: int
+    """Samples with steps of their grid left, the first included."""
+    decoding: int
+    """Samples whose latents are complete and become an image."""

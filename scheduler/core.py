@@ -98,6 +98,8 @@ class Core:
     vocab_size: int = 0
     kv_bytes_per_token: int = 0
     routing_bytes_per_token: int = 0
+    latent_bytes_per_pixel: float | None = None
+    """Of a language model None."""
     pipeline_depth: int = 0
 
 

@@ -429,6 +429,7 @@ class Engine:
             routing_bytes_per_token=steps.routing_bytes_per_token,
             context_len=steps.context_len,
             vocab_size=steps.vocab_size,
+            latent_bytes_per_pixel=steps.latent_bytes_per_pixel,
             version=__version__,
             operations=steps.serving,
         )

@@ -91,6 +91,7 @@ def image_core(around: Surroundings) -> Core:
             2, PAGE_SIZE, False, around.stamp.epoch
         ),  # one page, the least there is; nobody takes it
         serving=Serving({"denoise": TORCH}, None),
+        latent_bytes_per_pixel=loaded.family.latent_bytes_per_pixel,
     )
 
 

@@ -14,7 +14,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support import engine_template
+from support import engine_template, late_lines
 
 gc.disable()  # until everything is collected
 torch.set_num_threads(1)
@@ -37,6 +37,9 @@ if engine_template.is_wanted():
     engine_template.install()
 
 
+late_lines.install()
+
+
 def pytest_sessionfinish() -> None:
     """Nothing that the tests have started is left."""
     engine_template.close()
@@ -46,6 +49,28 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Tests that are marked so have real processes."""
     with engine_template.executing(executing=item.get_closest_marker("executed") is not None):
+        return (yield)
+
+
+# Within what pytest itself does around the three phases, which is where it captures.
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """Lines of engines are captured."""
+    with late_lines.lines.phase():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Lines of engines are captured."""
+    with late_lines.lines.phase():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Lines of engines are captured."""
+    with late_lines.lines.phase():
         return (yield)
 
 

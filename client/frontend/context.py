@@ -57,6 +57,8 @@ class ServeOptions:
     context_length: int = 0
     makes_images: bool = False
     """The engine serves a diffusion pipeline, not a language model."""
+    latent_bytes_per_pixel: float = 0.0
+    """Of a latent in a result, for each pixel of its image."""
     vocab_size: int = 0
 
     @property

@@ -442,6 +442,7 @@ async def front_end(
         tokenizer_path=folder if tokenizer is not None else "",
         context_length=status.context_len,
         makes_images=status.images is not None,
+        latent_bytes_per_pixel=status.latent_bytes_per_pixel or 0.0,
         vocab_size=status.vocab_size,
         host=settings.host,
         any_host=settings.insecure_bind,

@@ -321,11 +321,14 @@ class Child:
         with pipe:
             while chunk := os.read(pipe.fileno(), 65536):
                 self._tail = (self._tail + chunk)[-STDERR_TAIL_BYTES:]
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # our stderr is closed: the child must not block on it
-                    sys.stderr.write(chunk.decode(errors="replace"))
-                    sys.stderr.flush()
+                show_log(chunk.decode(errors="replace"))
+
+
+def show_log(text: str) -> None:
+    """Write what a scheduler logs to this process's standard error."""
+    with contextlib.suppress(OSError, ValueError):  # our stderr is closed: the child must not block on it
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def launch_scheduler(

@@ -12,6 +12,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -164,6 +165,11 @@ class Family(ABC):
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Of one sample."""
+
+    @property
+    def latent_bytes_per_pixel(self) -> float:
+        """Of a latent as results have it, float32."""
+        return 4 * prod(self.latent_shape(self.pixels, self.pixels)) / self.pixels**2
 
     def sigmas(self, steps: int, shift: float | None, latent_shape: tuple[int, ...]) -> np.ndarray:
         """float32 [steps + 1]: the grid that the pipeline would take, ``shift`` in place of its own unless None."""

@@ -38,6 +38,7 @@ class StaticFacts:
     routing_bytes_per_token: int
     context_len: int
     vocab_size: int
+    latent_bytes_per_pixel: float | None
     version: str
     operations: Serving
 
@@ -116,6 +117,7 @@ class StatusReporter:
             generated_tokens=self._outputs.generated_tokens,
             gen_throughput=self._throughput.generated_per_s(),
             images=self._batcher.images,
+            latent_bytes_per_pixel=self._facts.latent_bytes_per_pixel,
             num_retractions=self._batcher.num_retractions,
             step_failures=self._recovery.counts(),
             kv=self._kv(),

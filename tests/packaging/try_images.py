@@ -1,4 +1,4 @@
-"""Builds the images of docker/Dockerfile without a Docker engine, starts two of them and generates over HTTP.
+"""Builds the images of docker/Dockerfile without a Docker engine, starts each, generates over HTTP and trains.
 
 Invariants:
 - What runs is what the images say: entry point, command, user and environment are read from them; the only arguments
@@ -38,6 +38,15 @@ SOCKET_FOLDER = "/run/caesura"
 KEY = "a key for this try"
 START_S = 120.0
 PROMPTS, NEW_TOKENS = 64, 128
+DEMO_S = 600.0
+DEMO_RESULT = """
+import json
+from pathlib import Path
+out = Path("demo_out")
+assert (out / "report.html").stat().st_size > 0
+(kernels,) = [line for line in (out / "engine.log").read_text().splitlines() if " kernels: " in line]
+print(json.dumps({**json.loads((out / "summary.json").read_text()), "kernels": kernels.partition(" kernels: ")[2]}))
+"""
 
 
 def main() -> int:
@@ -56,9 +65,10 @@ def main() -> int:
         check_compose(work)
         buildah = Buildah(work / "storage")
         make_base(buildah, work)
-        for target in ("engine", "serve"):
+        for target in ("engine", "serve", "demo"):
             buildah.build(target, pip_settings(work))
         try_images(buildah, Path(temporary))
+        try_demo(buildah, Path(temporary))
     print("images: ok")
     return 0
 
@@ -248,6 +258,22 @@ def try_images(buildah: Buildah, folder: Path) -> None:
             wait_for(lambda: ask(port, "/health") is not None, process)
             generate(port)
     buildah("rm", engine.name, front.name)
+
+
+def try_demo(buildah: Buildah, folder: Path) -> None:
+    """The demo's command with ``--quick``: a trainer and its engine in one container, weights through shared memory."""
+    demo = container_of(buildah, "demo", ())
+    with demo.started(folder / "demo.log", "--quick") as process:
+        assert process.wait(timeout=DEMO_S) == 0, f"the demo ended with status {process.returncode}"
+    result = json.loads(run(*demo.command("python", "-c", DEMO_RESULT)))
+    assert result["updates"] > 0, result
+    assert result["requests_lost"] == 0, result
+    assert "torch" not in result["kernels"], result
+    print(
+        f"demo: {result['updates']} updates by {result['transport']}, {result['tokens_per_s']:,.0f} tok/s, "
+        f"no request lost, kernels {result['kernels']}"
+    )
+    buildah("rm", demo.name)
 
 
 def engine_status(engine: Container, process: "subprocess.Popen[bytes]") -> dict[str, Any]:

@@ -106,13 +106,13 @@ def _lively(module: Any) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def _vae(seed: int) -> AutoencoderKL:
+def _vae(seed: int, channels: int = 4) -> AutoencoderKL:
     torch.manual_seed(seed)
     vae = AutoencoderKL(
         sample_size=16,
         block_out_channels=(8, 8, 8),
         layers_per_block=1,
-        latent_channels=4,
+        latent_channels=channels,
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
         norm_num_groups=4,
@@ -125,15 +125,17 @@ def _vae(seed: int) -> AutoencoderKL:
     return vae.eval()
 
 
-def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, layers: int = 2, **scheduler: Any) -> Path:
+def make_sd3(
+    path: Path, *, seed: int = 0, t5: bool = True, layers: int = 2, channels: int = 4, **scheduler: Any
+) -> Path:
     """A pipeline of Stable Diffusion 3 for images of multiples of 8 pixels, about 60,000 parameters."""
     tokenizer = clip_tokenizer()
-    vae = _vae(seed)
+    vae = _vae(seed, channels)
     transformer = SD3Transformer2DModel(
         sample_size=8,
         patch_size=2,
-        in_channels=4,
-        out_channels=4,
+        in_channels=channels,
+        out_channels=channels,
         num_layers=layers,
         num_attention_heads=2,
         attention_head_dim=16,

@@ -1,7 +1,10 @@
 """SGLang's ``/rollout/generate``: trajectories of a diffusion policy, JSON in, msgpack out.
 
 Invariants:
-- A body is refused by the engine or answered with one element for each output; a client that leaves aborts them.
+- A body is refused by the engine or answered with one element for each output; a client that leaves aborts them, and so does an
+  output that fails.
+- The outputs that the server holds for one request have a bound: images and latents before anything is computed, and all bytes as
+  they come.
 - Output ``i`` has the noise of ``seed + i``, as in SGLang, so that each can be made again alone.
 - A tensor is ``{"__tensor__": true, "data", "shape", "dtype"}``, where ``data`` is a safetensors file with the one tensor ``t``.
 """
@@ -29,12 +32,13 @@ MAX_OUTPUTS = 256
 """Of one request."""
 MAX_SEED = (1 << 63) - 1 - MAX_OUTPUTS
 MAX_ANSWER_BYTES = 1 << 30
-"""Of all outputs of one request, about, which the server holds until the last has come: three bytes of a pixel, and one for each latent."""
+"""Of all outputs of one request, which the server holds until the last has come."""
 
 Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
 Steps = Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)]
 
 _DEFAULTS = GenerateImagesReqInput()
+_IMAGE_BYTES_PER_PIXEL = 3
 _SIDE, _STEPS = _DEFAULTS.width, _DEFAULTS.num_inference_steps
 
 
@@ -114,47 +118,64 @@ async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[i
     if body.image_path or (body.num_frames or 1) != 1:
         raise Unsupported("images as input and videos are not supported", field="image_path")
     options = _options(body)
-    _require_small(body, options)
+    _require_small(body, options, front.options.latent_bytes_per_pixel)
     first = secrets.randbelow(MAX_SEED) if body.seed is None else body.seed
     seeds = [first + number for number in range(body.num_outputs_per_prompt)]
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(_one(front, body.prompt, f"{rid}_{number}", seed, options))
-            for number, seed in enumerate(seeds)
-        ]
-    return seeds, [_unwrapped(task.result()) for task in tasks]
+    held = _Held()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_one(front, body.prompt, f"{rid}_{number}", seed, options, held))
+                for number, seed in enumerate(seeds)
+            ]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return seeds, [task.result() for task in tasks]
 
 
-def _require_small(body: RolloutBody, options: dict[str, Any]) -> None:
-    """Refuse what would fill the server's memory: of a latent, 16 numbers of four bytes stand for 8 x 8 pixels."""
+def _require_small(body: RolloutBody, options: dict[str, Any], latent_bytes_per_pixel: float) -> None:
+    """Refuse images and latents that would fill the server's memory."""
     steps = len(options["sigmas"]) if "sigmas" in options else options.get("num_inference_steps", _STEPS)
     asked = options.get("return_steps", [])
     kept = steps + 1 if asked is None else min(2 * len(asked), steps + 1)
     width, height = options.get("width", _SIDE), options.get("height", _SIDE)
-    nbytes = body.num_outputs_per_prompt * width * height * (3 + kept)
+    pixels = body.num_outputs_per_prompt * width * height
+    nbytes = int(pixels * (_IMAGE_BYTES_PER_PIXEL + kept * latent_bytes_per_pixel))
     if nbytes > MAX_ANSWER_BYTES:
         raise InvalidRequest(
-            f"num_outputs_per_prompt = {body.num_outputs_per_prompt}: with their trajectories about {nbytes} bytes, "
+            f"num_outputs_per_prompt = {body.num_outputs_per_prompt}: with their latents {nbytes} bytes, "
             f"at most {MAX_ANSWER_BYTES} in one answer",
             field="num_outputs_per_prompt",
         )
 
 
+class _Held:
+    """The bytes of the outputs that have come for one request, whatever they are made of."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def add(self, output: ImageOutput) -> None:
+        """Count one more.
+
+        Raises:
+            InvalidRequest: with it they are more than one answer may have.
+        """
+        tensors = (output.image, output.latents, output.final_latents, *output.embeds.values())
+        self._nbytes += sum(len(each.data) for each in tensors if each is not None)
+        if self._nbytes > MAX_ANSWER_BYTES:
+            raise InvalidRequest(
+                f"num_outputs_per_prompt: the outputs have more than {MAX_ANSWER_BYTES} bytes, the most in one answer",
+                field="num_outputs_per_prompt",
+            )
+
+
 async def _one(
-    front: FrontEnd, prompt: str, rid: str, seed: int, options: dict[str, Any]
-) -> ImageOutput | CaesuraError:
-    """An error is a result: a group would wrap it."""
-    try:
-        output: ImageOutput = await front.client.generate_images(prompt, rid=rid, seed=seed, **options)
-    except CaesuraError as error:
-        return error
+    front: FrontEnd, prompt: str, rid: str, seed: int, options: dict[str, Any], held: _Held
+) -> ImageOutput:
+    output: ImageOutput = await front.client.generate_images(prompt, rid=rid, seed=seed, **options)
+    held.add(output)
     return output
-
-
-def _unwrapped(result: ImageOutput | CaesuraError) -> ImageOutput:
-    if isinstance(result, CaesuraError):
-        raise result
-    return result
 
 
 def _options(body: RolloutBody) -> dict[str, Any]:

@@ -147,6 +147,18 @@ def test_a_language_model_says_that_it_makes_no_images(tiny_model):
     assert "image" in response.text
 
 
+def test_latents_count_with_the_channels_of_the_model(tmp_path):
+    """Of 16 channels where an image has 4 x 4 pixels to a latent: four bytes for each pixel."""
+    dense = make_sd3(tmp_path / "sd3", channels=16)
+    body = {**BODY, "width": 64, "height": 64, "num_inference_steps": 256, "num_outputs_per_prompt": 256}
+    with served("--model", str(dense)) as found:
+        (small,) = rollouts(found, num_outputs_per_prompt=1)
+        assert small["dit_trajectory"]["latents"].nbytes == 5 * 4 * 16 * 16
+        response = httpx.post(f"{found.url}/rollout/generate", json=body, timeout=60)
+    assert response.status_code == 400, response.text
+    assert f"with their latents {256 * 64 * 64 * (3 + 4 * 257)} bytes" in response.text
+
+
 def test_tokens_of_a_pipeline_are_refused(server):
     response = httpx.post(f"{server.url}/generate", json={"input_ids": [1, 2]}, timeout=60)
     assert response.status_code == 400, response.text

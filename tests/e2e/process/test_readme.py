@@ -15,19 +15,56 @@ SEVERAL_ENGINES = README.parent / "docs" / "howto" / "several-engines.md"
 FLEET = README.parent / "docs" / "howto" / "fleet.md"
 
 
+PARTS = """
+from transformers import AutoModelForCausalLM
+
+from caesura.client import ControlClient, launch_scheduler
+from caesura.client.tensors import checkpoint_tensors
+
+policy = AutoModelForCausalLM.from_pretrained("/tmp/tiny-new")
+with (
+    launch_scheduler("/tmp/tiny", num_threads=1) as one,
+    launch_scheduler("/tmp/tiny", num_threads=1) as two,
+    launch_scheduler("/tmp/tiny", num_threads=1) as late,
+):
+    trainers = [ControlClient(engine.endpoint, owner="trainer") for engine in (one, two)]
+    exec(ROADS)
+    serving = trainers[0]
+    exec(CLONE)
+    print([engine.status().weight_version for engine in (one, two, late)])
+    for trainer in trainers:
+        trainer.close()
+"""
+"""What the parts of docs/howto/several-engines.md say that they go on from."""
+
+
+def block_of(page: Path, number: int) -> str:
+    """The page's Python block of this number."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[number]
+
+
 def example(page: Path, number: int, tmp_path: Path) -> str:
     """The output of the page's Python block of this number."""
-    text = page.read_text(encoding="utf-8")
-    block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
+    output, said = run(block_of(page, number), tmp_path)
+    assert " WARNING " not in said, "an example is no place for what the engine warns of"
+    return output
+
+
+def run(program: str, tmp_path: Path) -> tuple[str, str]:
+    """Standard output and standard error of a program with the checkpoints of this test."""
     for name in ("tiny-new", "tiny"):
-        block = block.replace(f'/tmp/{name}"', f'{tmp_path / name}"')
-    assert "/tmp/tiny" not in block.replace(str(tmp_path), "")
+        program = program.replace(f'/tmp/{name}"', f'{tmp_path / name}"')
+    assert "/tmp/tiny" not in program.replace(str(tmp_path), "")
     done = subprocess.run(
-        [sys.executable, "-c", block], capture_output=True, text=True, timeout=170, check=False, cwd=tmp_path
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert " WARNING " not in done.stderr, "an example is no place for what the engine warns of"
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 def make_checkpoints(tmp_path: Path) -> None:
@@ -64,6 +101,13 @@ def test_the_first_steps_show_samples_and_spans(tmp_path):
 def test_several_engines_get_the_same_update(tmp_path):
     make_checkpoints(tmp_path)
     assert example(SEVERAL_ENGINES, 0, tmp_path).splitlines()[-6:] == ["['1', '1']"] * 6
+
+
+def test_the_other_roads_and_a_clone_bring_the_same_weights(tmp_path):
+    make_checkpoints(tmp_path)
+    roads = block_of(SEVERAL_ENGINES, 1).replace('"10.0.0.1"', '"127.0.0.1"')
+    parts = f"ROADS, CLONE = {roads!r}, {block_of(SEVERAL_ENGINES, 2)!r}\n{PARTS}"
+    assert run(parts, tmp_path)[0].splitlines()[-1] == "['3', '3', '3']"
 
 
 def test_a_fleet_is_updated_as_one(tmp_path):
