@@ -19,6 +19,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import zmq
 
@@ -216,7 +217,7 @@ class Link:
         configure(self._dealer, self.endpoint, self._keys)
         if connect:
             self._dealer.connect(self.endpoint)
-            self._dealer.send(hello_frame(), zmq.NOBLOCK)
+            self._hand_over((hello_frame(),))
         self._watch(self._dealer)
         self._watch(self._monitor)
 
@@ -231,10 +232,12 @@ class Link:
         self._dealer.close(linger=0)
 
     def _hand_over(self, frames: Frames) -> None:
-        if len(frames) == 1:
-            self._dealer.send(frames[0], zmq.NOBLOCK)
-        else:
-            self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        """A connection that libzmq has ended, as after a refused handshake, has no queue: its monitor reports that."""
+        with suppress(zmq.Again):
+            if len(frames) == 1:
+                self._dealer.send(frames[0], zmq.NOBLOCK)
+            else:
+                self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def _drain(self) -> bool:
         """Whether anything has come."""

@@ -17,6 +17,7 @@ from support.waiting import eventually
 
 from caesura.client import ControlClient, EngineDied, InvalidRequest
 from caesura.client.keygen import keygen
+from caesura.client.wire import link
 from caesura.io_struct import (
     CaesuraError,
     ErrorCode,
@@ -173,6 +174,25 @@ def test_a_client_with_keys_never_falls_back_to_plain_text(keys):
     with served("tcp://127.0.0.1:0", None) as server:
         assert "has no keys" in refused(server.router.endpoint, **client_options(keys, keys))
         assert server.heard == 0
+
+
+def test_a_refusal_that_comes_before_the_hello_is_sent_is_told(keys, monkeypatch):
+    """As on a busy machine, where ZeroMQ's thread is done with the handshake before this one goes on."""
+    monitors = []
+    get_monitor_socket, hello_frame = zmq.Socket.get_monitor_socket, link.hello_frame
+
+    def watched(dealer, *events):
+        monitors.append(get_monitor_socket(dealer, *events))
+        return monitors[-1]
+
+    def after_the_refusal():
+        assert monitors[-1].poll(20_000)
+        return hello_frame()
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", watched)
+    monkeypatch.setattr(link, "hello_frame", after_the_refusal)
+    with served("tcp://127.0.0.1:0", None) as server:
+        assert "has no keys" in refused(server.router.endpoint, **client_options(keys, keys))
 
 
 def test_keys_added_and_removed_count_from_the_next_connection_on(keys, tmp_path):
