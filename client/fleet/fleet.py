@@ -373,6 +373,11 @@ class Fleet:
         """Whether :meth:`heal` does anything now."""
         return self.paused_mode is None
 
+    @property
+    def needs_care(self) -> bool:
+        """Whether :meth:`heal` may have something to do."""
+        return any(not member.serves for member in self.members)
+
     def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
         """How a member's weights get to another one; a :data:`Copy`. Blocks."""
         copy_here(donor, target, owner)
@@ -494,6 +499,6 @@ class Fleet:
                     self._dispatcher.lost(member, EngineDied("another process has its endpoint"))
                 elif member.serves:
                     member.status = status
-            if self.heals and any(not member.serves for member in self.members):
+            if self.heals and self.needs_care:
                 for name in await self.heal():
                     logger.warning("engine %s serves again", name)

@@ -209,10 +209,15 @@ class Updates:
     async def give_up(self, request: WeightUpdateOptions) -> None:
         """``request`` cannot be carried out, nor can what would follow it: the session that it belongs to is aborted."""
         with suppress(NoSession, SessionOpen):
-            opened = self._joined(request)
-            if opened is not None:
-                await opened.session.abort()
-                await self._over(opened)
+            if self._joined(request) is not None:
+                await self.abandon()
+
+    async def abandon(self) -> None:
+        """Abort the open session, if there is one."""
+        opened = self._open
+        if opened is not None:
+            await opened.session.abort()
+            await self._over(opened)
 
     async def settle(self) -> None:
         """A continue or a flush commits an implicit session. Raises as :meth:`end`."""
@@ -328,8 +333,7 @@ class Updates:
         there = {each for each in opened.session.members if each.client.incarnation == began.get(each)}
         absent = [member.name for member in self._fleet.members if member not in there]
         if absent:
-            await opened.session.abort()
-            await self._over(opened)
+            await self.abandon()
             raise GroupError(
                 f"{', '.join(absent)} has no part in the open session, as it was not there or has been restarted. The session is over: "
                 "destroy the group, have all replicas join again, and send every tensor again",
