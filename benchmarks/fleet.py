@@ -8,6 +8,9 @@ update and have tokens of older weights, outputs with weights whose update faile
 fleet (mixed). Exit status 1 if there is any.
 
     python benchmarks/fleet.py --kills 100 --replicas 3 --seed 1 --json fleet.json
+
+With --ray the replicas are those of a RolloutFleet on a Ray of this machine, which notices the kill, starts actor and engine again,
+and has the fleet admit them.
 """
 
 import argparse
@@ -21,11 +24,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.faults.known import FIRST_TOKEN, VOCAB, Version, make_versions
 from harness.machine import machine_facts
@@ -34,6 +37,9 @@ from safetensors.torch import load_file
 from caesura.client import EngineError, GenerateOutput, LaunchedScheduler, SamplingParams, launch_scheduler
 from caesura.client.fleet import EngineAddress, Fleet, FleetUpdateFailed
 from caesura.io_struct import PauseMode
+
+if TYPE_CHECKING:
+    from caesura.client.fleet.ray_fleet import RolloutFleet
 
 PHASES = ("generate", "pause", "begin", "load", "verify", "commit", "continue")
 CALLS = {
@@ -52,6 +58,7 @@ UNDER_WAY = 8
 """Generations that run throughout."""
 RECOVERY_S = 120.0
 UPDATE_TRIES = 4
+ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens": 8192, "log_level": "ERROR"}
 
 
 @dataclass
@@ -72,7 +79,19 @@ class Round:
     mixed: int = 0
 
 
-class Replicas:
+class Replicas(Protocol):
+    """Engines that can be killed."""
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, at most one until the restart."""
+        ...
+
+    async def restart(self, name: str) -> None:
+        """Another engine in the place of a killed one."""
+        ...
+
+
+class OwnReplicas:
     """Engines at fixed addresses, started again after a kill."""
 
     def __init__(self, folder: Path, model: Path, count: int) -> None:
@@ -111,11 +130,31 @@ class Replicas:
         self.engines[name] = launch_scheduler(
             self.model,
             endpoint=self._endpoint(name),
-            dtype="float32",
-            num_threads=1,
-            kv_pool_tokens=8192,
-            log_level="ERROR",
+            **ENGINE,
         )
+
+
+class RayReplicas:
+    """The engines of a fleet that Ray starts again."""
+
+    def __init__(self, fleet: "RolloutFleet") -> None:
+        self._fleet = fleet
+        self._killed: dict[str, str] = {}
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to the engine, not to its actor; none to the engine that Ray starts in its place."""
+        replica = self._fleet.replica(name)
+        if replica is not None and name not in self._killed:
+            self._killed[name] = replica.start
+            with suppress(ProcessLookupError):
+                os.kill(replica.pid, signal.SIGKILL)
+
+    async def restart(self, name: str) -> None:
+        """Wait until Ray has started another one."""
+        before = self._killed.pop(name)
+        async with asyncio.timeout(RECOVERY_S):
+            while (replica := self._fleet.replica(name)) is None or replica.start == before:  # noqa: ASYNC110  (Ray's work is waited for)
+                await asyncio.sleep(0.02)
 
 
 class Campaign:
@@ -123,6 +162,7 @@ class Campaign:
 
     def __init__(self, fleet: Fleet, replicas: Replicas, versions: list[Version], seed: int) -> None:
         self.fleet, self.replicas, self.versions = fleet, replicas, versions
+        self.count = len(fleet.members)
         self.seed = seed
         self.random = random.Random(seed)
         self.failed_labels: set[str] = set()
@@ -263,7 +303,7 @@ class Campaign:
     async def _whole(self) -> None:
         """Until every replica serves again."""
         async with asyncio.timeout(RECOVERY_S):
-            while not all(member.serves for member in self.fleet.members):
+            while sum(member.serves for member in self.fleet.members) < self.count:
                 await self.fleet.heal()
                 await asyncio.sleep(0.02)
 
@@ -299,6 +339,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--replicas", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--ray", action="store_true", help="replicas that Ray starts and restarts")
     parser.add_argument("--json", type=Path, help="write every round there")
     options = parser.parse_args(argv)
     if options.replicas < 2:
@@ -310,17 +351,47 @@ async def run(options: argparse.Namespace, rounds: list[Round]) -> None:
     """The whole campaign; each round is appended to ``rounds``."""
     with tempfile.TemporaryDirectory() as folder:
         versions = make_versions(Path(folder), 3)
-        replicas = Replicas(Path(folder), Path(versions[0].folder), options.replicas)
-        try:
-            await replicas.start()
-            async with Fleet(replicas.addresses, verify="checksums", look_interval_s=0.2) as fleet:
-                fleet.heals = False  # the rounds say when, so that the same seed does the same
-                campaign = Campaign(fleet, replicas, versions, options.seed)
-                for number in range(options.first, options.first + options.kills):
-                    rounds.append(await campaign.play(number))
-                    print(json.dumps(asdict(rounds[-1])), file=sys.stderr, flush=True)
-        finally:
-            replicas.close()
+        opened = _ray_fleet if options.ray else _own_fleet
+        async with opened(Path(folder), Path(versions[0].folder), options.replicas) as (fleet, replicas):
+            fleet.heals = False  # the rounds say when, so that the same seed does the same
+            campaign = Campaign(fleet, replicas, versions, options.seed)
+            for number in range(options.first, options.first + options.kills):
+                rounds.append(await campaign.play(number))
+                print(json.dumps(asdict(rounds[-1])), file=sys.stderr, flush=True)
+
+
+@asynccontextmanager
+async def _own_fleet(folder: Path, model: Path, count: int) -> AsyncIterator[tuple[Fleet, Replicas]]:
+    replicas = OwnReplicas(folder, model, count)
+    try:
+        await replicas.start()
+        async with Fleet(replicas.addresses, verify="checksums", look_interval_s=0.2) as fleet:
+            yield fleet, replicas
+    finally:
+        replicas.close()
+
+
+@asynccontextmanager
+async def _ray_fleet(_: Path, model: Path, count: int) -> AsyncIterator[tuple[Fleet, Replicas]]:
+    import ray
+
+    from caesura.client.fleet.ray_fleet import Placement, RolloutFleet
+
+    ray.init(
+        num_cpus=count, include_dashboard=False, log_to_driver=False
+    )  # by name: engines share what there is
+    try:
+        async with RolloutFleet(
+            model,
+            count,
+            placement=Placement(num_cpus=1),
+            engine_options=ENGINE,
+            verify="checksums",
+            look_interval_s=0.2,
+        ) as fleet:
+            yield fleet, RayReplicas(fleet)
+    finally:
+        ray.shutdown()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

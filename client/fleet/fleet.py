@@ -29,7 +29,7 @@ from .loading import Transport, Weights, loader
 from .members import EngineAddress, Member
 from .reports import FleetStatus, FleetUpdate, MemberStatus
 from .router import routed_by
-from .two_phase import OUT, Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
+from .two_phase import Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
 
 if TYPE_CHECKING:
     from ..tensors import NamedTensors
@@ -225,8 +225,7 @@ class Fleet:
         Raises:
             EngineError: of the first that refused.
         """
-        serving = self._dispatcher.serving
-        answers = await everywhere(serving, lambda member: member.client.flush_cache(), timeout)
+        answers = await everywhere(self._dispatcher.serving, lambda each: each.client.flush_cache(), timeout)
         for member, error in answers.out.items():
             self.drop(member, error, "it does not answer")
         self._dispatcher.router.forget()
@@ -349,8 +348,7 @@ class Fleet:
     async def remove(self, name: str) -> None:
         """Take a member out of the fleet: what it had is continued on others. The engine itself goes on."""
         async with self._lock:
-            member = self._dispatcher.members.get(name)
-            if member is None:
+            if (member := self._dispatcher.members.get(name)) is None:
                 raise InvalidRequest(f"the fleet has no member {name!r}", field="name", value=name)
             self._dispatcher.fence(member, "it was removed from the fleet")
             await self.forget(member)
@@ -363,8 +361,7 @@ class Fleet:
                 if member.serves or member.state == "joining" or not self.may_heal:
                     continue
                 with contextlib.suppress(EngineError, TimeoutError):
-                    reached = await self._caught_up(member)
-                    if await self._admit(member, reached, healing=True):
+                    if await self._admit(member, await self._caught_up(member), healing=True):
                         healed.append(member.name)
         return healed
 
@@ -372,6 +369,11 @@ class Fleet:
     def may_heal(self) -> bool:
         """Whether :meth:`heal` does anything now."""
         return self.paused_mode is None
+
+    @property
+    def needs_care(self) -> bool:
+        """Whether :meth:`heal` may have something to do."""
+        return any(not member.serves for member in self.members)
 
     def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
         """How a member's weights get to another one; a :data:`Copy`. Blocks."""
@@ -484,16 +486,14 @@ class Fleet:
             for member in self._dispatcher.serving:
                 try:
                     status = await member.client.status(owner="", timeout=ASK_S)
-                except OUT as error:
+                except EngineError as error:
                     if isinstance(error, EngineDied):
                         self._dispatcher.lost(member, error)
-                    continue
-                except EngineError:
                     continue
                 if member.status is not None and member.status.incarnation != status.incarnation:
                     self._dispatcher.lost(member, EngineDied("another process has its endpoint"))
                 elif member.serves:
                     member.status = status
-            if self.heals and any(not member.serves for member in self.members):
+            if self.heals and self.needs_care:
                 for name in await self.heal():
                     logger.warning("engine %s serves again", name)

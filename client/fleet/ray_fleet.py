@@ -287,7 +287,7 @@ class RolloutFleet(Fleet):
                 async with self.lock:
                     await self.forget(lost)
                 await self.add(self._address(slot, replica))
-            except EngineError as error:
+            except (EngineError, TimeoutError) as error:
                 logger.warning("%s is not admitted yet: %s", slot.name, error)
                 continue
             logger.warning("%s serves again, restarted by Ray", slot.name)

@@ -81,7 +81,11 @@ class Commands:
         handler = self._handlers.get(type(request))
         if handler is None and isinstance(request, WeightUpdateOptions):
             handler = self._update
-        return None if handler is None else handler(request, expects, buffers)
+        if handler is None:
+            return None
+        work, lease = handler(request, expects, buffers), self._fleet.lease
+        of_owner = getattr(request, "owner", None) == self._fleet.owner
+        return work if lease is None or not of_owner else lease.renewed_by(work)
 
     async def abort(self, request: AbortReq, ended: int) -> AbortReqOutput:
         """``ended``: samples that the fleet has ended itself. Images are the engines' own."""
@@ -108,9 +112,7 @@ class Commands:
         async with fleet.lock:
             answers = await self._sent(fleet.asked, request, expects)
             if answers.replies:
-                fleet.pauses += 1
-                fleet.paused_mode = request.mode
-                fleet.updates.leave_paused()
+                fleet.paused_by(request)
             return self._combined(answers)
 
     async def _continue(
@@ -121,7 +123,7 @@ class Commands:
             await fleet.updates.settle()
             answers = await self._sent(fleet.asked, request, expects)
             if answers.replies:
-                fleet.paused_mode = None
+                fleet.continued()
             fleet.dispatcher.admitted()
             return self._combined(answers)
 

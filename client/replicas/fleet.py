@@ -3,6 +3,7 @@
 Invariants:
 - A replica that dies is out at once; its supervisor restarts it at the same endpoint, and it serves again only with the fleet's
   weights.
+- A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the weights valid again.
 - Nobody is brought back while a weight session is open, while memory is released, or while the weights were lost on purpose: the
   trainer's next update gives them to all.
 
@@ -17,18 +18,19 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Self
 
-from ...io_struct import GetStatusReqOutput, MemoryTag, new_id
+from ...io_struct import GetStatusReqOutput, MemoryTag, PauseGenerationReqInput, new_id
 from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
 from ..fleet.catching_up import RELOAD_S
 from ..fleet.channel import FleetClient
-from ..fleet.fleet import ASK_S, Fleet
+from ..fleet.fleet import ASK_S, PAUSE_S, Fleet
 from ..fleet.members import EngineAddress, Member
 from ..fleet.reports import MemberStatus
-from ..fleet.two_phase import Answers
+from ..fleet.two_phase import Answers, everywhere
 from ..process.supervisor import Down, Ended, Serving, State
 from .channel import CommandChannel
 from .commands import Commands
 from .copying import Copies
+from .pause_lease import PauseLease
 from .processes import ReplicaProcesses
 from .statuses import Counters, combined_status
 from .updates import Updates
@@ -61,12 +63,14 @@ class ReplicaFleet(Fleet):
         """Tags that have been released and not resumed."""
         self.pauses = 0
         """Pauses so far."""
+        self.lease: PauseLease | None = None
+        """That of the pause."""
         self.updates = Updates(self)
         self.client = FleetClient(CommandChannel(self.dispatcher, Commands(self)), owner=self.owner)
         self._processes = processes
         self._copies = Copies()
         self._incarnation = new_id()[:16]
-        self._began = monotonic()
+        self._began = self._paused_at = monotonic()
         self._counters = Counters()
         self._returning: set[asyncio.Task[Any]] = set()
 
@@ -108,12 +112,59 @@ class ReplicaFleet(Fleet):
         """Whether :meth:`heal` does anything now."""
         return super().may_heal and not (self.released or self.awaits_update or self.updates.is_open)
 
+    @property
+    def needs_care(self) -> bool:
+        """Whether :meth:`heal` may have something to do."""
+        return super().needs_care or self.lease is not None
+
     async def heal(self) -> list[str]:
         """As :meth:`Fleet.heal`, also after a pause that its lease has ended."""
         if self.paused_mode is not None:
             with suppress(EngineError):
                 await self.combined("")
+            await self._end_lease()
         return await super().heal()
+
+    def paused_by(self, request: PauseGenerationReqInput) -> None:
+        """Replicas have been paused; its caller holds :attr:`lock`."""
+        if self.paused_mode is None:
+            self._paused_at = monotonic()
+        self.pauses += 1
+        self.paused_mode = request.mode
+        if request.lease_s is not None:
+            self.lease = PauseLease(request.lease_s, request.on_lease_expiry)
+        self.updates.leave_paused()
+
+    def continued(self) -> None:
+        """The pause is over."""
+        self.paused_mode = self.lease = None
+
+    async def _end_lease(self) -> None:
+        """What the pause asked for, where its lease is over and no replica that serves counts one itself."""
+        if self.lease is None or self.lease.left_s > 0:
+            return
+        async with self.lock:
+            lease = self.lease
+            if lease is None or lease.left_s > 0:
+                return
+            answers = await everywhere(self.dispatcher.serving, self.ask, ASK_S)
+            if any(status.lease_left_s is not None for status in answers.replies.values()):
+                return
+            self.lease = None
+            logger.warning("the pause's lease expired after %.1f s: %s", lease.seconds, lease.action)
+            if lease.action == "abort":
+                self.dispatcher.abort(self.dispatcher.flows.values())
+            elif lease.action == "continue":
+                await self._continue_without_owner()
+
+    async def _continue_without_owner(self) -> None:
+        """Half an update ends with its sender: who has written some of it is brought back as after any that failed."""
+        await self.updates.abandon()
+        if self.awaits_update:
+            logger.error("cannot continue: only an update makes the weights valid again; staying paused")
+            return
+        await self.continue_members(PAUSE_S)
+        self.dispatcher.admitted()
 
     def position(self, member: Member) -> int:
         """Number of the replica."""
@@ -169,6 +220,8 @@ class ReplicaFleet(Fleet):
         of_fleet: dict[str, Any] = {} if session is None else {"session": session}
         waits = sum(flow.waits for flow in self.dispatcher.flows.values())
         serving = self.dispatcher.serving
+        if not serving:
+            of_fleet |= self._pause_of_nobody()
         told = [
             member for member in serving if member in answers.replies
         ]  # what others were, they may not be
@@ -186,6 +239,18 @@ class ReplicaFleet(Fleet):
         )
         combined.waiting_requests += waits
         return combined
+
+    def _pause_of_nobody(self) -> dict[str, Any]:
+        """The pause as fields of a status, where all replicas that knew of it have gone."""
+        if self.paused_mode is None:
+            return {}
+        return {
+            "generation": "paused",
+            "pause_mode": self.paused_mode,
+            "pause_age_s": monotonic() - self._paused_at,
+            "pause_owner": None if self.lease is None else self.owner,
+            "lease_left_s": None if self.lease is None else self.lease.left_s,
+        }
 
     async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:
         """The answers that have come in time, or the first one."""
@@ -223,7 +288,7 @@ class ReplicaFleet(Fleet):
             status.generation == "running" for member, status in answers.replies.items() if member.serves
         ]
         if self.paused_mode is not None and running and all(running):
-            self.paused_mode = None
+            self.continued()
 
     async def _caught_up(self, member: Member) -> GetStatusReqOutput:
         """One that has missed the resume of all resumes first: nobody is brought back while memory is released."""

@@ -5,6 +5,7 @@ Invariants:
   all of them: the same numbers in every group.
 - A broadcast that one rank does not take reaches nobody. So a group needs all replicas, and one whose replica has ended or been
   restarted is ended on the others, too, while they join or update as well, which ends their wait and the trainer's.
+- An update that finds its group so is over: what came before it in the same session is on those replicas only that are left.
 """
 
 import asyncio
@@ -37,6 +38,8 @@ class Groups:
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
         self._incarnations: dict[str, dict[str, str | None]] = {}
+        self._ended_here: set[str] = set()
+        """Groups that their trainer has not ended yet, which is told to."""
 
     async def join(self, request: InitWeightsUpdateGroupReqInput, expects: type[Message]) -> Answers:
         """Have all replicas join.
@@ -68,6 +71,7 @@ class Groups:
         for member, error in answers.out.items():
             fleet.drop(member, error, "it does not answer")
         if not answers.failed and not answers.out:
+            self._ended_here.discard(request.group_name)
             self._incarnations[request.group_name] = {
                 member.name: member.client.incarnation for member in fleet.members
             }
@@ -83,9 +87,15 @@ class Groups:
         return answers
 
     async def leave(self, request: DestroyWeightsUpdateGroupReqInput, expects: type[Message]) -> Answers:
-        """Have all replicas leave; one that has been restarted is in no group, which is no error where others are."""
-        known = self._incarnations.pop(request.group_name, None) is not None
+        """Have all replicas leave; one that has been restarted is in no group, which is no error where others are, nor is it one
+        that nobody is because the group was ended here."""
+        name = request.group_name
+        known = self._incarnations.pop(name, None) is not None
         answers = await everywhere(self._fleet.asked, sent_to(request, expects), None)
+        if name in self._ended_here:
+            self._ended_here.discard(name)
+            gone = {member: DestroyWeightsUpdateGroupReqOutput(id=request.id) for member in answers.failed}
+            return Answers(replies=gone | answers.replies, out=answers.out)
         if known and answers.replies:
             answers.failed.clear()
         return answers
@@ -110,8 +120,12 @@ class Groups:
         except EngineError:
             try:
                 self._require_whole(name)  # says more than what the others made of it
+            except GroupError:
+                await self._fleet.updates.give_up(request)
+                raise
             finally:
-                self._incarnations.pop(name, None)
+                if self._incarnations.pop(name, None) is not None:
+                    self._ended_here.add(name)
                 await self._end(name)
             raise
 

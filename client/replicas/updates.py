@@ -15,6 +15,7 @@ All methods but :meth:`Updates.status` and :meth:`Updates.close` are called with
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,12 +32,14 @@ from ...io_struct import (
     StageTimes,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromCheckpointEngineReqInput,
+    UpdateWeightsFromDistributedReqInput,
     WeightUpdateOptions,
     WeightUpdateReqOutput,
 )
 from ..exceptions import (
     EngineError,
     EngineRestarting,
+    GroupError,
     InvalidRequest,
     NoSession,
     SessionOpen,
@@ -86,6 +89,8 @@ class _Open:
     began: float = field(default_factory=monotonic)
     count: int = 0
     """Replicas at its begin."""
+    incarnations: dict[Member, str | None] = field(default_factory=dict)
+    """Those of the replicas at its begin: a later one knows nothing of the session."""
     calls: int = 0
     tensors: int = 0
     source: Source | None = None
@@ -201,6 +206,19 @@ class Updates:
         await self._over(opened)
         return await self._as_it_is(request.id, written=opened.tensors)
 
+    async def give_up(self, request: WeightUpdateOptions) -> None:
+        """``request`` cannot be carried out, nor can what would follow it: the session that it belongs to is aborted."""
+        with suppress(NoSession, SessionOpen):
+            if self._joined(request) is not None:
+                await self.abandon()
+
+    async def abandon(self) -> None:
+        """Abort the open session, if there is one."""
+        opened = self._open
+        if opened is not None:
+            await opened.session.abort()
+            await self._over(opened)
+
     async def settle(self) -> None:
         """A continue or a flush commits an implicit session. Raises as :meth:`end`."""
         if self._open is not None and self._open.kind == "implicit":
@@ -273,6 +291,7 @@ class Updates:
             )
         except FleetUpdateFailed as error:
             raise await self._failed(opened, error) from error
+        opened.incarnations = {each: each.client.incarnation for each in opened.session.members}
         answers = await everywhere(opened.session.members, self._fleet.ask, SETTLE_S)
         sessions = [status.session for status in answers.replies.values() if status.session is not None]
         due = [each.deadline_s for each in sessions if each.deadline_s is not None]
@@ -289,6 +308,8 @@ class Updates:
         self, opened: _Open, request: WeightUpdateOptions, buffers: Sequence[memoryview]
     ) -> dict[Member, Any]:
         named = msgspec.structs.replace(request, session_id=opened.session.id)
+        if isinstance(request, UpdateWeightsFromDistributedReqInput):
+            await self._require_all(opened)
 
         async def load(members: Sequence[Member], _: str, __: float) -> Mapping[Member, Any]:
             answers = await everywhere(members, sent_to(named, WeightUpdateReqOutput, buffers), None)
@@ -305,6 +326,19 @@ class Updates:
                 await opened.session.abort()
             await self._still_open()
             raise refusal.error from None
+
+    async def _require_all(self, opened: _Open) -> None:
+        """A group has every replica, so all of them must take what is broadcast, or nobody will get it."""
+        began = opened.incarnations
+        there = {each for each in opened.session.members if each.client.incarnation == began.get(each)}
+        absent = [member.name for member in self._fleet.members if member not in there]
+        if absent:
+            await self.abandon()
+            raise GroupError(
+                f"{', '.join(absent)} has no part in the open session, as it was not there or has been restarted. The session is over: "
+                "destroy the group, have all replicas join again, and send every tensor again",
+                members=absent,
+            )
 
     async def _commit(self, opened: _Open, label: str | None, message_id: str) -> WeightUpdateReqOutput:
         fleet = self._fleet

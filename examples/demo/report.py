@@ -29,6 +29,11 @@ ROADS = {
     "distributed": "is broadcast by the trainer over gloo",
 }
 """How each transport delivers, as the page says it."""
+OVER_HTTP = {
+    "tensor": "is sent over HTTP to every engine",
+    "disk": "is read by every engine from the checkpoint that the trainer has written",
+}
+"""The same with several engines behind one port."""
 FAMILIES = {"dense": "Qwen3", "moe": "Qwen3-MoE", "mla": "DeepSeek V3"}
 """What each policy is, as the page says it."""
 SHOWN_EACH = 6
@@ -77,8 +82,9 @@ def write_report(history: History, settings: Settings, out_dir: Path) -> Path:
     """``report.html``."""
     page = template("report.html.j2").render(
         summary=history.summary(),
-        tiles=tiles(history),
-        road=ROADS[history.transport],
+        tiles=tiles(history, settings),
+        road=(ROADS if settings.replicas == 1 else OVER_HTTP)[history.transport],
+        engines=engines(settings),
         charts=all_charts(history),
         answers=answers(history.evals[0], history.evals[-1]),
         held_out=len(history.evals[0].answers),
@@ -117,7 +123,7 @@ def written(page: str, out_dir: Path) -> Path:
     return path
 
 
-def tiles(history: History) -> list[Tile]:
+def tiles(history: History, settings: Settings) -> list[Tile]:
     """The figures at the top."""
     summary = history.summary()
     pauses = f"max {summary['pause_ms_max']:.1f} ms"
@@ -138,12 +144,14 @@ def tiles(history: History) -> list[Tile]:
             f"{summary['updates']} by {summary['transport']}: {_stages(summary['update_stages_ms'])}",
         ),
         Tile(
-            f"{summary['tokens_per_s']:,.0f}", "tokens per second", f"{history.tokens:,} sampled, one thread"
+            f"{summary['tokens_per_s']:,.0f}",
+            "tokens per second",
+            f"{history.tokens:,} sampled, {engines(settings)}",
         ),
         Tile(
             f"{reserved_last:.1f} MB",
             "reserved at the end",
-            f"{reserved_first:.1f} first, {settled:.1f} at the tenth update",
+            f"{reserved_first:.1f} first, {settled:.1f} at the tenth update{'' if settings.replicas == 1 else ', all engines together'}",
         ),
         Tile(
             f"{summary['max_logprob_gap']:.0e}", "largest logprob gap", "engine against trainer, first spans"
@@ -152,6 +160,12 @@ def tiles(history: History) -> list[Tile]:
         Tile(f"{crossed:,}", "answers across an update", f"of {history.counts.finished:,} sampled"),
         Tile(f"{summary['requests_lost']}", "requests lost", f"of {history.ledger.submitted:,} submitted"),
     ]
+
+
+def engines(settings: Settings) -> str:
+    """What samples, as the page says it."""
+    threads = "one thread" if settings.engine_threads == 1 else f"{settings.engine_threads} threads"
+    return threads if settings.replicas == 1 else f"{settings.replicas} engines of {threads} each"
 
 
 def _stages(stages_ms: dict[str, float]) -> str:

@@ -132,6 +132,10 @@ def test_the_policy_learns_from_two_replicas_behind_one_port(tmp_path, transport
     log = (tmp_path / "engine.log").read_text()
     assert log.count("scheduler.process: serving") == 2
     assert log.count("committed, epoch 3, version '2'") == 2
+    page = (tmp_path / "report.html").read_text()
+    assert "sampled, 2 engines of one thread each" in page
+    assert "engines&#39; allocators together" in page
+    assert "socket" not in page
     assert (tmp_path / "trainer.log").read_text() == "", "the trainer process did not end well"
 
 

@@ -8,6 +8,7 @@ Invariants:
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from litestar import Request, Response, get
@@ -136,6 +137,9 @@ async def metrics(request: Request[Any, Any, State], front: Front) -> Response[b
         families += _replicas(front.options.model_name, front.fleet)
     registry.register(_Families(families))
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    if isinstance(encode, partial) and encode.keywords.get("escaping") == "underscores":
+        # it leaves valid names as they are, but prometheus_client takes the colon from those of samples, and only from those
+        encode = partial(encode, escaping="allow-utf-8")
     if media_type.startswith("text/"):  # Litestar adds the charset itself; Prometheus refuses a duplicate
         media_type = media_type.replace("; charset=utf-8", "")
     return Response(encode(registry), media_type=media_type)

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from caesura.client import SamplingParams
+from caesura.client.fleet.members import Member
 
 ray = pytest.importorskip("ray")
 from caesura.client.fleet.ray_fleet import Placement, RolloutFleet  # noqa: E402  (needs ray)
@@ -59,11 +60,21 @@ def test_a_killed_replica_is_restarted_and_gets_its_weights_from_another(tiny_mo
             break
         busy = max(fleet.members, key=lambda member: member.load)
         before = fleet.replica(busy.name)
+        ask, late = fleet.ask, ["the first answer of the engine that comes back"]
+
+        async def slow(member: Member) -> Any:
+            if member.state == "joining" and late:
+                late.clear()
+                raise TimeoutError
+            return await ask(member)
+
+        fleet.ask = slow  # type: ignore[method-assign]
         os.kill(before.pid, signal.SIGKILL)
         output = await handle.result()
         assert output.output_ids == expected[0].output_ids
         assert output.output_logprobs == pytest.approx(expected[0].output_logprobs, abs=1e-4)
         await whole(fleet, 2)
+        assert not late
         assert fleet.replica(busy.name).pid != before.pid
         assert fleet.replica(busy.name).start != before.start
 

@@ -230,6 +230,63 @@ def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processe
     run(processes, tiny_model, body)
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["by an update", "by nobody"])
+def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_model, other_model, told):
+    """A replica ends between two buckets. The one that takes its place has none of the first, and no part in the session."""
+    weights = list(weights_of(Path(other_model)).items())
+    half, rest = dict(weights[::2]), dict(weights[1::2])
+    trainers = [PlainTrainer(name="made", world_size=3) for _ in range(2)]
+
+    async def joined(fleet: ReplicaFleet, trainer: PlainTrainer) -> None:
+        trainer.beside(trainer.join)
+        await join(fleet, trainer)
+        await asyncio.to_thread(trainer.finish)
+
+    async def sent(fleet: ReplicaFleet, part: dict[str, Any], label: str, trainer: PlainTrainer) -> Any:
+        trainer.beside(lambda: trainer.broadcast_each(part))
+        request = update_message(part, group_name="made", weight_version=label, owner="test")
+        answer = await fleet.client.start(request, WeightUpdateReqOutput)
+        await asyncio.to_thread(trainer.finish)
+        return answer
+
+    async def body(fleet: ReplicaFleet) -> None:
+        first, second = trainers
+        await joined(fleet, first)
+        await fleet.client.pause("retract")
+        assert not (await sent(fleet, half, "never", first)).committed
+        kill(processes, 0)
+        while fleet.members[0].state != "fenced":
+            await asyncio.sleep(0.01)
+        request = update_message(rest, group_name="made", weight_version="never", owner="test")
+        if told:
+            with pytest.raises(GroupError, match="replica-0 left the group"):
+                await fleet.client.start(request, WeightUpdateReqOutput)
+            assert not fleet.updates.is_open
+        await fleet.client.destroy_weights_update_group("made")  # as the error said
+        first.close()
+        await joined(fleet, second)
+        if not told:
+            with pytest.raises(GroupError, match="replica-0 has no part in the open session"):
+                await fleet.client.start(request, WeightUpdateReqOutput)
+            await fleet.client.destroy_weights_update_group("made")
+            second.close()
+            trainers.append(PlainTrainer(name="made", world_size=3))
+            await joined(fleet, trainers[-1])
+        assert (await sent(fleet, dict(weights), "second", trainers[-1])).committed
+        await fleet.client.continue_generation()
+        (output,) = await fleet.client.generate([[5, 6, 7]], GREEDY)
+        assert [span.version for span in output.weight_versions] == ["second"]
+        await fleet.client.destroy_weights_update_group("made")
+        with pytest.raises(GroupError, match="no weight update group"):
+            await fleet.client.destroy_weights_update_group("made")
+
+    try:
+        run(processes, tiny_model, body)
+    finally:
+        for trainer in trainers:
+            trainer.close()
+
+
 def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, other_model, monkeypatch):
     """One that has come back during a pause is not copied to again after it."""
     begun, go = threading.Semaphore(0), threading.Event()

@@ -5,12 +5,15 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, served
@@ -130,6 +133,41 @@ def test_the_server_says_what_is_behind_its_port(pair):
     assert [each["dp_rank"] for each in pair.get("/get_load").json()] == [0, 1]
     assert "2 replicas" in pair.announced
     assert "caesura:replica_up{model_name" in pair.get("/metrics").text
+
+
+def test_no_series_of_the_metrics_occurs_twice(pair):
+    """Nor any description, whoever has been restarted; and what was counted is not counted back."""
+    counted: dict[Any, float] = {}
+    for killed in (False, True):
+        if killed:
+            os.kill(states(pair, "pid")[0], signal.SIGKILL)
+            deadline = time.monotonic() + PATIENCE_S
+            while info(pair)["replicas"][0]["state"] == "serving":
+                assert time.monotonic() < deadline
+            both_serve(pair)
+        pair.generate([5, 6, 7])
+        pair.ok("/pause_generation", {"mode": "retract"})
+        pair.ok("/continue_generation")
+        for accept, parse in (
+            ("text/plain", text_string_to_metric_families),
+            ("application/openmetrics-text;version=1.0.0", parse_openmetrics),
+        ):
+            text = pair.get("/metrics", headers={"accept": accept}).text
+            families = list(parse(text))
+            series = Counter(
+                (each.name, *sorted(each.labels.items())) for one in families for each in one.samples
+            )
+            headings = Counter(tuple(line.split()[:3]) for line in text.splitlines() if line.startswith("# "))
+            assert {*series.values()} == {*headings.values()} == {1}
+            now = {
+                (each.name, *sorted(each.labels.items())): each.value
+                for one in families
+                if one.type == "counter"
+                for each in one.samples
+            }
+            assert counted.keys() <= now.keys()
+            assert all(now[key] >= value for key, value in counted.items())
+            counted = now
 
 
 def test_a_key_stays_with_its_replica_and_a_prefix_where_it_is_cached(pair):

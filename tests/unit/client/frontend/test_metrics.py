@@ -243,7 +243,8 @@ def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp
     assert strict.headers["content-type"].startswith("application/openmetrics-text")
     for families in (text_string_to_metric_families(plain.text), parse_openmetrics(strict.text)):
         for family in families:
-            assert family.name.startswith((PREFIX, PREFIX.replace(":", "_")))
+            assert all(sample.name.startswith(family.name) for sample in family.samples)
+            assert family.name.startswith(PREFIX)
             assert all(sample.labels["model_name"] == "policy" for sample in family.samples)
 
 
