@@ -13,8 +13,7 @@ Columns:
     sent        bytes that its TCP connections had acknowledged, in copies of the weights (from the kernel's own counters)
 
 All engines share this machine's cores with the trainer, so ``committed`` grows with their number: they compare and copy with the
-same cores. What says whether the trainer's cost is flat is ``CPU`` and ``sent``. With ``--apart`` the trainer's process has a core of
-its own and everybody else the others, as where a trainer has a host of its own. Turns are interleaved; medians.
+same cores. What says whether the trainer's cost is flat is ``CPU`` and ``sent``. Turns are interleaved; medians.
 
 The second table puts the measured cost of a hop into the model of ``harness/fan_out_model.py`` (alone: ``--hop-ms``).
 
@@ -40,7 +39,6 @@ from pathlib import Path
 import torch
 from checkpoints import SHAPES, write_checkpoint
 from harness.bare_chain import BareChain
-from harness.cores import OwnCore
 from harness.fan_out_model import ROADS, FanOut, best_bucket
 from harness.machine import busy_share, describe, machine_facts
 from harness.report import QUIET
@@ -99,11 +97,8 @@ def acknowledged_bytes() -> int:
 class Trainer:
     """Weights that differ in every tensor from turn to turn, and every road to some of the engines."""
 
-    def __init__(
-        self, engines: Sequence[ControlClient], weights: Weights, bucket_bytes: int, core: OwnCore
-    ) -> None:
+    def __init__(self, engines: Sequence[ControlClient], weights: Weights, bucket_bytes: int) -> None:
         self._engines = engines
-        self._core = core
         self._weights = weights
         self._bucket_bytes = bucket_bytes
         self._stack = ExitStack()
@@ -158,8 +153,7 @@ class Trainer:
             return lambda: chain.update(weights, bucket_bytes=bucket)
         if road == "bare":
             if number not in self._bare:
-                with self._core.starting_others():
-                    made_bare = BareChain(number, list(whole(list(weights.items()), bucket)))
+                made_bare = BareChain(number, list(whole(list(weights.items()), bucket)))
                 self._bare[number] = self._stack.enter_context(made_bare)
             return self._bare[number].update
         source, *targets = self._engines
@@ -169,8 +163,7 @@ class Trainer:
     def _others(self, number: int) -> list["subprocess.Popen[bytes]"]:
         """So many processes that copy memory between :func:`_signal`'s two signals."""
         while len(self._crowd) < number:
-            with self._core.starting_others():
-                process = subprocess.Popen([sys.executable, "-c", _COPIES])
+            process = subprocess.Popen([sys.executable, "-c", _COPIES])
             self._stack.callback(process.wait)
             self._stack.callback(process.kill)
             self._crowd.append(process)
@@ -197,15 +190,13 @@ def _signal(processes: Sequence["subprocess.Popen[bytes]"], number: signal.Signa
 
 
 @contextmanager
-def engines_of(folder: Path, number: int, core: OwnCore) -> Iterator[list[ControlClient]]:
+def engines_of(folder: Path, number: int) -> Iterator[list[ControlClient]]:
     """``number`` engines of one thread each."""
     with ExitStack() as stack:
-        with core.starting_others():
-            engines: list[ControlClient] = [
-                stack.enter_context(launch_scheduler(str(folder), num_threads=1, kv_pool_tokens=1024))
-                for _ in range(number)
-            ]
-        yield engines
+        yield [
+            stack.enter_context(launch_scheduler(str(folder), num_threads=1, kv_pool_tokens=1024))
+            for _ in range(number)
+        ]
 
 
 def measure(
@@ -285,7 +276,6 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--link-gbits", type=float, default=400.0)
     parser.add_argument("--hop-ms", type=float, help="only print the model, with this for a bucket and hop")
-    parser.add_argument("--apart", action="store_true", help="the trainer has a core of its own")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console = Console()
@@ -302,9 +292,8 @@ def main() -> None:
         shape = SIZES[options.model]
         folder = write_checkpoint(Path(scratch) / "model", shape, dtype="bfloat16")
         weights = load_file(folder / "model.safetensors")
-        core = OwnCore(apart=options.apart)
-        with engines_of(folder, max(options.engines), core) as engines:
-            trainer = Trainer(engines, weights, round(options.bucket_mib * MIB), core)
+        with engines_of(folder, max(options.engines)) as engines:
+            trainer = Trainer(engines, weights, round(options.bucket_mib * MIB))
             try:
                 found = measure(trainer, options.engines, options.roads, options.turns)
                 hop_s = hop_seconds(trainer, min(options.engines), 3 * options.turns)
@@ -316,7 +305,6 @@ def main() -> None:
         document = {
             "machine": facts,
             "busy_before": busy,
-            "apart": options.apart,
             "bytes": trainer.nbytes,
             "hop_s": hop_s,
             "roads": {

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -104,30 +102,6 @@ def test_acknowledged_bytes_are_those_that_a_connection_has_sent():
         receiver.sendall(b"!")  # which carries the last acknowledgement
         sender.recv(1)
         assert fanout.acknowledged_bytes() - before == pytest.approx(100_001, abs=2)
-
-
-APART = """
-import os, subprocess, sys, threading
-from harness.cores import OwnCore
-look = "import os; print(*sorted(os.sched_getaffinity(0)))"
-ended = threading.Event()
-threading.Thread(target=ended.wait).start()
-core = OwnCore(apart=True)
-with core.starting_others():
-    threading.Thread(target=ended.wait).start()
-    others = subprocess.check_output([sys.executable, "-c", look], text=True).split()
-print({tuple(sorted(os.sched_getaffinity(int(each)))) for each in os.listdir("/proc/self/task")}, others)
-ended.set()
-"""
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_trainer_apart_shares_its_core_with_nobody():
-    """All its threads keep to it, and what it starts keeps to the others."""
-    first, *others = sorted(os.sched_getaffinity(0))
-    environment = {**os.environ, "PYTHONPATH": str(Path(fanout.__file__).parent)}
-    found = subprocess.check_output([sys.executable, "-c", APART], text=True, env=environment)
-    assert found.strip() == f"{ {(first,)} } {[str(each) for each in others]}"
 
 
 def test_a_run_measures_every_road(tmp_path, monkeypatch):
