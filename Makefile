@@ -20,7 +20,7 @@ CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching
 # Set in many containers: then every engine that a test starts compiles this project's modules anew, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test suite test-long test-bench lint format docs bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
+.PHONY: demo check checked test suite test-long test-bench lint format docs bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -32,7 +32,10 @@ $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernel
 demo: $(STAMP)
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO_ARGS)
 
-check: lint
+check: $(STAMP)
+	$(MAKE) -j2 lint checked
+
+checked: $(STAMP)
 	$(PYTEST) $(SPREAD) -m 'not slow and not long' $(CHECKED)
 
 # mypy keeps one core busy for a minute: the tests need not wait for it.
