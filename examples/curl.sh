@@ -21,6 +21,7 @@ get /health
 get /health_generate
 get /ping
 get /ready
+get /liveness
 get /model_info
 get /get_model_info
 get /server_info
@@ -56,6 +57,12 @@ post /post_process_weights '{"restore_weights_before_load": false, "post_process
 post /continue_generation '{}'
 post /weights_checker '{"action": "compare"}'
 post /update_weight_version '{"new_version": "2"}'
+
+# The same with vLLM's routes, as prime-rl does it: requests are frozen and go on with the new weights
+post '/inference/v1/generate' '{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "logprobs": 1}}'
+post '/pause?mode=keep&clear_cache=false' '{}'
+post /update_weights "{\"weight_dir\": \"$MODEL\"}"
+post /resume '{}'
 
 # New weights as a safetensors file, in a session, while generation goes on: its pieces and its end carry its id
 begun=$(post /begin_weight_update '{}')

@@ -23,6 +23,8 @@ from .sglang import (
     rollout_routes,
     update_routes,
 )
+from .vllm import control_routes as vllm_control_routes
+from .vllm import token_routes
 
 __all__ = ["Front", "FrontEnd", "ServeOptions", "create_app"]
 
@@ -37,6 +39,8 @@ _MODULES = (
     chat,
     images,
     models,
+    token_routes,
+    vllm_control_routes,
     metrics,
     dashboard,
 )

@@ -27,18 +27,14 @@ _WHY = {
     "/v1/images/edits": "images as input are not supported: /v1/images/generations makes them from text",
     "/v1/images/variations": "images as input are not supported: /v1/images/generations makes them from text",
     # vLLM's
-    "/pause": "call POST /pause_generation, SGLang's route",
-    "/resume": "call POST /continue_generation, SGLang's route",
     "/sleep": "call POST /release_memory_occupation, SGLang's route",
     "/wake_up": "call POST /resume_memory_occupation, SGLang's route",
     "/reset_prefix_cache": "call POST /flush_cache, SGLang's route",
     "/init_weight_transfer_engine": _SESSION,
     "/start_weight_update": _SESSION,
-    "/update_weights": _SESSION,
     "/finish_weight_update": _SESSION,
-    "/init_broadcaster": _SESSION,
+    "/init_broadcaster": 'weights are taken from a folder: POST /update_weights (weight_broadcast.type = "filesystem")',
     "/collective_rpc": "no methods of the engine are called by name",
-    "/inference/v1/generate": "call POST /generate, SGLang's route",
 }
 """Path to the sentence, whose subject is the route."""
 

@@ -89,17 +89,24 @@ def bound(request: HTTPRequest, body: Named) -> Named:
 async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Load a checkpoint folder in place."""
     body = bound(request, await read_control(request, DiskBody))
-
-    async def update() -> WeightUpdateReqOutput:
-        if body.manifest:
-            raise Unsupported("manifest is not supported")
-        _check_load_format(body.load_format, "auto", "safetensors")
-        path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
-        wire = UpdateWeightFromDiskReqInput(model_path=path, load_format=body.load_format, **body.options())
-        return await _sent(front, wire)
-
     message = "Succeeded to update model weights."
-    return await succeed(front, "update_weights_from_disk", message, update(), num_paused_requests=0)
+    return await succeed(
+        front, "update_weights_from_disk", message, from_disk(front, body), num_paused_requests=0
+    )
+
+
+async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
+    """The engine's answer to an update from a folder.
+
+    Raises:
+        CaesuraError: the folder is none that may be read, an option is not supported, or the engine refuses.
+    """
+    if body.manifest:
+        raise Unsupported("manifest is not supported")
+    _check_load_format(body.load_format, "auto", "safetensors")
+    path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
+    wire = UpdateWeightFromDiskReqInput(model_path=path, load_format=body.load_format, **body.options())
+    return await _sent(front, wire)
 
 
 def _check_load_format(name: str | None, *known: str) -> str | None:

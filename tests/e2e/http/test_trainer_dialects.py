@@ -252,9 +252,9 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts, path, body):
         ("/load_lora_adapter", "merge the adapter"),
         ("/unload_lora_adapter", "merge the adapter"),
         ("/v1/load_lora_adapter", "merge the adapter"),
-        ("/pause", "/pause_generation"),
-        ("/update_weights/", "/update_weights_from_disk"),
-        ("/inference/v1/generate", "/generate"),
+        ("/sleep", "/release_memory_occupation"),
+        ("/start_weight_update/", "/update_weights_from_disk"),
+        ("/init_broadcaster", "/update_weights"),
     ],
 )
 def test_routes_that_are_not_served_say_what_to_do(dense, path, said):

@@ -17,6 +17,8 @@ from caesura.client.frontend.sglang import generate_routes, rollout_routes
 from caesura.client.frontend.sglang import generate_schema as schema
 from caesura.client.frontend.sglang.generate_answer import routed_experts
 from caesura.client.frontend.sglang.update_routes import allowed_path
+from caesura.client.frontend.vllm import control_routes as vllm_control_routes
+from caesura.client.frontend.vllm import token_routes
 from caesura.client.text.tokenizer_manager import GenerationRequest
 from caesura.io_struct import RoutedExperts, SamplingParams
 
@@ -45,6 +47,8 @@ DOCUMENTED = {
     "`/stop_profile`": control.StopProfileBody,
     "`/tokenize`": control.TokenizeBody,
     "`/detokenize`": control.DetokenizeBody,
+    "`/inference/v1/generate`": token_routes.TokensBody,
+    "`/update_weights`": vllm_control_routes.WeightsBody,
 }
 
 
@@ -101,6 +105,7 @@ def test_the_page_has_no_other_tables_of_fields():
         ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
         ("`/start_profile`", control.StartProfileBody.REFUSED, ("profile_prefix",)),
         ("`/stop_profile`", (), ("num_steps", "start_step")),
+        ("`/inference/v1/generate`", token_routes.REFUSED, ("priority", "return_token_ids")),
     ],
 )
 def test_the_page_says_what_the_code_does(name, refused, ignored):
@@ -126,7 +131,8 @@ def words(kind: msgspec.inspect.Type) -> list[str]:
     return [name] if name else []
 
 
-COMMANDS = sorted(set(DOCUMENTED) - {"`/generate`", "`sampling_params`", "`/tokenize`", "`/detokenize`"})
+GENERATING = {"`/generate`", "`sampling_params`", "`/inference/v1/generate`"}
+COMMANDS = sorted(set(DOCUMENTED) - GENERATING - {"`/tokenize`", "`/detokenize`"})
 
 
 @pytest.mark.parametrize("name", COMMANDS)

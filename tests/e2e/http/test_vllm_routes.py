@@ -1,0 +1,161 @@
+"""vLLM's routes as prime-rl calls them, over a real socket and a real engine."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.checkpoints import make_checkpoint
+from support.openai_server import NAME, VOCABULARY, Served, serve_openai
+
+from caesura.client import SamplingParams
+
+PROMPT = [5, 6, 7, 8]
+LONG = {"max_tokens": 400, "ignore_eos": True, "logprobs": 1, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_openai(tmp_path_factory.mktemp("models") / "tiny") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def step_7(served: Served) -> str:
+    """Other weights, where a trainer would have written them."""
+    path = served.path.parent / "step_7"
+    make_checkpoint(
+        path, "qwen3-moe", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1, max_position_embeddings=512, seed=6
+    )  # fmt: skip
+    return str(path)
+
+
+@pytest.fixture
+def http(served: Served) -> Iterator[httpx.Client]:
+    headers = {"authorization": "Bearer secret"}
+    with httpx.Client(base_url=served.url, headers=headers, timeout=60) as client:
+        yield client
+        client.post("/resume").raise_for_status()
+
+
+def generate(http: httpx.Client, **fields: Any) -> Any:
+    body = {"model": NAME, "token_ids": PROMPT, "sampling_params": LONG, **fields}
+    answer = http.post("/inference/v1/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_an_update_while_a_request_is_frozen(served, http, step_7):
+    """As prime-rl does it: pause with mode keep, update, resume; the request goes on with the new weights."""
+    params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
+    handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
+    next(iter(handle))
+    paused = http.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+    assert (paused.status_code, paused.json()) == (200, {"status": "paused"})
+    status = served.engine.status()
+    assert (status.pause_mode, status.running_requests) == ("in_place", 1)
+    assert http.get("/liveness").json() == {"status": "ok"}
+    assert http.post("/update_weights", json={"weight_dir": step_7}).json() == {"status": "ok"}
+    assert http.post("/resume").json() == {"status": "resumed"}
+    assert [span.version for span in handle.result(timeout=60).weight_versions] == ["default", "step_7"]
+
+
+def test_an_abort_may_clear_the_cache(served, http):
+    for clear, left in (("false", True), ("true", False)):
+        generate(http, token_ids=list(range(2, 202)), sampling_params={"max_tokens": 1})
+        http.post("/pause", params={"mode": "abort", "clear_cache": clear}).raise_for_status()
+        assert served.engine.status().pause_mode == "abort"
+        assert bool(served.engine.status().kv.cached) == left
+        http.post("/resume").raise_for_status()
+
+
+def test_tokens_and_logprobs_are_the_engines(served, http):
+    found = generate(http, sampling_params={**LONG, "n": 2, "max_tokens": 12})
+    params = SamplingParams(n=2, max_new_tokens=12, ignore_eos=True, seed=3)
+    expected = served.engine.generate(PROMPT, sampling_params=params, return_logprob=True)
+    for choice, output in zip(found["choices"], expected, strict=True):
+        assert (choice["index"], choice["token_ids"]) == (output.index, list(output.output_ids))
+        content = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == [f"token_id:{id}" for id in output.output_ids]
+        assert [entry["logprob"] for entry in content] == pytest.approx(output.output_logprobs, abs=1e-5)
+        assert choice["finish_reason"] == "length"
+        assert choice["routed_experts"] is None
+    assert found["prompt_logprobs"] is None
+    assert {name: found["usage"][name] for name in ("prompt_tokens", "completion_tokens")} == {
+        "prompt_tokens": 4,
+        "completion_tokens": 24,
+    }
+
+
+def test_logprobs_of_a_prompt(served, http):
+    found = generate(http, sampling_params={"max_tokens": 1, "prompt_logprobs": 1})
+    (first, *rest) = found["prompt_logprobs"]
+    assert first is None
+    (scored,) = served.engine.generate(
+        [PROMPT], sampling_params=SamplingParams(max_new_tokens=1), return_logprob=True, logprob_start_len=0
+    )
+    expected = scored.input_logprobs[1:]
+    assert [list(entry) for entry in rest] == [[str(token)] for token in PROMPT[1:]]
+    assert [entry[str(t)]["logprob"] for entry, t in zip(rest, PROMPT[1:], strict=True)] == pytest.approx(
+        expected, abs=1e-5
+    )
+    assert found["choices"][0]["logprobs"] is None
+
+
+def test_experts_of_tokens(http):
+    found = generate(
+        http, sampling_params={"max_tokens": 3, "ignore_eos": True, "return_routed_experts": True}
+    )
+    experts = found["choices"][0]["routed_experts"]
+    assert list(experts) == ["data", "shape", "start", "dtype"]
+    assert (experts["dtype"], experts["start"]) == ("uint8", 0)
+    assert experts["shape"][0] == len(PROMPT) + 3 - 1
+
+
+def test_without_a_limit_the_context_is_filled(http):
+    found = generate(http, token_ids=PROMPT * 100, sampling_params={"ignore_eos": True})
+    assert len(found["choices"][0]["token_ids"]) == 512 - 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"token_ids": None}, "token_ids"),
+        ({"token_ids": ["a"]}, "token_ids"),
+        ({"token_ids": [VOCABULARY + 10**6]}, "outside the vocabulary"),
+        ({"features": {"mm_hashes": {}}}, "features is not supported"),
+        ({"stream": True}, "stream is not supported"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ({"sampling_params": {"prompt_logprobs": -1}}, "prompt_logprobs"),
+        ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "structured_outputs is not supported"),
+        ({"token_ids": [5] * 600}, "context"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(http, fields, said):
+    answer = http.post("/inference/v1/generate", json={"token_ids": PROMPT, **fields})
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "said"),
+    [
+        ("/pause", {"params": {"mode": "wait"}}, "mode"),
+        ("/pause", {"params": {"mod": "keep"}}, "mod"),
+        ("/update_weights", {"json": {"weight_dir": None}}, "weight_broadcast.type"),
+        ("/update_weights", {"json": {"weight_dir": "/etc"}}, "--weights-root"),
+        ("/update_weights", {"json": {"update_info": {}}}, "update_info"),
+    ],
+)
+def test_commands_that_cannot_be_served_change_nothing(served, http, path, options, said):
+    before = served.engine.status()
+    answer = http.post(path, **options)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.text
+    after = served.engine.status()
+    assert (after.generation, after.weights_epoch) == (before.generation, before.weights_epoch)
+
+
+def test_control_needs_the_key(served):
+    for path in ("/pause", "/resume", "/update_weights", "/inference/v1/generate"):
+        assert httpx.post(served.url + path, json={}).status_code == 401
