@@ -119,12 +119,13 @@ def _read(raw: bytes, most: int) -> tuple[TokensBody, CompletionRequest, bool]:
     scores = _count(given.pop("prompt_logprobs", None))
     if (start := given.pop("routed_experts_prompt_start", None)) is not None:
         given["routed_experts_start_len"] = start
+    named = {"model": body.model, "rid": body.request_id, "cache_salt": body.cache_salt}
     fields = {
         **given,
+        **{name: value for name, value in named.items() if value is not None},
         "prompt": body.token_ids,
-        "model": body.model,
-        "rid": body.request_id,
-        "cache_salt": body.cache_salt,
+        "stream": False,
+        "echo": False,
     }
     return body, decode_completion(msgspec.json.encode(fields), most), scores is not None
 

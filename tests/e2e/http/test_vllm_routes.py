@@ -112,6 +112,20 @@ def test_experts_of_tokens(http):
     assert experts["shape"][0] == len(PROMPT) + 3 - 1
 
 
+def test_what_parameters_say_of_the_request_itself(http):
+    """The salt may stand among them; a stream and an echo are of other routes."""
+    salted = {"max_tokens": 1, "cache_salt": "a", "stream": True, "echo": True, "prompt": "x"}
+    prompt = list(range(3, 203))
+    first, other = (
+        generate(http, token_ids=prompt, sampling_params={**salted, "cache_salt": salt})["usage"]
+        for salt in "ab"
+    )
+    again = generate(http, token_ids=prompt, sampling_params={"max_tokens": 1}, cache_salt="a")["usage"]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (first, other, again)]
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
+
+
 def test_without_a_limit_the_context_is_filled(http):
     found = generate(http, token_ids=PROMPT * 100, sampling_params={"ignore_eos": True})
     assert len(found["choices"][0]["token_ids"]) == 512 - 400
