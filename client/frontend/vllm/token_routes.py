@@ -19,7 +19,7 @@ from litestar.handlers import HTTPRouteHandler
 from ....io_struct.generate import TokenId
 from ...exceptions import InvalidRequest, Unsupported
 from ...text.tokenizer_manager import GenerationRequest, Sample
-from ..bodies import INLINE, UNREADABLE, unreadable
+from ..bodies import INLINE, UNREADABLE, decode_large, unreadable
 from ..context import Front, FrontEnd
 from ..exchange import HTTPRequest, unless_left
 from ..generations import whole
@@ -101,33 +101,36 @@ class TokensAnswer(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
-def _read(raw: bytes, most: int) -> tuple[TokensBody, CompletionRequest, bool]:
+_DECODER = msgspec.json.Decoder(TokensBody, strict=False)
+
+
+def _read(front: FrontEnd, raw: bytes) -> tuple[TokensBody, CompletionRequest, bool]:
     """The body, its sampling parameters, and whether the prompt's logprobs are wanted.
 
     Raises:
         InvalidRequest: malformed, or refused by name.
     """
     try:
-        body = msgspec.json.decode(raw, type=TokensBody, strict=False)
+        large = len(raw) > INLINE
+        body = decode_large(raw, _DECODER, {"token_ids": b"[]"}, 1) if large else _DECODER.decode(raw)
     except UNREADABLE as error:
         wrong = unreadable(error, raw, TokensBody)
         raise InvalidRequest(wrong.sentence, field=wrong.field) from error
     for name, why in REFUSED.items():
         if getattr(body, name) not in NOTHING:
             raise Unsupported(f"{name} is not supported: {why}", field=name)
+    front.unknown_keys.note(PATH, raw, TokensBody, IGNORED_KEYS)
     given = dict(body.sampling_params)
     scores = _count(given.pop("prompt_logprobs", None))
     if (start := given.pop("routed_experts_prompt_start", None)) is not None:
         given["routed_experts_start_len"] = start
     named = {"model": body.model, "rid": body.request_id, "cache_salt": body.cache_salt}
-    fields = {
-        **given,
-        **{name: value for name, value in named.items() if value is not None},
-        "prompt": body.token_ids,
-        "stream": False,
-        "echo": False,
-    }
-    return body, decode_completion(msgspec.json.encode(fields), most), scores is not None
+    given |= {name: value for name, value in named.items() if value is not None}
+    given |= {"prompt": [], "stream": False, "echo": False}  # the prompt stays where it has been decoded
+    parameters = msgspec.json.encode(given)
+    asked = decode_completion(parameters)
+    front.unknown_keys.note(PATH, parameters, CompletionRequest, IGNORED_KEYS)
+    return body, asked, scores is not None
 
 
 def _count(value: Any) -> int | None:
@@ -202,12 +205,9 @@ async def _generated(
 async def generate_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
     """Continue one prompt of token ids."""
     raw = await request.body()
-    most = front.options.max_batch
 
     def read() -> tuple[TokensBody, CompletionRequest, bool]:
-        found = _read(raw, most)
-        front.unknown_keys.note(PATH, raw, TokensBody, IGNORED_KEYS)
-        return found
+        return _read(front, raw)
 
     body, asked, scores = await front.workers.run(read) if len(raw) > INLINE else read()
     check_model(front, asked.model)

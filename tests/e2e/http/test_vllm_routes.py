@@ -1,5 +1,6 @@
 """vLLM's routes as prime-rl calls them, over a real socket and a real engine."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +125,23 @@ def test_what_parameters_say_of_the_request_itself(http):
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (first, other, again)]
     assert cached[:2] == [0, 0]
     assert cached[2] > 0
+
+
+@pytest.mark.parametrize("space", [0, 40_000], ids=["at once", "in a worker"])
+def test_a_body_of_any_size_is_read_alike(http, caplog, space):
+    """And keys that nobody knows are logged, wherever they stand."""
+    sampling = {"max_tokens": 5, "ignore_eos": True, "seed": 1}
+    expected = generate(http, sampling_params=sampling)["choices"]
+    unknown = {"max_tokns" + "s" * (space > 0): 2}
+    body = {"token_ids": PROMPT, "sampling_params": sampling | unknown, "cache_slat" + "t" * (space > 0): ""}
+    found = http.post("/inference/v1/generate", content=" " * space + json.dumps(body)).json()
+    assert found["choices"] == expected
+    said = " ".join(caplog.messages)
+    assert f"the key {next(iter(unknown))} is not known and ignored (did you mean max_tokens?)" in said
+    assert f"the key {list(body)[-1]} is not known and ignored (did you mean cache_salt?)" in said
+    refused = json.dumps({**body, "features": {"mm_hashes": {}}})
+    answer = http.post("/inference/v1/generate", content=" " * space + refused)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "features")
 
 
 def test_without_a_limit_the_context_is_filled(http):
