@@ -251,6 +251,22 @@ def test_an_update_after_a_lease_has_ended_does_not_leave_a_pause(pair, models):
     assert states(pair, "generation") == ["running", "running"]
 
 
+def test_vllms_routes_reach_both(pair, models):
+    """As prime-rl calls them."""
+    with in_flight(pair, [7, 8]) as answers:
+        assert pair.ok("/pause?mode=keep&clear_cache=false") == {"status": "paused"}
+        assert states(pair, "pause_mode") == ["in_place", "in_place"]
+        assert pair.ok("/update_weights", {"weight_dir": models[1]}) == {"status": "ok"}
+        assert pair.ok("/resume") == {"status": "resumed"}
+    label = Path(models[1]).name
+    assert states(pair, "weight_version") == [label, label]
+    for answer in answers:
+        assert [span["version"] for span in answer["meta_info"]["weight_versions"]][-1] == label
+    asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "ignore_eos": True, "logprobs": 1}}
+    (choice,) = pair.ok("/inference/v1/generate", asked)["choices"]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 3
+
+
 def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
     """A session of somebody else's on one of them; then one that breaks after both have written."""
     whole, labels = pair.generate([5, 6, 7])["output_ids"], states(pair, "weight_version")
