@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from caesura.client import (
     AsyncControlClient,
     Busy,
     EngineError,
+    GenerateOutput,
     GroupError,
     InvalidRequest,
     LaunchedScheduler,
@@ -77,28 +81,60 @@ def clone(
     return clone_weights(source, targets, **{"timeout": PATIENCE_S, "bucket_bytes": SMALL, **fields})
 
 
+PARAMS = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+
+
+@contextmanager
+def generating(*engines: SchedulerClient) -> Iterator[list[list[GenerateOutput]]]:
+    """One request after the other on each of them, the last begun after the block; their outputs, by engine."""
+    over, outputs = threading.Event(), [list[GenerateOutput]() for _ in engines]
+
+    def work(engine: SchedulerClient, found: list[GenerateOutput]) -> None:
+        is_last = False
+        while not is_last:
+            is_last = over.is_set()
+            found.append(engine.generate([5, 6, 7], sampling_params=PARAMS, timeout=PATIENCE_S))
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        working = [pool.submit(work, *each) for each in zip(engines, outputs, strict=True)]
+        try:
+            yield outputs
+        finally:
+            over.set()
+        for each in working:
+            each.result()
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, SMALL, 1 << 26])
-def test_a_target_ends_with_the_sources_weights(source, target, other_model, bucket_bytes):
-    """Label and digests; the source generates on, and a generation of the target goes on with the new weights."""
-    params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
-    handles = [engine.submit([5, 6, 7], sampling_params=params, stream=True) for engine in (source, target)]
-    next(iter(handles[1]))
-    target.pause("in_place")
+def test_a_target_ends_with_the_sources_weights(source, target, other_model, tiny_model, bucket_bytes):
+    """Label and digests, while both generate; the source's epoch stays."""
     epochs = source.status().weights_epoch, target.status().weights_epoch
     assert total(source) != total(target)
-    (reply,) = clone(source, target, bucket_bytes=bucket_bytes, flush_cache=False)
-    assert (reply.committed, reply.weight_version) == (True, other_model.name)
-    assert total(target) == total(source)
+    with generating(source, target) as outputs:
+        (reply,) = clone(source, target, bucket_bytes=bucket_bytes)
+        assert (reply.committed, reply.weight_version) == (True, other_model.name)
+        assert total(target) == total(source)
     assert (source.status().weights_epoch, target.status().weights_epoch) == (epochs[0], epochs[1] + 1)
     assert target.status().weight_version == other_model.name
+    ours, theirs = (
+        [[(span.version, span.epoch) for span in each.weight_versions] for each in found] for found in outputs
+    )
+    assert all(spans == [(other_model.name, epochs[0])] for spans in ours)
+    before, after = (tiny_model.name, epochs[1]), (other_model.name, epochs[1] + 1)
+    assert all(spans in ([before], [before, after], [after]) for spans in theirs)
+    assert theirs == sorted(theirs, key=lambda spans: [epoch for _, epoch in spans])
+    assert theirs[-1] == [after]
+    assert all(len(output.output_ids) == 200 for found in outputs for output in found)
+
+
+def test_a_generation_that_is_frozen_goes_on_with_the_clone(source, target, other_model, tiny_model):
+    handle = target.submit([5, 6, 7], sampling_params=PARAMS, stream=True)
+    next(iter(handle))
+    target.pause("in_place")
+    assert clone(source, target, flush_cache=False)[0].committed
     target.continue_generation()
-    spans = [
-        [(span.version, span.epoch) for span in handle.result(timeout=PATIENCE_S).weight_versions]
-        for handle in handles
-    ]
-    assert spans[0] == [(other_model.name, epochs[0])]
-    assert [epoch for _, epoch in spans[1]] == [epochs[1], epochs[1] + 1]
-    assert spans[1][-1] == (other_model.name, epochs[1] + 1)
+    spans = handle.result(timeout=PATIENCE_S).weight_versions
+    assert [span.version for span in spans] == [tiny_model.name, other_model.name]
 
 
 def test_a_paused_source_and_a_poisoned_target(source, target):
