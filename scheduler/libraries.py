@@ -12,8 +12,8 @@ import os
 # torch and oneDNN keep a compiled primitive for each shape they have met, up to 1,024 of them: with prompts of every
 # length, memory grew by half a gigabyte on the tiny model. 64 cost no measurable speed.
 #
-# numpy asks for huge pages where an array of 4 MB or more lies. malloc keeps that range when the array is freed, and the kernel
-# fills what has been given back of it with huge pages again: after each emptying, memory grew by 2 MB for every few bytes in use.
+# numpy asks for huge pages where an array of 4 MB or more lies, also in malloc's heap. Of what malloc_trim gives back there, the
+# kernel may fill every 2 MB that have a page in use with a huge page again.
 #
 # torch's flight recorder keeps a record of the last 2,000 broadcasts: 1.5 MB that look like a leak.
 _SETTINGS = {
