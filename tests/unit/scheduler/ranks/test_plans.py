@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caesura.scheduler.forward import ForwardBatch, InputTokens, SamplingBatch, SpecialRows
+from caesura.scheduler.forward import (
+    ForwardBatch,
+    InputTokens,
+    SamplingBatch,
+    SpecialRows,
+    StateSegment,
+    StateStep,
+)
 from caesura.scheduler.ranks.plans import decode_batch, encode_batch
 
 
@@ -22,6 +29,11 @@ def assert_same(one: object, other: object) -> None:
         assert one.contiguous().numpy().tobytes() == other.numpy().tobytes()
     elif isinstance(one, np.ndarray):
         assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
+    elif isinstance(one, tuple | list):
+        assert isinstance(other, tuple | list)
+        assert len(one) == len(other)
+        for ours, theirs in zip(one, other, strict=True):
+            assert_same(ours, theirs)
     else:
         assert one == other
 
@@ -74,6 +86,21 @@ def batches(draw) -> ForwardBatch:
             top=draw(st.integers(0, 5)),
             token_ids=longs(wanted, draw(st.integers(0, 3))),
         )
+    window_slots = window_table = states = None
+    if draw(st.booleans()):
+        window_slots, window_table = longs(tokens), torch.from_numpy(table.T[:, ::-1].copy())
+    if draw(st.booleans()):
+        rows_of_states = st.none() | st.integers(1, 99)
+        segments = [
+            StateSegment(start, start + 3, draw(rows_of_states), 7, draw(rows_of_states))
+            for start in range(len(prefill))
+        ]
+        states = StateStep(
+            rows=longs(rows),
+            sources=longs(decode) if draw(st.booleans()) else None,
+            segments=segments,
+            kept=(longs(2), longs(2)) if draw(st.booleans()) else None,
+        )
     return ForwardBatch(
         num_decode=decode,
         input_ids=longs(tokens),
@@ -101,6 +128,9 @@ def batches(draw) -> ForwardBatch:
             special=special,
         ),
         inputs=inputs,
+        window_slots=window_slots,
+        window_table=window_table,
+        states=states,
     )
 
 
