@@ -18,7 +18,7 @@ from .backends import Shape, choose, make
 from .batching.waiting_queue import AdmissionLimits, pages_for
 from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
-from .cache.state_pool import StatePool
+from .cache.state_pool import StatePool, StateShape
 from .cache.states import StateRows
 from .cache.window_pages import WindowPages, storage_pages
 from .config import PAGE_SIZE, EngineConfig
@@ -137,9 +137,14 @@ def build_windows(config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLA
 
 
 def state_row_bytes(loaded: LoadedModel) -> int:
-    """Bytes of a sequence's states over all layers that have one; 0 for a model without."""
+    """Bytes of a sequence's states on this rank, over all layers that have one; 0 for a model without."""
     delta = loaded.config.delta
-    return 0 if delta is None else sum(delta.layers) * state_shape(loaded.config).row_bytes(loaded.dtype)
+    return 0 if delta is None else sum(delta.layers) * _state_shape(loaded).row_bytes(loaded.dtype)
+
+
+def _state_shape(loaded: LoadedModel) -> StateShape:
+    """Of this rank's heads."""
+    return state_shape(loaded.config).divided(loaded.parallel.size)
 
 
 def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
@@ -148,7 +153,7 @@ def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
     return StatePool(
         num_layers=sum(loaded.config.delta.layers),
         num_rows=num_rows,
-        shape=state_shape(loaded.config),
+        shape=_state_shape(loaded),
         dtype=loaded.dtype,
         device=loaded.device,
     )
@@ -221,6 +226,7 @@ def build_pool(
     if group is not None:
         pages = group.all_reduce_min(pages)
         windows = min(max(pages, 1), most_windows)
+        rows = group.all_reduce_min(rows)
     pool = make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
     if rows:
         pool.states = make_states(loaded, rows + 1)  # and so is row 0

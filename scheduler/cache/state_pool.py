@@ -10,7 +10,7 @@ Invariants:
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class StateShape:
     def past(self) -> tuple[int, int]:
         """The inputs of the convolution that a row keeps, oldest first."""
         return self.kernel - 1, self.channels
+
+    def divided(self, ranks: int) -> "StateShape":
+        """What each of several ranks has: as many key heads, with the value heads that they serve; they divide them."""
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a row in one layer; ``dtype`` is the model's."""

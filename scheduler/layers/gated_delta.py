@@ -2,9 +2,12 @@
 
 Qwen3-Next's (Qwen Team, 2025), after Gated DeltaNet (Yang et al., 2025, arXiv:2412.06464). Convolution and rule are the backend's
 (``attention/delta_rule.py``), since they read and write states.
+
+Invariant: of several ranks each computes its key heads with their value heads, whose states it has, and the sum over all of them
+is the block's result.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +21,7 @@ from ..kernels.delta import DeltaPlaces, DeltaWeights, Segments, delta_for
 from .linear import Linear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
+from .sharding import Window, even, sharded, stacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class DeltaShape:
 
     hidden_size: int
     state: StateShape
+    """Over all ranks."""
     eps: float
     """Of the norm."""
     by_key_head: bool
@@ -42,15 +47,20 @@ class GatedDelta(CompositeLayer):
         Args:
             prefix: the checkpoint's module (``model.layers.0.linear_attn``).
             layer: its number among those with states.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
         """
-        self._layer, self._shape, self._prefix = layer, shape, prefix
-        state = shape.state
+        self._layer, self._prefix, self._parallel = layer, prefix, place.parallel
+        self._heads = heads = _Heads.of(shape.state, place)
+        self._state = state = heads.state
         self._places = places_of(state, by_key_head=shape.by_key_head)
         self._kernel = delta_for(place.device, place.dtype, state, self._places)
-        self._in = Linear(f"{name}.in", shape.hidden_size, _projections(prefix, shape), place=place)
+        parts = heads.projections(prefix, by_key_head=shape.by_key_head)
+        self._in = Linear(f"{name}.in", shape.hidden_size, parts, place=place)
         self._out = Linear(
             f"{name}.out",
-            state.value_heads * state.value_size,
+            heads.values.times(state.value_size),
             {f"{prefix}.out_proj": shape.hidden_size},
             place=place,
         )
@@ -69,11 +79,14 @@ class GatedDelta(CompositeLayer):
         )
         projected = self._in.forward(x)
         compute = self._by_torch if self._kernel is None else self._compiled
-        return self._out.forward(compute(projected, backend))
+        out = self._out.forward(compute(projected, backend))
+        if self._parallel.size > 1:
+            self._parallel.all_reduce(out)
+        return out
 
     def _compiled(self, projected: Tensor, backend: HybridBackend) -> Tensor:
         """What goes into the last product, [T, value heads * value size]."""
-        kernel, state = self._kernel, self._shape.state
+        kernel, state = self._kernel, self._state
         assert kernel is not None
         out = projected.new_empty((projected.shape[0], state.value_heads * state.value_size))
         weights = DeltaWeights(
@@ -102,7 +115,7 @@ class GatedDelta(CompositeLayer):
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution [T, channels], gates [T, value heads, value size], b and a [T, value heads]."""
-        state, places = self._shape.state, self._places
+        state, places = self._state, self._places
         group = state.value_heads // state.key_heads
 
         def of(place: tuple[int, int], size: int) -> Tensor:
@@ -129,9 +142,9 @@ class GatedDelta(CompositeLayer):
     def slots(self) -> Iterator[WeightSlot]:
         """Those of the parts, then of the convolution and of the rates of decay."""
         yield from super().slots()
-        yield self._filters.slot(f"{self._prefix}.conv1d.weight")
-        yield self._log_rate.slot(f"{self._prefix}.A_log")
-        yield self._rate_bias.slot(f"{self._prefix}.dt_bias")
+        yield sharded(self._filters.slot(f"{self._prefix}.conv1d.weight"), stacked(self._heads.channels))
+        yield sharded(self._log_rate.slot(f"{self._prefix}.A_log"), self._heads.values)
+        yield sharded(self._rate_bias.slot(f"{self._prefix}.dt_bias"), self._heads.values)
 
     def parameters(self) -> Iterator[Parameter]:
         """Those of the parts, then of the convolution and of the rates of decay."""
@@ -139,8 +152,46 @@ class GatedDelta(CompositeLayer):
         yield from (self._filters, self._log_rate, self._rate_bias)
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """Which heads of a block this rank has."""
+
+    state: StateShape
+    """Of these."""
+    keys: Window
+    values: Window
+
+    @classmethod
+    def of(cls, whole: StateShape, place: Placement) -> "_Heads":
+        keys = even(whole.key_heads, place.parallel, "linear_num_key_heads")
+        values = keys.times(whole.value_heads // whole.key_heads)
+        return cls(whole.divided(place.parallel.size), keys, values)
+
+    @property
+    def channels(self) -> tuple[Window, Window, Window]:
+        """Queries, keys and values, each divided by itself."""
+        keys = self.keys.times(self.state.key_size)
+        return keys, keys, self.values.times(self.state.value_size)
+
+    def projections(self, prefix: str, *, by_key_head: bool) -> Mapping[str, Window | Sequence[Window]]:
+        """The checkpoint's modules that read the block's input, by the order of their results."""
+        state = self.state
+        if by_key_head:
+            group = state.value_heads // state.key_heads
+            return {
+                f"{prefix}.in_proj_qkvz": self.keys.times(2 * (state.key_size + group * state.value_size)),
+                f"{prefix}.in_proj_ba": self.keys.times(2 * group),
+            }
+        return {
+            f"{prefix}.in_proj_qkv": self.channels,
+            f"{prefix}.in_proj_z": self.values.times(state.value_size),
+            f"{prefix}.in_proj_b": self.values,
+            f"{prefix}.in_proj_a": self.values,
+        }
+
+
 def places_of(state: StateShape, *, by_key_head: bool) -> DeltaPlaces:
-    """What the first product computes: modules of the checkpoint in the order of :func:`_projections`."""
+    """What the first product computes: modules of the checkpoint in the order of :meth:`_Heads.projections`."""
     heads, group = state.key_heads, state.value_heads // state.key_heads
     key, values = state.key_size, group * state.value_size
     width = heads * 2 * (key + values + group)
@@ -166,20 +217,3 @@ def places_of(state: StateShape, *, by_key_head: bool) -> DeltaPlaces:
         b=(b, group),
         a=(b + heads * group, group),
     )
-
-
-def _projections(prefix: str, shape: DeltaShape) -> Mapping[str, int]:
-    """The checkpoint's modules that read the block's input, by the order of their results."""
-    state = shape.state
-    values = state.value_heads * state.value_size
-    if shape.by_key_head:
-        return {
-            f"{prefix}.in_proj_qkvz": state.channels + values,
-            f"{prefix}.in_proj_ba": 2 * state.value_heads,
-        }
-    return {
-        f"{prefix}.in_proj_qkv": state.channels,
-        f"{prefix}.in_proj_z": values,
-        f"{prefix}.in_proj_b": state.value_heads,
-        f"{prefix}.in_proj_a": state.value_heads,
-    }

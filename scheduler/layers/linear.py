@@ -4,12 +4,12 @@ Invariants:
 - The rest of the engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight); how the
   weight is stored is ``matrix.py``'s business.
 - Fused weights are stacked along the output dimension in the order of their parts.
-- Of several ranks each has some outputs of a product (a window of a part's rows), or some inputs (of the columns); in the
+- Of several ranks each has some outputs of a product (windows of a part's rows), or some inputs (of the columns); in the
   latter case results are partial, and whoever asked for the product has them summed. A bias is added by rank 0 alone then.
 - A weight is FP8 where the checkpoint's config says so of all its parts; of some only is refused.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from .fp8_block import Fp8Matrix
 from .fp8_packed import PackedFp8Matrix, packs
 from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
-from .sharding import Window, as_window, require_borders, sharded
+from .sharding import Window, as_window, require_borders, sharded, stacked
 
 
 class Linear:
@@ -28,7 +28,7 @@ class Linear:
         self,
         name: str,
         in_features: int | Window,
-        parts: Mapping[str, int | Window],
+        parts: Mapping[str, int | Window | Sequence[Window]],
         *,
         bias: bool = False,
         place: Placement,
@@ -38,22 +38,23 @@ class Linear:
             name: engine name; parameters are ``{name}.weight`` and ``{name}.bias``.
             in_features: of the checkpoint's modules; a window where the inputs are divided among ranks.
             parts: checkpoint module name (without ``.weight``) to its number of output features, in order; a window where
-                they are divided.
+                they are divided, and several where they are those of several parts, each divided by itself.
 
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, a window cuts a block of an FP8 weight.
         """
         self._columns = as_window(in_features)
-        self._parts = {part: as_window(size) for part, size in parts.items()}
-        lengths = [window.length for window in self._parts.values()]
+        self._parts = {part: _as_windows(size) for part, size in parts.items()}
+        lengths = [_length(rows) for rows in self._parts.values()]
         self.in_features, self.out_features = self._columns.length, sum(lengths)
         self._weight: Matrix | Fp8Matrix | PackedFp8Matrix
         self._blocks: tuple[int, int] | None = None
         if all_fp8(parts, place):
             assert place.fp8 is not None
             self._blocks = place.fp8.rows, place.fp8.columns
-            for part, rows in self._parts.items():
-                require_borders(part, "rows", rows, self._blocks[0])
+            for part, windows in self._parts.items():
+                for rows in windows:
+                    require_borders(part, "rows", rows, self._blocks[0])
                 require_borders(part, "columns", self._columns, self._blocks[1])
             if packs(self.in_features, place):
                 self._weight = PackedFp8Matrix(f"{name}.weight", self.out_features, self.in_features, place)
@@ -96,11 +97,12 @@ class Linear:
         """Per part its weight, its scales where it is FP8, and its bias where there is one."""
         start = 0
         for part, rows in self._parts.items():
-            slots = self._weight.slots(part, start, rows.length)
+            length = _length(rows)
+            slots = self._weight.slots(part, start, length)
             yield from divided(slots, rows, self._columns, self._blocks)
             if self._bias is not None:
-                yield sharded(self._bias.slot(f"{part}.bias", start, rows.length), rows)
-            start += rows.length
+                yield sharded(self._bias.slot(f"{part}.bias", start, length), rows)
+            start += length
 
     def parameters(self) -> Iterator[Parameter]:
         """Weight, its scales where it is FP8, then bias."""
@@ -109,13 +111,26 @@ class Linear:
             yield self._bias
 
 
+def _as_windows(size: int | Window | Sequence[Window]) -> tuple[Window, ...]:
+    return stacked((as_window(size),) if isinstance(size, int | Window) else size)
+
+
+def _length(windows: Iterable[Window]) -> int:
+    return sum(window.length for window in windows)
+
+
 def divided(
-    slots: Iterable[WeightSlot], rows: Window, columns: Window, blocks: tuple[int, int] | None
+    slots: Iterable[WeightSlot],
+    rows: Window | Sequence[Window],
+    columns: Window,
+    blocks: tuple[int, int] | None,
 ) -> Iterator[WeightSlot]:
     """The slots of a weight's part as those of the whole: of itself and, with ``blocks``, of their scales."""
+    rows = (rows,) if isinstance(rows, Window) else rows
     for number, slot in enumerate(slots):
         if blocks is not None and number:
-            yield sharded(slot, rows.in_blocks(blocks[0]), columns.in_blocks(blocks[1]))
+            grid = [window.in_blocks(blocks[0]) for window in rows]
+            yield sharded(slot, grid, columns.in_blocks(blocks[1]))
         else:
             yield sharded(slot, rows, columns)
 

@@ -39,17 +39,19 @@ class GatedMLP(CompositeLayer):
         bend: Bend = "silu",
         place: Placement,
         partial: bool = False,
+        field: str = "intermediate_size",
     ) -> None:
         """
         Args:
             prefix: the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``.
             partial: the caller sums over the ranks, each of which has a part of the width.
+            field: the config's name for the width.
 
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width.
         """
         self.bend = bend
-        width = even(intermediate_size, place.parallel, "intermediate_size")
+        width = even(intermediate_size, place.parallel, field)
         self._summing = None if partial or width.is_whole else place.parallel
         self._kernels = elementwise_for(place.device, place.dtype)
         gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")

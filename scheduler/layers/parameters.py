@@ -93,9 +93,9 @@ class TensorSlot(ABC):
         self.dtype = dtype
 
     @property
-    def owned(self) -> range:
-        """Rows that this rank holds; the others may be left out of what is written, and are dropped if they come."""
-        return range(self.shape[0] if self.shape else 1)
+    def owned(self) -> tuple[range, ...]:
+        """Rows that this rank holds, ascending; the others may be left out of what is written, and are dropped if they come."""
+        return (range(self.shape[0] if self.shape else 1),)
 
     @property
     def halves(self) -> tuple["HalfSlot", ...]:

@@ -1,14 +1,14 @@
 """Which part of a checkpoint tensor a rank holds, and the slots that take the whole tensor and keep that part.
 
 Invariants:
-- A rank's part is a range of rows, of columns, or of both. The parts of all ranks cover the tensor; where they overlap (a key
+- A rank's part is some ranges of rows, a range of columns, or both. The parts of all ranks cover the tensor; where they overlap (a key
   head that several ranks need, what is replicated), they hold the same bytes.
 - Outside of the layers a tensor has the checkpoint's shape on every rank: whoever sends, counts or compares weights need not
   know of ranks. Rows that a rank does not hold are taken and dropped.
 - What does not divide is refused by the name of its field, but for the vocabulary, of which the last rank may have less.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,18 @@ class Window:
 def as_window(size: int | Window) -> Window:
     """A plain size is whole."""
     return size if isinstance(size, Window) else Window.whole(size)
+
+
+def stacked(windows: Sequence[Window]) -> tuple[Window, ...]:
+    """The windows of several parts as those of the tensor in which these lie one after another."""
+    total = sum(window.total for window in windows)
+    if all(window.is_whole for window in windows):
+        return (Window.whole(total),)
+    found, before = [], 0
+    for window in windows:
+        found.append(Window(before + window.start, before + window.stop, total))
+        before += window.total
+    return tuple(found)
 
 
 def even(total: int, parallel: TensorParallel, field: str) -> Window:
@@ -134,22 +146,22 @@ def _indivisible(field: str, value: int, size: int, reason: str) -> CaesuraError
 class ShardedSlot(WeightSlot):
     """A checkpoint tensor of which this rank holds ``rows`` and, of these, ``columns``."""
 
-    __slots__ = ("_columns", "_inner", "_window")
+    __slots__ = ("_columns", "_inner", "_rows")
 
-    def __init__(self, inner: WeightSlot, rows: Window, columns: Window | None) -> None:
-        """``inner`` is the slot of the part; ``columns`` is None where a row is one element or all of it is held."""
-        shape = (rows.total, *inner.shape[1:])
-        if columns is not None:
-            shape = (rows.total, columns.total)
-        assert inner.shape == (rows.length, *inner.shape[1:]), inner.name
+    def __init__(self, inner: WeightSlot, rows: Sequence[Window], columns: Window | None) -> None:
+        """``inner`` is the slot of the part: the windows of ``rows``, ascending, without what lies between them. ``columns`` is
+        None where a row is one element or all of it is held."""
+        total = rows[0].total
+        shape = (total, *inner.shape[1:]) if columns is None else (total, columns.total)
+        assert inner.shape == (sum(window.length for window in rows), *inner.shape[1:]), inner.name
         assert columns is None or inner.shape[1] == columns.length, inner.name
         super().__init__(inner.name, inner.parameter, shape, inner.dtype)
-        self._inner, self._window, self._columns = inner, rows, columns
+        self._inner, self._rows, self._columns = inner, rows, columns
 
     @property
-    def owned(self) -> range:
-        """The window's rows."""
-        return range(self._window.start, self._window.stop)
+    def owned(self) -> tuple[range, ...]:
+        """The windows' rows."""
+        return tuple(range(window.start, window.stop) for window in self._rows)
 
     @property
     def owned_columns(self) -> range | None:
@@ -182,23 +194,27 @@ class ShardedSlot(WeightSlot):
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """What is held of rows ``[start, stop)``: :attr:`owned` and :attr:`owned_columns` say which that is."""
-        first, last, _ = slice(start, stop).indices(self.shape[0])
-        first, last = (min(max(row - self._window.start, 0), self._window.length) for row in (first, last))
+        first, last = (self._held_before(row) for row in slice(start, stop).indices(self.shape[0])[:2])
         return self._inner.read(first, max(first, last))
+
+    def _held_before(self, row: int) -> int:
+        return sum(min(max(row - window.start, 0), window.length) for window in self._rows)
 
     def _held(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
         """What is held of ``rows`` and where it begins in the part; nothing if there is none."""
-        first, last = max(start, self._window.start), min(start + rows.shape[0], self._window.stop)
-        if first >= last:
-            return
-        part = rows[first - start : last - start]
-        if self._columns is not None:
-            part = part[:, self._columns.start : self._columns.stop]
-        yield part, first - self._window.start
+        for window in self._rows:
+            first, last = max(start, window.start), min(start + rows.shape[0], window.stop)
+            if first >= last:
+                continue
+            part = rows[first - start : last - start]
+            if self._columns is not None:
+                part = part[:, self._columns.start : self._columns.stop]
+            yield part, self._held_before(first)
 
 
-def sharded(slot: WeightSlot, rows: Window, columns: Window | None = None) -> WeightSlot:
+def sharded(slot: WeightSlot, rows: Window | Sequence[Window], columns: Window | None = None) -> WeightSlot:
     """``slot``, of the part that this rank holds, as one of the whole tensor; itself where that is all of it."""
+    rows = (rows,) if isinstance(rows, Window) else rows
     if columns is not None and columns.is_whole:
         columns = None
-    return slot if rows.is_whole and columns is None else ShardedSlot(slot, rows, columns)
+    return slot if rows[0].is_whole and columns is None else ShardedSlot(slot, rows, columns)

@@ -104,7 +104,8 @@ class _Rows:
         slots = self._parts[expert]
         for part, slot in enumerate(slots):
             columns = slot.owned_columns or range(slot.shape[1])
-            held = slice(slot.owned.start, slot.owned.stop), slice(columns.start, columns.stop)
+            (held_rows,) = slot.owned
+            held = slice(held_rows.start, held_rows.stop), slice(columns.start, columns.stop)
             values = torch.zeros(slot.shape, dtype=torch.float32, device=factors.device)
             values[held] = slot.read().float()
             values.unflatten(1, (-1, GROUP)).mul_(factors[part :: len(slots)].unsqueeze(-1))

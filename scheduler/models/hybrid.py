@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from ...io_struct import CaesuraError, ErrorCode
 from ..cache.state_pool import StateShape
 from ..kernels.forms import AttentionForm
 from ..layers.attention import Attention, AttentionShape
@@ -17,7 +16,7 @@ _NEXT_TOKENS = "mtp."
 
 
 def state_shape(config: ModelConfig) -> StateShape:
-    """Of the layers with a state; the config has some."""
+    """Of the layers with a state, over all ranks; the config has some."""
     delta = config.delta
     assert delta is not None, "a hybrid has layers of linear attention"
     return StateShape(
@@ -35,16 +34,9 @@ def hybrid_attention(
     """The block of every layer; those with KV and those with a state are counted apart, as their pools are.
 
     Raises:
-        CaesuraError: UNSUPPORTED_MODEL, there are several ranks.
+        CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
     """
     assert config.delta is not None
-    if place.parallel.size > 1:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
-            f"{config.architecture} has layers of linear attention, whose states are not divided among ranks",
-            fields=["architectures"],
-            ranks=place.parallel.size,
-        )
     delta = DeltaShape(
         hidden_size=config.hidden_size,
         state=state_shape(config),

@@ -101,7 +101,8 @@ def _shared(
     if not moe.shared_size:
         return None
     module = f"{prefix}.{names.shared}"
-    mlp = GatedMLP(f"{name}.shared", module, hidden, moe.shared_size, place=place, partial=True)
+    field = "shared_expert_intermediate_size" if moe.shared_gate else "moe_intermediate_size"
+    mlp = GatedMLP(f"{name}.shared", module, hidden, moe.shared_size, place=place, partial=True, field=field)
     if not moe.shared_gate:
         return mlp
     return GatedShared(f"{name}.shared_gate", f"{prefix}.{names.shared_gate}", hidden, mlp, place=place)

@@ -35,9 +35,8 @@ class Account:
         """At which row the next piece of a tensor must start; ``start_row`` 0 begins it anew. That row may be beyond those due
         where none in between is held."""
         due = self.open[1] if self.open is not None and self.is_open(slot.name, start_row) else 0
-        owned = slot.owned
-        left_out = due < start_row and not range(max(due, owned.start), min(start_row, owned.stop))
-        return start_row if left_out else due
+        held = any(range(max(due, rows.start), min(start_row, rows.stop)) for rows in slot.owned)
+        return start_row if due < start_row and not held else due
 
     def is_open(self, name: str, start_row: int) -> bool:
         """Whether a piece goes on with the tensor that lacks rows."""

@@ -174,7 +174,7 @@ class WeightLoader:
         self.counts.skipped_tensors += skipped
         return skipped
 
-    def owned(self, name: str) -> range | None:
+    def owned(self, name: str) -> tuple[range, ...] | None:
         """The rows of a tensor that this rank holds, which is all that a source need read. None: all, or none of the model's."""
         slot = self._slots.get(name)
         return None if slot is None else slot.owned

@@ -45,7 +45,7 @@ def read_into(
 class Held(msgspec.Struct, array_like=True, frozen=True):
     """What one of several ranks holds of a tensor: the bytes of ``rows`` and, of these, of ``columns``, first and end."""
 
-    rows: tuple[int, int]
+    rows: tuple[tuple[int, int], ...]
     columns: tuple[int, int] | None
     """None: all of each row."""
     data: bytearray
@@ -53,10 +53,11 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
     @classmethod
     def of(cls, slot: WeightSlot) -> "Held":
         """Read it; the stream is current on which weights are written."""
-        rows, columns = slot.owned, slot.owned_columns
-        part = slot.read(rows.start, rows.stop).contiguous().reshape(-1).view(torch.uint8)
+        columns = slot.owned_columns
+        part = slot.read().contiguous().reshape(-1).view(torch.uint8)
+        rows = tuple((each.start, each.stop) for each in slot.owned)
         window = None if columns is None else (columns.start, columns.stop)
-        return cls((rows.start, rows.stop), window, bytearray(part.cpu().numpy()))
+        return cls(rows, window, bytearray(part.cpu().numpy()))
 
     def place(self, buffer: Tensor, spec: TensorSpec) -> None:
         """Where it belongs in the tensor of ``spec``, which lies at its ``offset`` in ``buffer``, uint8 on any device."""
@@ -66,13 +67,15 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
         if self.columns is not None:
             size = spec.nbytes // prod(spec.shape)
             first, end = (size * column for column in self.columns)
-        rows = slice(*self.rows)
-        whole[rows, first:end].copy_(data.view(self.rows[1] - self.rows[0], end - first))
+        lengths = [stop - start for start, stop in self.rows]
+        parts = data.view(sum(lengths), end - first).split(lengths)
+        for (start, stop), part in zip(self.rows, parts, strict=True):
+            whole[start:stop, first:end].copy_(part)
 
 
 def is_divided(slot: WeightSlot) -> bool:
     """Whether this rank holds less than all of it."""
-    return slot.owned_columns is not None or len(slot.owned) != (slot.shape[0] if slot.shape else 1)
+    return slot.owned_columns is not None or sum(map(len, slot.owned)) != (slot.shape[0] if slot.shape else 1)
 
 
 def require_placeable(slots: Iterator[WeightSlot]) -> None:
@@ -84,7 +87,8 @@ def require_placeable(slots: Iterator[WeightSlot]) -> None:
     for slot in slots:
         columns = slot.owned_columns
         width = prod(slot.shape[1:]) if columns is None else len(columns)
-        if slot.shape and slot.owned and slot.read(slot.owned.start, slot.owned.start + 1).numel() != width:
+        first = slot.owned[0]
+        if slot.shape and first and slot.read(first.start, first.start + 1).numel() != width:
             raise CaesuraError(
                 ErrorCode.UNSUPPORTED,
                 f"several ranks cannot send {slot.name}: each holds columns of it by turns, in other places than its checkpoint",

@@ -4,14 +4,12 @@ Every layer's state goes through chunks, decode steps, kept prefixes, pauses, up
 whose at each of these is checked with a scripted model in ``test_states.py``.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from support.checkpoints import edit_config, make_checkpoint
 from support.faults import NO_MEMORY, Fault
+from support.ranks import RankAlone
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.io_struct import (
@@ -30,7 +28,6 @@ from caesura.scheduler.build import load_model
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.kernels.native import why_not
 from caesura.scheduler.models.config import load_model_config
-from caesura.scheduler.models.registry import build_model
 
 VOCAB, TOLERANCE = 97, 1e-4
 OPTIONS = {"chunked_prefill_size": 48, "max_running_requests": 4, "kv_pool_tokens": 2048}
@@ -39,10 +36,12 @@ OPTIONS = {"chunked_prefill_size": 48, "max_running_requests": 4, "kv_pool_token
 class Models:
     """A family's two checkpoints, what transformers computes with them, and an engine that serves them."""
 
-    def __init__(self, folder, family):
-        self.paths = [str(folder / name) for name in ("a", "b")]
-        self.references = [make_checkpoint(path, family, seed=seed) for seed, path in enumerate(self.paths)]
-        self.driver = EngineDriver(self.paths[0], scripted=False, **OPTIONS)
+    def __init__(self, folder, family, tp, sizes):
+        self.paths, self.tp = [str(folder / name) for name in ("a", "b")], tp
+        self.references = [
+            make_checkpoint(path, family, seed=seed, **sizes) for seed, path in enumerate(self.paths)
+        ]
+        self.driver = EngineDriver(self.paths[0], scripted=False, tp=tp, **OPTIONS)
 
     @torch.no_grad()
     def logprobs(self, tokens, which=0):
@@ -52,10 +51,40 @@ class Models:
         self.driver.call(FlushCacheReqInput(torch_empty_cache=False))
         assert self.driver.call(UpdateWeightFromDiskReqInput(model_path=self.paths[which])).committed
 
+    @property
+    def runner(self):
+        """Of rank 0."""
+        runner = self.driver.engine.scheduler._runner
+        return runner if self.tp == 1 else runner._own
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5"])
+
+THREE = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 36,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+}
+"""Heads that three ranks divide; key and value heads of two ranks are those of SIZES."""
+
+
+def cases():
+    for family in ("qwen3-next", "qwen3.5"):
+        yield pytest.param((family, 1, {}), id=family)
+    for marks, (family, tp, sizes) in (
+        ([], ("qwen3.5", 2, {})),
+        ([pytest.mark.long], ("qwen3-next", 2, {})),
+        ([pytest.mark.long], ("qwen3-next", 3, {**THREE, "shared_expert_intermediate_size": 57})),
+        ([pytest.mark.long], ("qwen3.5", 3, THREE)),
+    ):
+        yield pytest.param(
+            (family, tp, sizes), id=f"{family} on {tp} ranks", marks=[pytest.mark.slow, *marks]
+        )
+
+
+@pytest.fixture(scope="module", params=cases())
 def loaded(tmp_path_factory, request):
-    models = Models(tmp_path_factory.mktemp("hybrid"), request.param)
+    models = Models(tmp_path_factory.mktemp("hybrid"), *request.param)
     with models.driver:
         yield models
 
@@ -186,15 +215,16 @@ def test_an_update_from_disk_is_a_cold_load_and_states_survive_neither_it_nor_a_
     assert driver.result(rid).cached_tokens == 0
     driver.call(PauseGenerationReqInput(mode="retract"))
     driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
-    pool = driver.engine.scheduler._runner._backend._pool
+    pool = models.runner._backend._pool
     assert not any(storage.any() for layer in range(3) for storage in pool.layer(layer))
     driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
     driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
     again = send(driver, prompt, 20)
     driver.run_until_idle()
     assert driver.result(again).output_logprobs == driver.result(rid).output_logprobs
-    cold = load_model(EngineConfig(model_path=models.paths[1], dtype="float32", device="cpu"))
-    ours = dict(driver.engine.scheduler._runner.model.named_storage())
+    config = EngineConfig(model_path=models.paths[1], dtype="float32", device="cpu")
+    cold = load_model(config, parallel=RankAlone(0, models.tp))
+    ours = dict(models.runner.model.named_storage())
     for name, tensor in cold.model.named_storage():
         assert torch.equal(ours[name], tensor), name
 
@@ -218,7 +248,7 @@ def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
     driver, prompts = models.driver, [prompt_of(60, 11), prompt_of(20, 12)]
     rids = {send(driver, prompt, 20): prompt for prompt in prompts}
     driver.tick(9)
-    backend = driver.engine.scheduler._runner._backend
+    backend = models.runner._backend
     with monkeypatch.context() as patch:
         fault = Fault(patch, backend, "delta" if why_not() else "compiled", NO_MEMORY[1], {2})
         driver.tick(1)
@@ -241,10 +271,6 @@ def test_what_hybrids_do_not_do_is_refused_by_name(tmp_path_factory):
     make_checkpoint(hybrid, "qwen3.5")
     error = refused(plain, reference_model_path=hybrid)
     assert (error.code, error.detail["fields"]) == ("unsupported_model", ["architectures"])
-    ranks: Any = SimpleNamespace(rank=0, size=2)
-    with pytest.raises(CaesuraError, match="not divided among ranks") as error:
-        build_model(load_model_config(hybrid), torch.float32, torch.device("cpu"), ranks)
-    assert error.value.detail["ranks"] == 2
     for field, value in (
         ("layer_types", ["linear_attention"] * 4),
         ("layer_types", ["linear_attention", "full_attention"]),

@@ -130,8 +130,8 @@ class Checkpoint:
                     yield _fill_of_run(opened, run)
 
 
-Owned = Callable[[str], range | None]
-"""Rows of a tensor that are needed, by its name; None: all of them."""
+Owned = Callable[[str], tuple[range, ...] | None]
+"""Rows of a tensor that are needed, ascending, by its name; None: all of them."""
 
 OpenFolder = Callable[[str, str | None], Checkpoint]
 """Opens a checkpoint folder whose config fits the model, or that component of it; raises as :func:`open_fitting`."""
@@ -304,17 +304,17 @@ def _check_names(
     raise checkpoint_error(folder, f"has an index that puts {name!r} in {says} while it is in {has}{others}")
 
 
-def _all_rows(tensor: StoredTensor) -> range:
-    return range(tensor.shape[0] if tensor.shape else 1)
+def _all_rows(tensor: StoredTensor) -> tuple[range, ...]:
+    return (range(tensor.shape[0] if tensor.shape else 1),)
 
 
-def _rows_needed(owned: Owned, tensor: StoredTensor) -> range:
+def _rows_needed(owned: Owned, tensor: StoredTensor) -> tuple[range, ...]:
     rows = owned(tensor.name)
     return _all_rows(tensor) if rows is None else rows
 
 
 def _runs(
-    tensors: list[StoredTensor], limit: int, rows: Callable[[StoredTensor], range]
+    tensors: list[StoredTensor], limit: int, rows: Callable[[StoredTensor], tuple[range, ...]]
 ) -> Iterator[list[StoredTensor]]:
     """Tensors that lie one behind the other, at most ``limit`` bytes together, each aligned to its dtype from the first on; one of
     which some rows are not needed is alone."""
@@ -358,7 +358,9 @@ def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
     return Fill(end - begin, lambda part: opened.read(part, begin, name), places)
 
 
-def _fills_of(opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int, needed: range) -> Iterator[Fill]:
+def _fills_of(
+    opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int, needed: tuple[range, ...]
+) -> Iterator[Fill]:
     """As many rows of a large tensor as ``bucket_bytes`` hold, at least one; of the ``needed`` ones. Where the last row is not
     among them, or there is none, a piece of no rows is the end.
 
@@ -368,12 +370,14 @@ def _fills_of(opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int, needed
     num_rows = shape[0] if shape else 1
     row_bytes = tensor.nbytes // num_rows if num_rows else 0
     step = max(1, bucket_bytes // row_bytes) if row_bytes else max(1, num_rows)
-    stop = min(needed.stop, num_rows)
-    for start in range(needed.start, stop, step):
-        rows = min(step, stop - start)
-        place = Place(tensor.name, shape, dtype, start, (rows, *shape[1:]) if shape else (), 0)
-        offset = tensor.offset + start * row_bytes
-        yield Fill(rows * row_bytes, partial(opened.read, offset=offset, name=tensor.name), [place])
+    stop = 0
+    for part in needed:
+        stop = min(part.stop, num_rows)
+        for start in range(part.start, stop, step):
+            rows = min(step, stop - start)
+            place = Place(tensor.name, shape, dtype, start, (rows, *shape[1:]) if shape else (), 0)
+            offset = tensor.offset + start * row_bytes
+            yield Fill(rows * row_bytes, partial(opened.read, offset=offset, name=tensor.name), [place])
     if stop < num_rows or not num_rows:
         end = Place(tensor.name, shape, dtype, num_rows, (0, *shape[1:]), 0)
         yield Fill(0, partial(opened.read, offset=tensor.offset, name=tensor.name), [end])

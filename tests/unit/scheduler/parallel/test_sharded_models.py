@@ -182,6 +182,8 @@ def test_fp8(family: str, blocks: tuple[int, int], groups: dict[int, Ranks], tmp
         ("qwen3", 3, heads(6, 2, 8, 40), "num_key_value_heads"),
         ("mistral", 2, {"intermediate_size": 71}, "intermediate_size"),
         ("qwen3-moe", 2, {"moe_intermediate_size": 9}, "moe_intermediate_size"),
+        ("qwen2-moe", 2, {"shared_expert_intermediate_size": 9}, "shared_expert_intermediate_size"),
+        ("qwen3.5", 4, {}, "linear_num_key_heads"),
         ("deepseek-v3", 3, {}, "num_attention_heads"),
         ("llama", 4, {"vocab_size": 9}, "vocab_size"),
     ],

@@ -53,15 +53,23 @@ def assembled(slots: list[WeightSlot]) -> Tensor:
     held = torch.zeros(shape, dtype=torch.bool)
     for slot in slots:
         assert slot.shape == shape
-        rows = slice(slot.owned.start, slot.owned.stop)
+        rows = rows_of(slot)
         columns = slot.owned_columns
-        where: Any = rows if columns is None else (rows, slice(columns.start, columns.stop))
+        where: Any = rows if columns is None else (rows[:, None], torch.arange(columns.start, columns.stop))
         part = slot.read()
         assert bits(whole[where][held[where]]) == bits(part[held[where]])
         whole[where] = part
         held[where] = True
     assert held.all()
     return whole
+
+
+def rows_of(slot: WeightSlot, first: int = 0, last: int | None = None) -> Tensor:
+    """Numbers of the rows that a rank holds, of those from ``first`` to ``last``."""
+    last = slot.shape[0] if last is None else last
+    held = [row for rows in slot.owned for row in rows if first <= row < last]
+    assert held == sorted(set(held))
+    return torch.tensor(held, dtype=torch.int64)
 
 
 def cuts(data: st.DataObject, rows: int) -> list[tuple[int, int]]:
@@ -103,14 +111,14 @@ class Layers:
             changed = value.clone()
             changed[row].flatten()[-1:] += 1
             columns = slot.owned_columns
-            mine = row in slot.owned and (columns is None or columns.stop == value.shape[1])
+            mine = row in rows_of(slot) and (columns is None or columns.stop == value.shape[1])
             assert slot.differs(changed, 0) == mine
             assert slot.update(changed, 0) == mine
             slot.write(value, 0)
 
 
 def held_of(slot: WeightSlot, value: Tensor, first: int, last: int) -> Tensor:
-    rows = value[max(first, slot.owned.start) : max(first, slot.owned.start, min(last, slot.owned.stop))]
+    rows = value[rows_of(slot, first, last)]
     columns = slot.owned_columns
     return rows if columns is None else rows[:, columns.start : columns.stop]
 
@@ -131,7 +139,8 @@ def test_products(data: st.DataObject, size: int, stored: torch.dtype, sent: tor
             columns = even(inputs * size, where.parallel, "inputs")
             return Linear("l", columns, {"a": rows, "b": others}, bias=True, place=where)
         window = even(rows * size, where.parallel, "rows")
-        return Linear("l", inputs, {"a": window, "b": others, "c": window}, bias=True, place=where)
+        both = window, even(others * size, where.parallel, "others"), window
+        return Linear("l", inputs, {"a": window, "b": others, "c": both, "d": window}, bias=True, place=where)
 
     Layers([layer(rank) for rank in range(size)]).check(data, sent)
 
@@ -166,6 +175,7 @@ def test_fp8_blocks(data: st.DataObject, size: int, by_inputs: bool, height: int
     blocks = Fp8Blocks(height, width)
     rows = height * size * data.draw(st.integers(1, 3)) if not by_inputs else data.draw(st.integers(1, 20))
     columns = width * size * data.draw(st.integers(1, 3)) if by_inputs else data.draw(st.integers(1, 20))
+    twice = rows % height == 0
 
     def layer(rank: int, ranks: int) -> dict[str, WeightSlot]:
         where = place(rank, ranks, fp8=blocks)
@@ -174,14 +184,18 @@ def test_fp8_blocks(data: st.DataObject, size: int, by_inputs: bool, height: int
             inputs = even(columns, where.parallel, "columns")
         else:
             outputs = even(rows, where.parallel, "rows")
-        return slots_of(Linear("l", inputs, {"a": outputs}, place=where))
+        parts = {"a": outputs, "b": (outputs, outputs)}
+        return slots_of(
+            Linear("l", inputs, {name: parts[name] for name in parts if twice or name == "a"}, place=where)
+        )
 
     alone, by_rank = layer(0, 1), [layer(rank, size) for rank in range(size)]
-    value = random((rows, columns), 1)
-    alone["a.weight"].write(value, 0)
-    for slots in by_rank:
-        for start, stop in cuts(data, rows):
-            slots["a.weight"].update(value[start:stop], start)
+    for name in {"a.weight", "b.weight"} & alone.keys():
+        value = random(alone[name].shape, 1)
+        alone[name].write(value, 0)
+        for slots in by_rank:
+            for start, stop in cuts(data, len(value)):
+                slots[name].update(value[start:stop], start)
     for name, slot in alone.items():
         assert bits(assembled([slots[name] for slots in by_rank])) == bits(slot.read())
     stored = {name: slot.read().clone() for name, slot in alone.items()}
@@ -199,13 +213,19 @@ class Folder:
         return build_model(load_model_config(self.path), torch.float32, CPU, RankAlone(rank, size))
 
 
-@pytest.fixture(scope="module", params=["llama-tied", "qwen3-moe", "deepseek-v3", "qwen3-fp8"])
+BLOCKS = {"qwen3": (12, 12), "qwen3.5": (2, 4)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["llama-tied", "qwen3-moe", "deepseek-v3", "qwen3-fp8", "qwen3-next", "qwen3.5", "qwen3.5-fp8"],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folder:
     family, _, _ = request.param.removesuffix("-tied").partition("-fp8")
     path = tmp_path_factory.mktemp("model")
     if request.param.endswith("fp8"):
         make_checkpoint(path / "plain", family, dtype=torch.bfloat16)
-        make_fp8_checkpoint(path / "plain", path / "fp8", (12, 12), ())
+        make_fp8_checkpoint(path / "plain", path / "fp8", BLOCKS[family], ())
         path = path / "fp8"
     else:
         make_checkpoint(path, family, tied=request.param.endswith("-tied"))
@@ -238,19 +258,20 @@ def test_from_disk_each_rank_reads_what_it_holds(folder: Folder, bucket_bytes: i
 def held_bytes(slot: WeightSlot, folder: Folder) -> int:
     """Of the rows that are held, whole ones."""
     value = folder.tensors[slot.name]
-    return len(slot.owned) * (value[0].nbytes if value.dim() and len(value) else value.nbytes)
+    return len(rows_of(slot)) * (value[0].nbytes if value.dim() and len(value) else value.nbytes)
 
 
 def test_rows_that_others_hold_may_be_left_out_and_no_others(folder: Folder) -> None:
     model = folder.model(1, 2)
     loader = WeightLoader(model)
-    slot = model.weight_slots()["model.layers.0.self_attn.o_proj.weight"]
-    assert len(slot.owned) == slot.shape[0], "divided by columns"
+    slots = model.weight_slots().values()
+    slot = next(slot for slot in slots if slot.name.endswith("self_attn.o_proj.weight"))
+    assert len(rows_of(slot)) == slot.shape[0], "divided by columns"
     value = folder.tensors[slot.name]
     with pytest.raises(Exception, match="row 3 came when row 0 was due"):
         loader.write(WeightPiece(slot.name, slot.shape, value.dtype, 3, value[3:]))
     embed = model.weight_slots()["model.embed_tokens.weight"]
-    value, first = folder.tensors[embed.name], embed.owned.start
+    value, first = folder.tensors[embed.name], embed.owned[0].start
     assert first > 0
     with pytest.raises(Exception, match=f"row {first + 1} came when row 0 was due"):
         loader.write(WeightPiece(embed.name, embed.shape, value.dtype, first + 1, value[first + 1 :]))
@@ -261,6 +282,26 @@ def test_rows_that_others_hold_may_be_left_out_and_no_others(folder: Folder) -> 
     loader.write(WeightPiece(embed.name, embed.shape, value.dtype, len(value) - 1, value[-1:]))
     assert embed.name in loader.written
     assert NAMES[value.dtype] in ("F32", "BF16")
+
+
+def test_rows_between_those_that_are_held_may_be_left_out(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3.5")
+    loader = WeightLoader(model := Folder(tmp_path, {}).model(0, 2))
+    slot = model.weight_slots()["model.layers.0.linear_attn.in_proj_qkv.weight"]
+    value = random(slot.shape, 1)
+    assert len(slot.owned) == 3, "queries, keys and values"
+
+    def write(start: int, stop: int) -> None:
+        loader.write(WeightPiece(slot.name, slot.shape, value.dtype, start, value[start:stop]))
+
+    for number, rows in enumerate(slot.owned):
+        if number:
+            with pytest.raises(Exception, match="when row"):
+                write(rows.start + 1, rows.stop)
+        write(rows.start, rows.stop)
+    write(len(value), len(value))
+    assert slot.name in loader.written
+    assert bits(slot.read()) == bits(value[rows_of(slot)])
 
 
 @settings(max_examples=examples(20))
