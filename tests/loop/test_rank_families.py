@@ -1,12 +1,21 @@
-"""Models whose layers do not all store the same, on two ranks: the log-probabilities of one, wherever a request's pages lie."""
+"""Models of other families than llama on two ranks: the log-probabilities of one, and updates that are a cold load."""
+
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
 from support.lanes import quick
+from support.rank_updates import UPDATES, checksums
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.io_struct import GenerateReqInput, SamplingParams
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    GenerateReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+)
 
 pytestmark = pytest.mark.slow  # workers take seconds to start
 
@@ -44,3 +53,37 @@ def test_layers_with_a_window_have_their_own_pages_on_every_rank(family, tmp_pat
     found, close = sampled(str(tmp_path), 2)
     assert found == tokens
     np.testing.assert_allclose(close, logprobs, atol=1e-4)
+
+
+@dataclass
+class Engine:
+    """Of two ranks, and what it is to become."""
+
+    driver: EngineDriver
+    first: Path
+    second: Path
+    cold: dict[str, str]
+    """Checksums of an engine that was started with the second."""
+
+
+@pytest.fixture(scope="module", params=quick(["qwen3.5", "qwen3-next", "deepseek-v3", "gpt-oss", "gemma3"]))
+def engine(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    paths = [folder / "first", folder / "second"]
+    for seed, path in enumerate(paths):
+        make_checkpoint(path, request.param, seed=seed)
+    with EngineDriver(str(paths[1]), scripted=False, tp=2, kv_pool_tokens=1024) as driver:
+        cold = checksums(driver)
+    with EngineDriver(str(paths[0]), scripted=False, tp=2, kv_pool_tokens=1024) as driver:
+        yield Engine(driver, *paths, cold)
+
+
+@pytest.mark.parametrize("send", UPDATES)
+def test_an_update_is_a_cold_load_on_every_rank(engine, send):
+    driver = engine.driver
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(engine.first)), max_ticks=100_000)
+    assert checksums(driver) != engine.cold
+    reply = send(driver, engine.second)
+    assert reply.committed, reply
+    assert checksums(driver) == engine.cold
+    driver.call(ContinueGenerationReqInput(force=True))

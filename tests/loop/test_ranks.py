@@ -9,7 +9,8 @@ from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint
 from support.lanes import quick
 from support.parameter_server import ParameterServer
-from support.plain_trainer import PlainTrainer, update_message, weights_of
+from support.plain_trainer import weights_of
+from support.rank_updates import UPDATES, by_disk, checksums
 from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 from support.state_table import STATES, TABLE, Recipes
 
@@ -17,7 +18,6 @@ from caesura.client.tensors import SharedTensors
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
@@ -28,7 +28,6 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromIPCReqInput,
-    WeightsCheckerReqInput,
 )
 from caesura.scheduler.ranks import rank_zero, runner
 from caesura.scheduler.ranks.messages import Abandon, Write
@@ -108,10 +107,6 @@ def assert_same_outputs(found, expected) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-def checksums(driver: EngineDriver) -> dict[str, str]:
-    return driver.call(WeightsCheckerReqInput()).checksums
-
-
 def test_two_ranks_sample_what_one_samples(driver, alone):
     assert_same_outputs(outputs(driver), outputs(alone))
     status = driver.status()
@@ -129,42 +124,11 @@ def cold(other_model):
         return checksums(driver)
 
 
-def by_disk(driver, path):
-    return driver.call(UpdateWeightFromDiskReqInput(model_path=str(path)), max_ticks=100_000)
-
-
-def by_tensor(driver, path):
-    return Sender(driver, path).send_all()[-1]
-
-
-def by_ipc(driver, path):
-    with SharedTensors(list(weights_of(path).items())) as shared:
-        return driver.call(UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle))
-
-
-def by_broadcast(driver, path):
-    """A trainer is rank 0 of three; the engine's ranks are 1 and 2, as SGLang counts them."""
-    trainer = PlainTrainer(world_size=3)
-    trainer.beside(trainer.join)
-    reply = driver.call(trainer.init_message(), max_ticks=100_000)
-    trainer.finish()
-    assert (reply.rank, reply.world_size) == (1, 3)
-    weights = weights_of(path)
-    trainer.beside(lambda: trainer.broadcast_each(weights))
-    reply = driver.call(update_message(weights), max_ticks=100_000)
-    trainer.finish()
-    driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
-    trainer.close()
-    return reply
-
-
-@pytest.mark.parametrize("send", [by_disk, by_tensor, by_ipc, by_broadcast])
+@pytest.mark.parametrize("send", UPDATES)
 def test_an_update_is_a_cold_load_on_every_rank(driver, cold, other_model, send):
     before = checksums(driver)
     assert before.keys() == cold.keys()
     assert sum(name.endswith(" of rank 1") for name in cold) == len(cold) / 2
-    if send is by_tensor:
-        driver.call(PauseGenerationReqInput(mode="abort"))
     reply = send(driver, other_model)
     assert reply.committed, reply
     assert checksums(driver) == cold != before

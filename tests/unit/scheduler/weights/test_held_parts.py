@@ -26,6 +26,8 @@ CASES = {
     "vocabulary and heads of three": ("llama", 3, {**THREE, "attention_bias": True}),
     "experts": ("qwen3-moe", 2, {}),
     "latent": ("deepseek-v3", 2, {}),
+    "states by key head": ("qwen3-next", 2, {}),
+    "states": ("qwen3.5", 2, {}),
 }
 
 
