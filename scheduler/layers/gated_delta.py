@@ -7,8 +7,9 @@ Invariant: of several ranks each computes its key heads with their value heads, 
 is the block's result.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from .linear import Linear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 from .sharding import Window, even, sharded, stacked
+
+Parts = dict[str, Window | Sequence[Window]]
+"""Of one product: checkpoint modules, and which of their rows this rank has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +60,10 @@ class GatedDelta(CompositeLayer):
         self._state = state = heads.state
         self._places = places_of(state, by_key_head=shape.by_key_head)
         self._kernel = delta_for(place.device, place.dtype, state, self._places)
-        parts = heads.projections(prefix, by_key_head=shape.by_key_head)
-        self._in = Linear(f"{name}.in", shape.hidden_size, parts, place=place)
+        self._in = [
+            Linear(f"{name}.in{number or ''}", shape.hidden_size, parts, place=place)
+            for number, parts in enumerate(heads.projections(prefix, shape, place))
+        ]
         self._out = Linear(
             f"{name}.out",
             heads.values.times(state.value_size),
@@ -77,7 +83,8 @@ class GatedDelta(CompositeLayer):
         assert isinstance(backend, HybridBackend), (
             "a model with states is computed by a backend that has them"
         )
-        projected = self._in.forward(x)
+        parts = [product.forward(x) for product in self._in]
+        projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         compute = self._by_torch if self._kernel is None else self._compiled
         out = self._out.forward(compute(projected, backend))
         if self._parallel.size > 1:
@@ -135,7 +142,7 @@ class GatedDelta(CompositeLayer):
 
     def parts(self) -> Iterator[Layer]:
         """The products and the norm."""
-        yield self._in
+        yield from self._in
         yield self._out
         yield self._norm
 
@@ -173,21 +180,21 @@ class _Heads:
         keys = self.keys.times(self.state.key_size)
         return keys, keys, self.values.times(self.state.value_size)
 
-    def projections(self, prefix: str, *, by_key_head: bool) -> Mapping[str, Window | Sequence[Window]]:
-        """The checkpoint's modules that read the block's input, by the order of their results."""
-        state = self.state
-        if by_key_head:
+    def projections(self, prefix: str, shape: DeltaShape, place: Placement) -> list[Parts]:
+        """The checkpoint's modules that read the block's input, by the order of their results; neighbours are one product, unless
+        the checkpoint holds one of them as FP8 and the other not."""
+        state, parts = self.state, Parts()
+        if shape.by_key_head:
             group = state.value_heads // state.key_heads
-            return {
-                f"{prefix}.in_proj_qkvz": self.keys.times(2 * (state.key_size + group * state.value_size)),
-                f"{prefix}.in_proj_ba": self.keys.times(2 * group),
-            }
-        return {
-            f"{prefix}.in_proj_qkv": self.channels,
-            f"{prefix}.in_proj_z": self.values.times(state.value_size),
-            f"{prefix}.in_proj_b": self.values,
-            f"{prefix}.in_proj_a": self.values,
-        }
+            parts["in_proj_qkvz"] = self.keys.times(2 * (state.key_size + group * state.value_size))
+            parts["in_proj_ba"] = self.keys.times(2 * group)
+        else:
+            parts["in_proj_qkv"] = self.channels
+            parts["in_proj_z"] = self.values.times(state.value_size)
+            parts["in_proj_b"] = parts["in_proj_a"] = self.values
+        modules = {f"{prefix}.{name}": rows for name, rows in parts.items()}
+        by_storage = groupby(modules, lambda module: place.fp8 is not None and place.fp8.converts(module))
+        return [{module: modules[module] for module in group} for _, group in by_storage]
 
 
 def places_of(state: StateShape, *, by_key_head: bool) -> DeltaPlaces:

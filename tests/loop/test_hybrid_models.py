@@ -7,7 +7,12 @@ whose at each of these is checked with a scripted model in ``test_states.py``.
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import edit_config, make_checkpoint
+from support.checkpoints import (
+    edit_config,
+    make_checkpoint,
+    make_dequantized_checkpoint,
+    make_fp8_checkpoint,
+)
 from support.faults import NO_MEMORY, Fault
 from support.ranks import RankAlone
 from support.scripted import EngineDriver, tokens_of
@@ -257,6 +262,28 @@ def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
     check(models, rids)
     assert {driver.result(rid).finish_reason.type for rid in rids} == {"length"}
     assert sum(driver.result(rid).num_retractions for rid in rids) == 2
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "plain"), [("qwen3-next", ["ba"]), ("qwen3.5", ["b", "a"])])
+def test_fp8_checkpoints_that_leave_the_narrow_projections_as_they_are(family, plain, tp, tmp_path):
+    """As those of the hub do: their rows do not fill a block."""
+    blocks, skipped = (2, 4), (*(f"in_proj_{name}" for name in plain), "mlp.shared_expert_gate")
+    make_checkpoint(tmp_path / "plain", family, dtype=torch.bfloat16)
+    make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", blocks, skipped)
+    make_dequantized_checkpoint(tmp_path / "fp8", tmp_path / "wide", blocks, torch.float32)
+    found, prompt = [], prompt_of(90, 3)
+    for folder, ranks in (("wide", 1), ("fp8", tp)):
+        path = str(tmp_path / folder)
+        with EngineDriver(path, scripted=False, tp=ranks, dtype="float32", **OPTIONS) as driver:
+            rid = send(driver, prompt, 20)
+            driver.run_until_idle()
+            found.append(driver.result(rid))
+    assert tokens_of(found[0]) == tokens_of(found[1])
+    assert (
+        float((rows_of(found[0].output_top_logprobs) - rows_of(found[1].output_top_logprobs)).abs().max())
+        < TOLERANCE
+    )
 
 
 def refused(folder, **options):
