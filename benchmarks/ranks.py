@@ -115,14 +115,13 @@ def rollout(launched: LaunchedScheduler, workload: Workload, seed: int) -> float
 
 
 def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: Measured) -> None:
-    """``count`` pauses under load, and as many steps without."""
+    """``count`` pauses under load; between them steps without, since these become longer with their sequences."""
     chance = random.Random(count)
     with Load(launched.endpoint, workload, seed=0) as load:
-        load.steady(1)
-        steps = load.step_seconds(max(count, 2))
-        found.step_s += steps
         for _ in range(count):
-            load.steady(STEPS_BETWEEN)
+            load.steady(1)
+            steps = load.step_seconds(STEPS_BETWEEN)
+            found.step_s += steps
             time.sleep(chance.random() * statistics.median(steps))
             began = time.perf_counter()
             launched.client.pause("in_place")
