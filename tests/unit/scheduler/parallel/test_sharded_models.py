@@ -57,6 +57,10 @@ CASES = {
     "gpt-oss-3": Case("gpt-oss", 3, overrides=heads(6, 3, 8, 36)),
     "glm4-moe": Case("glm4-moe", 2),
     "deepseek-v3-3": Case("deepseek-v3", 3, overrides=heads(6, 6, 6, 36)),
+    "deepseek-v2-3": Case("deepseek-v2", 3, overrides=heads(6, 6, 6, 36)),
+    "mixtral-3": Case("mixtral", 3, overrides=SIX),
+    "qwen2-moe-3": Case("qwen2-moe", 3, overrides=SIX | {"shared_expert_intermediate_size": 57}),
+    "glm4-moe-3": Case("glm4-moe", 3, overrides=SIX),
 }
 """Ranks that several share a key head among them, too."""
 
