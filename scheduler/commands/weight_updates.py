@@ -45,7 +45,8 @@ from ..observability.stage_profiler import StageProfiler
 from ..ranks.others import OtherRanks
 from ..stepping import StepBatcher, StepOutputs, StepRunner
 from ..weights.components import ComponentSource, chosen, component_of, fitting, in_component, renamed
-from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
+from ..weights.loader import LoadCounts, WeightLoader
+from ..weights.pieces import WeightPiece
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, OpenFolder
 from ..weights.transports.ipc import SharedMemoryMaps
@@ -142,7 +143,7 @@ class WeightUpdates:
         if request.manifest is not None:
             specs = renamed(request.manifest, chosen(self._model.components, request.component))
             self._loader.check(specs, complete=True)
-            manifest = frozenset(spec.name for spec in specs if not self._model.is_skipped(spec.name))
+            manifest = self._loader.names(specs)
         session = self.sessions.begin(request, sender, manifest, self.profiler())
         return BeginWeightUpdateReqOutput(
             id=request.id, session_id=session.id, weights_epoch=self._lifecycle.stamp.epoch

@@ -69,6 +69,10 @@ class DiffusionModel:
         """None: what is tied has no slot."""
         return frozenset()
 
+    def own_name(self, name: str) -> str:
+        """As it is."""
+        return name
+
     def is_skipped(self, name: str) -> bool:
         """As :meth:`Component.skips`."""
         component, _, key = name.partition(".")

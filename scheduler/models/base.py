@@ -36,6 +36,10 @@ class Weights(Protocol):
         """Names in :meth:`weight_slots` that a complete checkpoint may lack."""
         ...
 
+    def own_name(self, name: str) -> str:
+        """The name in :meth:`weight_slots` of a tensor that some checkpoints and trainers know by another; else as it is."""
+        ...
+
     def is_skipped(self, name: str) -> bool:
         """Whether a checkpoint tensor of this name is ignored, on purpose."""
         ...

@@ -34,6 +34,10 @@ class LayeredModel(ABC):
         """None: every slot needs its tensor, and what is tied has no slot."""
         return frozenset()
 
+    def own_name(self, name: str) -> str:
+        """As it is."""
+        return name
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """By checkpoint name; a tied tensor has one."""
         return {slot.name: slot for layer in self.owners() for slot in layer.slots()}

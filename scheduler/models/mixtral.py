@@ -24,3 +24,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
         mlp, routing = sparse_mlp(config, place, names=_NAMES)
         attention = dense_attention(config, attention_shape(config), place)
         super().__init__(config, attention, mlp, place=place, routing=routing)
+
+    def own_name(self, name: str) -> str:
+        """transformers 5 calls the block as other families do; its checkpoints do not."""
+        return name.replace(".mlp.", ".block_sparse_moe.", 1)

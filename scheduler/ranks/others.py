@@ -21,7 +21,8 @@ from ...io_struct import (
 from ..build import Agreement
 from ..forward import Runner
 from ..parallel.group import SINGLE, TensorParallel
-from ..weights.loader import WeightLoader, WeightPiece
+from ..weights.loader import WeightLoader
+from ..weights.pieces import WeightPiece
 from ..weights.reading import Held
 from ..weights.source import WeightSource
 

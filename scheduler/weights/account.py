@@ -5,6 +5,7 @@ Invariants:
 - Of several forms of one tensor the one that came last counts: what it supersedes is neither due nor written.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,10 @@ class Account:
     def is_open(self, name: str, start_row: int) -> bool:
         """Whether a piece goes on with the tensor that lacks rows."""
         return self.open is not None and self.open[0] == name and start_row > 0
+
+    def begin(self, slots: Iterable[TensorSlot], written: set[str]) -> None:
+        """They come together: all but those already ``written`` are due."""
+        self.due |= {slot.name for slot in slots} - written
 
     def take(self, slot: TensorSlot, rows_done: int, rows: int) -> bool:
         """The first ``rows_done`` of ``rows`` are there, or will be in a moment; whether that is all of them."""

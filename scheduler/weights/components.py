@@ -13,7 +13,8 @@ import msgspec
 
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ..memory.workspace import Workspace
-from .loader import WeightLoader, WeightPiece
+from .loader import WeightLoader
+from .pieces import WeightPiece
 from .source import WeightSource
 from .transports.disk import Checkpoint, DiskSource
 

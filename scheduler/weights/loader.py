@@ -13,13 +13,12 @@ Invariants:
 - Two tensors may come in the place of one that the model holds (its blocks and scales), then that one counts as written.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...io_struct import TensorSpec
 from ..dtypes import DTYPES, NAMES
@@ -27,39 +26,8 @@ from ..layers.parameters import HalfSlot, TensorSlot
 from ..models.base import Weights
 from .account import Account
 from .misfits import Misfits
-
-
-class NamedSpec(Protocol):
-    """What :meth:`WeightLoader.check` reads of a tensor: io_struct's TensorSpec, or a checkpoint's."""
-
-    @property
-    def name(self) -> str:
-        """Checkpoint name."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """A key of :data:`~..dtypes.DTYPES`."""
-        ...
-
-    @property
-    def shape(self) -> list[int]:
-        """Elements per dimension."""
-        ...
-
-
-@dataclass(slots=True, frozen=True)
-class WeightPiece:
-    """Some rows of one checkpoint tensor; ``rows`` is valid until the next piece is asked for."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    dtype: torch.dtype
-    start_row: int
-    """First row of dimension 0; 0 for a scalar."""
-    rows: Tensor
-    """[n, *shape[1:]], or the scalar itself."""
+from .pieces import NamedSpec, WeightPiece
+from .spellings import Spellings
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,6 +59,7 @@ class WeightLoader:
         self._required = held.keys() - model.optional_names
         self._halves = {half.name: half for slot in held.values() for half in slot.halves}
         self._slots: dict[str, TensorSlot] = {**held, **self._halves}
+        self._spellings = Spellings(self._slots, model.own_name)
         self._last_half: HalfSlot | None = None
         self._is_skipped = model.is_skipped
         self._components = model.components
@@ -115,20 +84,18 @@ class WeightLoader:
         problems = Misfits(self._slots)
         seen: set[str] = set()
         filled: dict[str, str] = {}
-        for spec in specs:
-            slot = self._slots.get(spec.name)
-            if slot is None and self._is_skipped(spec.name):
-                continue
+        for spec, name, shape in self._own_tensors(specs, problems):
+            slot = self._slots.get(name)
             if slot is None:
-                problems.add_unexpected(spec.name, spec.shape)
+                problems.add_unexpected(spec.name, shape)
             else:
                 dtype = DTYPES.get(spec.dtype)
-                problems.mismatched += _mismatches(slot, tuple(spec.shape), dtype, spec.dtype)
+                problems.mismatched += _mismatches(slot, shape, dtype, spec.dtype)
                 if dtype is not None and (fills := slot.fills(dtype)) is not None:
-                    filled[fills] = f"{spec.name} as {spec.dtype}"
-            if spec.name in seen:
-                problems.mismatched.append({"name": spec.name, "reason": "named twice"})
-            seen.add(spec.name)
+                    filled[fills] = f"{name} as {spec.dtype}"
+            if name in seen:
+                problems.mismatched.append({"name": name, "reason": "named twice"})
+            seen.add(name)
         problems.mismatched += [
             {"name": name, "reason": f"{filled[name]} brings it"} for name in sorted(seen & filled.keys())
         ]
@@ -136,6 +103,25 @@ class WeightLoader:
         if complete:
             problems.missing = self._missing(seen | filled.keys(), self._components_of(seen))
         problems.raise_if_any(given=seen)
+
+    def _own_tensors(
+        self, specs: Iterable[NamedSpec], problems: Misfits
+    ) -> Iterator[tuple[NamedSpec, str, tuple[int, ...]]]:
+        """Each with the name and shape of every tensor of the model that it stands for; what the model ignores is left out."""
+        for spec in specs:
+            name, shape = self._spellings.own(spec.name), tuple(spec.shape)
+            stack = self._spellings.stack(name)
+            if stack is not None:
+                if shape != stack.shape:
+                    problems.mismatched.append(_misshapen(spec.name, stack.shape, shape))
+                for slot in stack.slots:
+                    yield spec, slot.name, slot.shape
+            elif name in self._slots or not self._is_skipped(name):
+                yield spec, name, shape
+
+    def names(self, specs: Iterable[NamedSpec]) -> frozenset[str]:
+        """The model's own names of what will come, without what it ignores."""
+        return frozenset(name for _, name, _ in self._own_tensors(specs, Misfits(self._slots)))
 
     def check_rows(self, specs: Iterable[TensorSpec], whole: bool) -> None:
         """Compare the rows that will come with those that are due; nothing is written. :meth:`check` has seen ``specs``.
@@ -148,12 +134,18 @@ class WeightLoader:
         """
         problems, account = Misfits(self._slots), self._account.copy()
         for spec in specs:
-            slot = self._slots.get(spec.name)
-            if slot is None:
-                continue
+            name = self._spellings.own(spec.name)
             total, dtype = _rows(spec.shape), DTYPES[spec.dtype]
             row_bytes = prod(spec.shape[1:]) * dtype.itemsize
             count = spec.nbytes // row_bytes if row_bytes else total
+            if (stack := self._spellings.stack(name)) is not None:
+                account.begin(stack.slots, self._account.written)
+                for part in stack.of(range(spec.start_row, spec.start_row + count)):
+                    account.take(part, _rows(part.shape), _rows(part.shape))
+                    account.finish(part, dtype)
+            slot = self._slots.get(name)
+            if slot is None:
+                continue
             due = account.due_row(slot, spec.start_row)
             if spec.start_row != due:
                 problems.mismatched.append(_out_of_order(spec.name, spec.start_row, due))
@@ -170,13 +162,15 @@ class WeightLoader:
 
     def skip(self, name: str) -> bool:
         """Whether the model ignores this tensor; counts it if so. For transports that can pass over its bytes."""
-        skipped = name not in self._slots and self._is_skipped(name)
+        name = self._spellings.own(name)
+        known = name in self._slots or self._spellings.stack(name) is not None
+        skipped = not known and self._is_skipped(name)
         self.counts.skipped_tensors += skipped
         return skipped
 
     def owned(self, name: str) -> tuple[range, ...] | None:
         """The rows of a tensor that this rank holds, which is all that a source need read. None: all, or none of the model's."""
-        slot = self._slots.get(name)
+        slot = self._slots.get(self._spellings.own(name))
         return None if slot is None else slot.owned
 
     def write(self, piece: WeightPiece) -> None:
@@ -187,9 +181,21 @@ class WeightLoader:
         Raises:
             CaesuraError: WEIGHT_MISMATCH, before a byte of this piece is written.
         """
-        if piece.name not in self._slots and self._is_skipped(piece.name):
+        name = self._spellings.own(piece.name)
+        if (stack := self._spellings.stack(name)) is not None:
+            if piece.shape != stack.shape:
+                wrong = _misshapen(piece.name, stack.shape, piece.shape)
+                Misfits(self._slots, mismatched=[wrong]).raise_if_any()
+            self._account.begin(stack.slots, self._account.written)
+            for part in stack.pieces(piece):
+                self._write(part)
+        elif name in self._slots or not self._is_skipped(name):
+            self._write(piece if name == piece.name else replace(piece, name=name))
+        else:
             self.counts.skipped_tensors += piece.start_row == 0
-            return
+
+    def _write(self, piece: WeightPiece) -> None:
+        """:meth:`write` under the model's own name."""
         slot = self._slot_for(piece)
         due = self._account.due_row(slot, piece.start_row)
         if piece.start_row != due:
@@ -316,12 +322,16 @@ def _out_of_order(name: str, start_row: int, due: int) -> dict[str, Any]:
     return {"name": name, "reason": f"row {start_row} came when row {due} was due"}
 
 
+def _misshapen(name: str, expected: Sequence[int], got: Sequence[int]) -> dict[str, Any]:
+    return {"name": name, "expected_shape": list(expected), "got_shape": list(got)}
+
+
 def _mismatches(
     slot: TensorSlot, shape: tuple[int, ...], dtype: torch.dtype | None, dtype_name: str
 ) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if shape != slot.shape:
-        found.append({"name": slot.name, "expected_shape": list(slot.shape), "got_shape": list(shape)})
+        found.append(_misshapen(slot.name, slot.shape, shape))
     if dtype is None or not slot.accepts(dtype):
         found.append({"name": slot.name, "expected_dtype": NAMES[slot.dtype], "got_dtype": dtype_name})
     return found

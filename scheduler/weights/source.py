@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
 from ..dtypes import DTYPES
-from .loader import NamedSpec, WeightPiece
+from .pieces import NamedSpec, WeightPiece
 
 
 class WeightSource(Protocol):

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..memory.device_module import DeviceEvent
-from .loader import WeightLoader, WeightPiece
+from .loader import WeightLoader
+from .pieces import WeightPiece
 from .source import WeightSource
 from .write_stream import WriteStream
 

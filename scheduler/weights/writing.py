@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from ..observability.stage_profiler import StageProfiler
-from .loader import WeightPiece
+from .pieces import WeightPiece
 
 WRITE_S = 0.002
 """How long a call writes: a stage and a turn of the loop for each piece would cost as much as a small one."""

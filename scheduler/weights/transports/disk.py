@@ -28,7 +28,8 @@ from ...dtypes import DTYPES
 from ...files import checkpoint_error, open_regular, read_small, require_folder
 from ...memory.workspace import Workspace
 from ...models.config import ModelBackend, ModelConfig, config_difference, load_model_config
-from ..loader import WeightLoader, WeightPiece
+from ..loader import WeightLoader
+from ..pieces import WeightPiece
 from ..upload import Fill, Place, Uploader
 
 MAX_HEADER_BYTES = 16 << 20

@@ -37,7 +37,7 @@ from ....io_struct import (
     UpdateWeightsFromDistributedReqInput,
 )
 from ...background import Feed, Worker
-from ..loader import WeightPiece
+from ..pieces import WeightPiece
 from ..source import cut
 from ..write_stream import WriteStream
 from .batches import Batch, batches_of, nbytes_of

@@ -29,7 +29,8 @@ from caesura.scheduler.memory.residency import MEMORY_TAGS, ComponentResidencyMa
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.weights.loader import WeightLoader, WeightPiece
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.pieces import WeightPiece
 
 CPU = torch.device("cpu")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -20,7 +20,8 @@ from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import config_difference, load_model_config, parse_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.weights.loader import WeightLoader, WeightPiece
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.pieces import WeightPiece
 
 CPU = torch.device("cpu")
 K = "model.layers.0.self_attn.k_proj.weight"

@@ -28,7 +28,8 @@ from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import config_difference, load_model_config, parse_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.weights.loader import WeightLoader, WeightPiece
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.pieces import WeightPiece
 
 CPU = torch.device("cpu")
 UP = "model.layers.1.mlp.experts.gate_up_proj"

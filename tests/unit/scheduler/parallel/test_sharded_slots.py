@@ -25,7 +25,8 @@ from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.weights.loader import WeightLoader, WeightPiece
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.pieces import WeightPiece
 from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
 
 CPU = torch.device("cpu")

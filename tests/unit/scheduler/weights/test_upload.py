@@ -14,7 +14,7 @@ from caesura.io_struct import CaesuraError, TensorSpec
 from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.weights import upload
-from caesura.scheduler.weights.loader import WeightPiece
+from caesura.scheduler.weights.pieces import WeightPiece
 from caesura.scheduler.weights.source import BufferSource, WeightSource
 from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
 from caesura.scheduler.weights.upload import BUCKETS, Uploader

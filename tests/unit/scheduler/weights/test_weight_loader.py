@@ -19,7 +19,8 @@ from caesura.scheduler.layers.parameters import Parameter
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.weights.loader import LoadCounts, WeightLoader, WeightPiece
+from caesura.scheduler.weights.loader import LoadCounts, WeightLoader
+from caesura.scheduler.weights.pieces import WeightPiece
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 
