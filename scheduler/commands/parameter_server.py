@@ -148,7 +148,7 @@ class ParameterServerUpdates:
     ) -> Generator[Wait, None, None]:
         buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
         memory_of = SharedMemory(opening.handle, opening.start, opening.nbytes)
-        source = self._updates.open_checked(
+        source, _ = self._updates.open_checked(
             lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of), session, session.component
         )
         yield from self._updates.load(source, session, stages)

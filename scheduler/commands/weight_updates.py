@@ -142,8 +142,7 @@ class WeightUpdates:
         manifest = None
         if request.manifest is not None:
             specs = renamed(request.manifest, chosen(self._model.components, request.component))
-            self._loader.check(specs, complete=True)
-            manifest = self._loader.names(specs)
+            manifest = frozenset(self._loader.check(specs, complete=True))
         session = self.sessions.begin(request, sender, manifest, self.profiler())
         return BeginWeightUpdateReqOutput(
             id=request.id, session_id=session.id, weights_epoch=self._lifecycle.stamp.epoch
@@ -226,7 +225,9 @@ class WeightUpdates:
         component = chosen(self._model.components, request.component)
         try:
             with stages.stage("receive"):
-                source = self.open_checked(open_source, session, request.component)
+                source, names = self.open_checked(open_source, session, request.component)
+            if session is None and source.specs and not names and self._lifecycle.generation != "running":
+                return self._ignored(request, source, stages, started)
             session = self.join_session(request, sender, route)
         except CaesuraError:
             if self.sessions.current is None:  # otherwise the end of that session unmaps what was opened
@@ -237,6 +238,14 @@ class WeightUpdates:
             session.model_path, session.digest = inner.path, inner.digest
         work = self.load(source, session, stages)
         return (yield from self.run_and_commit(request.id, session, stages, started, work))
+
+    def _ignored(
+        self, request: WeightUpdateOptions, source: WeightSource, stages: StageProfiler, started: float
+    ) -> WeightUpdateReqOutput:
+        """Of a call whose tensors the model ignores, all of them: it opens no session, which nobody would end."""
+        self._maps.end_session()
+        counts = LoadCounts(skipped_tensors=len(source.specs))
+        return self._reply(request.id, counts, stages, started, committed=True, flushed=False)
 
     def join_session(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
         """The session that this call belongs to, opened if there is none; nothing is written yet.
@@ -352,8 +361,8 @@ class WeightUpdates:
 
     def open_checked(
         self, open_source: Callable[[], WeightSource], session: Session | None, named: str | None
-    ) -> WeightSource:
-        """Open a source and check it, before this call's first byte is written.
+    ) -> tuple[WeightSource, set[str]]:
+        """Open a source and check it, before this call's first byte is written; with the names of the model's tensors in it.
 
         A refusal poisons the weights only if ``session`` has written before.
 
@@ -363,7 +372,7 @@ class WeightUpdates:
         """
         try:
             source = in_component(open_source(), chosen(self._model.components, named))
-            self._loader.check(source.specs, complete=source.complete)
+            names = self._loader.check(source.specs, complete=source.complete)
             rows = [spec for spec in source.specs if isinstance(spec, TensorSpec)]  # files hold whole tensors
             single = session is None and self._lifecycle.generation == "running"
             self._loader.check_rows(rows, whole=single and self._lifecycle.serviceable)
@@ -371,7 +380,7 @@ class WeightUpdates:
             if session is not None and session.touched:
                 self.abort_session(session, f"a later call of the session failed: {error.message}")
             raise
-        return source
+        return source, names
 
     def _require_flushable(self, flush: bool) -> None:
         """Refuse a flush that is impossible because requests are frozen with their KV or latents."""

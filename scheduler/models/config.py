@@ -30,6 +30,7 @@ from .config_mla import MlaConfig, parse_mla, parse_num_mtp_layers
 from .config_moe import MoeConfig
 from .config_reader import ConfigReader
 from .family import Family
+from .multimodal import LANGUAGE_MODELS, language_config
 from .quantization import is_mxfp4, parse_quantization
 from .registry import families
 
@@ -98,7 +99,8 @@ ModelBackend = Literal["auto", "native", "transformers"]
 
 
 def load_model_config(path: str | Path, backend: ModelBackend = "native") -> ModelConfig:
-    """Read the config.json (and generation_config.json, if any) in folder ``path``.
+    """Read the config.json (and generation_config.json, if any) in folder ``path``; of a model that can also see, what is about
+    its language model.
 
     Raises:
         CaesuraError: CHECKPOINT_ERROR when config.json is missing or not valid; UNSUPPORTED_MODEL, with the fields, when
@@ -108,10 +110,10 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
     require_folder(folder)
     if os.access(folder, os.R_OK | os.X_OK) and not os.path.lexists(folder / "config.json"):
         raise checkpoint_error(folder, f"has no config.json{_elsewhere(folder)}")
-    config = _read_json(folder / "config.json")
+    source = str(folder / "config.json")
+    config = language_config(_read_json(folder / "config.json"), source)
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
-    source = str(folder / "config.json")
     if backend == "transformers":
         return _parse_by_transformers(config, generation, source)
     try:
@@ -162,6 +164,7 @@ def parse_model_config(
     """The same from decoded JSON; ``source`` is what errors call it."""
     architecture = _architecture(config)
     family = families()[architecture]
+    config = {**family.absent, **config}
     unsupported = _unsupported_fields(config, family)
     if unsupported:
         names = ", ".join(f"{name} = {config.get(name)!r}" for name in unsupported)
@@ -180,11 +183,12 @@ def parse_model_config(
     if mla is not None:
         head_dim = mla.qk_head_dim
     rope, local_rope = parse_ropes(config, reader, family)
+    moe = None if family.moe is None else family.moe(config, reader, num_layers)
     result = ModelConfig(
         architecture=architecture,
         vocab_size=reader.count("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.count("intermediate_size"),
+        intermediate_size=reader.count("intermediate_size", None if moe is None else moe.intermediate_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=reader.count_or("num_key_value_heads", family.num_kv_heads, num_heads),
@@ -204,7 +208,7 @@ def parse_model_config(
         fp8=parse_quantization(config, source, mxfp4=family.mxfp4),
         mla=mla,
         num_mtp_layers=parse_num_mtp_layers(config, reader) if family.mtp_layers else 0,
-        moe=None if family.moe is None else family.moe(config, reader, num_layers),
+        moe=moe,
         delta=None if family.delta is None else family.delta(config, reader, num_layers),
     )
     if result.num_heads % result.num_kv_heads:
@@ -247,7 +251,7 @@ def _architecture(config: dict[str, Any]) -> str:
     if not isinstance(architecture, str) or architecture not in families():
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
-            f"architecture {architecture!r} is not supported; supported are {', '.join(families())}",
+            f"architecture {architecture!r} is not supported; supported are {', '.join([*families(), *LANGUAGE_MODELS])}",
             fields=["architectures"],
         )
     return architecture

@@ -85,6 +85,20 @@ def parse_qwen3_next(config: dict[str, Any], reader: ConfigReader, num_layers: i
     )
 
 
+def parse_qwen3_5_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Of a ``Qwen3_5MoeForCausalLM``: the same in every layer, weights always divided by their sum."""
+    experts, top_k = _experts(config, reader, 256, 8)
+    return MoeConfig(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=reader.count("moe_intermediate_size", 512),
+        normalize=True,
+        sparse_layers=(True,) * num_layers,
+        shared_size=reader.count("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+
+
 def parse_mixtral(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Of a ``MixtralForCausalLM``."""
     return _all_layers(config, reader, num_layers, 8, 2)

@@ -1,7 +1,7 @@
 """What an architecture's config class assumes, and what it may ask for: the part of a config that its model file knows."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .config_delta import DeltaConfig
@@ -18,6 +18,8 @@ def nothing_refused(config: dict[str, Any]) -> list[str]:
 class Family:
     """One architecture. A model file names its own in ``FAMILIES``, by the name in config.json, which is that of its class."""
 
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields that published configs leave out, and none of the fields below stands for."""
     num_kv_heads: int | None = None
     """Where config.json says nothing. None: as many as query heads, which is also what null in a config means."""
     head_dim: int | None = None

@@ -7,6 +7,12 @@ from .family import Family
 
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
+        absent={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
         num_kv_heads=4,
         head_dim=256,
         window="always",

@@ -10,6 +10,8 @@ from functools import cached_property
 from torch import Tensor
 
 from ..layers.parameters import DerivingLayer, Layer, WeightSlot
+from . import multimodal
+from .config import ModelConfig
 
 
 class LayeredModel(ABC):
@@ -18,6 +20,8 @@ class LayeredModel(ABC):
     @abstractmethod
     def owners(self) -> Iterator[Layer]:
         """Layers that own parameters, in the order of the checkpoint."""
+
+    config: ModelConfig
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -35,8 +39,8 @@ class LayeredModel(ABC):
         return frozenset()
 
     def own_name(self, name: str) -> str:
-        """As it is."""
-        return name
+        """Of a language model that came with another one for images, without what the whole model's names begin with."""
+        return multimodal.own_name(self.config.architecture, name)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """By checkpoint name; a tied tensor has one."""

@@ -27,4 +27,4 @@ class MixtralForCausalLM(DecoderForCausalLM):
 
     def own_name(self, name: str) -> str:
         """transformers 5 calls the block as other families do; its checkpoints do not."""
-        return name.replace(".mlp.", ".block_sparse_moe.", 1)
+        return super().own_name(name).replace(".mlp.", ".block_sparse_moe.", 1)

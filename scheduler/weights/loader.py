@@ -71,11 +71,14 @@ class WeightLoader:
         self.counts = LoadCounts()
         """Since the last :meth:`take_counts`."""
 
-    def check(self, specs: Iterable[NamedSpec], complete: bool) -> None:
+    def check(self, specs: Iterable[NamedSpec], complete: bool) -> set[str]:
         """Compare what will come with what the model takes; nothing is written.
 
         Args:
             complete: every required tensor must be among ``specs``.
+
+        Returns:
+            The model's own names of what will come, without what it ignores.
 
         Raises:
             CaesuraError: WEIGHT_MISMATCH with ``missing`` and ``unexpected`` names and ``mismatched`` entries
@@ -103,6 +106,7 @@ class WeightLoader:
         if complete:
             problems.missing = self._missing(seen | filled.keys(), self._components_of(seen))
         problems.raise_if_any(given=seen)
+        return seen
 
     def _own_tensors(
         self, specs: Iterable[NamedSpec], problems: Misfits
@@ -118,10 +122,6 @@ class WeightLoader:
                     yield spec, slot.name, slot.shape
             elif name in self._slots or not self._is_skipped(name):
                 yield spec, name, shape
-
-    def names(self, specs: Iterable[NamedSpec]) -> frozenset[str]:
-        """The model's own names of what will come, without what it ignores."""
-        return frozenset(name for _, name, _ in self._own_tensors(specs, Misfits(self._slots)))
 
     def check_rows(self, specs: Iterable[TensorSpec], whole: bool) -> None:
         """Compare the rows that will come with those that are due; nothing is written. :meth:`check` has seen ``specs``.

@@ -74,7 +74,7 @@ THREE = {
 
 
 def cases():
-    for family in ("qwen3-next", "qwen3.5"):
+    for family in ("qwen3-next", "qwen3.5", "qwen3.5-moe"):
         yield pytest.param((family, 1, {}), id=family)
     for marks, (family, tp, sizes) in (
         ([], ("qwen3.5", 2, {})),

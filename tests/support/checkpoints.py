@@ -142,6 +142,17 @@ HYBRIDS = {
         },
     ),
     "qwen3.5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, LINEAR),
+    "qwen3.5-moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        transformers.Qwen3_5MoeForCausalLM,
+        {
+            **LINEAR,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+        },
+    ),
 }
 """Some of their layers keep a state per sequence, which steps without an engine around them do not have."""
 

@@ -23,7 +23,16 @@ from caesura.scheduler.weights.pieces import WeightPiece
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 CPU = torch.device("cpu")
-WITH_EXPERTS = ["qwen3-moe", "qwen2-moe", "mixtral", "glm4-moe", "deepseek-v2", "deepseek-v3", "qwen3-next"]
+WITH_EXPERTS = [
+    "qwen3-moe",
+    "qwen2-moe",
+    "mixtral",
+    "glm4-moe",
+    "deepseek-v2",
+    "deepseek-v3",
+    "qwen3-next",
+    "qwen3.5-moe",
+]
 GATE_UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
 
 

@@ -1,0 +1,72 @@
+"""The language model in a checkpoint that can also see: its config, and the names of its tensors.
+
+Invariants:
+- What is served is the language model, the same as from a checkpoint of its own: text alone goes in. Towers for images, and what
+  joins them to it, are ignored by name.
+- Its tensors are known by the names of a checkpoint of its own; those of the whole model are taken as well, in both orders in which
+  they are written (``model.language_model.layers`` by transformers 5, ``language_model.model.layers`` before).
+"""
+
+from typing import Any
+
+from .config_reader import ConfigReader
+
+LANGUAGE_MODELS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+"""Architecture of the whole model to that of the language model in it."""
+
+_OF_ALL = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
+"""Said of the whole model, where they are said."""
+_MODULES = ("modules_to_not_convert", "ignored_layers")
+"""Lists of modules in a ``quantization_config``."""
+_SPELLED = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+_SEEING = frozenset(LANGUAGE_MODELS.values())
+
+
+def language_config(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The config of the language model in ``config``; itself where that is one.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR, there is none in it.
+    """
+    named = config.get("architectures")
+    whole = named[0] if isinstance(named, list) and named else None
+    if not isinstance(whole, str) or whole not in LANGUAGE_MODELS:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigReader(config, source).invalid("text_config", "is not there, or no object")
+    architecture = LANGUAGE_MODELS[whole]
+    said = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
+    quantized = said.get("quantization_config")
+    if isinstance(quantized, dict):
+        said["quantization_config"] = {
+            name: [own_name(architecture, module) if isinstance(module, str) else module for module in value]
+            if name in _MODULES and isinstance(value, list)
+            else value
+            for name, value in quantized.items()
+        }
+    return {**text, **said, "architectures": [architecture]}
+
+
+def own_name(architecture: str, name: str) -> str:
+    """Of a tensor, or a module, of an ``architecture`` that language models of whole ones have; else as it is."""
+    if architecture in _SEEING:
+        for prefix, own in _SPELLED.items():
+            if name.startswith(prefix):
+                return own + name[len(prefix) :]
+    return name
+
+
+def is_of_tower(architecture: str, name: str) -> bool:
+    """Whether a tensor belongs to what sees."""
+    return architecture in _SEEING and name.removeprefix("model.").startswith(_TOWERS)

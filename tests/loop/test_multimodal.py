@@ -1,0 +1,247 @@
+"""The language model of a checkpoint that can also see: the whole model's log-probabilities of text, under whichever names."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.buckets_by_hand import Sender
+from support.checkpoints import edit_config, quantize_fp8
+from support.lanes import quick
+from support.multimodal_checkpoints import (
+    WHOLE,
+    as_before_version_5,
+    leave_out,
+    make_multimodal_checkpoint,
+    rename_tensors,
+)
+from support.scripted import EngineDriver, assert_error, tokens_of
+
+from caesura.client.tensors import SharedTensors
+from caesura.io_struct import (
+    CaesuraError,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
+    WeightsCheckerReqInput,
+)
+from caesura.scheduler.models.config import load_model_config
+
+VOCAB, TOLERANCE = 97, 1e-4
+PROMPT = [3 + 7 * token % 90 for token in range(60)]
+QWEN, GEMMA = "Qwen3_5ForConditionalGeneration", "Gemma3ForConditionalGeneration"
+
+
+def started(path, **options) -> EngineDriver:
+    return EngineDriver(str(path), scripted=False, kv_pool_tokens=1024, **options)
+
+
+def gap(driver, model) -> float:
+    """The largest distance of a log-probability from the whole model's."""
+    driver.call(FlushCacheReqInput())
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
+    message = GenerateReqInput(
+        input_ids=PROMPT, sampling_params=params, return_logprob=True, top_logprobs_num=VOCAB
+    )
+    driver.send(message)
+    driver.run_until_idle()
+    result = driver.result(message.id)
+    ids = np.frombuffer(result.output_top_logprobs.ids, "<i4").reshape(-1, VOCAB)
+    values = np.frombuffer(result.output_top_logprobs.logprobs, "<f4").reshape(-1, VOCAB)
+    rows = np.empty_like(values)
+    np.put_along_axis(rows, ids, values, axis=1)
+    with torch.no_grad():
+        tokens = torch.tensor([[*PROMPT, *tokens_of(result)]])
+        expected = model(input_ids=tokens).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
+    return float((torch.from_numpy(rows) - expected).abs().max())
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.parametrize("architecture", WHOLE)
+def test_logprobs_are_those_of_the_whole_model(architecture, tp, tmp_path):
+    model = make_multimodal_checkpoint(tmp_path, architecture)
+    with started(tmp_path, tp=tp) as driver:
+        assert gap(driver, model) < TOLERANCE
+
+
+def whole(name):
+    """As in the checkpoint."""
+    return name
+
+
+def alone(name):
+    """As a trainer has it that loaded the language model by itself."""
+    return name.replace("model.language_model.", "model.")
+
+
+@pytest.fixture(scope="module", params=quick(WHOLE, 2))
+def loaded(request, tmp_path_factory):
+    """An engine, its model, and the folder of other weights with their model."""
+    folder = tmp_path_factory.mktemp("multimodal")
+    models = [make_multimodal_checkpoint(folder / str(seed), request.param, seed=seed) for seed in (0, 1)]
+    with started(folder / "0") as driver:
+        yield driver, folder, models
+
+
+@pytest.mark.parametrize("spelled", [whole, as_before_version_5, alone])
+def test_updates_take_each_spelling(loaded, spelled, tmp_path):
+    """From disk, and over the socket in buckets."""
+    driver, folder, models = loaded
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((folder / "1" / "config.json").read_text())
+    save_file(load_file(folder / "1" / "model.safetensors"), other / "model.safetensors")
+    rename_tensors(other, spelled)
+    for by_socket in (False, True):
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder / "0"))).committed
+        assert gap(driver, models[0]) < TOLERANCE
+        if by_socket:
+            driver.call(PauseGenerationReqInput(mode="abort"))
+            reply = Sender(driver, other).send_all()[-1]
+            driver.call(ContinueGenerationReqInput())
+        else:
+            reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other)))
+        assert reply.committed, reply
+        assert gap(driver, models[1]) < TOLERANCE
+
+
+def test_what_is_all_ignored_opens_no_session(tmp_path):
+    """A trainer may send the tower first or last: nothing is left open for `continue` to commit."""
+    make_multimodal_checkpoint(tmp_path, QWEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    towers = [(name, value) for name, value in tensors.items() if "visual" in name]
+    with started(tmp_path) as driver:
+        before = driver.status()
+        driver.call(PauseGenerationReqInput(mode="in_place"))
+        with SharedTensors(towers) as shared:
+            message = UpdateWeightsFromIPCReqInput(
+                specs=shared.specs, handle=shared.memory.handle, flush_cache=False
+            )
+            reply = driver.call(message)
+        assert (reply.committed, reply.session_id) == (True, None)
+        assert (reply.written_tensors, reply.skipped_tensors) == (0, len(towers))
+        assert driver.status().session is None
+        driver.call(ContinueGenerationReqInput())
+        assert driver.status().weights_epoch == before.weights_epoch
+
+
+def test_a_folder_of_the_language_model_alone_is_an_update(tmp_path):
+    """What a trainer writes that loaded that part of the checkpoint."""
+    first, second = tmp_path / "whole", tmp_path / "alone"
+    make_multimodal_checkpoint(first, QWEN)
+    model = make_multimodal_checkpoint(second, QWEN, seed=1)
+    text = json.loads((second / "config.json").read_text())["text_config"]
+    (second / "config.json").write_text(json.dumps({**text, "architectures": ["Qwen3_5ForCausalLM"]}))
+    tensors = load_file(second / "model.safetensors")
+    kept = {alone(name): value for name, value in tensors.items() if "visual" not in name}
+    save_file(kept, second / "model.safetensors")
+    with started(first) as driver:
+        before = driver.call(WeightsCheckerReqInput()).checksums
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(second))).committed
+        assert gap(driver, model) < TOLERANCE
+        after = driver.call(WeightsCheckerReqInput()).checksums
+    assert before.keys() == after.keys()
+
+
+def test_a_tower_alone_and_one_spelling_beside_another_are_refused(tmp_path):
+    make_multimodal_checkpoint(tmp_path, QWEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    norm = "model.language_model.norm.weight"
+    with started(tmp_path) as driver:
+        save_file({**tensors, "model.norm.weight": tensors[norm].clone()}, tmp_path / "model.safetensors")
+        error = assert_error(
+            driver.call(UpdateWeightFromDiskReqInput(model_path=str(tmp_path))), "weight_mismatch"
+        )
+        assert error.detail["mismatched"] == [{"name": "model.norm.weight", "reason": "named twice"}]
+        tower = {name: value for name, value in tensors.items() if "visual" in name}
+        save_file({**tower, "model.language_model.new": torch.zeros(2)}, tmp_path / "model.safetensors")
+        error = assert_error(
+            driver.call(UpdateWeightFromDiskReqInput(model_path=str(tmp_path))), "weight_mismatch"
+        )
+        assert error.detail["unexpected"] == ["model.language_model.new"]
+        assert "model.norm.weight" in error.detail["missing"]
+        assert driver.status().weights == "valid"
+
+
+def test_fields_that_published_configs_leave_out(tmp_path):
+    """Gemma 3's, of which the hub's name few; here those that the class would make large are kept."""
+    make_multimodal_checkpoint(tmp_path, GEMMA, num_attention_heads=8, num_key_value_heads=4, head_dim=256)
+    before = load_model_config(tmp_path)
+    edit_config(tmp_path, torch_dtype="float32")
+    leave_out(
+        tmp_path,
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "layer_types", "query_pre_attn_scalar"),
+        *("rms_norm_eps", "attention_bias", "hidden_activation", "tie_word_embeddings"),
+    )
+    leave_out(tmp_path, "tie_word_embeddings", "dtype", whole=True)
+    after = load_model_config(tmp_path)
+    assert (after.num_heads, after.num_kv_heads, after.head_dim) == (8, 4, 256)
+    assert after.attention_scale == 256**-0.5
+    assert after.tie_word_embeddings and not before.tie_word_embeddings
+    leave_out(tmp_path, "vocab_size", "max_position_embeddings", "sliding_window")
+    absent = load_model_config(tmp_path)
+    assert (absent.vocab_size, absent.max_position_embeddings) == (262208, 131072)
+    assert set(absent.windows) == {4096}
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
+def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, tmp_path):
+    """Both ways; a list that did not match would have them quantised without a word."""
+    blocks, path = (4, 4), tmp_path / "model.safetensors"
+    make_multimodal_checkpoint(tmp_path, QWEN)
+    tensors, skipped = load_file(path), []
+    for name, value in list(tensors.items()):
+        module = name.removesuffix(".weight")
+        if "_proj" not in name or "visual" in name or "language_model" not in name:
+            continue
+        if module.endswith(("in_proj_a", "in_proj_b", "layers.1.self_attn.o_proj")):
+            skipped.append(module.replace("model.language_model.", prefix))
+        else:
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(value, blocks)
+    save_file(tensors, path)
+    edit_config(
+        tmp_path,
+        quantization_config={
+            "quant_method": "fp8",
+            "weight_block_size": list(blocks),
+            "modules_to_not_convert": [*skipped, "model.visual", "lm_head"],
+        },
+    )
+    with started(tmp_path) as driver:
+        slots = driver.engine.scheduler._runner.model.weight_slots()
+    assert slots["model.layers.1.self_attn.o_proj.weight"].dtype == torch.float32
+    assert slots["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert slots["model.layers.0.linear_attn.in_proj_a.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": [QWEN]},
+        {"architectures": [QWEN], "text_config": 7},
+        {"architectures": [QWEN], "text_config": {}},
+    ],
+)
+def test_a_whole_model_without_a_language_model_is_no_checkpoint(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CaesuraError) as caught:
+        load_model_config(tmp_path, "auto")
+    assert caught.value.code == "checkpoint_error"
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Gemma3nForConditionalGeneration", "Llama4ForConditionalGeneration"]
+)
+def test_others_that_can_see_are_refused_by_name(architecture, tmp_path):
+    """Some of these transformers lists among the causal language models."""
+    config = getattr(transformers, architecture).config_class(architectures=[architecture])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CaesuraError, match=architecture) as caught:
+        load_model_config(tmp_path, "auto")
+    assert caught.value.code == "unsupported_model"
