@@ -1,10 +1,12 @@
 """Maps parameter names in memory to checkpoint names.
 
-Invariants: names and values equal those that ``save_pretrained`` writes, and the tensors are views of the model's own memory. Tensors that
+Invariants: names and values equal those that ``save_pretrained`` writes (a model that can also see may be saved under the names of
+transformers 4, of which engines take both), and the tensors are views of the model's own memory. Tensors that
 share memory under several names are yielded once.
 
 transformers 5 stores all experts of a layer in two parameters, ``experts.gate_up_proj`` [experts, 2 x intermediate, hidden] and
-``experts.down_proj`` [experts, hidden, intermediate]. Checkpoints and engines have one tensor per expert and projection.
+``experts.down_proj`` [experts, hidden, intermediate]. Checkpoints and engines have one tensor per expert and projection, but
+gpt-oss's have them so, too.
 """
 
 from collections.abc import Iterator
@@ -14,8 +16,14 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 
-_SPLIT_FAMILIES = frozenset({"qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
+_SPLIT_FAMILIES = frozenset({
+    *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe"),
+})  # fmt: skip
 """``config.model_type`` of those whose checkpoints hold experts apart, gate before up."""
+_AS_THEY_ARE = "gpt_oss"
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL, _MIXTRAL_PROJECTIONS = "mixtral", ("w1", "w3", "w2")
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -31,19 +39,19 @@ def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
+        if family == _MIXTRAL:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         prefix, _, projection = name.rpartition(".")
-        if projection not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+        if projection not in ("gate_up_proj", "down_proj") or tensor.dim() != 3 or family == _AS_THEY_ARE:
             yield name, tensor
             continue
-        if family not in _SPLIT_FAMILIES:
+        if family not in _SPLIT_FAMILIES and family != _MIXTRAL:
             raise CaesuraError(
                 ErrorCode.UNSUPPORTED,
                 f"{name!r} holds fused experts of {family!r}, whose checkpoint is not known",
             )
+        gate, up, down = _MIXTRAL_PROJECTIONS if family == _MIXTRAL else _PROJECTIONS
         for number, expert in enumerate(tensor):
-            if projection == "down_proj":
-                yield f"{prefix}.{number}.down_proj.weight", expert
-            else:
-                gate, up = expert.chunk(2)
-                yield f"{prefix}.{number}.gate_proj.weight", gate
-                yield f"{prefix}.{number}.up_proj.weight", up
+            parts = {down: expert} if projection == "down_proj" else dict(zip((gate, up), expert.chunk(2)))
+            for part, rows in parts.items():
+                yield f"{prefix}.{number}.{part}.weight", rows

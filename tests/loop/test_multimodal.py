@@ -12,7 +12,9 @@ from support.checkpoints import edit_config, quantize_fp8
 from support.lanes import quick
 from support.multimodal_checkpoints import (
     WHOLE,
+    alone,
     as_before_version_5,
+    in_modules,
     leave_out,
     make_multimodal_checkpoint,
     rename_tensors,
@@ -70,16 +72,6 @@ def test_logprobs_are_those_of_the_whole_model(architecture, tp, tmp_path):
         assert gap(driver, model) < TOLERANCE
 
 
-def whole(name):
-    """As in the checkpoint."""
-    return name
-
-
-def alone(name):
-    """As a trainer has it that loaded the language model by itself."""
-    return name.replace("model.language_model.", "model.")
-
-
 @pytest.fixture(scope="module", params=quick(WHOLE, 2))
 def loaded(request, tmp_path_factory):
     """An engine, its model, and the folder of other weights with their model."""
@@ -89,7 +81,7 @@ def loaded(request, tmp_path_factory):
         yield driver, folder, models
 
 
-@pytest.mark.parametrize("spelled", [whole, as_before_version_5, alone])
+@pytest.mark.parametrize("spelled", [in_modules, as_before_version_5, alone])
 def test_updates_take_each_spelling(loaded, spelled, tmp_path):
     """From disk, and over the socket in buckets."""
     driver, folder, models = loaded

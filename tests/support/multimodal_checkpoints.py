@@ -79,11 +79,32 @@ def rename_tensors(path: str | Path, rename: Callable[[str], str]) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def alone(name: str) -> str:
+    """What a tensor of the language model is called where there is nothing else."""
+    for prefix in ("model.language_model.", "language_model.model."):
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    return name.removeprefix("language_model.")
+
+
+def in_modules(name: str) -> str:
+    """What the modules of transformers 5 call a tensor of a checkpoint."""
+    own = alone(name)
+    if own.startswith("lm_head."):
+        return own
+    return (
+        f"model.{name.removeprefix('model.')}"
+        if own == name
+        else f"model.language_model.{own.removeprefix('model.')}"
+    )
+
+
 def as_before_version_5(name: str) -> str:
-    """What transformers 4 called a tensor of Gemma 3 or Mistral 3."""
-    if name.startswith("model.language_model."):
-        return "language_model.model." + name.removeprefix("model.language_model.")
-    return f"language_model.{name}" if name.startswith("lm_head.") else name.removeprefix("model.")
+    """What transformers 4 called it, in Gemma 3 and Mistral 3."""
+    own = alone(name)
+    if own == name and not own.startswith("lm_head."):
+        return name.removeprefix("model.")
+    return f"language_model.{own}"
 
 
 def leave_out(path: str | Path, *names: str, whole: bool = False) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import FAMILIES, HYBRIDS, make_checkpoint, make_fp8_checkpoint
 from support.properties import examples
 from support.ranks import RankAlone
@@ -103,6 +103,17 @@ def test_the_parameters_of_a_trainer_are_the_checkpoint(family: str, size: int, 
             if not sender.loader.skip(name):
                 sender.send(name, tensor)
         assert_same(sender.storage(), from_disk(tmp_path, rank, size))
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-moe", "mixtral"])
+def test_a_folder_may_have_them_so_too(family: str, tmp_path: Path) -> None:
+    """As the hub's of Qwen3.5 do; each rank reads all of such a tensor, in pieces of an expert."""
+    state = make_checkpoint(tmp_path, family).state_dict()
+    expected = [from_disk(tmp_path, rank, 2) for rank in range(2)]
+    (tmp_path / "model.safetensors").unlink()
+    save_file(state, tmp_path / "model.safetensors")
+    for rank in range(2):
+        assert_same(from_disk(tmp_path, rank, 2), expected[rank])
 
 
 @pytest.fixture(scope="module")
