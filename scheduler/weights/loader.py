@@ -113,7 +113,11 @@ class WeightLoader:
     ) -> Iterator[tuple[NamedSpec, str, tuple[int, ...]]]:
         """Each with the name and shape of every tensor of the model that it stands for; what the model ignores is left out."""
         for spec in specs:
-            name, shape = self._spellings.own(spec.name), tuple(spec.shape)
+            name, shape = spec.name, tuple(spec.shape)
+            if name in self._slots:
+                yield spec, name, shape
+                continue
+            name = self._spellings.own(name)
             stack = self._spellings.stack(name)
             if stack is not None:
                 if shape != stack.shape:
@@ -181,6 +185,9 @@ class WeightLoader:
         Raises:
             CaesuraError: WEIGHT_MISMATCH, before a byte of this piece is written.
         """
+        if piece.name in self._slots:  # as nearly all are
+            self._write(piece)
+            return
         name = self._spellings.own(piece.name)
         if (stack := self._spellings.stack(name)) is not None:
             if piece.shape != stack.shape:
@@ -190,7 +197,7 @@ class WeightLoader:
             for part in stack.pieces(piece):
                 self._write(part)
         elif name in self._slots or not self._is_skipped(name):
-            self._write(piece if name == piece.name else replace(piece, name=name))
+            self._write(replace(piece, name=name))
         else:
             self.counts.skipped_tensors += piece.start_row == 0
 

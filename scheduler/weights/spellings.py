@@ -70,8 +70,8 @@ class Spellings:
         return name if name in self._slots else self._own_name(name)
 
     def stack(self, name: str) -> Stack | None:
-        """Of the own ``name`` of a tensor of all experts. None: it is none, or the model has it as one itself."""
-        return None if name in self._slots else self._stacks.get(name)
+        """Of the own ``name`` of a tensor of all experts. None: it is none, or the model has it so itself."""
+        return self._stacks.get(name)
 
 
 def _stacks_of(slots: Mapping[str, TensorSlot]) -> dict[str, Stack]:
