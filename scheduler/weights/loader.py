@@ -190,9 +190,7 @@ class WeightLoader:
             return
         name = self._spellings.own(piece.name)
         if (stack := self._spellings.stack(name)) is not None:
-            if piece.shape != stack.shape:
-                wrong = _misshapen(piece.name, stack.shape, piece.shape)
-                Misfits(self._slots, mismatched=[wrong]).raise_if_any()
+            self._require_fitting(piece, stack.shape)
             self._account.begin(stack.slots, self._account.written)
             for part in stack.pieces(piece):
                 self._write(part)
@@ -303,17 +301,23 @@ class WeightLoader:
         slot, rows = self._slots[piece.name], piece.rows
         if rows.shape == piece.shape == slot.shape and not piece.start_row and slot.accepts(rows.dtype):
             return slot  # whole, as nearly all are
+        problems = _mismatches(slot, piece.shape, rows.dtype, NAMES.get(rows.dtype, str(rows.dtype)))
+        self._require_fitting(piece, piece.shape, problems)
+        return slot
+
+    def _require_fitting(
+        self, piece: WeightPiece, shape: tuple[int, ...], problems: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Raise for these ``problems``, and unless the piece is some rows of a tensor of this shape."""
+        found, rows = list(problems), piece.rows
+        if piece.shape != shape:
+            found.append(_misshapen(piece.name, shape, piece.shape))
         end = piece.start_row + (rows.shape[0] if rows.dim() else 1)
         same_dims = rows.dim() == len(piece.shape) and rows.shape[1:] == piece.shape[1:]
-        fits = same_dims and end <= prod(piece.shape[:1])
-        if fits and piece.shape == slot.shape and slot.accepts(rows.dtype):
-            return slot
-        problems = _mismatches(slot, piece.shape, rows.dtype, NAMES.get(rows.dtype, str(rows.dtype)))
-        if not fits:
+        if not same_dims or end > prod(piece.shape[:1]):
             reason = f"rows {list(rows.shape)} at row {piece.start_row} do not fit"
-            problems.append({"name": piece.name, "reason": reason})
-        Misfits(self._slots, mismatched=problems).raise_if_any()
-        return slot
+            found.append({"name": piece.name, "reason": reason})
+        Misfits(self._slots, mismatched=found).raise_if_any()
 
 
 def _component(name: str) -> str:

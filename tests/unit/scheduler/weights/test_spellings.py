@@ -175,6 +175,15 @@ def test_other_shapes_are_refused_by_the_name_that_came(experts: tuple[Path, dic
         assert sender.loader.is_whole
 
 
+def test_rows_beyond_the_last_expert_are_refused(experts: tuple[Path, dict[str, Tensor]]) -> None:
+    path, state = experts
+    sender, right = Sender(built(path)), state[GATE_UP]
+    for start, rows in ((len(right), right[:1]), (len(right) - 1, right[:2]), (0, right[:, :1])):
+        with pytest.raises(CaesuraError, match=f"at row {start} do not fit"):
+            sender.loader.write(WeightPiece(GATE_UP, tuple(right.shape), right.dtype, start, rows))
+    assert sender.loader.is_whole
+
+
 def test_both_spellings_of_a_tensor_are_one_too_many(experts: tuple[Path, dict[str, Tensor]]) -> None:
     path, state = experts
     alone = load_file(path / "model.safetensors")
