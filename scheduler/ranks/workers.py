@@ -214,7 +214,7 @@ class Workers:
         rank = rank_of(identity)
         try:
             said = decode_said(header)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             logger.warning("something that is no worker has sent %d bytes", len(header))
             return
         if isinstance(said, Join):
@@ -242,7 +242,8 @@ class Workers:
             problem = "that rank has joined"
         if problem is not None:
             logger.warning("refused a worker that wants to be rank %d: %s", join.rank, problem)
-            self._socket.send_multipart([identity, encode(Refused(message=problem))])
+            with contextlib.suppress(zmq.ZMQError):  # it has gone
+                self._socket.send_multipart([identity, encode(Refused(message=problem))])
             return
         self.joined[join.rank] = join
         logger.info("rank %d has joined: pid %d on %s", join.rank, join.pid, join.host.partition("/")[0])
@@ -278,7 +279,8 @@ def identity_of(rank: int) -> bytes:
 def rank_of(identity: bytes) -> int:
     """Whose name it is; 0: no worker's."""
     number = identity.removeprefix(b"rank ")
-    return int(number) if number.isdigit() else 0
+    rank = int(number) if number.isdigit() else 0
+    return rank if identity == identity_of(rank) else 0
 
 
 def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) -> None:
