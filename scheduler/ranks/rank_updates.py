@@ -30,6 +30,10 @@ from .messages import Broadcast, Buffers, Derive, Folder, Open, Shared
 _Operation = Generator[bool, None, object]
 
 
+class AbandonedError(CaesuraError):
+    """Rank 0 has broken off the update."""
+
+
 class RankUpdates:
     """The updates of one rank."""
 
@@ -163,4 +167,4 @@ class RankUpdates:
 
     def _require(self, turn: int) -> None:
         if turn != self._turn:
-            raise CaesuraError(ErrorCode.NO_SESSION, "rank 0 has abandoned the update")
+            raise AbandonedError(ErrorCode.NO_SESSION, "rank 0 has abandoned the update")

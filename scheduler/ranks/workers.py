@@ -290,7 +290,7 @@ def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) 
         own: of rank 0. None: it has not failed.
 
     Raises:
-        CaesuraError: the code and detail of the first rank that failed by itself, and in ``ranks`` the reason of each.
+        CaesuraError: the code and detail of the first rank that failed by itself, and in ``ranks`` the reason of each that did.
     """
     failures = {
         rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None
@@ -299,12 +299,13 @@ def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) 
         if own is not None:
             raise own
         return
+    failures = {rank: failure for rank, failure in failures.items() if not failure.follows} or failures
     reasons = {str(rank): failure.message for rank, failure in failures.items()}
     if own is not None:
         reasons = {"0": own.message, **reasons}
         code, detail = own.code, own.detail
     else:
-        first = min(failures.items(), key=lambda item: (item[1].follows, item[0]))[1]
+        first = next(iter(failures.values()))
         code, detail = first.code, first.detail
     said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
     raise CaesuraError(code, said, **{**detail, "ranks": reasons})
