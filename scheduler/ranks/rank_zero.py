@@ -140,7 +140,7 @@ class RankZero:
             yield from self._each_or_none(opening)
             if piece is END:
                 return
-            before = loader.counts.changed_tensors
+            before = len(loader.changed)
             yield piece  # the caller stops the steps before it asks for more
             writing = self._call(lambda number: Write(number=number))
             calls.append(writing)
@@ -149,9 +149,8 @@ class RankZero:
                     break
                 yield piece
             answers = yield from self._each_or_none(writing)
-            changed = [msgspec.msgpack.decode(answer.value, type=int) for answer in answers]
-            counts = loader.counts
-            counts.changed_tensors = max(counts.changed_tensors, before + max(changed))
+            elsewhere = (msgspec.msgpack.decode(answer.value, type=set[str]) for answer in answers)
+            loader.counts.changed_tensors += len(set().union(*elsewhere) - set(loader.changed[before:]))
             done = True
         finally:
             own.close()
