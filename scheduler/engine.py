@@ -131,7 +131,6 @@ class Engine:
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
         self._others = _other_ranks(config)
         self._cleanup.callback(self._others.close)
-        self._device_cache.elsewhere = self._others.empty
         residency = ComponentResidencyManager(
             config.device, device_cache=self._device_cache, backed_up=backed_up
         )
@@ -144,6 +143,7 @@ class Engine:
         self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
         core = self._build_core(config, residency, make_runner)
         self._device_cache.synchronize = core.steps.runner.synchronize
+        self._device_cache.elsewhere = self._others.empty
         self._throughput = Throughput(
             lambda: self._counters(core),
             lambda: core.lifecycle.may_execute and core.steps.batcher.has_work,

@@ -53,7 +53,7 @@ class DeviceCache:
         self.synchronize: Callable[[], None] = lambda: None
         """Waits for the forward stream; set once there is one. A running score uses blocks until then."""
         self.elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: ()
-        """Empties the caches of other ranks; set where there are some."""
+        """Empties the caches of other ranks; set once they are built, where there are some."""
         self.note_failure: Callable[[str, int], None] = lambda what, freed: None
         """Told of each emptying after a failure: what failed, and the bytes given back; set by the memory history."""
 

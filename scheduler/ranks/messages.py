@@ -166,7 +166,7 @@ class Open(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Write(msgspec.Struct, kw_only=True, tag=True):
-    """Write all of the source that is open. The answer's value is how many tensors differed from what was there."""
+    """Write all of the source that is open. The answer's value is the names of those tensors that differed from what was there."""
 
     number: int
 

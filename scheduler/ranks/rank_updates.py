@@ -30,6 +30,10 @@ from .messages import Broadcast, Buffers, Derive, Folder, Open, Shared
 _Operation = Generator[bool, None, object]
 
 
+class AbandonedError(CaesuraError):
+    """Rank 0 has broken off the update."""
+
+
 class RankUpdates:
     """The updates of one rank."""
 
@@ -77,7 +81,7 @@ class RankUpdates:
         return None
 
     def write(self) -> _Operation:
-        """Write all of the source that is open; returns how many tensors differed from what was there."""
+        """Write all of the source that is open; returns which tensors differed from what was there."""
         turn, pieces, piece = self._turn, self._pieces, self._first
         assert pieces is not None, "rank 0 has opened no source"
         self._loader.take_counts()
@@ -93,7 +97,9 @@ class RankUpdates:
                     self._require(turn)
         self._runner.synchronize()
         self.abandon()
-        return self._loader.take_counts().changed_tensors
+        changed = self._loader.changed
+        self._loader.take_counts()
+        return changed
 
     def abandon(self) -> None:
         """Let go of the source that is open, if one is."""
@@ -163,4 +169,4 @@ class RankUpdates:
 
     def _require(self, turn: int) -> None:
         if turn != self._turn:
-            raise CaesuraError(ErrorCode.NO_SESSION, "rank 0 has abandoned the update")
+            raise AbandonedError(ErrorCode.NO_SESSION, "rank 0 has abandoned the update")

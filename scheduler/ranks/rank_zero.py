@@ -137,10 +137,10 @@ class RankZero:
             while piece is None and not self._workers.failed(opening):
                 yield None
                 piece = next(own, END)
-            yield from self._until(opening)
+            yield from self._each_or_none(opening)
             if piece is END:
                 return
-            before = loader.counts.changed_tensors
+            before = len(loader.changed)
             yield piece  # the caller stops the steps before it asks for more
             writing = self._call(lambda number: Write(number=number))
             calls.append(writing)
@@ -148,10 +148,9 @@ class RankZero:
                 if self._workers.failed(writing):
                     break
                 yield piece
-            answers = yield from self._answers(writing)
-            changed = [msgspec.msgpack.decode(answer.value, type=int) for answer in answers]
-            counts = loader.counts
-            counts.changed_tensors = max(counts.changed_tensors, before + max(changed))
+            answers = yield from self._each_or_none(writing)
+            elsewhere = (msgspec.msgpack.decode(answer.value, type=set[str]) for answer in answers)
+            loader.counts.changed_tensors += len(set().union(*elsewhere) - set(loader.changed[before:]))
             done = True
         finally:
             own.close()
@@ -159,7 +158,7 @@ class RankZero:
                 for number in calls:
                     self._workers.drop(number)
                 with suppress(EngineEndsError):  # the loop hears of it anyway
-                    self._workers.wait(self._call(lambda number: Abandon(number=number)))
+                    self._abandon()
 
     def derive(self, check_finite: bool) -> Settle:
         """See :class:`~.others.OtherRanks`."""
@@ -262,6 +261,20 @@ class RankZero:
 
     def _until(self, number: int) -> Generator[None, None, object]:
         return Asked(self._workers, number)
+
+    def _each_or_none(self, number: int) -> Generator[None, None, list[Answer]]:
+        """As :meth:`_answers`, of a part of an update: once a rank has failed it is broken off on the others, since what these wait
+        for may never come without that rank."""
+        while (answers := self._workers.answers(number)) is None:
+            if self._workers.failed(number):
+                self._abandon()
+                return (yield from self._answers(number))
+            yield None
+        _require(answers)
+        return answers
+
+    def _abandon(self) -> None:
+        self._workers.wait(self._call(lambda number: Abandon(number=number)))
 
 
 class Asked(Generator[None, None, list[Answer]]):

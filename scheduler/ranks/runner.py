@@ -7,6 +7,7 @@ Invariants:
 - The failure that is raised is that of the rank that failed by itself, not of those that have waited for it in vain.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -68,15 +69,13 @@ class RanksRunner:
         """See :class:`~..forward.Runner`."""
         number = self._workers.next_number()
         self._workers.send(SetLastTokens(number=number, slots=slots.tolist(), tokens=tokens.tolist()))
-        self._own.set_last_tokens(slots, tokens)
-        _require(self._workers.wait(number))
+        self._with_the_others(number, lambda: self._own.set_last_tokens(slots, tokens))
 
     def synchronize(self) -> None:
         """Return when the forward streams of all ranks are idle."""
         number = self._workers.next_number()
         self._workers.send(Synchronize(number=number))
-        self._own.synchronize()
-        _require(self._workers.wait(number))
+        self._with_the_others(number, self._own.synchronize)
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Of this rank."""
@@ -104,6 +103,15 @@ class RanksRunner:
         follows = isinstance(error, RankLostError)
         if follows and self._failures:
             raise self._failures[min(self._failures)] from error
+
+    def _with_the_others(self, number: int, own: Callable[[], None]) -> None:
+        """This rank's ``own`` part of a call, and the wait for theirs."""
+        try:
+            own()
+        except BaseException:
+            self._workers.drop(number)
+            raise
+        _require(self._workers.wait(number))
 
     def _settle(self) -> None:
         """Wait until nothing is under way on any rank, and begin anew."""

@@ -47,6 +47,7 @@ from .messages import (
     failure_of,
 )
 from .rank import Operation, Rank
+from .rank_updates import AbandonedError
 from .workers import identity_of
 
 if TYPE_CHECKING:
@@ -280,5 +281,7 @@ class _Loop:
     def _failed(self, number: int, error: Exception) -> None:
         if not isinstance(error, CaesuraError):
             logger.error("a call of rank 0 failed", exc_info=error)
-        failure = failure_of(error, out_of_memory=is_out_of_memory(error))
+        failure = failure_of(
+            error, out_of_memory=is_out_of_memory(error), follows=isinstance(error, AbandonedError)
+        )
         self._line.say(Answer(number=number, failure=failure))

@@ -214,7 +214,7 @@ class Workers:
         rank = rank_of(identity)
         try:
             said = decode_said(header)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             logger.warning("something that is no worker has sent %d bytes", len(header))
             return
         if isinstance(said, Join):
@@ -242,7 +242,8 @@ class Workers:
             problem = "that rank has joined"
         if problem is not None:
             logger.warning("refused a worker that wants to be rank %d: %s", join.rank, problem)
-            self._socket.send_multipart([identity, encode(Refused(message=problem))])
+            with contextlib.suppress(zmq.ZMQError):  # it has gone
+                self._socket.send_multipart([identity, encode(Refused(message=problem))])
             return
         self.joined[join.rank] = join
         logger.info("rank %d has joined: pid %d on %s", join.rank, join.pid, join.host.partition("/")[0])
@@ -278,7 +279,8 @@ def identity_of(rank: int) -> bytes:
 def rank_of(identity: bytes) -> int:
     """Whose name it is; 0: no worker's."""
     number = identity.removeprefix(b"rank ")
-    return int(number) if number.isdigit() else 0
+    rank = int(number) if number.isdigit() else 0
+    return rank if identity == identity_of(rank) else 0
 
 
 def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) -> None:
@@ -288,7 +290,7 @@ def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) 
         own: of rank 0. None: it has not failed.
 
     Raises:
-        CaesuraError: the code and detail of the first rank that failed by itself, and in ``ranks`` the reason of each.
+        CaesuraError: the code and detail of the first rank that failed by itself, and in ``ranks`` the reason of each that did.
     """
     failures = {
         rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None
@@ -297,12 +299,13 @@ def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) 
         if own is not None:
             raise own
         return
+    failures = {rank: failure for rank, failure in failures.items() if not failure.follows} or failures
     reasons = {str(rank): failure.message for rank, failure in failures.items()}
     if own is not None:
         reasons = {"0": own.message, **reasons}
         code, detail = own.code, own.detail
     else:
-        first = min(failures.items(), key=lambda item: (item[1].follows, item[0]))[1]
+        first = next(iter(failures.values()))
         code, detail = first.code, first.detail
     said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
     raise CaesuraError(code, said, **{**detail, "ranks": reasons})

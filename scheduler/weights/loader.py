@@ -37,7 +37,7 @@ class LoadCounts:
     written_tensors: int = 0
     """Tensors completed."""
     written_bytes: int = 0
-    """Bytes taken from the source, before any cast."""
+    """Bytes in the source, before any cast; of a tensor that several ranks hold all of it."""
     changed_tensors: int = 0
     """Completed tensors that differed from what was there."""
     cast_tensors: int = 0
@@ -70,6 +70,8 @@ class WeightLoader:
         self._changed = False  # of the tensor that is open
         self.counts = LoadCounts()
         """Since the last :meth:`take_counts`."""
+        self.changed: list[str] = []
+        """Names of completed tensors that differed from what was there, since then."""
 
     def check(self, specs: Iterable[NamedSpec], complete: bool) -> set[str]:
         """Compare what will come with what the model takes; nothing is written.
@@ -205,19 +207,24 @@ class WeightLoader:
         due = self._account.due_row(slot, piece.start_row)
         if piece.start_row != due:
             Misfits(self._slots, mismatched=[_out_of_order(piece.name, piece.start_row, due)]).raise_if_any()
-        changed = self._changed if self._account.is_open(piece.name, piece.start_row) else False
+        goes_on = self._account.is_open(piece.name, piece.start_row)
+        changed = self._changed if goes_on else False
+        rows_before = self._account.open[1] if goes_on and self._account.open is not None else 0
         rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
         is_whole = self._account.take(slot, rows_done, _rows(piece.shape))
         if isinstance(slot, HalfSlot):
             self._expect_other(slot)
         changed |= slot.update(piece.rows, piece.start_row, compare=not changed)
-        self.counts.written_bytes += piece.rows.nbytes
+        row_bytes = prod(piece.shape[1:]) * piece.dtype.itemsize
+        self.counts.written_bytes += (rows_done - rows_before) * row_bytes
         self._changed = changed
         if not is_whole:
             return
         self._account.finish(slot, piece.dtype)
         self.counts.written_tensors += 1
-        self.counts.changed_tensors += changed
+        if changed:
+            self.counts.changed_tensors += 1
+            self.changed.append(piece.name)
         self.counts.cast_tensors += piece.dtype != slot.dtype
 
     def missing(self, written: set[str]) -> list[str]:
@@ -275,6 +282,7 @@ class WeightLoader:
     def take_counts(self) -> LoadCounts:
         """The counts so far; counting starts again from zero."""
         counts, self.counts = self.counts, LoadCounts()
+        self.changed = []
         return counts
 
     def forget_written(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 import msgspec
 import pytest
 import torch
+from support.lanes import quick
 from support.plain_trainer import free_port, weights_of
 from support.scripted import EngineDriver, assert_error, tokens_of
 
@@ -24,6 +25,7 @@ from caesura.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     SamplingParams,
+    ScoreReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
     WeightsCheckerReqInput,
@@ -241,6 +243,20 @@ def test_a_state_file_brings_every_rank_back(shared, start, other_model):
             assert ok(again, update).committed
     record = json.loads(start.state_file.read_text())
     assert (record["weight_version"], record["source"]) == ("step-18", None)
+
+
+@pytest.mark.parametrize("residency", quick(["layerwise", "offload", "resident"]))
+def test_a_reference_model_is_rank_0_s_wherever_it_is(tiny_model, other_model, residency):
+    """Its weights leave the device before the other ranks are built, and after each score."""
+    options = {"reference_model_path": str(other_model), "reference_residency": residency}
+    found = []
+    for tp in (1, 2):
+        with EngineDriver(str(tiny_model), scripted=False, tp=tp, **options) as driver:
+            rid = driver.generate(PROMPT, sampling_params=SAMPLED)
+            score = ok(driver, ScoreReqInput(input_ids=[[*PROMPT, *range(9, 30)]], start=[4]))
+            driver.run_until_idle()
+            found.append((tokens_of(driver.result(rid)), score.logprobs))
+    assert found[0] == found[1]
 
 
 def refusal(path, **options) -> CaesuraError:

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.buckets_by_hand import Sender
-from support.checkpoints import make_checkpoint
+from support.checkpoints import copy_configs, make_checkpoint
 from support.lanes import quick
 from support.parameter_server import ParameterServer
 from support.plain_trainer import weights_of
@@ -132,6 +133,21 @@ def test_an_update_is_a_cold_load_on_every_rank(driver, cold, other_model, send)
     reply = send(driver, other_model)
     assert reply.committed, reply
     assert checksums(driver) == cold != before
+
+
+@pytest.mark.parametrize("send", [by_disk, by_ipc])
+def test_an_update_counts_whole_tensors_and_those_that_changed_on_any_rank(
+    driver, tiny_model, tmp_path, send
+):
+    """Of one tensor rank 0's rows change, of another rank 1's."""
+    copy_configs(tiny_model, tmp_path)
+    weights = weights_of(tiny_model)
+    weights["model.layers.0.self_attn.q_proj.weight"][0] += 1
+    weights["model.layers.1.self_attn.q_proj.weight"][-1] += 1
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reply = send(driver, tmp_path)
+    assert (reply.changed_tensors, reply.written_tensors) == (2, len(weights))
+    assert reply.written_bytes == sum(tensor.nbytes for tensor in weights.values())
 
 
 def exchange(server: ParameterServer, weights) -> None:
