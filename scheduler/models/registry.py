@@ -8,6 +8,7 @@ Invariants:
 import pkgutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -17,7 +18,7 @@ import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import Placement
-from ..parallel.group import SINGLE, TensorParallel
+from ..parallel.group import SINGLE, LastOf, TensorParallel
 from .family import Family
 
 if TYPE_CHECKING:
@@ -39,18 +40,22 @@ def families() -> Mapping[str, Family]:
 
 
 def require_ranks(config: "ModelConfig", ranks: int) -> None:
-    """Refuse what no number of ranks above 1 can divide.
+    """Refuse what so many ranks cannot divide, before there are any: by its sizes, without memory for its weights.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL.
     """
-    if ranks > 1 and config.transformers_config is not None:
+    if ranks == 1:
+        return
+    if config.transformers_config is not None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
             f"{config.architecture} is computed by transformers' modules, which are not divided among ranks: start it with tp = 1",
             fields=["architectures"],
             ranks=ranks,
         )
+    wide = replace(config, fp8=None)  # products of FP8 weights are for real devices
+    build_model(wide, config.dtype, torch.device("meta"), LastOf(ranks))
 
 
 def build_model(

@@ -125,3 +125,10 @@ class _Single:
 
 SINGLE: TensorParallel = _Single()
 """A group of one rank."""
+
+
+class LastOf(_Single):
+    """The last of so many ranks before there are any, for a model that is divided and never computed."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = size - 1, size

@@ -261,7 +261,7 @@ def test_a_reference_model_is_rank_0_s_wherever_it_is(tiny_model, other_model, r
 
 def refusal(path, **options) -> CaesuraError:
     with pytest.raises(CaesuraError) as caught:
-        EngineDriver(str(path), scripted=False, tp=2, **options)
+        EngineDriver(str(path), scripted=False, **{"tp": 2, **options})
     return caught.value
 
 
@@ -288,3 +288,11 @@ def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, monke
     assert error.message == (
         f"{name} is computed by transformers' modules, which are not divided among ranks: start it with tp = 1"
     )
+
+
+@pytest.mark.parametrize("tp", [3, 1000])
+def test_too_many_ranks_are_refused_before_one_is_started(tiny_model, tp, monkeypatch):
+    monkeypatch.setattr(rank_zero, "Workers", None)
+    error = refusal(tiny_model, tp=tp)
+    assert (error.code, error.detail["ranks"]) == ("unsupported_model", tp)
+    assert error.detail["fields"] == ["num_attention_heads"]

@@ -11,7 +11,7 @@ from support.checkpoints import copy_configs, make_checkpoint
 from support.lanes import quick
 from support.parameter_server import ParameterServer
 from support.plain_trainer import weights_of
-from support.rank_updates import UPDATES, by_disk, checksums
+from support.rank_updates import UPDATES, by_disk, by_ipc, checksums
 from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 from support.state_table import STATES, TABLE, Recipes
 
