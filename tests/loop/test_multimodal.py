@@ -1,6 +1,7 @@
 """The language model of a checkpoint that can also see: the whole model's log-probabilities of text, under whichever names."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,12 +20,14 @@ from support.multimodal_checkpoints import (
     make_multimodal_checkpoint,
     rename_tensors,
 )
+from support.plain_trainer import PlainTrainer, update_message
 from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.client.tensors import SharedTensors
 from caesura.io_struct import (
     CaesuraError,
     ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
@@ -121,6 +124,33 @@ def test_what_is_all_ignored_opens_no_session(tmp_path):
         assert driver.status().session is None
         driver.call(ContinueGenerationReqInput())
         assert driver.status().weights_epoch == before.weights_epoch
+
+
+def test_what_is_all_ignored_is_received_from_a_group(tmp_path):
+    """Else its rank 0 would wait, and what it sends next would be taken for what it sent before."""
+    for seed in (0, 1):
+        make_multimodal_checkpoint(tmp_path / str(seed), QWEN, seed=seed)
+    tensors, trainer = load_file(tmp_path / "1" / "model.safetensors"), PlainTrainer()
+    parts = [
+        {name: tensors[name] for name in tensors if ("visual" in name) == tower} for tower in (True, False)
+    ]
+    with started(tmp_path / "1") as driver:
+        expected = driver.call(WeightsCheckerReqInput()).checksums
+    with started(tmp_path / "0") as driver:
+        trainer.beside(trainer.join)
+        driver.call(trainer.init_message(), max_ticks=100_000)
+        trainer.finish()
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        for part in parts:
+            trainer.beside(partial(trainer.broadcast_each, part))
+            reply = driver.call(update_message(part), max_ticks=100_000)
+            trainer.finish()
+            written = 0 if part is parts[0] else len(part)
+            assert (reply.committed, reply.written_tensors) == (True, written)
+            assert reply.skipped_tensors == len(part) - written
+        assert driver.call(WeightsCheckerReqInput()).checksums == expected
+        driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
+    trainer.close()
 
 
 def test_a_folder_of_the_language_model_alone_is_an_update(tmp_path):
