@@ -213,8 +213,9 @@ def test_fields_that_published_configs_leave_out(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
-def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, tmp_path):
-    """Both ways; a list that did not match would have them quantised without a word."""
+@pytest.mark.parametrize("level", ["whole", "text", "alone"])
+def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, level, tmp_path):
+    """Both ways, wherever the config says it; a list that did not match would have them quantised without a word."""
     blocks, path = (4, 4), tmp_path / "model.safetensors"
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors, skipped = load_file(path), []
@@ -227,14 +228,21 @@ def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, tmp
         else:
             tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(value, blocks)
     save_file(tensors, path)
-    edit_config(
-        tmp_path,
-        quantization_config={
+    quantized = {
+        "quantization_config": {
             "quant_method": "fp8",
             "weight_block_size": list(blocks),
             "modules_to_not_convert": [*skipped, "model.visual", "lm_head"],
-        },
-    )
+        }
+    }
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    if level == "whole":
+        edit_config(tmp_path, **quantized)
+    elif level == "text":
+        edit_config(tmp_path, text_config={**text, **quantized})
+    else:
+        alone_config = {**text, **quantized, "architectures": ["Qwen3_5ForCausalLM"]}
+        (tmp_path / "config.json").write_text(json.dumps(alone_config))
     with started(tmp_path) as driver:
         slots = driver.engine.scheduler._runner.model.weight_slots()
     assert slots["model.layers.1.self_attn.o_proj.weight"].dtype == torch.float32
