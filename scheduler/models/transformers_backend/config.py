@@ -177,4 +177,5 @@ def _dtype(read: PreTrainedConfig, source: str) -> torch.dtype:
         dtype = getattr(torch, dtype.removeprefix("torch."), None)
     if isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.bfloat16, torch.float16):
         return dtype
-    raise checkpoint_error(source, f"is not valid: dtype = {NAMES.get(dtype, dtype)!r}")
+    named = NAMES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else read.dtype
+    raise checkpoint_error(source, f"is not valid: dtype = {named!r}")

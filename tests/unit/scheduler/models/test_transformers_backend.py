@@ -135,6 +135,7 @@ def test_values_that_the_config_class_does_not_take(tmp_path: Path) -> None:
         ("num_hidden_layers", 0),
         ("rope_parameters", [1]),
         ("dtype", "int8"),
+        ("dtype", {"text_config": "bfloat16"}),
     ):
         edit_config(tmp_path, **{name: value})
         with pytest.raises(CaesuraError) as caught:
