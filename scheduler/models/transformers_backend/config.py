@@ -69,7 +69,7 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
         num_heads=heads,
         num_kv_heads=_count(text, source, "num_key_value_heads", heads),
         head_dim=head_dim,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
         rope=RopeParameters(),
         local_rope=None,
         rotary_dim=head_dim,

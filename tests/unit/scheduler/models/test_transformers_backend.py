@@ -144,6 +144,13 @@ def test_values_that_the_config_class_does_not_take(tmp_path: Path) -> None:
         save(tmp_path, "LlamaForCausalLM")
 
 
+def test_an_epsilon_that_the_config_class_has_as_null(tmp_path: Path) -> None:
+    """Its norms have another field; each norm knows its own."""
+    save(tmp_path, "Cohere2ForCausalLM")
+    edit_config(tmp_path, rms_norm_eps=None)
+    assert load_model_config(tmp_path, "transformers").rms_norm_eps > 0
+
+
 def leaking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token's MLP sees a little of the token before it, whoever's that is."""
     forward = modeling_llama.LlamaMLP.forward
