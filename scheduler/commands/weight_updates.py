@@ -226,7 +226,7 @@ class WeightUpdates:
         try:
             with stages.stage("receive"):
                 source, names = self.open_checked(open_source, session, request.component)
-            if session is None and source.specs and not names and self._lifecycle.generation != "running":
+            if session is None and source.specs and not names:
                 return (yield from self._ignored(request, source, stages, started))
             session = self.join_session(request, sender, route)
         except CaesuraError:
@@ -242,8 +242,8 @@ class WeightUpdates:
     def _ignored(
         self, request: WeightUpdateOptions, source: WeightSource, stages: StageProfiler, started: float
     ) -> Operation:
-        """Of a call whose tensors the model ignores, all of them: it opens no session, which nobody would end. They are received
-        and passed on all the same, since who broadcasts them waits until they are."""
+        """Of a call whose tensors the model ignores, all of them: it stops no step and opens no session. They are received and
+        passed on all the same, since who broadcasts them waits until they are."""
         self._loader.take_counts()
         own = pieces_of(source, self._loader, None, self._config.load_bucket_bytes)
         with (
@@ -255,7 +255,8 @@ class WeightUpdates:
                 yield Wait.THREAD
         self._maps.end_session()
         counts = self._loader.take_counts()
-        return self._reply(request.id, counts, stages, started, committed=True, flushed=False)
+        committed = self._lifecycle.serviceable  # as of all that has come before
+        return self._reply(request.id, counts, stages, started, committed=committed, flushed=False)
 
     def join_session(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
         """The session that this call belongs to, opened if there is none; nothing is written yet.

@@ -106,24 +106,42 @@ def test_updates_take_each_spelling(loaded, spelled, tmp_path):
         assert gap(driver, models[1]) < TOLERANCE
 
 
-def test_what_is_all_ignored_opens_no_session(tmp_path):
-    """A trainer may send the tower first or last: nothing is left open for `continue` to commit."""
+@pytest.mark.parametrize("paused", [True, False])
+def test_what_is_all_ignored_changes_nothing(paused, tmp_path):
+    """A trainer may send the tower first or last: nothing is left open for `continue` to commit, and no request hears of it."""
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors = load_file(tmp_path / "model.safetensors")
     towers = [(name, value) for name, value in tensors.items() if "visual" in name]
     with started(tmp_path) as driver:
-        before = driver.status()
-        driver.call(PauseGenerationReqInput(mode="in_place"))
+        rid = driver.generate(PROMPT, 8)
+        driver.tick(3)
+        if paused:
+            driver.call(PauseGenerationReqInput(mode="in_place"))
         with SharedTensors(towers) as shared:
-            message = UpdateWeightsFromIPCReqInput(
-                specs=shared.specs, handle=shared.memory.handle, flush_cache=False
-            )
+            options = {"flush_cache": not paused, "abort_all_requests": True, "weight_version": "new"}
+            message = UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle, **options)
             reply = driver.call(message)
-        assert (reply.committed, reply.session_id) == (True, None)
+        assert (reply.committed, reply.session_id, reply.flushed) == (True, None, False)
         assert (reply.written_tensors, reply.skipped_tensors) == (0, len(towers))
-        assert driver.status().session is None
-        driver.call(ContinueGenerationReqInput())
-        assert driver.status().weights_epoch == before.weights_epoch
+        status = driver.status()
+        assert (status.session, status.weights_epoch, status.weight_version) == (None, 0, "default")
+        if paused:
+            driver.call(ContinueGenerationReqInput())
+        driver.run_until_idle()
+        result = driver.result(rid)
+        assert (result.finish_reason.type, result.num_retractions) == ("length", 0)
+        assert driver.status().weights_epoch == 0
+
+
+def test_what_is_all_ignored_commits_nothing_into_poisoned_weights(tmp_path):
+    make_multimodal_checkpoint(tmp_path, QWEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    with started(tmp_path) as driver:
+        driver.engine.updates.poison("for this test")
+        with SharedTensors([each for each in tensors.items() if "visual" in each[0]]) as shared:
+            message = UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle)
+            reply = driver.call(message)
+        assert (reply.committed, reply.weights) == (False, "poisoned")
 
 
 def test_what_is_all_ignored_is_received_from_a_group(tmp_path):
