@@ -226,8 +226,8 @@ class WeightUpdates:
         try:
             with stages.stage("receive"):
                 source, names = self.open_checked(open_source, session, request.component)
-            if session is None and source.specs and not names and self._lifecycle.generation != "running":
-                return self._ignored(request, source, stages, started)
+            if session is None and source.specs and not names:
+                return (yield from self._ignored(request, source, stages, started))
             session = self.join_session(request, sender, route)
         except CaesuraError:
             if self.sessions.current is None:  # otherwise the end of that session unmaps what was opened
@@ -241,11 +241,22 @@ class WeightUpdates:
 
     def _ignored(
         self, request: WeightUpdateOptions, source: WeightSource, stages: StageProfiler, started: float
-    ) -> WeightUpdateReqOutput:
-        """Of a call whose tensors the model ignores, all of them: it opens no session, which nobody would end."""
+    ) -> Operation:
+        """Of a call whose tensors the model ignores, all of them: it stops no step and opens no session. They are received and
+        passed on all the same, since who broadcasts them waits until they are."""
+        self._loader.take_counts()
+        own = pieces_of(source, self._loader, None, self._config.load_bucket_bytes)
+        with (
+            self.sessions.working(),
+            contextlib.closing(self._others.pieces(source, own, self._loader)) as pieces,
+            stages.stage("receive"),
+        ):
+            while next(pieces, END) is not END:
+                yield Wait.THREAD
         self._maps.end_session()
-        counts = LoadCounts(skipped_tensors=len(source.specs))
-        return self._reply(request.id, counts, stages, started, committed=True, flushed=False)
+        counts = self._loader.take_counts()
+        committed = self._lifecycle.serviceable  # as of all that has come before
+        return self._reply(request.id, counts, stages, started, committed=committed, flushed=False)
 
     def join_session(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
         """The session that this call belongs to, opened if there is none; nothing is written yet.

@@ -119,7 +119,10 @@ def rotary_dim(config: dict[str, Any], reader: ConfigReader, family: Family, hea
         return head_dim
     parameters: dict[str, Any] = config.get(rope_source(config)) or {}
     where = parameters if parameters.get("partial_rotary_factor") is not None else config
-    return int(head_dim * reader.positive(where, "partial_rotary_factor", family.partial_rotary))
+    share = reader.positive(where, "partial_rotary_factor", family.partial_rotary)
+    if share > 1:
+        raise reader.invalid("partial_rotary_factor", f"= {share} is more than a head")
+    return int(head_dim * share)
 
 
 def _rope(

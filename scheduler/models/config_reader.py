@@ -9,6 +9,9 @@ from typing import Any
 from ...io_struct import CaesuraError
 from ..files import checkpoint_error
 
+MAX_COUNT = 2**31 - 1
+"""No size of a model is larger."""
+
 
 class ConfigReader:
     """Typed access to one config; an invalid value is a CHECKPOINT_ERROR that names it."""
@@ -26,8 +29,8 @@ class ConfigReader:
         value = self._config.get(name)
         if value is None:
             value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.invalid(name, f"= {value!r} is not a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
+            raise self.invalid(name, f"= {value!r:.40} is not a positive integer below 2**31")
         return value
 
     def count_or(self, name: str, absent: int | None, null: int) -> int:

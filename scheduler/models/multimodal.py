@@ -39,23 +39,30 @@ def language_config(config: dict[str, Any], source: str) -> dict[str, Any]:
         CaesuraError: CHECKPOINT_ERROR, there is none in it.
     """
     named = config.get("architectures")
-    whole = named[0] if isinstance(named, list) and named else None
-    if not isinstance(whole, str) or whole not in LANGUAGE_MODELS:
+    architecture = named[0] if isinstance(named, list) and named else None
+    if not isinstance(architecture, str):
         return config
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise ConfigReader(config, source).invalid("text_config", "is not there, or no object")
-    architecture = LANGUAGE_MODELS[whole]
-    said = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
-    quantized = said.get("quantization_config")
+    if architecture in LANGUAGE_MODELS:
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise ConfigReader(config, source).invalid("text_config", "is not there, or no object")
+        said = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
+        architecture = LANGUAGE_MODELS[architecture]
+        config = {**text, **said, "architectures": [architecture]}
+    quantized = config.get("quantization_config")
     if isinstance(quantized, dict):
-        said["quantization_config"] = {
-            name: [own_name(architecture, module) if isinstance(module, str) else module for module in value]
-            if name in _MODULES and isinstance(value, list)
-            else value
-            for name, value in quantized.items()
-        }
-    return {**text, **said, "architectures": [architecture]}
+        config = {**config, "quantization_config": _with_own_names(architecture, quantized)}
+    return config
+
+
+def _with_own_names(architecture: str, quantized: dict[str, Any]) -> dict[str, Any]:
+    """The modules in its lists are named as tensors are, in as many ways."""
+    return {
+        name: [own_name(architecture, module) if isinstance(module, str) else module for module in value]
+        if name in _MODULES and isinstance(value, list)
+        else value
+        for name, value in quantized.items()
+    }
 
 
 def own_name(architecture: str, name: str) -> str:

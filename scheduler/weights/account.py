@@ -5,12 +5,12 @@ Invariants:
 - Of several forms of one tensor the one that came last counts: what it supersedes is neither due nor written.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from ..layers.parameters import HalfSlot, TensorSlot
+from .spellings import Stack
 
 
 @dataclass(slots=True)
@@ -32,20 +32,27 @@ class Account:
         """To see what would become of it; without the names that are whole."""
         return Account(set(), set(self.due), dict(self.made_together), set(self.halves), self.open)
 
-    def due_row(self, slot: TensorSlot, start_row: int) -> int:
+    def due_row(self, tensor: TensorSlot | Stack, start_row: int) -> int:
         """At which row the next piece of a tensor must start; ``start_row`` 0 begins it anew. That row may be beyond those due
         where none in between is held."""
-        due = self.open[1] if self.open is not None and self.is_open(slot.name, start_row) else 0
-        held = any(range(max(due, rows.start), min(start_row, rows.stop)) for rows in slot.owned)
+        due = self.open[1] if self.open is not None and self.is_open(tensor.name, start_row) else 0
+        held = any(range(max(due, rows.start), min(start_row, rows.stop)) for rows in tensor.owned)
         return start_row if due < start_row and not held else due
 
     def is_open(self, name: str, start_row: int) -> bool:
         """Whether a piece goes on with the tensor that lacks rows."""
         return self.open is not None and self.open[0] == name and start_row > 0
 
-    def begin(self, slots: Iterable[TensorSlot], written: set[str]) -> None:
-        """They come together: all but those already ``written`` are due."""
-        self.due |= {slot.name for slot in slots} - written
+    def begin(self, stack: Stack, start_row: int) -> None:
+        """Its slots come together: from its first rows on all of them are due, whatever was there before."""
+        if start_row == 0:
+            names = {slot.name for slot in stack.slots}
+            self.written -= names
+            self.due |= names
+
+    def go_on(self, name: str, rows_done: int, rows: int) -> None:
+        """The first ``rows_done`` of ``rows`` of a tensor are there; the next piece goes on with it, if it lacks some."""
+        self.open = (name, rows_done) if rows_done < rows else None
 
     def take(self, slot: TensorSlot, rows_done: int, rows: int) -> bool:
         """The first ``rows_done`` of ``rows`` are there, or will be in a moment; whether that is all of them."""
@@ -60,7 +67,7 @@ class Account:
             self.due -= halves
             self.halves -= halves
             self.due.add(name)
-        self.open = (name, rows_done) if rows_done < rows else None
+        self.go_on(name, rows_done, rows)
         return self.open is None
 
     def finish(self, slot: TensorSlot, dtype: torch.dtype) -> None:

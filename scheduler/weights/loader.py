@@ -27,7 +27,7 @@ from ..models.base import Weights
 from .account import Account
 from .misfits import Misfits
 from .pieces import NamedSpec, WeightPiece
-from .spellings import Spellings
+from .spellings import Spellings, Stack
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,19 +144,20 @@ class WeightLoader:
             total, dtype = _rows(spec.shape), DTYPES[spec.dtype]
             row_bytes = prod(spec.shape[1:]) * dtype.itemsize
             count = spec.nbytes // row_bytes if row_bytes else total
-            if (stack := self._spellings.stack(name)) is not None:
-                account.begin(stack.slots, self._account.written)
-                for part in stack.of(range(spec.start_row, spec.start_row + count)):
-                    account.take(part, _rows(part.shape), _rows(part.shape))
-                    account.finish(part, dtype)
-            slot = self._slots.get(name)
-            if slot is None:
+            tensor = self._spellings.stack(name) or self._slots.get(name)
+            if tensor is None:
                 continue
-            due = account.due_row(slot, spec.start_row)
+            due = account.due_row(tensor, spec.start_row)
             if spec.start_row != due:
                 problems.mismatched.append(_out_of_order(spec.name, spec.start_row, due))
-            elif account.take(slot, spec.start_row + count, total):
-                account.finish(slot, dtype)
+            elif isinstance(tensor, Stack):
+                account.begin(tensor, spec.start_row)
+                for part in tensor.of(range(spec.start_row, spec.start_row + count)):
+                    account.take(part, _rows(part.shape), _rows(part.shape))
+                    account.finish(part, dtype)
+                account.go_on(name, spec.start_row + count, total)
+            elif account.take(tensor, spec.start_row + count, total):
+                account.finish(tensor, dtype)
         if whole and not problems.mismatched:
             problems.missing = sorted(account.due)
         problems.raise_if_any()
@@ -193,9 +194,11 @@ class WeightLoader:
         name = self._spellings.own(piece.name)
         if (stack := self._spellings.stack(name)) is not None:
             self._require_fitting(piece, stack.shape)
-            self._account.begin(stack.slots, self._account.written)
+            self._require_due(piece, stack)
+            self._account.begin(stack, piece.start_row)
             for part in stack.pieces(piece):
                 self._write(part)
+            self._account.go_on(name, piece.start_row + len(piece.rows), len(stack.experts))
         elif name in self._slots or not self._is_skipped(name):
             self._write(replace(piece, name=name))
         else:
@@ -204,9 +207,7 @@ class WeightLoader:
     def _write(self, piece: WeightPiece) -> None:
         """:meth:`write` under the model's own name."""
         slot = self._slot_for(piece)
-        due = self._account.due_row(slot, piece.start_row)
-        if piece.start_row != due:
-            Misfits(self._slots, mismatched=[_out_of_order(piece.name, piece.start_row, due)]).raise_if_any()
+        self._require_due(piece, slot)
         goes_on = self._account.is_open(piece.name, piece.start_row)
         changed = self._changed if goes_on else False
         rows_before = self._account.open[1] if goes_on and self._account.open is not None else 0
@@ -312,6 +313,12 @@ class WeightLoader:
         problems = _mismatches(slot, piece.shape, rows.dtype, NAMES.get(rows.dtype, str(rows.dtype)))
         self._require_fitting(piece, piece.shape, problems)
         return slot
+
+    def _require_due(self, piece: WeightPiece, tensor: TensorSlot | Stack) -> None:
+        """Raise unless its first row is the next one of ``tensor``."""
+        due = self._account.due_row(tensor, piece.start_row)
+        if piece.start_row != due:
+            Misfits(self._slots, mismatched=[_out_of_order(piece.name, piece.start_row, due)]).raise_if_any()
 
     def _require_fitting(
         self, piece: WeightPiece, shape: tuple[int, ...], problems: Sequence[dict[str, Any]] = ()

@@ -7,7 +7,8 @@ itself (:meth:`~..models.base.Weights.own_name`).
 
 Invariants:
 - Everything behind the loader knows the model's own names alone: what is written, missing, sent and compared goes by them.
-- A tensor of all experts is written expert by expert. From its first rows on all of them are due.
+- A tensor of all experts is written expert by expert. From its first rows on all of them are due, and its rows come in order as
+  those of any other tensor.
 """
 
 import re
@@ -30,6 +31,8 @@ _STACKED = {
 class Stack:
     """What a tensor of all experts is made of."""
 
+    name: str
+    """The model's own, as :meth:`Spellings.own` says it."""
     experts: Sequence[Sequence[TensorSlot]]
     """Of each expert its slots, one after the other along dimension 1."""
 
@@ -38,6 +41,11 @@ class Stack:
         """Of the tensor."""
         parts = self.experts[0]
         return len(self.experts), sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+
+    @property
+    def owned(self) -> tuple[range, ...]:
+        """All experts: of each, every rank holds some."""
+        return (range(len(self.experts)),)
 
     @property
     def slots(self) -> list[TensorSlot]:
@@ -85,5 +93,6 @@ def _stacks_of(slots: Mapping[str, TensorSlot]) -> dict[str, Stack]:
     for name, parts in found.items():
         count = 1 + max(expert for expert, _ in parts)
         width = 1 + max(place for _, place in parts)
-        stacks[name] = Stack([[parts[expert, place] for place in range(width)] for expert in range(count)])
+        experts = [[parts[expert, place] for place in range(width)] for expert in range(count)]
+        stacks[name] = Stack(name, experts)
     return stacks

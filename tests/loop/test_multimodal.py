@@ -1,6 +1,7 @@
 """The language model of a checkpoint that can also see: the whole model's log-probabilities of text, under whichever names."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,12 +20,14 @@ from support.multimodal_checkpoints import (
     make_multimodal_checkpoint,
     rename_tensors,
 )
+from support.plain_trainer import PlainTrainer, update_message
 from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.client.tensors import SharedTensors
 from caesura.io_struct import (
     CaesuraError,
     ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
@@ -103,24 +106,69 @@ def test_updates_take_each_spelling(loaded, spelled, tmp_path):
         assert gap(driver, models[1]) < TOLERANCE
 
 
-def test_what_is_all_ignored_opens_no_session(tmp_path):
-    """A trainer may send the tower first or last: nothing is left open for `continue` to commit."""
+@pytest.mark.parametrize("paused", [True, False])
+def test_what_is_all_ignored_changes_nothing(paused, tmp_path):
+    """A trainer may send the tower first or last: nothing is left open for `continue` to commit, and no request hears of it."""
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors = load_file(tmp_path / "model.safetensors")
     towers = [(name, value) for name, value in tensors.items() if "visual" in name]
     with started(tmp_path) as driver:
-        before = driver.status()
-        driver.call(PauseGenerationReqInput(mode="in_place"))
+        rid = driver.generate(PROMPT, 8)
+        driver.tick(3)
+        if paused:
+            driver.call(PauseGenerationReqInput(mode="in_place"))
         with SharedTensors(towers) as shared:
-            message = UpdateWeightsFromIPCReqInput(
-                specs=shared.specs, handle=shared.memory.handle, flush_cache=False
-            )
+            options = {"flush_cache": not paused, "abort_all_requests": True, "weight_version": "new"}
+            message = UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle, **options)
             reply = driver.call(message)
-        assert (reply.committed, reply.session_id) == (True, None)
+        assert (reply.committed, reply.session_id, reply.flushed) == (True, None, False)
         assert (reply.written_tensors, reply.skipped_tensors) == (0, len(towers))
-        assert driver.status().session is None
-        driver.call(ContinueGenerationReqInput())
-        assert driver.status().weights_epoch == before.weights_epoch
+        status = driver.status()
+        assert (status.session, status.weights_epoch, status.weight_version) == (None, 0, "default")
+        if paused:
+            driver.call(ContinueGenerationReqInput())
+        driver.run_until_idle()
+        result = driver.result(rid)
+        assert (result.finish_reason.type, result.num_retractions) == ("length", 0)
+        assert driver.status().weights_epoch == 0
+
+
+def test_what_is_all_ignored_commits_nothing_into_poisoned_weights(tmp_path):
+    make_multimodal_checkpoint(tmp_path, QWEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    with started(tmp_path) as driver:
+        driver.engine.updates.poison("for this test")
+        with SharedTensors([each for each in tensors.items() if "visual" in each[0]]) as shared:
+            message = UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle)
+            reply = driver.call(message)
+        assert (reply.committed, reply.weights) == (False, "poisoned")
+
+
+def test_what_is_all_ignored_is_received_from_a_group(tmp_path):
+    """Else its rank 0 would wait, and what it sends next would be taken for what it sent before."""
+    for seed in (0, 1):
+        make_multimodal_checkpoint(tmp_path / str(seed), QWEN, seed=seed)
+    tensors, trainer = load_file(tmp_path / "1" / "model.safetensors"), PlainTrainer()
+    parts = [
+        {name: tensors[name] for name in tensors if ("visual" in name) == tower} for tower in (True, False)
+    ]
+    with started(tmp_path / "1") as driver:
+        expected = driver.call(WeightsCheckerReqInput()).checksums
+    with started(tmp_path / "0") as driver:
+        trainer.beside(trainer.join)
+        driver.call(trainer.init_message(), max_ticks=100_000)
+        trainer.finish()
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        for part in parts:
+            trainer.beside(partial(trainer.broadcast_each, part))
+            reply = driver.call(update_message(part), max_ticks=100_000)
+            trainer.finish()
+            written = 0 if part is parts[0] else len(part)
+            assert (reply.committed, reply.written_tensors) == (True, written)
+            assert reply.skipped_tensors == len(part) - written
+        assert driver.call(WeightsCheckerReqInput()).checksums == expected
+        driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
+    trainer.close()
 
 
 def test_a_folder_of_the_language_model_alone_is_an_update(tmp_path):
@@ -183,8 +231,9 @@ def test_fields_that_published_configs_leave_out(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
-def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, tmp_path):
-    """Both ways; a list that did not match would have them quantised without a word."""
+@pytest.mark.parametrize("level", ["whole", "text", "alone"])
+def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, level, tmp_path):
+    """Both ways, wherever the config says it; a list that did not match would have them quantised without a word."""
     blocks, path = (4, 4), tmp_path / "model.safetensors"
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors, skipped = load_file(path), []
@@ -197,14 +246,21 @@ def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, tmp
         else:
             tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(value, blocks)
     save_file(tensors, path)
-    edit_config(
-        tmp_path,
-        quantization_config={
+    quantized = {
+        "quantization_config": {
             "quant_method": "fp8",
             "weight_block_size": list(blocks),
             "modules_to_not_convert": [*skipped, "model.visual", "lm_head"],
-        },
-    )
+        }
+    }
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    if level == "whole":
+        edit_config(tmp_path, **quantized)
+    elif level == "text":
+        edit_config(tmp_path, text_config={**text, **quantized})
+    else:
+        alone_config = {**text, **quantized, "architectures": ["Qwen3_5ForCausalLM"]}
+        (tmp_path / "config.json").write_text(json.dumps(alone_config))
     with started(tmp_path) as driver:
         slots = driver.engine.scheduler._runner.model.weight_slots()
     assert slots["model.layers.1.self_attn.o_proj.weight"].dtype == torch.float32

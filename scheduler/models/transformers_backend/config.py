@@ -69,7 +69,7 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
         num_heads=heads,
         num_kv_heads=_count(text, source, "num_key_value_heads", heads),
         head_dim=head_dim,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
         rope=RopeParameters(),
         local_rope=None,
         rotary_dim=head_dim,
@@ -177,4 +177,5 @@ def _dtype(read: PreTrainedConfig, source: str) -> torch.dtype:
         dtype = getattr(torch, dtype.removeprefix("torch."), None)
     if isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.bfloat16, torch.float16):
         return dtype
-    raise checkpoint_error(source, f"is not valid: dtype = {NAMES.get(dtype, dtype)!r}")
+    named = NAMES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else read.dtype
+    raise checkpoint_error(source, f"is not valid: dtype = {named!r}")

@@ -256,6 +256,11 @@ def test_fields_that_ask_for_nothing_are_accepted(changes: dict[str, Any]) -> No
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+        ({"hidden_size": 2**31}, "hidden_size"),
+        ({"head_dim": 10**400}, "head_dim"),
+        ({"num_hidden_layers": 2**64}, "num_hidden_layers"),
+        ({"architectures": ["Glm4MoeForCausalLM"], "partial_rotary_factor": 1e308}, "partial_rotary_factor"),
+        ({"architectures": ["Glm4MoeForCausalLM"], "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
     ],
 )
 def test_invalid_values_are_named(changes: dict[str, Any], field: str) -> None:

@@ -135,12 +135,20 @@ def test_values_that_the_config_class_does_not_take(tmp_path: Path) -> None:
         ("num_hidden_layers", 0),
         ("rope_parameters", [1]),
         ("dtype", "int8"),
+        ("dtype", {"text_config": "bfloat16"}),
     ):
         edit_config(tmp_path, **{name: value})
         with pytest.raises(CaesuraError) as caught:
             load_model_config(tmp_path, "transformers")
         assert caught.value.code == ErrorCode.CHECKPOINT_ERROR
         save(tmp_path, "LlamaForCausalLM")
+
+
+def test_an_epsilon_that_the_config_class_has_as_null(tmp_path: Path) -> None:
+    """Its norms have another field; each norm knows its own."""
+    save(tmp_path, "Cohere2ForCausalLM")
+    edit_config(tmp_path, rms_norm_eps=None)
+    assert load_model_config(tmp_path, "transformers").rms_norm_eps > 0
 
 
 def leaking(monkeypatch: pytest.MonkeyPatch) -> None:

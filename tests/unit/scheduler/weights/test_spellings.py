@@ -148,13 +148,47 @@ def test_an_expert_that_does_not_come_is_due(experts: tuple[Path, dict[str, Tens
     with pytest.raises(CaesuraError) as caught:
         sender.loader.require_whole()
     assert caught.value.detail["missing"] == [last]
-    whole = spec_of(DOWN, tensor, len(tensor) - 1)
-    sender.loader.check_rows([whole], whole=True)
-    with pytest.raises(CaesuraError) as caught:
-        Sender(built(path)).loader.check_rows([whole], whole=True)
-    assert len(caught.value.detail["missing"]) == len(tensor) - 1
+    rest = spec_of(DOWN, tensor, len(tensor) - 1)
+    sender.loader.check_rows([rest], whole=True)
     sender.send(DOWN, tensor, len(tensor) - 1)
     sender.loader.require_whole()
+
+
+def test_experts_that_come_anew_are_due_again(experts: tuple[Path, dict[str, Tensor]]) -> None:
+    """Whether they came together before or each alone: else half of them would be committed with half of the others."""
+    path, state = experts
+    alone, tensor = load_file(path / "model.safetensors"), state[DOWN]
+    block = DOWN.removesuffix("down_proj")
+    for before in ({DOWN: tensor}, {name: alone[name] for name in alone if name.startswith(block)}):
+        sender = Sender(built(path))
+        for name, value in before.items():
+            sender.send(name, value)
+        with pytest.raises(CaesuraError) as caught:
+            sender.loader.check_rows([spec_of(DOWN, tensor, 0, 2)], whole=True)
+        assert len(caught.value.detail["missing"]) == len(tensor) - 2
+        sender.send(DOWN, tensor, 0, 2)
+        with pytest.raises(CaesuraError) as caught:
+            sender.loader.require_whole()
+        assert len(caught.value.detail["missing"]) == len(tensor) - 2
+        sender.send(DOWN, tensor, 2)
+        sender.loader.require_whole()
+
+
+def test_experts_come_in_order(experts: tuple[Path, dict[str, Tensor]]) -> None:
+    """As rows of any tensor do, and not interleaved with another's."""
+    path, state = experts
+    sender, tensor, norm = Sender(built(path)), state[DOWN], "model.norm.weight"
+    for start, due in ((2, 0), (3, 2)):
+        spec = spec_of(DOWN, tensor, start)
+        with pytest.raises(CaesuraError) as caught:
+            sender.loader.check_rows([spec], whole=False)
+        entry = {"name": DOWN, "reason": f"row {start} came when row {due} was due"}
+        assert caught.value.detail["mismatched"] == [entry]
+        with pytest.raises(CaesuraError, match="was due"):
+            sender.loader.write(WeightPiece(DOWN, tuple(tensor.shape), tensor.dtype, start, tensor[start:]))
+        sender.send(DOWN, tensor, 0, 2)
+    with pytest.raises(CaesuraError, match="row 2 came when row 0 was due"):
+        sender.loader.check_rows([spec_of(norm, state[norm]), spec_of(DOWN, tensor, 2)], whole=False)
 
 
 def test_other_shapes_are_refused_by_the_name_that_came(experts: tuple[Path, dict[str, Tensor]]) -> None:
