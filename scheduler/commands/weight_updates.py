@@ -124,7 +124,7 @@ class WeightUpdates:
             self._maps.collect()
 
     def progress(self) -> UpdateProgress | None:
-        """Progress of the update under way, for status; None if there is none."""
+        """Progress of the update under way, for status. None: there is none."""
         if self._progress is None:
             return None
         source, started = self._progress
@@ -242,8 +242,7 @@ class WeightUpdates:
     def _ignored(
         self, request: WeightUpdateOptions, source: WeightSource, stages: StageProfiler, started: float
     ) -> Operation:
-        """Of a call whose tensors the model ignores, all of them: it stops no step and opens no session. They are received and
-        passed on all the same, since who broadcasts them waits until they are."""
+        """A call whose tensors the model ignores stops no step and opens no session; who broadcasts them waits for their receipt."""
         self._loader.take_counts()
         own = pieces_of(source, self._loader, None, self._config.load_bucket_bytes)
         with (
@@ -254,9 +253,8 @@ class WeightUpdates:
             while next(pieces, END) is not END:
                 yield Wait.THREAD
         self._maps.end_session()
-        counts = self._loader.take_counts()
-        committed = self._lifecycle.serviceable  # as of all that has come before
-        return self._reply(request.id, counts, stages, started, committed=committed, flushed=False)
+        counts, serviceable = self._loader.take_counts(), self._lifecycle.serviceable
+        return self._reply(request.id, counts, stages, started, committed=serviceable, flushed=False)
 
     def join_session(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
         """The session that this call belongs to, opened if there is none; nothing is written yet.
@@ -340,10 +338,9 @@ class WeightUpdates:
         """Whether the session is complete, so that it commits without an explicit end."""
         if session.kind == "explicit":
             return False
-        covered = not self._loader.missing(self._loader.written)
-        return (covered and self._loader.is_whole) or (
-            (is_last_call or session.kind == "single") and self._lifecycle.serviceable
-        )
+        covered = self._loader.is_whole and not self._loader.missing(self._loader.written)
+        last = is_last_call or session.kind == "single"
+        return covered or (last and self._lifecycle.serviceable)
 
     def expire(self) -> None:
         """Abort the open session, because its deadline has passed or its client is gone."""
