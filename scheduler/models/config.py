@@ -99,8 +99,8 @@ ModelBackend = Literal["auto", "native", "transformers"]
 
 
 def load_model_config(path: str | Path, backend: ModelBackend = "native") -> ModelConfig:
-    """Read the config.json (and generation_config.json, if any) in folder ``path``; of a model that can also see, what is about
-    its language model.
+    """Read the config.json (and generation_config.json, if any) in folder ``path``; of a multimodal model, what is about its
+    language model.
 
     Raises:
         CaesuraError: CHECKPOINT_ERROR when config.json is missing or not valid; UNSUPPORTED_MODEL, with the fields, when

@@ -26,7 +26,7 @@ from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
 from .config import ModelConfig
 from .layered import LayeredModel
-from .multimodal import is_of_tower
+from .multimodal import is_vision_tensor
 from .one_call import OneCall
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -231,8 +231,8 @@ class DecoderForCausalLM(LayeredModel):
         return self._logits.forward(hidden)
 
     def is_skipped(self, name: str) -> bool:
-        """Rotary buffers, layers of multi-token prediction, the copy of a tied head that some checkpoints carry, and what sees."""
-        if is_of_tower(self.config.architecture, name):
+        """Rotary buffers, layers of multi-token prediction, the copy of a tied head that some checkpoints carry, vision towers."""
+        if is_vision_tensor(self.config.architecture, name):
             return True
         if name == "lm_head.weight":
             return self.config.tie_word_embeddings

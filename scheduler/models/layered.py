@@ -39,7 +39,7 @@ class LayeredModel(ABC):
         return frozenset()
 
     def own_name(self, name: str) -> str:
-        """Of a language model that came with another one for images, without what the whole model's names begin with."""
+        """Without what the names of a multimodal model begin with, where the language model is one of those."""
         return multimodal.own_name(self.config.architecture, name)
 
     def weight_slots(self) -> dict[str, WeightSlot]:

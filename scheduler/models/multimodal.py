@@ -1,10 +1,10 @@
-"""The language model in a checkpoint that can also see: its config, and the names of its tensors.
+"""The language model of a multimodal checkpoint: its config, and the names of its tensors.
 
 Invariants:
-- What is served is the language model, the same as from a checkpoint of its own: text alone goes in. Towers for images, and what
-  joins them to it, are ignored by name.
-- Its tensors are known by the names of a checkpoint of its own; those of the whole model are taken as well, in both orders in which
-  they are written (``model.language_model.layers`` by transformers 5, ``language_model.model.layers`` before).
+- What is served is the language model, the same as from a checkpoint of its own: text alone goes in. Vision towers and projectors
+  are ignored by name.
+- Its tensors are known by the names of a checkpoint of its own; those of the multimodal one are taken as well, in both forms in
+  which they are written (``model.language_model.layers`` by transformers 5, ``language_model.model.layers`` before).
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ LANGUAGE_MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
-"""Architecture of the whole model to that of the language model in it."""
+"""Multimodal architecture to that of its language model."""
 
 _OF_ALL = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
-"""Said of the whole model, where they are said."""
+"""Fields that are at the top level of a multimodal config, and count there if they are."""
 _MODULES = ("modules_to_not_convert", "ignored_layers")
 """Lists of modules in a ``quantization_config``."""
 _SPELLED = {
@@ -29,7 +29,7 @@ _SPELLED = {
     "language_model.lm_head.": "lm_head.",
 }
 _TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
-_SEEING = frozenset(LANGUAGE_MODELS.values())
+_MULTIMODAL = frozenset(LANGUAGE_MODELS.values())
 
 
 def language_config(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def language_config(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _with_own_names(architecture: str, quantized: dict[str, Any]) -> dict[str, Any]:
-    """The modules in its lists are named as tensors are, in as many ways."""
+    """With the own names of the modules in its lists."""
     return {
         name: [own_name(architecture, module) if isinstance(module, str) else module for module in value]
         if name in _MODULES and isinstance(value, list)
@@ -66,14 +66,14 @@ def _with_own_names(architecture: str, quantized: dict[str, Any]) -> dict[str, A
 
 
 def own_name(architecture: str, name: str) -> str:
-    """Of a tensor, or a module, of an ``architecture`` that language models of whole ones have; else as it is."""
-    if architecture in _SEEING:
+    """Of a tensor or a module, where ``architecture`` is that of a multimodal model's language model; else as it is."""
+    if architecture in _MULTIMODAL:
         for prefix, own in _SPELLED.items():
             if name.startswith(prefix):
                 return own + name[len(prefix) :]
     return name
 
 
-def is_of_tower(architecture: str, name: str) -> bool:
-    """Whether a tensor belongs to what sees."""
-    return architecture in _SEEING and name.removeprefix("model.").startswith(_TOWERS)
+def is_vision_tensor(architecture: str, name: str) -> bool:
+    """Whether a tensor belongs to a vision tower, or to what projects its output."""
+    return architecture in _MULTIMODAL and name.removeprefix("model.").startswith(_TOWERS)

@@ -1,4 +1,4 @@
-"""The language model of a checkpoint that can also see: the whole model's log-probabilities of text, under whichever names."""
+"""The language model of a multimodal checkpoint: the multimodal model's log-probabilities of text, under whichever names."""
 
 import json
 from functools import partial
@@ -48,7 +48,7 @@ def started(path, **options) -> EngineDriver:
 
 
 def gap(driver, model) -> float:
-    """The largest distance of a log-probability from the whole model's."""
+    """The largest distance of a log-probability from the multimodal model's."""
     driver.call(FlushCacheReqInput())
     params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
     message = GenerateReqInput(
@@ -286,7 +286,7 @@ def test_a_whole_model_without_a_language_model_is_no_checkpoint(config, tmp_pat
 @pytest.mark.parametrize(
     "architecture", ["Gemma3nForConditionalGeneration", "Llama4ForConditionalGeneration"]
 )
-def test_others_that_can_see_are_refused_by_name(architecture, tmp_path):
+def test_other_multimodal_models_are_refused_by_name(architecture, tmp_path):
     """Some of these transformers lists among the causal language models."""
     config = getattr(transformers, architecture).config_class(architectures=[architecture])
     config.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints of models that can also see, as transformers writes them, and as it did before version 5."""
+"""Multimodal checkpoints, as transformers writes them, and as it did before version 5."""
 
 import json
 from collections.abc import Callable
@@ -51,7 +51,7 @@ WHOLE: dict[str, tuple[str, type, type, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-"""By architecture: the family of the language model, config and model of the whole one, and fields of its tower and its own."""
+"""By architecture: the family of the language model, the multimodal config and model, fields of the vision tower and of the config."""
 
 
 def make_multimodal_checkpoint(

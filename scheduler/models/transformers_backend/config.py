@@ -52,7 +52,7 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
         read = _from_dict(kind, config)
         text = read.get_text_config(decoder=True)
         if text is not read:
-            raise refused(kind.__name__, "it can also see or hear, and its language model is not known here")
+            raise refused(kind.__name__, "it is multimodal, and the engine does not know its language model")
         values = _values(read)
     except _FAILURES as error:
         raise checkpoint_error(source, f"is not valid: {error}") from error

@@ -25,7 +25,7 @@ from ...layers.logits_processor import LogitsProcessor
 from ...layers.parameters import Layer, Placement
 from ..config import ModelConfig
 from ..layered import LayeredModel
-from ..multimodal import is_of_tower
+from ..multimodal import is_vision_tensor
 from .assembly import Assembler
 from .attention import attending
 from .layerwise import LayerByLayer
@@ -154,8 +154,8 @@ class TransformersForCausalLM(LayeredModel):
         check(self)
 
     def is_skipped(self, name: str) -> bool:
-        """Rotary buffers, copies of what is tied, what the architecture says it ignores, and what sees."""
-        return self._skipped.search(name) is not None or is_of_tower(self.config.architecture, name)
+        """Rotary buffers, copies of what is tied, what the architecture says it ignores, vision towers."""
+        return self._skipped.search(name) is not None or is_vision_tensor(self.config.architecture, name)
 
     def owners(self) -> Iterator[Layer]:
         """What took the place of the module's parts."""
