@@ -189,17 +189,7 @@ def build_pool(
     most_windows = _window_pages(config, loaded)
     row_bytes = state_row_bytes(loaded)
     rows = _STATES_PER_ROW * config.sizes.rows if row_bytes else 0
-    free = available_memory_if_known(config.device, empty_cache=True, group=group)
-    if free is None and config.kv_pool_tokens is None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"device {config.device} does not report its free memory: set kv_pool_tokens",
-            field="kv_pool_tokens",
-            value=None,
-        )
-    left = None if free is None else free - kept_free
-    if left is not None and group is not None:
-        left //= group.sharing
+    left = _left_for_pool(config, kept_free, group)
     if config.kv_pool_tokens is not None:
         pages = pages_for(config.kv_pool_tokens)
     else:
@@ -232,6 +222,25 @@ def build_pool(
         pool.states = make_states(loaded, rows + 1)  # and so is row 0
         logger.info("%d rows of states of %d bytes each, a row for each running request", rows, row_bytes)
     return pool
+
+
+def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None) -> int | None:
+    """Free bytes that this rank's pool may take. None: the device does not tell, and the configuration has the pool's size.
+
+    Raises:
+        CaesuraError: ``unsupported``, neither says how large a pool can be.
+    """
+    free = available_memory_if_known(config.device, empty_cache=True, group=group)
+    if free is None and config.kv_pool_tokens is None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"device {config.device} does not report its free memory: set kv_pool_tokens",
+            field="kv_pool_tokens",
+            value=None,
+        )
+    if free is None:
+        return None
+    return (free - kept_free) // (1 if group is None else group.sharing)
 
 
 def _affordable(share: int, per_page: int, per_window_page: int, most_windows: int) -> int:
