@@ -14,6 +14,7 @@ Invariants:
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..layers.parameters import TensorSlot
 from .pieces import WeightPiece
@@ -71,7 +72,6 @@ class Spellings:
 
     def __init__(self, slots: Mapping[str, TensorSlot], own_name: Callable[[str], str]) -> None:
         self._slots, self._own_name = slots, own_name
-        self._stacks = _stacks_of(slots)
 
     def own(self, name: str) -> str:
         """The model's name of what came as ``name``; of a tensor of all experts, what it is called here."""
@@ -80,6 +80,10 @@ class Spellings:
     def stack(self, name: str) -> Stack | None:
         """Of the own ``name`` of a tensor of all experts. None: it is none, or the model has it so itself."""
         return self._stacks.get(name)
+
+    @cached_property
+    def _stacks(self) -> dict[str, Stack]:
+        return _stacks_of(self._slots)  # nobody asks where all names are the model's own
 
 
 def _stacks_of(slots: Mapping[str, TensorSlot]) -> dict[str, Stack]:
