@@ -20,7 +20,7 @@ CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching
 # Set in many containers: then every engine that a test starts compiles this project's modules anew, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check checked test suite test-long test-bench lint format docs bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
+.PHONY: demo check checked test suite test-long test-bench lint format docs sizes bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -66,6 +66,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Lines, widths, long functions and constructors with many arguments, for reviewers; nothing fails because of a size.
+sizes:
+	$(PYTHON) docs/report_sizes.py
 
 # The site of docs/ with the Python reference: build/site/index.html. A broken link or anchor is an error (with --quiet it would
 # not be). The tools, in an
