@@ -2,8 +2,8 @@
 
 Invariants:
 - A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is refused.
-- A scheduler that cannot write its state file is started again for as long as it takes: the disk can be mended. These starts do
-  not count as restarts.
+- A scheduler that cannot write its state file is started again for as long as it takes: the disk can be
+  mended. These starts do not count as restarts.
 - The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives up, with the last
   reason.
 - Each restart is logged in one line, with its reason, before it begins.

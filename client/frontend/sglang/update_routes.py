@@ -272,10 +272,13 @@ def uncommitted(reply: WeightUpdateReqOutput | None) -> str:
     if reply is None:
         return "The call has no tensors: nothing was written."
     if reply.session_id is None:
-        return f"Written, not committed: the weights are {reply.weights} until every parameter of the model has been written."
+        return (
+            f"Written, not committed: the weights are {reply.weights} until every parameter of the model "
+            "has been written."
+        )
     return (
-        f"Written, not committed yet: session {reply.session_id} is open. /end_weight_update commits it; if it was not begun, "
-        "/continue_generation, /flush_cache and the last parameter do, too."
+        f"Written, not committed yet: session {reply.session_id} is open. /end_weight_update commits it; if it "
+        "was not begun, /continue_generation, /flush_cache and the last parameter do, too."
     )
 
 
