@@ -28,6 +28,7 @@ RETRYABLE = frozenset(
         ErrorCode.WEIGHTS_POISONED,
         ErrorCode.WEIGHTS_INVALID,
         ErrorCode.MEMORY_RELEASED,
+        ErrorCode.STATE_FILE_ERROR,
         ErrorCode.SHUTTING_DOWN,
         ErrorCode.ENGINE_DIED,
         ErrorCode.ENGINE_RESTARTING,
@@ -232,6 +233,12 @@ class DeadlineExceeded(EngineError):
     """The operation's own deadline passed inside the engine."""
 
     error_code = ErrorCode.DEADLINE_EXCEEDED
+
+
+class StateFileError(EngineError):
+    """The engine's state file cannot be read or written, or another engine holds it."""
+
+    error_code = ErrorCode.STATE_FILE_ERROR
 
 
 class EndpointInUse(EngineError):

@@ -27,7 +27,8 @@ def status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
     if status.update is not None:
         done = f"{status.update.written_bytes / MIB:.0f} of {status.update.total_bytes / MIB:.0f} MB"
         yield "update", f"{status.update.source}, {done}, {status.update.age_s:.1f} s"
-    released = f" ({', '.join(status.released_tags)})" if status.released_tags else ""
+    tags = ", ".join(status.released_tags)
+    released = f" ({tags}): nothing is generated before resume_memory" if tags else ""
     yield "memory", status.memory + released
     yield "requests", _requests(status)
     age = "none yet" if status.last_step_age_s is None else f"last {status.last_step_age_s:.1f} s ago"

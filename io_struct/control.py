@@ -131,13 +131,17 @@ class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
     """The memory is released. No step runs until all of it is resident again."""
 
     released_tags: list[MemoryTag]
-    """All tags that are released now."""
+    """All tags that are released now. ``cuda_graph`` is never among them where no graphs are captured."""
     freed_bytes: dict[MemoryTag, int]
-    """Bytes that this call released, by tag: the sizes of the components."""
+    """Bytes that this call gave back, by tag. On a CPU, pages of the KV pool that no request has written are not
+    among them."""
     reserved_before: int
     """Bytes reserved by the device allocator before the release."""
     reserved_after: int
     """Bytes reserved afterwards; the same if everything was released already."""
+    weights_kept: bool | None = None
+    """True: a copy on the host keeps the values of the released weights (``weights_cpu_backup``), and a resume restores
+    them. False: they are dropped, and a complete update is needed after the resume. None: no weights are released."""
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
@@ -158,7 +162,7 @@ class ResumeMemoryOccupationReqOutput(Reply, kw_only=True):
     released_tags: list[MemoryTag]
     """Tags that are still released."""
     resumed_bytes: dict[MemoryTag, int]
-    """Bytes that this call allocated, by tag."""
+    """Sizes of what this call took again, by tag. On a CPU, pages take memory as they are written."""
 
 
 class RenewPauseLeaseReqInput(ControlRequest, kw_only=True):

@@ -79,6 +79,9 @@ class ErrorCode(StrEnum):
     command, if an allocation of its own failed. ``detail``: needed_bytes, free_bytes where known."""
     DEADLINE_EXCEEDED = "deadline_exceeded"
     """The operation's own deadline passed. ``detail``: what was not finished."""
+    STATE_FILE_ERROR = "state_file_error"
+    """The state file cannot be read or written, or another engine holds it. A commit that is refused with it
+    leaves the weights poisoned. ``detail``: path, reason."""
     ENDPOINT_IN_USE = "endpoint_in_use"
     """Another scheduler owns this endpoint."""
     UNSUPPORTED = "unsupported"

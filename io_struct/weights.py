@@ -108,6 +108,9 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     """True: this call flushed the prefix cache."""
     stages: StageTimes
     """Time spent in this call, by stage (for ``end``: in the session)."""
+    durable: bool | None = None
+    """True: the state file has this commit, so a restart goes on from it. False: it could not be written, so a
+    restart begins with ``invalid`` weights. None: nothing is committed, or there is no state file."""
     relay_error: str | None = None
     """Why the engines behind this one (``relay_to``) did not get everything. None: they did, or there are none."""
 

@@ -99,7 +99,7 @@ def load_model(
     if isinstance(model, ForeignModel):
         with nobody():
             model.check()
-    return LoadedModel(model.config, model, loader, dtype, device, checkpoint.digest, parallel)
+    return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:

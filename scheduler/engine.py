@@ -394,6 +394,7 @@ class Engine:
                 batcher=core.steps.batcher,
                 cache=self.cache,
                 device_cache=self._device_cache,
+                weights_file=self._weights_file,
             ),
             uploader=uploader_of(write_stream, loaded.device),
             history=self.history,

@@ -33,6 +33,7 @@ _STATUS: dict[str, int] = {
     ErrorCode.WEIGHTS_POISONED: 503,
     ErrorCode.WEIGHTS_INVALID: 503,
     ErrorCode.OUT_OF_MEMORY: 503,
+    ErrorCode.STATE_FILE_ERROR: 503,
     ErrorCode.TIMED_OUT: 504,
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.INTERNAL: 500,

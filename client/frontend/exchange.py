@@ -7,7 +7,7 @@ Invariants: when a client disconnects its generations are aborted; commands are 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -147,8 +147,12 @@ def extras(reply: msgspec.Struct) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ("type", "id")}
 
 
+Outcome = Callable[[Any], str]
+"""Makes the message of an answer from the engine's reply."""
+
+
 async def succeed(
-    front: FrontEnd, name: str, message: str, work: Coroutine[Any, Any, Any], **fields: Any
+    front: FrontEnd, name: str, message: str | Outcome, work: Coroutine[Any, Any, Any], **fields: Any
 ) -> Response[bytes]:
     """``{"success", "message"}``, the shape of updates and groups: 200, or the status of the error."""
     try:
@@ -156,7 +160,8 @@ async def succeed(
     except CaesuraError as error:
         return failure(error)
     more = extras(reply) if isinstance(reply, msgspec.Struct) else {}
-    return json_response({**more, "success": True, "message": message, **fields})
+    said = message if isinstance(message, str) else message(reply)
+    return json_response({**more, "success": True, "message": said, **fields})
 
 
 def failure(error: CaesuraError) -> Response[bytes]:

@@ -2,6 +2,8 @@
 
 Invariants:
 - A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is refused.
+- A scheduler that cannot write its state file is started again for as long as it takes: the disk can be
+  mended. These starts do not count as restarts.
 - The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives up, with the last
   reason.
 - Each restart is logged in one line, with its reason, before it begins.
@@ -97,11 +99,17 @@ Listener = Callable[[State], None]
 
 
 class _Failure(Exception):  # noqa: N818  (it says what happened to the scheduler, not what went wrong here)
-    """Why a scheduler is gone that should not be; ``final``: another one would go the same way."""
+    """Why a scheduler is gone that should not be.
 
-    def __init__(self, reason: str, final: EngineError | None = None) -> None:
+    Attributes:
+        final: set if another one would go the same way.
+        waits: it goes on as soon as something else is mended, however often it must be tried.
+    """
+
+    def __init__(self, reason: str, final: EngineError | None = None, *, waits: bool = False) -> None:
         super().__init__(reason)
         self.final = final
+        self.waits = waits
 
 
 class Supervisor:
@@ -138,7 +146,7 @@ class Supervisor:
         self._child: Child | None = None
         self._stopping = threading.Event()
         self._restarts: deque[float] = deque()
-        self._num_restarts = 0
+        self._num_restarts = self._num_waits = 0
         self._has_served = False
         stop_timeout_s = min(self._policy.stop_timeout_s, threading.TIMEOUT_MAX)
         self._last_resort = threading.Timer(stop_timeout_s, self._kill)
@@ -260,7 +268,9 @@ class Supervisor:
                     return None
                 if failure.final is not None:
                     return failure.final
-                if not self._may_restart(str(failure)):
+                if failure.waits:
+                    self._wait(str(failure))
+                elif not self._may_restart(str(failure)):
                     return self._gave_up(str(failure))
             else:
                 return None
@@ -285,6 +295,14 @@ class Supervisor:
         self._stopping.wait(delay)
         return True
 
+    def _wait(self, reason: str) -> None:
+        """Wait for the next start of a scheduler that waits for something else."""
+        delay = self._policy.delay(self._num_waits)
+        self._num_waits += 1
+        logger.warning("%s %s; next try in %.1f s", self._name, reason, delay)
+        self._tell(Down(reason, delay))
+        self._stopping.wait(delay)
+
     def _gave_up(self, reason: str) -> EngineError:
         policy = self._policy
         return EngineDied(
@@ -308,7 +326,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             self.endpoint = self._wait_ready(child)
-            self._has_served = True
+            self._has_served, self._num_waits = True, 0
             self._tell(Serving(self.endpoint, child.process.pid, self._num_restarts))
             self._watch(child)
         finally:
@@ -327,7 +345,8 @@ class Supervisor:
             raise _Failure(reason) from error
         except EngineError as error:
             final = error if not self._has_served or error.code in _NEVER_AGAIN else None
-            raise _Failure(f"refused to start: {error}", final) from error
+            waits = error.code == ErrorCode.STATE_FILE_ERROR
+            raise _Failure(f"refused to start: {error}", final, waits=waits) from error
 
     def _watch(self, child: Child) -> None:
         """Until the process has ended; it is killed when it hangs."""

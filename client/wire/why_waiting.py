@@ -48,4 +48,4 @@ def _weights(status: GetStatusReqOutput) -> str | None:
 def _memory(status: GetStatusReqOutput) -> str | None:
     if not status.released_tags:
         return None
-    return f"its memory is released ({', '.join(status.released_tags)}), and it waits for resume_memory"
+    return f"its memory is released, and it waits for resume_memory({status.released_tags})"

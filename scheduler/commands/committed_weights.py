@@ -1,12 +1,17 @@
 """The state file: a small record of the weights that were committed last, for the next start of the engine.
 
 Invariants:
-- The file is written before a commit is acknowledged and before a token is sampled under it. The next start therefore knows
-  every epoch that a client may have seen, even if the engine is killed. Epochs do not repeat.
-- The file is replaced atomically, never edited: a reader finds the old record or the new one. A background thread calls
-  fsync, which matters only if the host loses power.
-- A record that cannot be read, or that is of another model, is ignored with a warning. A folder is loaded again only if its
-  files are those that were committed.
+- I12: an epoch names one state of the weights, across restarts, full disks and owners that die.
+- The record is written before a commit is acknowledged and before a token is sampled under it. Just before the
+  commit, one byte of the old record is overwritten in place, which needs no space on the disk: it marks the record
+  as superseded until the new one replaces it. A commit that cannot be marked is refused. One that is marked and not
+  recorded stands, and its reply says so.
+- A start that does not know which weights were committed last begins invalid, above every epoch that was given out:
+  after a superseded record at :data:`_UNRECORDED` more, after a file that is no record at the number of
+  milliseconds since 1970.
+- The file is replaced atomically: a reader finds the old record, marked or not, or the new one. A background thread
+  calls fsync, which matters only if the host loses power.
+- A folder is loaded again only if its files are those that were committed.
 - Only one engine writes a file at a time, which a lock file ensures.
 """
 
@@ -36,6 +41,10 @@ _MAX_BYTES = 64 << 10
 """Largest size of a state file."""
 _CLOSE_S = 5.0
 """How long a stopping engine waits for the last fsync."""
+_UNRECORDED = 1 << 24
+"""More epochs than an engine can give out while its state file cannot be written."""
+_BEFORE_MARK = b'{"caesura_weights_record":1,"superseded":'
+"""Begin of every record; the byte that follows is the mark."""
 
 
 _Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -46,6 +55,8 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     caesura_weights_record: Literal[1]
     """Identifies the file format and its version."""
+    superseded: Literal[0, 1] = 0
+    """1 from just before a commit until its own record is in place."""
     incarnation: str
     """Identifies the start of the engine that wrote the record."""
     weights_epoch: _Epoch
@@ -61,6 +72,8 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The folder that contains the weights; None if they came over a transport other than disk."""
     digest: str | None
     """Digest of that folder's files."""
+    lost: str | None = None
+    """Why it is unknown which weights were committed last; None if this record says it."""
     time: float
     """When the record was written, in seconds since 1970."""
 
@@ -84,16 +97,18 @@ class WeightsFile:
         """Take the lock and read the record.
 
         Raises:
-            CaesuraError: ``invalid_request`` if another engine holds the lock, or if it cannot be created.
+            CaesuraError: ``state_file_error`` if another engine holds the lock, or if a file cannot be opened.
         """
         self._config = config
         self._path = config.state_file
         self._record: WeightsRecord | None = None
         self._lock: int | None = None
         self._syncer: _Syncer | None = None
+        self.durable: bool | None = None
+        """Whether the file has the last commit; None without a file."""
         if self._path is not None:
             self._lock = _lock(self._path)
-            self._record = read_record(self._path)
+            self._record = self._read(self._path)
 
     def close(self) -> None:
         """Wait for the last fsync, for a bounded time, and release the lock."""
@@ -119,6 +134,8 @@ class WeightsFile:
             )
             self._record = None
             return Start(epoch)
+        if record.lost is not None:
+            return Start(epoch, lost=record.lost)
         if not record.updated:
             return Start(epoch, record.weight_version)
         reason = _why_lost(record)
@@ -135,7 +152,7 @@ class WeightsFile:
         """Write the record of this start, whose weights were loaded from files with ``digest``.
 
         Raises:
-            CaesuraError: ``invalid_request`` if the file cannot be written.
+            CaesuraError: ``state_file_error`` if the file cannot be written.
         """
         if self._path is None:
             return
@@ -164,7 +181,28 @@ class WeightsFile:
             self._write(record)
         except (OSError, UnicodeEncodeError) as error:
             raise _unusable(self._path, str(error)) from error
+        self.durable = True
         self._syncer = _Syncer(self._path)
+
+    def supersede(self) -> None:
+        """Mark the record as out of date, just before a commit.
+
+        Raises:
+            CaesuraError: ``state_file_error`` if it cannot be marked: after a restart the weights before this commit
+                would be served under its epoch.
+        """
+        if self._path is None:
+            return
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.pwrite(descriptor, b"1", len(_BEFORE_MARK))
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:  # removed by somebody who wants to start from ``model_path`` again
+            return
+        except OSError as error:
+            raise _unusable(self._path, str(error)) from error
 
     def committed(self, stamp: WeightStamp, session: Session) -> None:
         """Write the record of a committed session, before its reply is sent.
@@ -173,13 +211,13 @@ class WeightsFile:
         """
         if self._record is None:
             return
-        source, digest = self._record.source, self._record.digest
+        source, digest, lost = self._record.source, self._record.digest, self._record.lost
         if (
             session.touched
         ):  # a folder is always a complete checkpoint, so it replaces whatever was written before it
             from_disk = session.source == "disk" and session.model_path is not None
             source = os.path.abspath(session.model_path or "") if from_disk else None
-            digest = session.digest if from_disk else None
+            digest, lost = session.digest if from_disk else None, None
         record = msgspec.structs.replace(
             self._record,
             weights_epoch=stamp.epoch,
@@ -188,17 +226,57 @@ class WeightsFile:
             updated=True,
             source=source,
             digest=digest,
+            lost=lost,
             time=time.time(),
         )
         try:
             self._write(record)
+            self.durable = True
         except (OSError, UnicodeEncodeError) as error:
+            self.durable = False
             logger.error(
-                "%s could not be written: a restart would not know of epoch %d (%s)",
+                "%s could not be written: a restart would begin with invalid weights, not with epoch %d (%s)",
                 self._path, stamp.epoch, error,
             )  # fmt: skip
         if self._syncer is not None:
             self._syncer.wake()
+
+    def _read(self, path: str) -> WeightsRecord | None:
+        """The record; one that says why it is unknown what was committed last if the file cannot tell."""
+        try:
+            record = read_record(path)
+        except OSError as error:
+            raise _unusable(path, str(error)) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            with contextlib.suppress(OSError):  # kept for whoever it belongs to
+                os.link(path, f"{path}.unreadable")
+            lost, now = f"{path} is no record of weights: {error}", time.time()
+            logger.warning("%s", lost)
+            return WeightsRecord(
+                caesura_weights_record=1,
+                incarnation="",
+                weights_epoch=int(now * 1000),
+                committed_epoch=0,
+                weight_version=INITIAL_VERSION,
+                model_path=os.path.abspath(self._config.model_path),
+                updated=True,
+                source=None,
+                digest=None,
+                lost=lost,
+                time=now,
+            )
+        if record is None or not record.superseded:
+            return record
+        last = f"version {record.weight_version!r} (epoch {record.committed_epoch})"
+        return msgspec.structs.replace(
+            record,
+            superseded=0,
+            weights_epoch=record.weights_epoch + _UNRECORDED,
+            updated=True,
+            source=None,
+            digest=None,
+            lost=f"what was committed after {last} is not on record in {path}",
+        )
 
     def _write(self, record: WeightsRecord) -> None:
         assert self._path is not None
@@ -210,28 +288,29 @@ class WeightsFile:
         ):  # a killed engine's; opening a FIFO there would never return
             os.unlink(temporary)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        encoded = msgspec.json.encode(record)
+        assert encoded.startswith(_BEFORE_MARK), encoded
         with open(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(record) + b"\n")
+            file.write(encoded + b"\n")
         os.replace(temporary, self._path)
 
 
 def read_record(path: str) -> WeightsRecord | None:
-    """The record in ``path``; None if there is none, or (with a warning) if the file is not a readable record."""
+    """The record in ``path``; None if there is no such file.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: the file is no record of this format.
+        OSError: it cannot be read.
+    """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        logger.warning("%s is ignored: it cannot be read: %s", path, error.strerror)
-        return None
-    try:
-        if raw is None or len(raw) > _MAX_BYTES:
-            raise msgspec.ValidationError(f"it has more than {_MAX_BYTES} bytes")
-        return msgspec.json.decode(raw, type=WeightsRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        logger.warning("%s is ignored: it is not a record of weights: %s", path, error)
-        return None
+    with open(descriptor, "rb") as file:
+        raw = file.read(_MAX_BYTES + 1)
+    if raw is None or len(raw) > _MAX_BYTES:
+        raise msgspec.ValidationError(f"it has more than {_MAX_BYTES} bytes")
+    return msgspec.json.decode(raw, type=WeightsRecord)
 
 
 def _why_lost(record: WeightsRecord) -> str | None:
@@ -239,7 +318,7 @@ def _why_lost(record: WeightsRecord) -> str | None:
     if record.source is None:
         return "they had come over a transport, which leaves no copy"
     try:
-        digest = open_checkpoint(record.source).digest
+        digest = open_checkpoint(record.source).local_digest
     except CaesuraError as error:
         return error.message
     return None if digest == record.digest else f"the files of {record.source} have changed"
@@ -260,7 +339,7 @@ def _lock(path: str) -> int:
 
 def _unusable(path: str, reason: str) -> CaesuraError:
     return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"state_file = {path!r}: {reason}", field="state_file", value=path
+        ErrorCode.STATE_FILE_ERROR, f"state_file = {path!r}: {reason}", path=path, reason=reason
     )
 
 

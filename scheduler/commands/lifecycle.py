@@ -138,7 +138,7 @@ class Lifecycle:
         self._commits: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._released: frozenset[MemoryTag] = frozenset()
-        self._keeps_weights = keeps_weights
+        self.keeps_weights = keeps_weights
         self._step = 0
         self._commit_session: Callable[[Session], Generator[Wait, None, None]] | None = None
         self._lease_ended_at: float | None = None
@@ -442,7 +442,7 @@ class Lifecycle:
     def set_released(self, released: frozenset[MemoryTag]) -> None:
         """Set the released tags. Weights whose values are not kept become invalid when their memory is released, until a
         complete update commits."""
-        if "weights" in released - self._released and not self._keeps_weights:
+        if "weights" in released - self._released and not self.keeps_weights:
             self._weights = "invalid"
             self._weights_detail = (
                 "their memory was released without a copy, which --enable-weights-cpu-backup would keep"

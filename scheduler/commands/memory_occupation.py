@@ -9,6 +9,7 @@ Invariants:
 - A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record of what an
   uncommitted update has written, with either the encoded prompts that are kept.
 - A resume that fails changes nothing. Resuming what is resident, and releasing what is released, has no effect.
+- Without captured graphs the tag ``cuda_graph`` stands for nothing, and is never called released.
 - Captured graphs are dropped with the tag ``cuda_graph``, and with every tag whose memory they read and that moves on
   release. The resume that makes everything resident captures them again before the next step.
 """
@@ -81,10 +82,13 @@ class MemoryOccupation:
     def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
         """Release memory; the reply is sent once it has been given back to the system."""
         lifecycle = self._lifecycle
-        tags = _requested_tags(request.tags) - lifecycle.released
+        requested = _requested_tags(request.tags) - lifecycle.released
+        tags = requested - {"cuda_graph"} if self._graphs is None else requested
         before = after = self._device_cache.reserved
+        freed: dict[MemoryTag, int] = {}
+        if requested:
+            self._require_releasable(requested)
         if tags:
-            self._require_releasable(tags)
             yield from lifecycle.barrier()  # the engine is paused or idle, so this waits for the forward stream only
             yield from self._close_gate(tags)
             if "kv_cache" in tags:
@@ -96,6 +100,7 @@ class MemoryOccupation:
             if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
                 self._graphs.drop()
             for tag in sorted(tags):
+                freed[tag] = self._occupied(tag)
                 with self._stages.stage(f"release.{tag}"):
                     yield from self._advance(self._residency.release([tag]), "release")
             yield from waiting(self._others.release(tags))
@@ -105,9 +110,10 @@ class MemoryOccupation:
         return ReleaseMemoryOccupationReqOutput(
             id=request.id,
             released_tags=sorted(lifecycle.released),
-            freed_bytes=self._sizes(tags),
+            freed_bytes=freed,
             reserved_before=before,
             reserved_after=after,
+            weights_kept=lifecycle.keeps_weights if "weights" in lifecycle.released else None,
         )
 
     def _close_gate(self, tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
@@ -142,7 +148,11 @@ class MemoryOccupation:
             self._runner.synchronize()
             lifecycle.set_released(lifecycle.released - tags)
             self._history.note("resume", ", ".join(sorted(tags)))
-            logger.info("resume_memory: %s, weights are %s", ", ".join(sorted(tags)), lifecycle.weights)
+            missing = ", ".join(sorted(lifecycle.released))
+            logger.info(
+                "resume_memory: %s, weights are %s%s",
+                ", ".join(sorted(tags)), lifecycle.weights, missing and f"; no step runs before {missing} is back",
+            )  # fmt: skip
         return ResumeMemoryOccupationReqOutput(
             id=request.id, released_tags=sorted(lifecycle.released), resumed_bytes=self._sizes(tags)
         )
@@ -200,6 +210,12 @@ class MemoryOccupation:
                 "cannot release weights or cuda_graph: pause first, or let requests end",
                 **pending,
             )
+
+    def _occupied(self, tag: MemoryTag) -> int:
+        """Bytes that a release of ``tag`` gives back now."""
+        if tag == "cuda_graph":
+            return 0 if self._graphs is None else self._graphs.nbytes
+        return self._residency.occupied_bytes(tag)
 
     def _sizes(self, tags: Collection[MemoryTag]) -> dict[MemoryTag, int]:
         sizes = {tag: self._residency.nbytes(tag) for tag in sorted(tags)}

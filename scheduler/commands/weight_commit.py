@@ -6,6 +6,8 @@ Invariants:
   cannot.
 - Reading the weights yields between slices, so status and abort are answered meanwhile; without ``check_finite`` the
   commit of an engine of one rank does not yield.
+- I12: the record of the state file is marked as superseded before the epoch changes, so that no restart gives that
+  epoch to other weights.
 - A commit that raises has left the weights half new; the caller aborts the session, which poisons them.
 """
 
@@ -23,6 +25,7 @@ from ..ranks.others import OtherRanks
 from ..stepping import StepBatcher, StepRunner
 from ..weights.finite import find_non_finite, require_finite
 from ..weights.loader import WeightLoader
+from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Wait, waiting
 from .weight_sessions import Session, Sessions
 
@@ -45,6 +48,7 @@ class WeightCommit:
         batcher: StepBatcher,
         cache: CacheManager,
         device_cache: DeviceCache,
+        weights_file: WeightsFile,
     ) -> None:
         """``check_finite``: refuse weights that are not finite."""
         self._check_finite = check_finite
@@ -57,15 +61,18 @@ class WeightCommit:
         self._batcher = batcher
         self._cache = cache
         self._device_cache = device_cache
+        self._weights_file = weights_file
 
     def run(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, EmptyCacheReport | None]:
         """Make what ``session`` has written serve; returns what emptying the device cache gave back, None without it."""
         yield from self._prepare(session, stages)
+        self._weights_file.supersede()
         before = self._lifecycle.stamp
         with stages.stage("flush"):
             if session.flush:
                 self._batcher.retract_all()
             self._lifecycle.commit_weights(session.version, session.source)
+            self._weights_file.committed(self._lifecycle.stamp, session)
             if session.flush:
                 self._cache.flush()
             report = self._device_cache.empty("update") if session.empty else None

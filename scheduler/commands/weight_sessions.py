@@ -68,7 +68,7 @@ class Session:
     model_path: str | None = None
     """The last folder that was loaded; None if none was."""
     digest: str | None = None
-    """Digest of that folder's files (``Checkpoint.digest``)."""
+    """Digest of that folder's files (``Checkpoint.local_digest``)."""
     route: Route | None = None
     """Route of the last call; None before the first call."""
     flush: bool = False

@@ -235,7 +235,7 @@ class WeightUpdates:
             raise
         inner = source.inner if isinstance(source, ComponentSource) else source
         if isinstance(inner, DiskSource) and component in (None, *self._model.components[:1]):
-            session.model_path, session.digest = inner.path, inner.digest
+            session.model_path, session.digest = inner.path, inner.local_digest
         work = self.load(source, session, stages)
         return (yield from self.run_and_commit(request.id, session, stages, started, work))
 
@@ -437,7 +437,6 @@ class WeightUpdates:
         except BaseException as error:
             self.abort_session(session, f"the commit failed: {error}")
             raise
-        self._weights_file.committed(self._lifecycle.stamp, session)
         self._close_session()
         self.model_path = session.model_path or self.model_path
         self._loader.forget_written()
@@ -489,6 +488,7 @@ class WeightUpdates:
         return WeightUpdateReqOutput(
             id=message_id,
             committed=committed,
+            durable=self._weights_file.durable if committed else None,
             session_id=None if self.sessions.current is None else self.sessions.current.id,
             weights=self._lifecycle.weights,
             weights_epoch=stamp.epoch,

@@ -150,7 +150,7 @@ def load_pipeline(
         if mover is not None:
             leave_after_loading(residency, name)
         components[name] = component
-        digests.append(checkpoint.digest)
+        digests.append(checkpoint.local_digest)
     components = {name: components[name] for name in kind.classes if name in components}
     residency.forget_peak()  # each of them was whole on the device while it was loaded
     model = DiffusionModel(components)

@@ -117,7 +117,7 @@ class Synchronize(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Recover(msgspec.Struct, kw_only=True, tag=True):
-    """A step has failed on some rank: begin anew with the group."""
+    """A step has failed on some rank: form the group again, and drop the graphs that hold its connections."""
 
     number: int
 
@@ -213,7 +213,7 @@ class Resume(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Capture(msgspec.Struct, kw_only=True, tag=True):
-    """Capture the graphs that a release has dropped."""
+    """Capture the graphs that a release or :class:`Recover` has dropped."""
 
     number: int
 

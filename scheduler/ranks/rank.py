@@ -50,6 +50,7 @@ from .messages import (
     Write,
 )
 from .rank_updates import RankUpdates
+from .runner import begin_anew
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Rank:
             self._runner.set_last_tokens(slots, tokens)
             return (None,)
         if isinstance(call, Recover):
-            self.parallel.reset()
+            begin_anew(self.parallel, self._graphs)
             return (None,)
         if isinstance(call, Abandon):
             self._updates.abandon()

@@ -23,6 +23,7 @@ from ..config import EngineConfig
 from ..forward import Runner
 from ..guard import EngineEndsError
 from ..parallel.group import SINGLE, TensorParallel
+from ..runner.model_runner import ModelRunner
 from ..weights.loader import WeightLoader
 from ..weights.reading import Held
 from ..weights.source import WeightSource
@@ -123,7 +124,8 @@ class RankZero:
 
     def runner(self, own: Runner) -> Runner:
         """See :class:`~.others.OtherRanks`."""
-        return RanksRunner(own, self._workers, self._parallel)
+        graphs = own.graphs if isinstance(own, ModelRunner) else None
+        return RanksRunner(own, self._workers, self._parallel, graphs)
 
     def pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
         """See :class:`~.others.OtherRanks`."""

@@ -4,6 +4,8 @@ Invariants:
 - A step counts as done when every rank has said so: what one rank could not do, none has done.
 - After a failure, every step that was under way has ended on every rank before the failure is raised, and the group begins anew.
   So recovery may launch the next step at once.
+- Captured graphs hold the connections of the group (NCCL's communicator): all ranks drop them with the group, and
+  capture them again with the next one. Not run on several GPUs.
 - The failure that is raised is that of the rank that failed by itself, not of those that have waited for it in vain.
 """
 
@@ -18,7 +20,8 @@ import numpy as np
 from ..forward import ForwardBatch, ForwardOutput, HostOutput, Runner
 from ..kernels.collectives import RankLostError
 from ..parallel.group import TensorParallel
-from .messages import Answer, Recover, SetLastTokens, Step, Synchronize
+from ..runner.graphs import DecodeGraphs
+from .messages import Answer, Capture, Recover, SetLastTokens, Step, Synchronize
 from .plans import encode_batch
 from .workers import Workers, raise_failures
 
@@ -45,9 +48,12 @@ class _Launched:
 class RanksRunner:
     """The :class:`~..forward.Runner` of an engine of several ranks."""
 
-    def __init__(self, own: Runner, workers: Workers, parallel: TensorParallel) -> None:
-        """``own`` executes this rank's part."""
+    def __init__(
+        self, own: Runner, workers: Workers, parallel: TensorParallel, graphs: DecodeGraphs | None = None
+    ) -> None:
+        """``own`` executes this rank's part, with ``graphs`` if it has any."""
         self._own = own
+        self._graphs = graphs
         self._workers = workers
         self._parallel = parallel
         self._under_way: list[int] = []
@@ -124,8 +130,21 @@ class RanksRunner:
         self._under_way.clear()
         number = self._workers.next_number()
         self._workers.send(Recover(number=number))
-        self._parallel.reset()
+        begin_anew(self._parallel, self._graphs)
         _require(self._workers.wait(number))
+        if self._graphs is not None:
+            number = self._workers.next_number()
+            self._workers.send(Capture(number=number))
+            for _ in self._graphs.capture():
+                pass
+            _require(self._workers.wait(number))
+
+
+def begin_anew(parallel: TensorParallel, graphs: DecodeGraphs | None) -> None:
+    """Form the group again, without the graphs that hold connections of the one before."""
+    if graphs is not None:
+        graphs.drop()
+    parallel.reset()
 
 
 def _failure_of(answers: list[Answer]) -> Exception | None:

@@ -25,7 +25,7 @@ class LoadedWeights(Protocol):
     def device(self) -> torch.device: ...
     @property
     def digest(self) -> str:
-        """What tells the folder's files from others (``Checkpoint.digest``)."""
+        """What tells the folder's files from others (``Checkpoint.local_digest``)."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     digest: str
-    """What tells the folder's files from others (``Checkpoint.digest``)."""
+    """What tells the folder's files from others (``Checkpoint.local_digest``)."""
     parallel: TensorParallel = SINGLE
     """The ranks that hold a shard each; what is here is this rank's."""
 

@@ -150,6 +150,7 @@ def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
         driver.call(PauseGenerationReqInput(mode="abort"))
         reply = driver.call(ReleaseMemoryOccupationReqInput(tags=["cuda_graph"]))
         assert reply.freed_bytes == {"cuda_graph": 1000 * GRAPHS}
+        assert reply.released_tags == driver.status().released_tags == ["cuda_graph"]
         graphs = driver.engine.scheduler._runner.graphs
         assert not graphs.are_captured
         reply = driver.call(ResumeMemoryOccupationReqInput())

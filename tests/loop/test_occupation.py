@@ -32,7 +32,8 @@ from caesura.scheduler.commands.memory_occupation import MemoryOccupation
 from caesura.scheduler.memory import residency
 from caesura.scheduler.memory.residency import MEMORY_TAGS, StorageComponent
 
-ALL = sorted(MEMORY_TAGS)
+ALL = ["kv_cache", "weights"]
+"""What an engine without captured graphs can have released."""
 VOCAB = 97
 PROMPT = [3 + 7 * i % 90 for i in range(40)]
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
@@ -104,7 +105,7 @@ def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_
     assert generate(real) != cold
     ok(real.call(FlushCacheReqInput()))
     assert release(real) == ALL
-    assert resume(real, "weights") == ["cuda_graph", "kv_cache"]
+    assert resume(real, "weights") == ["kv_cache"]
     ok(real.call(PauseGenerationReqInput()))
     ok(real.call(FlushCacheReqInput()))
     replies = Sender(real, models[1]).send_all(flush_cache=False, weight_version="1")
@@ -153,7 +154,7 @@ def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other
     driver.tick(5)
     driver.call(PauseGenerationReqInput(mode="in_place"))
     assert_error(driver.call(Release()), "not_idle")
-    assert release(driver, "weights", "cuda_graph") == ["cuda_graph", "weights"]
+    assert release(driver, "weights", "cuda_graph") == ["weights"]
     resume(driver)
     ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False)))
     ok(driver.call(ContinueGenerationReqInput()))
@@ -169,20 +170,20 @@ def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other
 
 def test_sizes_are_told_once_and_the_log_says_what_it_brought(driver, caplog):
     sizes = driver.status().device_memory
+    taken = {tag: _residency(driver).occupied_bytes(tag) for tag in ALL}
     with caplog.at_level(logging.INFO, logger="caesura"):
         reply = driver.call(Release(tags=["weights", "kv_cache"]))
-    assert reply.freed_bytes == {"weights": sizes.weights, "kv_cache": sizes.kv_cache}
+    assert reply.freed_bytes == taken
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("release_memory: reserved ")]
     assert len(lines) == 1
     again = driver.call(Release())
-    assert (again.released_tags, again.freed_bytes) == (ALL, {"cuda_graph": 0})
-    assert driver.call(Release()).freed_bytes == {}
+    assert (again.released_tags, again.freed_bytes) == (ALL, {})
     status = driver.status()
     assert (status.memory, status.released_tags) == ("released", ALL)
     assert (status.device_memory.weights, status.device_memory.kv_cache) == (sizes.weights, sizes.kv_cache)
     reply = driver.call(Resume(tags=["kv_cache"]))
     assert (reply.released_tags, reply.resumed_bytes) == (
-        ["cuda_graph", "weights"],
+        ["weights"],
         {"kv_cache": sizes.kv_cache},
     )
     assert driver.call(Resume(tags=["kv_cache"])).resumed_bytes == {}
@@ -281,6 +282,33 @@ def test_kv_that_requests_hold_is_not_released(driver):
     assert release(driver, "kv_cache") == ["kv_cache"]
 
 
+def test_an_engine_without_captured_graphs_serves_while_their_tag_is_released(real, models, cold):
+    assert release(real) == ALL
+    assert resume(real, "weights", "kv_cache") == []
+    assert real.status().memory == "resident"
+    ok(real.call(UpdateWeightFromDiskReqInput(model_path=str(models[1]))))
+    assert generate(real) == cold
+    assert release(real, "cuda_graph") == []
+    assert generate(real) == cold
+
+
+def test_a_release_frees_what_was_taken(real):
+    """Pages that nothing has been written to since the resume are nobody's."""
+    sizes = real.status().device_memory
+    taken = _residency(real).occupied_bytes("kv_cache")
+    assert real.call(Release(tags=["kv_cache"])).freed_bytes == {"kv_cache": taken}
+    assert real.call(Resume()).resumed_bytes == {"kv_cache": sizes.kv_cache}
+    moves = _residency(real).moves(["kv_cache"])
+    assert real.call(Release(tags=["kv_cache"])).freed_bytes == {"kv_cache": sizes.kv_cache if moves else 0}
+
+
+def test_a_release_says_that_the_weights_are_dropped(driver):
+    assert driver.call(Release(tags=["kv_cache"])).weights_kept is None
+    assert driver.call(Release()).weights_kept is False
+    assert driver.call(Release()).weights_kept is False
+    resume(driver)
+
+
 @pytest.mark.parametrize("tag", ["weights", "cuda_graph"])
 def test_weights_need_a_pause_or_an_idle_engine(driver, tag):
     release(driver, "kv_cache")
@@ -289,7 +317,7 @@ def test_weights_need_a_pause_or_an_idle_engine(driver, tag):
     error = assert_error(driver.call(Release(tags=[tag])), "not_idle")
     assert (error.detail["waiting"], error.detail["held_tokens"]) == (1, 0)
     driver.call(PauseGenerationReqInput(mode="retract"))
-    assert tag in release(driver, tag)
+    release(driver, tag)
 
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], None])
@@ -353,7 +381,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
     assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}
     after = driver.status()
     assert (after.released_tags, after.weights, after.generation) == (ALL, "invalid", "paused")
-    assert driver.call(Resume(tags=["cuda_graph"])).released_tags == ["kv_cache", "weights"]
+    assert driver.call(Resume(tags=["cuda_graph"])).released_tags == ALL
     monkeypatch.undo()
     assert resume(driver) == []
 
@@ -486,7 +514,7 @@ class Trial:
         if command == "release":
             lost = "weights" in tags - self.released and not self.driver.config.weights_cpu_backup
             self.weights = "invalid" if lost else self.weights
-            self.released |= tags
+            self.released |= tags - {"cuda_graph"}  # there are no graphs
         elif command == "resume":
             self.released -= tags
         elif command == "pause":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.full_disk import full_disk, small_disk
 from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.client.tensors import as_frames, buckets
@@ -261,6 +262,97 @@ def test_what_was_not_committed_is_not_remembered(start, folder, other_model):
         assert checksum(driver) == committed
 
 
+@pytest.mark.parametrize("came", ["disk", "tensors"])
+def test_a_commit_that_a_full_disk_has_not_recorded_is_lost_in_a_restart(start, folder, other_model, came):
+    with start() as driver:
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))).durable is True
+        with full_disk():
+            if came == "disk":
+                reply = ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))))
+            else:
+                reply = ok(from_tensors(driver, other_model))
+        assert (reply.committed, reply.weights_epoch, reply.durable) == (True, 2, False)
+    with start() as driver:
+        lost = driver.status()
+        assert (lost.weights, lost.weight_version) == ("invalid", "default")
+        assert lost.weights_epoch > 2
+        assert "is not on record" in lost.weights_detail
+        refused(driver, "weights_invalid", min_weights_epoch=2)
+    with start() as driver:  # the loss is remembered until an update is complete
+        assert driver.status().weights == "invalid"
+        assert driver.status().weights_epoch == lost.weights_epoch + 1
+        reply = ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))))
+        assert (reply.weights_epoch, reply.durable) == (lost.weights_epoch + 2, True)
+    with start() as driver:
+        assert driver.status().weights == "valid"
+
+
+def test_epochs_do_not_repeat_after_many_commits_on_a_full_disk(start, folder):
+    with start() as driver, full_disk():
+        for epoch in range(1, 6):
+            from_disk(driver, folder)
+            assert driver.status().weights_epoch == epoch
+    with start() as driver:
+        assert driver.status().weights == "invalid"
+        assert driver.status().weights_epoch > 5
+
+
+def test_a_commit_after_the_disk_is_mended_is_on_record(start, folder, other_model):
+    with start() as driver:
+        with full_disk():
+            assert ok(from_tensors(driver, other_model)).durable is False
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))).durable is True
+    with start() as driver:
+        assert (driver.status().weights, driver.status().weights_epoch) == ("valid", 3)
+
+
+def test_a_file_system_without_space_loses_no_epoch(tiny_model, folder, tmp_path):
+    with small_disk(tmp_path / "small") as small:
+        options = {"state_file": str(small / "weights.json")}
+        with EngineDriver(str(tiny_model), **options) as driver:
+            from_disk(driver, folder)
+            (small / "filler").write_bytes(b"x" * 4096)
+            reply = ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))))
+            assert (reply.committed, reply.durable) == (True, False)
+        (small / "filler").unlink()
+        with EngineDriver(str(tiny_model), **options) as driver:
+            assert driver.status().weights == "invalid"
+            assert driver.status().weights_epoch > 2
+
+
+def test_a_commit_that_cannot_even_be_marked_is_refused(start, folder, caplog):
+    """A file system that became read-only: nothing could tell a restart that its record is out of date."""
+    with start() as driver:
+        from_disk(driver, folder)
+        with full_disk(limit=0):
+            reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder)))
+        assert_error(reply, "state_file_error")
+        assert driver.status().weights_epoch == 1
+    with start() as driver:
+        assert (driver.status().weights, driver.status().weight_version) == ("valid", "step-17")
+
+
+def test_a_replaced_file_of_the_same_size_and_time_is_noticed(start, folder, tiny_model):
+    with start() as driver:
+        from_disk(driver, folder)
+    for replace_file in (True, False):
+        file = folder / "model.safetensors"
+        times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+        if replace_file:
+            file.unlink()
+        file.write_bytes((tiny_model / "model.safetensors").read_bytes())
+        os.utime(file, ns=times)
+        with start() as driver:
+            assert driver.status().weights == "invalid"
+            assert "have changed" in driver.status().weights_detail
+            from_disk(driver, folder)
+
+
+def test_a_reply_without_a_state_file_does_not_say_what_is_on_record(tiny_model, folder):
+    with EngineDriver(str(tiny_model)) as driver:
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))).durable is None
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -268,20 +360,31 @@ def test_what_was_not_committed_is_not_remembered(start, folder, other_model):
         b"{",
         b"\0" * 300,
         b"[1]",
-        b'{"caesura_weights_record": 2}',
+        b'{"caesura_weights_record": 2, "weights_epoch": 7}',
         b"\xff" * 99,
         b"[" * 50_000,
         b"7" * 99_999,
     ],
     ids=["empty", "torn", "zeros", "foreign", "newer", "bytes", "deep", "large"],
 )
-def test_a_file_that_is_no_record_is_ignored_with_a_warning(start, tmp_path, content, caplog):
+def test_a_file_that_is_no_record_begins_without_weights_above_every_epoch(
+    start, folder, tmp_path, content, caplog
+):
     path = tmp_path / "weights.json"
     path.write_bytes(content)
     with start() as driver:
-        assert (driver.status().weights, driver.status().weights_epoch) == ("valid", 0)
-    assert "is ignored" in caplog.text
-    assert json.loads(path.read_bytes())["weights_epoch"] == 0
+        first = driver.status()
+        assert first.weights == "invalid"
+        assert first.weights_epoch > 1_700_000_000_000
+        assert "is no record of weights" in first.weights_detail
+    assert "is no record of weights" in caplog.text
+    assert (tmp_path / "weights.json.unreadable").read_bytes() == content
+    with start() as driver:
+        assert driver.status().weights == "invalid"
+        from_disk(driver, folder)
+        assert driver.status().weights_epoch == first.weights_epoch + 2
+    with start() as driver:
+        assert driver.status().weights == "valid"
 
 
 def test_a_record_of_another_model_gives_its_epoch_and_nothing_else(start, folder, other_model, caplog):
@@ -299,7 +402,7 @@ def test_a_file_that_cannot_be_written_refuses_the_start(tiny_model, tmp_path):
     for path in (tmp_path / "missing" / "weights.json", tmp_path / "folder"):
         with pytest.raises(CaesuraError, match="state_file") as caught:
             refused_start(tiny_model, path, tmp_path)
-        assert caught.value.code == "invalid_request"
+        assert caught.value.code == "state_file_error"
 
 
 def test_a_commit_stands_when_its_record_cannot_be_written(start, folder, tmp_path, caplog):
@@ -308,6 +411,9 @@ def test_a_commit_stands_when_its_record_cannot_be_written(start, folder, tmp_pa
         from_disk(driver, folder)
         assert driver.status().weights_epoch == 1
     assert "could not be written" in caplog.text
+    (tmp_path / ".weights.json.new").rmdir()
+    with start() as driver:
+        assert driver.status().weights == "invalid"
 
 
 def test_what_lies_where_the_next_record_is_written_is_replaced(start, folder, tmp_path):

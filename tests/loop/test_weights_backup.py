@@ -75,6 +75,7 @@ def test_a_server_without_updates_serves_again(driver):
         status = driver.status()
         assert (status.weights, status.memory) == ("valid", "released")
         assert reply.freed_bytes["weights"] == sizes.weights
+        assert reply.weights_kept
         assert status.device_memory.weights_backup == sizes.weights
         rid = driver.generate(PROMPT, sampling_params=SAMPLED)  # waits, as without KV memory
         driver.tick(5)

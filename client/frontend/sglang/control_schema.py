@@ -142,6 +142,8 @@ class UpdateBody(Strict, kw_only=True):
     torch_empty_cache: bool = False
     weight_version: Version | None = None
     abort_all_requests: bool = False
+    component: Label | None = None
+    """Ours: the component of a diffusion pipeline that is written. Null: its transformer."""
     session_id: SessionId | None = None
     """Ours: the session that the call belongs to; the header ``X-Caesura-Session`` says the same."""
 

@@ -31,7 +31,7 @@ from ....io_struct.field_errors import shown
 from ...exceptions import InvalidRequest, Unsupported
 from ...wire.options import label
 from ..context import Front, FrontEnd, ServeOptions
-from ..exchange import HTTPRequest, query_of, read_control, succeed
+from ..exchange import HTTPRequest, Outcome, query_of, read_control, succeed
 from ..limits import is_binary
 from ..printable import printable
 from .control_schema import (
@@ -91,7 +91,7 @@ async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Respon
     body = bound(request, await read_control(request, DiskBody))
     message = "Succeeded to update model weights."
     return await succeed(
-        front, "update_weights_from_disk", message, from_disk(front, body), num_paused_requests=0
+        front, "update_weights_from_disk", outcome(message), from_disk(front, body), num_paused_requests=0
     )
 
 
@@ -257,9 +257,29 @@ async def _sent(
     return reply
 
 
-def _online(body: UpdateBody) -> str:
+def _online(body: UpdateBody) -> Outcome:
     version = body.weight_version
-    return _ONLINE if version is None else f"{_ONLINE} Weight version updated to {version}."
+    return outcome(_ONLINE if version is None else f"{_ONLINE} Weight version updated to {version}.")
+
+
+def outcome(done: str) -> Outcome:
+    """The message of an update: ``done`` only after a commit (I14)."""
+    return lambda reply: done if reply is not None and reply.committed else uncommitted(reply)
+
+
+def uncommitted(reply: WeightUpdateReqOutput | None) -> str:
+    """The message of an update that has not failed and is not committed; None: it had no tensors."""
+    if reply is None:
+        return "The call has no tensors: nothing was written."
+    if reply.session_id is None:
+        return (
+            f"Written, not committed: the weights are {reply.weights} until every parameter of the model "
+            "has been written."
+        )
+    return (
+        f"Written, not committed yet: session {reply.session_id} is open. /end_weight_update commits it; if it "
+        "was not begun, /continue_generation, /flush_cache and the last parameter do, too."
+    )
 
 
 @post("/update_weights_from_ipc", status_code=200, opt={"access": "admin"})
@@ -315,7 +335,13 @@ async def end_weight_update(request: HTTPRequest, front: Front) -> Response[byte
         force=body.force,
         weight_version=label(body.weight_version),
     )
-    return await succeed(front, "end_weight_update", "Success", _sent(front, wire))
+    return await succeed(front, "end_weight_update", _ended, _sent(front, wire))
+
+
+def _ended(reply: WeightUpdateReqOutput) -> str:
+    return (
+        "Success" if reply.committed else f"Aborted, nothing is committed: the weights are {reply.weights}."
+    )
 
 
 ROUTES: list[HTTPRouteHandler] = [

@@ -13,12 +13,12 @@ from litestar import Response, get, post
 from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, PauseMode
-from ...exceptions import Unsupported
+from ...exceptions import Unsupported, WeightMismatch
 from ..context import Front, FrontEnd
 from ..errors import json_response, native_error, status_of
 from ..exchange import HTTPRequest, command, query_of, read_control
 from ..sglang.control_schema import DiskBody, Strict
-from ..sglang.update_routes import from_disk
+from ..sglang.update_routes import from_disk, uncommitted
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "keep": "in_place"}
 
@@ -69,7 +69,10 @@ async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
                 field="weight_dir",
             )
         label = PurePath(body.weight_dir).name
-        await from_disk(front, DiskBody(model_path=body.weight_dir, weight_version=label, flush_cache=False))
+        wire = DiskBody(model_path=body.weight_dir, weight_version=label, flush_cache=False)
+        reply = await from_disk(front, wire)
+        if not reply.committed:
+            raise WeightMismatch(uncommitted(reply))
 
     return await _answer(front, "update_weights_from_disk", work(), "ok")
 

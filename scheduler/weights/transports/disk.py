@@ -70,6 +70,8 @@ class _File:
     header: bytes
     """Its sha256."""
     header_bytes: int
+    changed_ns: int
+    """Time of its last change of any kind, which nobody can set."""
 
 
 class Checkpoint:
@@ -93,6 +95,13 @@ class Checkpoint:
             found.update(f"{file.path.name}\0{size}\0{modified}\0".encode(errors="surrogateescape"))
             found.update(file.header)
         return found.hexdigest()
+
+    @property
+    def local_digest(self) -> str:
+        """:attr:`digest` with inodes and times of change: differs for files that were replaced with size and date
+        kept, and for a copy of the folder."""
+        facts = [(file.identity[1], file.changed_ns) for file in self._files]
+        return hashlib.sha256(f"{self.digest}{facts}".encode()).hexdigest()
 
     def pieces(
         self, bucket: Tensor, skip: Callable[[str], bool] | None = None, owned: "Owned | None" = None
@@ -172,6 +181,7 @@ class DiskSource:
         self.specs = checkpoint.specs
         self.total_bytes = checkpoint.total_bytes
         self.path, self.digest = str(checkpoint.path), checkpoint.digest
+        self.local_digest = checkpoint.local_digest
         self._checkpoint = checkpoint
         self._workspace = workspace
 
@@ -264,7 +274,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor]]:
     descriptor = open_regular(path)
     try:
-        identity = _identity(descriptor)
+        identity, changed_ns = _identity(descriptor), os.fstat(descriptor).st_ctime_ns
         size = identity[2]
         length = header_length(os.pread(descriptor, LENGTH_BYTES, 0), size, MAX_HEADER_BYTES)
         header = os.pread(descriptor, length, LENGTH_BYTES)
@@ -283,7 +293,7 @@ def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor
         raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
-    return _File(path, identity, hashlib.sha256(header).digest(), length), tensors
+    return _File(path, identity, hashlib.sha256(header).digest(), length, changed_ns), tensors
 
 
 def _check_names(

@@ -152,14 +152,20 @@ def test_slime_distributed(server, trainer, other_model, others_checksum, load_f
     join(server, trainer)
     server.ok("/pause_generation", {})
     assert server.get("/flush_cache").status_code == 200
+    messages = []
     for bucket in halves(weights_of(other_model)):
         send: Callable[[Weights], None] = trainer.broadcast_flat if load_format else trainer.broadcast_each
         trainer.beside(lambda send=send, bucket=bucket: send(bucket))
         options = {"group_name": trainer.name, "flush_cache": False, "weight_version": "8"}
         body = {**described(bucket), **options, "load_format": load_format}
         reply = server.ok("/update_weights_from_distributed", body)
-        assert reply["message"] == "Succeeded to update parameter online. Weight version updated to 8."
+        assert reply["success"]
+        messages.append(reply["message"])
         trainer.finish()
+    first, last = messages
+    assert first.startswith("Written, not committed yet: session ")
+    assert "/continue_generation" in first
+    assert last == "Succeeded to update parameter online. Weight version updated to 8."
     server.ok("/continue_generation", {})
     assert (version(server), checksum(server)) == ("8", others_checksum)
     server.ok("/destroy_weights_update_group", {"group_name": trainer.name})
@@ -201,7 +207,8 @@ def test_slime_colocated(server, other_model, others_checksum, by_file_name):
         payload = flattened(bucket)
         server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(payload)], **body})
     padding = {"flattened_tensor": torch.empty(0, dtype=torch.uint8), "metadata": []}
-    server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(padding)], **body})
+    reply = server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(padding)], **body})
+    assert (reply["success"], reply["message"]) == (True, "The call has no tensors: nothing was written.")
     server.ok("/continue_generation", {})
     assert server.ok("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}) is None
     assert server.ok("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}) is None
@@ -270,11 +277,29 @@ def test_a_session_commits_at_its_end(server, other_model, others_checksum):
         reply = server.http.post(path, content=content, headers=headers).json()
         assert (reply["success"], reply["committed"], version(server)) == (True, False, "start")
         assert reply["session_id"] == opened["session_id"]
+        assert "/end_weight_update" in reply["message"]
+        assert "updated" not in reply["message"]
     assert server.post("/end_weight_update", {}).json()["code"] == "session_open"
     assert server.ok("/end_weight_update", {"session_id": opened["session_id"]})["committed"] is True
     assert server.http.post(path, content=content, headers=headers).json()["code"] == "no_session"
     assert (version(server), checksum(server)) == ("s", others_checksum)
     assert others_checksum != before
+
+
+def test_the_end_of_an_aborted_session_claims_no_success(server, other_model, others_checksum):
+    opened = server.ok("/begin_weight_update", {})
+    headers = {"content-type": "application/octet-stream", "X-Caesura-Session": opened["session_id"]}
+    for bucket in halves(weights_of(other_model)):
+        assert server.http.post(
+            "/update_weights_from_tensor", content=save(bucket), headers=headers
+        ).is_success
+    reply = server.ok("/end_weight_update", {"session_id": opened["session_id"], "commit": False})
+    assert (reply["committed"], reply["message"]) == (
+        False,
+        "Aborted, nothing is committed: the weights are poisoned.",
+    )
+    server.ok("/update_weights_from_disk", {"model_path": str(other_model)})
+    assert checksum(server) == others_checksum
 
 
 def test_in_place_with_a_flush_is_refused_before_weights_change(server, other_model):

@@ -51,6 +51,33 @@ def engine(server):
         yield found
 
 
+def test_released_weights_become_valid_again_component_by_component(sd3):
+    options = ("--model", str(sd3), "--enable-memory-saver", "--weights-root", str(sd3))
+    with served(*options) as found, httpx.Client(base_url=found.url, timeout=60) as http:
+
+        def ok(path, **body):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        ok("/release_memory_occupation")
+        ok("/resume_memory_occupation")
+        written = ok("/update_weights_from_disk", model_path=str(sd3), weight_version="1")
+        assert (written["success"], written["committed"]) == (True, False)
+        assert written["message"].startswith("Written, not committed: the weights are invalid until ")
+        refused = http.post("/update_weights", json={"weight_dir": str(sd3)})
+        assert (refused.status_code, "not committed" in refused.text) == (400, True)
+        unknown = http.post("/update_weights_from_disk", json={"model_path": str(sd3), "component": "nose"})
+        assert (unknown.status_code, "vae" in unknown.json()["message"]) == (400, True)
+        replies = [
+            ok("/update_weights_from_disk", model_path=str(sd3), component=component, weight_version="1")
+            for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+        ]
+        assert [reply["committed"] for reply in replies] == [False, False, False, True]
+        assert replies[-1]["message"] == "Succeeded to update model weights."
+        assert post(found).status_code == 200
+
+
 def post(server, **changes):
     body = {"prompt": "a red circle", "size": SIZE, **STEPS, **changes}
     return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=60)

@@ -134,6 +134,28 @@ def test_a_scheduler_that_never_comes_back_is_given_up(tiny_model, tmp_path):
     assert not running.folder.exists()
 
 
+def test_a_state_file_that_cannot_be_written_is_waited_for(tiny_model, other_model, tmp_path):
+    arguments = (
+        "--model",
+        str(tiny_model),
+        "--state-file",
+        str(tmp_path / "weights.json"),
+        "--max-restarts",
+        "1",
+    )
+    in_the_way = tmp_path / ".weights.json.new"
+    with supervised(*arguments) as running, running.client() as client:
+        client.update_weights_from_disk(other_model, weight_version="step-17", timeout=PATIENCE)
+        in_the_way.mkdir()
+        os.kill(client.status(timeout=PATIENCE).pid, signal.SIGKILL)
+        for _ in range(3):  # more often than the policy allows crashes
+            assert "state_file_error" in running.wait_for("refused to start")
+        in_the_way.rmdir()
+        status = again(client.status)
+        assert (status.weights, status.weight_version) == ("valid", "step-17")
+        assert running.end() == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "reason"),
     [(("--kv-memory-fraction", "7"), 1, "kv_memory_fraction"), (("--no-such-option",), 2, "no-such-option")],

@@ -100,7 +100,7 @@ def test_a_pause_is_told_with_its_owner_and_its_age(endpoint, errors_of):
         ),
         (
             {"generation": "running", "pause_mode": None, "released_tags": ["kv_cache"]},
-            "its memory is released (kv_cache), and it waits for resume_memory",
+            "its memory is released, and it waits for resume_memory(['kv_cache'])",
         ),
     ],
 )

@@ -19,6 +19,8 @@ from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.forward import ForwardBatch, SpecialRows
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.residency import ComponentResidencyManager, StorageComponent
+from caesura.scheduler.ranks.messages import Answer, Failure
+from caesura.scheduler.ranks.runner import RanksRunner
 from caesura.scheduler.runner.graphs import ladder
 from caesura.scheduler.runner.model_runner import ModelRunner
 from caesura.scheduler.runner.sampler import Sampler
@@ -239,6 +241,69 @@ def test_dropped_graphs_leave_eager_steps_until_they_are_captured_again(checkpoi
     for _ in range(3):
         run_both(pair, step(all_requests, []), all_requests)
     assert pair[0].device.replays == 3
+
+
+class Group:
+    """Ranks whose connection is memory that captured collectives read, as NCCL's communicator is."""
+
+    rank, size, compiled = 0, 2, None
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        x.mul_(self._connection)
+
+    def abort(self) -> None:
+        self._connection = torch.full((1,), torch.nan)
+
+    def reset(self) -> None:
+        self._connection = torch.ones(1)
+
+
+class OtherRank:
+    """Answers every call, and counts them by type."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing = False
+
+    def next_number(self) -> int:
+        return len(self.calls)
+
+    def send(self, call: object, frames: object = ()) -> None:
+        self.calls.append(type(call).__name__)
+
+    def wait(self, number: int) -> list[Answer]:
+        failure = Failure(message="a kernel", out_of_memory=False, follows=False) if self.failing else None
+        self.failing = False
+        return [Answer(number=number, failure=failure)]
+
+
+def test_graphs_are_captured_again_when_the_group_of_ranks_begins_anew(checkpoints):
+    """What was captured holds the connections of a group that is no more."""
+    pair, all_requests = [engine(checkpoints[0], captured=c) for c in (True, False)], requests(3)
+    own, group, other = pair[0].runner, Group(), OtherRank()
+    forward = own.model.forward
+
+    def in_parts(batch: ForwardBatch, backend: object) -> torch.Tensor:
+        hidden = forward(batch, backend)
+        group.all_reduce(hidden)
+        return hidden
+
+    own.model.forward = in_parts
+    capture(pair[0])
+    pair[0].runner = RanksRunner(own, other, group, own.graphs)
+    batch = step([], all_requests)
+    other.failing = True
+    with pytest.raises(RuntimeError, match="rank 1: a kernel"):
+        pair[0].runner.execute(replace(batch, input_ids=batch.input_ids.clone())).fetch()
+    assert other.calls == ["Step", "Recover", "Capture"], "every rank captures at the same time"
+    assert own.graphs.are_captured
+    run_both(pair, batch, all_requests)
+    for _ in range(3):
+        run_both(pair, step(all_requests, []), all_requests)
+    assert pair[0].device.replays == 6
 
 
 def sampled(batch: ForwardBatch, **options: object) -> ForwardBatch:
