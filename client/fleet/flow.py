@@ -2,8 +2,8 @@
 
 Invariants:
 - The caller sees one :class:`Generation`: every token once, in order, and one result per sample, whoever sampled its tokens.
-- At most one engine at a time is followed for a sample: only the loss of the attempt that has it makes it wait for another. What an
-  engine sends after it was given up is ignored.
+- At most one engine at a time is followed for a sample: only the loss of the attempt that has it makes it wait
+  for another. What an engine sends after it was given up is ignored.
 - A sample is continued from the tokens that had arrived, on weights that are at least as new as those that sampled them.
 - What the caller did (an abort) and what is wrong with the request itself end it; the end of an engine does not.
 """
@@ -217,7 +217,7 @@ class Flow:
         self._dispatcher.ended(self)
 
     def on_end(self, waiter: Result) -> None:
-        """The caller's waiter is done, maybe for a reason that no engine knows: a sink that raised, a cancellation."""
+        """Drop what no engine has ended: the caller's sink has raised, or its waiter was cancelled."""
         if not waiter.cancelled():
             waiter.exception()  # counts as seen
         if self._dispatcher.flows.get(self.generation.rid) is self:

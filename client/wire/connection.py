@@ -61,8 +61,11 @@ class DeltaQueue(Protocol):
 
 
 class Sink(Protocol):
-    """Takes what comes of a generation as it comes, instead of a queue. Called while messages are read: it must return soon.
-    An exception ends its generation with ``internal``, and no other."""
+    """Takes what comes of a generation as it comes, instead of a queue.
+
+    Called while messages are read: it must return soon. An exception ends its generation with ``internal``, and no
+    other.
+    """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
     def on_finished(self, output: GenerateOutput, /) -> None:
