@@ -28,7 +28,7 @@ from .errors import FleetUpdateFailed
 from .leases import LeaseRenewal
 from .loading import Transport, Weights, loader
 from .members import EngineAddress, Member
-from .opening import agree, take_over
+from .opening import Adopt, agree, take_over
 from .reports import FleetStatus, FleetUpdate, MemberStatus
 from .router import routed_by
 from .two_phase import Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
@@ -62,7 +62,7 @@ class Fleet:
         keepalive_timeout: float | None = KEEPALIVE_TIMEOUT_S,
         look_interval_s: float = LOOK_INTERVAL_S,
         lease_s: float | None = LEASE_S,
-        adopt: bool = False,
+        adopt: Adopt = False,
     ) -> None:
         """
         Args:
@@ -74,7 +74,8 @@ class Fleet:
             look_interval_s: seconds between looks at the members; one that has restarted is then brought to the fleet's weights.
             lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires, because
                 this process has died, an engine ends the fleet's session and continues if its weights are valid.
-            adopt: take over engines whose former fleet's process has died, in whatever state they are.
+            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
+                weights; requests then wait for an update.
         """
         self.owner = owner or f"fleet-{new_id()[:12]}"
         """Owner token of the fleet's pauses and sessions."""
@@ -128,7 +129,7 @@ class Fleet:
         try:
             async with self.lock:
                 joining = [self._add(address) for address in self._addresses]
-                await (take_over if self._adopt else agree)(self, joining)
+                await (take_over(self, joining, self._adopt) if self._adopt else agree(self, joining))
             if self._adopt:
                 await self.heal()
         except BaseException:

@@ -6,7 +6,7 @@ left behind are compared by checksums of their parameters, since one label may s
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ...io_struct import GetStatusReqOutput
 from ..exceptions import EngineError, InvalidRequest, NoSession, WeightsInvalid
@@ -16,6 +16,9 @@ from .two_phase import ABORT_S, everywhere
 
 if TYPE_CHECKING:
     from .fleet import Fleet
+
+Adopt = bool | Literal["any"]
+"""Whether a fleet takes over engines that were left behind; ``any``: also if none has complete weights."""
 
 
 async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
@@ -42,13 +45,13 @@ async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
     _begin(fleet, statuses, statuses, Source(model_path=first.model_path))
 
 
-async def take_over(fleet: "Fleet", members: Sequence[Member]) -> None:
+async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> None:
     """End what a former fleet has begun on ``members``; those with the newest complete weights then serve.
 
     The others are fenced: :meth:`Fleet.heal` gives them the weights of those that serve.
 
     Raises:
-        WeightsInvalid: none has complete weights.
+        WeightsInvalid: none has complete weights, and ``adopt`` is not ``any``; or none answers.
     """
 
     async def ended(member: Member) -> GetStatusReqOutput:
@@ -62,19 +65,13 @@ async def take_over(fleet: "Fleet", members: Sequence[Member]) -> None:
     for member, error in (answers.failed | answers.out).items():
         fleet.drop(member, error, "it does not answer")
     whole = [member for member, status in statuses.items() if status.weights == "valid"]
-    if not whole:
+    if not whole and not (statuses and adopt == "any"):
         raise _nobody(statuses, answers.failed | answers.out)
-    newest = max(whole, key=lambda member: statuses[member].weights_epoch)
+    newest = max(whole, key=lambda member: statuses[member].weights_epoch, default=None)
     checks = await everywhere(whole, lambda member: member.client.check_weights("checksum"), RELOAD_S)
     checks.raise_first()
-    total = checks.replies[newest].total
-    same = {
-        member: status
-        for member, status in statuses.items()
-        if member in checks.replies
-        and checks.replies[member].total == total
-        and status.weight_version == statuses[newest].weight_version
-    }
+    found = {member: (statuses[member].weight_version, checks.replies[member].total) for member in whole}
+    same = {member: statuses[member] for member in whole if newest and found[member] == found[newest]}
     for member, status in statuses.items():
         if member not in same:
             fleet.dispatcher.fence(member, f"it has {status.weights} weights {status.weight_version!r}")
@@ -105,6 +102,6 @@ def _nobody(
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     return WeightsInvalid(
         f"no engine has complete weights ({told}). Send one of them a complete update with a SchedulerClient "
-        "of its endpoint, then open the fleet again: the others get its weights",
+        "of its endpoint and open the fleet again, or open it with adopt='any' and update it",
         members=reasons,
     )

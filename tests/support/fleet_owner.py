@@ -1,6 +1,7 @@
 """The process of a fleet of two that gets SIGKILL at a given point of an update.
 
-``fleet_owner.py POINT LEASE_S FOLDER ENDPOINT ENDPOINT``
+``fleet_owner.py POINT LEASE_S FOLDER ENDPOINT ENDPOINT``, or
+``fleet_owner.py POINT LEASE_S FOLDER ray ADDRESS NAME MODEL``.
 """
 
 import asyncio
@@ -25,9 +26,12 @@ POINTS = {
 """The call to a member before which, or for ``one …`` between two of which, the process ends."""
 
 
-def killed_owner(point: str, folder: Path, endpoints: Sequence[str], *, lease_s: float = 600.0) -> None:
+ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens": 2048, "log_level": "ERROR"}
+
+
+def killed_owner(point: str, folder: Path, engines: Sequence[str], *, lease_s: float = 600.0) -> None:
     """Have such a process run to its end."""
-    command = [sys.executable, __file__, point, str(lease_s), str(folder), *endpoints]
+    command = [sys.executable, __file__, point, str(lease_s), str(folder), *engines]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
@@ -37,8 +41,29 @@ def die() -> NoReturn:
     raise AssertionError("unreachable")
 
 
-async def main(point: str, lease_s: str, folder: str, *endpoints: str) -> None:
-    async with Fleet(endpoints, lease_s=float(lease_s), look_interval_s=0) as fleet:
+def owned(lease_s: float, *engines: str) -> Fleet:
+    """The fleet of engines that run, or that Ray starts."""
+    if engines[0] != "ray":
+        return Fleet(engines, lease_s=lease_s, look_interval_s=0)
+    import ray
+
+    from caesura.client.fleet.ray_fleet import RolloutFleet
+
+    _, address, name, model = engines
+    ray.init(address, log_to_driver=False, configure_logging=False)
+    return RolloutFleet(
+        model,
+        2,
+        name=name,
+        placement={"num_cpus": 1},
+        engine_options=ENGINE,
+        lease_s=lease_s,
+        look_interval_s=0,
+    )
+
+
+async def main(point: str, lease_s: str, folder: str, *engines: str) -> None:
+    async with owned(float(lease_s), *engines) as fleet:
         first, second = fleet.members
         name = POINTS[point]
         done = asyncio.Event()

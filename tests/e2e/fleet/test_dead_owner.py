@@ -110,6 +110,18 @@ def test_adoption_names_what_is_needed_where_no_engine_has_complete_weights(engi
     run(engines, lambda fleet: whole(fleet, "again"), adopt=True)
 
 
+def test_a_fleet_without_any_weights_can_be_adopted_for_an_update(engines, other_model):
+    killed_owner("all loaded", other_model, endpoints(engines))
+
+    async def body(fleet: Fleet) -> None:
+        waiting = await fleet.submit(PROMPT, GREEDY)
+        await fleet.update(model_path=other_model, weight_version="again")
+        assert {span.version for span in (await waiting.result()).weight_versions} == {"again"}
+        await whole(fleet, "again")
+
+    run(engines, body, adopt="any")
+
+
 def test_engines_that_differ_are_refused_unless_they_are_adopted(engines, other_model):
     """Under one label, too, with which an update may have left its weights."""
     engines[1].update_weights_from_disk(other_model, weight_version="second")
