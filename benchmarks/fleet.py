@@ -1,7 +1,7 @@
-"""Replicas of a fleet that are killed: while they generate, and in every phase of an update.
+"""Replicas of a fleet that end: while they generate, and in every phase of an update.
 
-Real engines, real clients. Generations run throughout; in each round one replica gets SIGKILL at the chosen point, its engine is
-started again, and the fleet brings it back to its weights from another one. The checkpoints are such that the greedy successor of
+Real engines, real clients. Generations run throughout; in each round one replica gets SIGTERM (it ends in order, as after an
+eviction) or SIGKILL at the chosen point, its engine is started again, and the fleet brings it back to its weights from another one. The checkpoints are such that the greedy successor of
 each token is known for each version, so that a token of other weights than its span says is seen. Counted is what must not be:
 requests that were not answered whole (lost), tokens that their span's weights do not give (wrong), outputs that were begun after an
 update and have tokens of older weights, outputs with weights whose update failed, and members that serve another label than the
@@ -68,6 +68,7 @@ class Round:
     number: int
     phase: str
     transport: str
+    signal: str
     moved: int = 0
     aborted_updates: int = 0
     """Updates that were aborted everywhere and sent again."""
@@ -82,8 +83,8 @@ class Round:
 class Replicas(Protocol):
     """Engines that can be killed."""
 
-    def kill(self, name: str) -> None:
-        """SIGKILL, at most one until the restart."""
+    def kill(self, name: str, number: signal.Signals) -> None:
+        """Send ``number``; what comes after the first until the restart does nothing."""
         ...
 
     async def restart(self, name: str) -> None:
@@ -108,10 +109,10 @@ class OwnReplicas:
         """Of all engines."""
         return [EngineAddress(self._endpoint(name), name=name) for name in self._names]
 
-    def kill(self, name: str) -> None:
-        """SIGKILL."""
+    def kill(self, name: str, number: signal.Signals) -> None:
+        """Send ``number``."""
         with suppress(ProcessLookupError):
-            os.kill(self.engines[name].pid, signal.SIGKILL)
+            os.kill(self.engines[name].pid, number)
 
     async def restart(self, name: str) -> None:
         """Another engine in the place of a killed one."""
@@ -141,13 +142,13 @@ class RayReplicas:
         self._fleet = fleet
         self._killed: dict[str, str] = {}
 
-    def kill(self, name: str) -> None:
-        """SIGKILL to the engine, not to its actor; none to the engine that Ray starts in its place."""
+    def kill(self, name: str, number: signal.Signals) -> None:
+        """Send ``number`` to the engine, not to its actor, and nothing to the engine that Ray starts in its place."""
         replica = self._fleet.replica(name)
         if replica is not None and name not in self._killed:
             self._killed[name] = replica.start
             with suppress(ProcessLookupError):
-                os.kill(replica.pid, signal.SIGKILL)
+                os.kill(replica.pid, number)
 
     async def restart(self, name: str) -> None:
         """Wait until Ray has started another one."""
@@ -167,7 +168,7 @@ class Campaign:
         self.random = random.Random(seed)
         self.failed_labels: set[str] = set()
         self._tensors = {v.label: load_file(next(Path(v.folder).glob("*.safetensors"))) for v in versions}
-        self._round = Round(-1, "", "")
+        self._round = Round(-1, "", "", "")
         self._under_way: set[asyncio.Task[None]] = set()
         self._armed: list[tuple[Any, str]] = []
         self._updates = 0
@@ -176,8 +177,10 @@ class Campaign:
         """One kill, and everything until the fleet is whole again and every request has ended."""
         phase = PHASES[number % len(PHASES)]
         transport = TRANSPORTS[(number // len(PHASES)) % len(TRANSPORTS)]
-        found = self._round = Round(number, phase, transport)
         self.random = random.Random(f"{self.seed} {number}")
+        ends = (signal.SIGTERM, signal.SIGKILL)
+        end = ends[(number + self.seed) % 2]  # there is an odd number of phases: each gets both
+        found = self._round = Round(number, phase, transport, end.name)
         moved = self.fleet.dispatcher.moved
         self._feed()
         await asyncio.sleep(self.random.random() * 0.1)
@@ -185,14 +188,14 @@ class Campaign:
         victim = self.random.choice(serving)
         began = time.monotonic()
         if phase == "generate":
-            self.replicas.kill(victim)
+            self.replicas.kill(victim, end)
         else:
-            self._arm(victim, phase)
+            self._arm(victim, phase, end)
         await self._update(found)
         after = [asyncio.ensure_future(self._request(begun_after=True)) for _ in range(UNDER_WAY)]
         await asyncio.gather(*after)
         self._disarm()
-        self.replicas.kill(victim)  # where a broadcast failed before its phase came
+        self.replicas.kill(victim, end)  # where a broadcast failed before its phase came
         await self.replicas.restart(victim)
         await self._whole()
         found.recovery_s = time.monotonic() - began
@@ -202,7 +205,7 @@ class Campaign:
         found.moved = self.fleet.dispatcher.moved - moved
         return found
 
-    def _arm(self, victim: str, phase: str) -> None:
+    def _arm(self, victim: str, phase: str, end: signal.Signals) -> None:
         """The first call of that phase to ``victim`` finds its engine dead, or dying."""
         member = next(each for each in self.fleet.members if each.name == victim)
         broadcast = phase == "load" and self._round.transport == "distributed"
@@ -216,15 +219,15 @@ class Campaign:
                 if broadcast:  # one call to all ranks, which follows the answers to this one
                     answer = await call(*args, **options)
                     asyncio.get_running_loop().call_later(
-                        self.random.random() * 0.05, self.replicas.kill, victim
+                        self.random.random() * 0.05, self.replicas.kill, victim, end
                     )
                     return answer
                 if early:
-                    self.replicas.kill(victim)
+                    self.replicas.kill(victim, end)
                     return await call(*args, **options)
                 sent = asyncio.ensure_future(call(*args, **options))
                 await asyncio.sleep(0)
-                self.replicas.kill(victim)
+                self.replicas.kill(victim, end)
                 return await sent
 
             setattr(member.client, name, doomed)
@@ -309,24 +312,25 @@ class Campaign:
 
 
 def table(rounds: Sequence[Round]) -> str:
-    """By phase, in Markdown."""
-    by_phase: dict[str, list[Round]] = defaultdict(list)
+    """By phase and by signal, in Markdown."""
+    parts: dict[str, list[Round]] = defaultdict(list)
     for each in rounds:
-        by_phase[each.phase].append(each)
+        for name in (each.phase, each.signal, "all"):
+            parts[name].append(each)
     lines = [
-        "| killed in | kills | requests | moved | updates aborted | lost | wrong tokens | mixed versions | recovery p50 |",
+        "| ended in | ends | requests | moved | updates aborted | lost | wrong tokens | mixed versions | recovery p50 |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for phase in (*PHASES, "all"):
-        part = list(rounds) if phase == "all" else by_phase[phase]
+    for name in (*PHASES, "SIGTERM", "SIGKILL", "all"):
+        part = parts[name]
         if not part:
             continue
         recovery = statistics.median(each.recovery_s for each in part)
         sums = [
-            sum(getattr(each, name) for each in part)
-            for name in ("requests", "moved", "aborted_updates", *HARMS)
+            sum(getattr(each, field) for each in part)
+            for field in ("requests", "moved", "aborted_updates", *HARMS)
         ]
-        cells = [phase, str(len(part)), *map(str, sums), f"{recovery:.1f} s"]
+        cells = [name, str(len(part)), *map(str, sums), f"{recovery:.1f} s"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -6,12 +6,12 @@ become of the folder.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 from ...io_struct import GetStatusReqOutput
-from ..exceptions import EngineError, InvalidRequest, MemoryReleased, WeightsInvalid
+from ..exceptions import EngineError, MemoryReleased, WeightsInvalid
 from ..wire.control_client import ControlClient
 from .loading import own_address
 from .members import EngineAddress, Member
@@ -37,23 +37,6 @@ class Source:
     def folder(self) -> str | None:
         """A folder with the fleet's weights; None if there is none."""
         return self.path if self.updated else self.model_path
-
-
-def agreed(statuses: Mapping[Member, GetStatusReqOutput]) -> tuple[str, Source]:
-    """The label that all of these, at least one, have started with, and where their weights are from.
-
-    Raises:
-        InvalidRequest: one has other weights than the first, or none that are valid.
-    """
-    first = next(iter(statuses.values()))
-    for member, status in statuses.items():
-        if status.weights != "valid" or status.weight_version != first.weight_version:
-            raise InvalidRequest(
-                f"{member.name} has {status.weights} weights {status.weight_version!r}, the fleet "
-                f"{first.weight_version!r}: update it before it joins",
-                field="members",
-            )
-    return first.weight_version, Source(path=None, model_path=first.model_path)
 
 
 Copy = Callable[[EngineAddress, EngineAddress, str | None], None]
@@ -121,7 +104,7 @@ async def catch_up(
 async def _bring(member: Member, donor: Member | None, source: Source, label: str, copy: Copy) -> None:
     with suppress(EngineError):  # what an update that failed has left open
         await member.client.end_weight_update(commit=False, force=True, timeout=ASK_S)
-    await member.client.pause("abort", timeout=RELOAD_S)
+    await member.client.pause("abort", lease_s=member.lease_s, timeout=RELOAD_S)
     failure: EngineError = WeightsInvalid(
         f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for the next update"
     )

@@ -89,12 +89,12 @@ class Dispatcher:
             raise EpochBehind(f"the fleet's weights epoch is {self.epoch}, not {wanted}", epoch=self.epoch)
         loop = asyncio.get_running_loop()
         waiter: Result = loop.create_future()
-        waiter.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         deltas: Deltas | None = asyncio.Queue() if request.stream and sink is None else None
         if request.sampling_params.seed is None:
             params = msgspec.structs.replace(request.sampling_params, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, sampling_params=params)
         flow = Flow(self, request, Generation(request, b"", waiter, deltas, sink), key=current_routing_key())
+        waiter.add_done_callback(flow.on_end)
         self._flows[rid] = flow
         self._frames[request.id] = (frame, flow)
         self.place(flow)
@@ -151,8 +151,9 @@ class Dispatcher:
 
     def ended(self, flow: Flow) -> None:
         """``flow`` has its results, or an error."""
-        self._flows.pop(flow.generation.rid, None)
-        self._frames.pop(flow.generation.message_id, None)
+        if self._flows.get(flow.generation.rid) is flow:
+            del self._flows[flow.generation.rid]
+            del self._frames[flow.generation.message_id]
 
     def end(self) -> None:
         """The engines are about to be told to end: what they then answer is final, and what waits for one fails."""

@@ -21,12 +21,14 @@ from ..exceptions import EngineDied, EngineError, InvalidRequest
 from ..wire.async_handle import AsyncGenerationHandle
 from ..wire.options import GenerateOptions, folder_of, label
 from ..wire.prompts import Ids, Prompts, Sampling
-from .catching_up import Source, agreed, catch_up, copy_here
+from .catching_up import Source, catch_up, copy_here
 from .channel import FleetChannel, FleetClient
 from .dispatch import DEFAULT_PATIENCE_S, Dispatcher
 from .errors import FleetUpdateFailed
+from .leases import LeaseRenewal
 from .loading import Transport, Weights, loader
 from .members import EngineAddress, Member
+from .opening import Adopt, agree, take_over
 from .reports import FleetStatus, FleetUpdate, MemberStatus
 from .router import routed_by
 from .two_phase import Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
@@ -43,6 +45,8 @@ LOOK_INTERVAL_S = 1.0
 KEEPALIVE_TIMEOUT_S = 30.0
 PAUSE_S = 60.0
 """How long a member may take to pause, and to continue."""
+LEASE_S = 60.0
+"""How long engines stay paused after the fleet's process has died."""
 
 
 class Fleet:
@@ -57,15 +61,21 @@ class Fleet:
         patience_s: float | None = DEFAULT_PATIENCE_S,
         keepalive_timeout: float | None = KEEPALIVE_TIMEOUT_S,
         look_interval_s: float = LOOK_INTERVAL_S,
+        lease_s: float | None = LEASE_S,
+        adopt: Adopt = False,
     ) -> None:
         """
         Args:
-            members: where the engines listen, all of which must run when the fleet is opened.
+            members: where the engines listen; all must run when the fleet is opened, or one that is adopted.
             owner: owner token of the fleet's pauses. None: a random one.
             verify: what members compare before an update is committed, and what an engine that joins is compared by.
             patience_s: how long a generation waits for a member that serves. None: without limit.
             keepalive_timeout: a member that sends nothing for so many seconds while it has requests is gone.
             look_interval_s: seconds between looks at the members; one that has restarted is then brought to the fleet's weights.
+            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires, because
+                this process has died, an engine ends the fleet's session and continues if its weights are valid.
+            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
+                weights; requests then wait for an update.
         """
         self.owner = owner or f"fleet-{new_id()[:12]}"
         """Owner token of the fleet's pauses and sessions."""
@@ -77,12 +87,18 @@ class Fleet:
         """Mode of the fleet's pause; None: it runs."""
         self.heals = True
         """Whether members that are fenced or gone are brought back in the background."""
+        self.source = Source()
+        """Where the fleet's weights are from."""
+        self.lock = asyncio.Lock()
+        """Held by what changes weights, pauses or membership."""
+        self.weights_lock = asyncio.Lock()
+        """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member up to date."""
         self._addresses = [EngineAddress.of(each) for each in members]
         self._keepalive_timeout = keepalive_timeout
+        self._lease_s, self._adopt = lease_s, adopt
+        self._leases = LeaseRenewal(self.owner, lease_s)
         self._look_interval_s = look_interval_s
         self._dispatcher = Dispatcher(patience_s=patience_s)
-        self._source = Source()
-        self._lock, self._weights_lock = asyncio.Lock(), asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._loader = loader(self.owner)
         self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
@@ -103,33 +119,19 @@ class Fleet:
         """The fleet's count of weights; spans of its outputs and ``min_weights_epoch`` count alike."""
         return self._dispatcher.epoch
 
-    @property
-    def source(self) -> Source:
-        """Where the fleet's weights are from."""
-        return self._source
-
-    @property
-    def lock(self) -> asyncio.Lock:
-        """Held by what changes weights, pauses or membership."""
-        return self._lock
-
-    @property
-    def weights_lock(self) -> asyncio.Lock:
-        """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member to the fleet's."""
-        return self._weights_lock
-
     async def open(self) -> Self:
         """Connect to all members, and begin to look after them.
 
         Raises:
             EngineError: one cannot be reached, or does not have the weights of the others.
+            WeightsInvalid: none of the engines to adopt has complete weights.
         """
         try:
-            async with self._lock:
+            async with self.lock:
                 joining = [self._add(address) for address in self._addresses]
-                answers = await everywhere(joining, self.ask, ASK_S)
-                answers.raise_first()
-                self._agree(answers)
+                await (take_over(self, joining, self._adopt) if self._adopt else agree(self, joining))
+            if self._adopt:
+                await self.heal()
         except BaseException:
             await self.close()
             raise
@@ -147,6 +149,7 @@ class Fleet:
         for member in self.members:
             await member.client.close()
         await self._loader.close()
+        await asyncio.to_thread(self._leases.close)
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -199,13 +202,13 @@ class Fleet:
 
     async def pause(self, mode: PauseMode = "in_place", *, timeout: float | None = PAUSE_S) -> None:
         """Pause all members. One that does not answer in time is fenced."""
-        async with self._lock:
+        async with self.lock:
             await self.pause_members(mode, self._dispatcher.serving, timeout)
             self.paused_mode = mode
 
     async def continue_generation(self, *, timeout: float | None = PAUSE_S) -> None:
         """Continue all members."""
-        async with self._lock:
+        async with self.lock:
             await self.continue_members(timeout)
 
     @contextlib.asynccontextmanager
@@ -257,7 +260,7 @@ class Fleet:
         """
         weights = Weights.of(named_tensors, model_path, transport)
         source = Source(path=folder_of(model_path) if model_path is not None else None, updated=True)
-        async with self._weights_lock, self._lock:
+        async with self.weights_lock, self.lock:
             mode = self.paused_mode or pause_mode
             load = self._loader.load(weights, flush_cache=mode != "in_place")
             session = FleetSession(verify=self.verify)
@@ -310,7 +313,7 @@ class Fleet:
         """The members of ``done`` have new weights; its caller holds :attr:`lock`, and they are paused."""
         self._dispatcher.epoch += 1
         self._dispatcher.router.forget()
-        self._source = source
+        self.source = source
         for member, reply in done.replies.items():
             member.admit(reply.weights_epoch, self._dispatcher.epoch)
             self.weight_version = reply.weight_version
@@ -335,19 +338,19 @@ class Fleet:
         Raises:
             EngineError: it cannot be reached, or not be brought to the fleet's weights.
         """
-        async with self._weights_lock:
+        async with self.weights_lock:
             member = self._add(EngineAddress.of(address))
             try:
                 await self._admit(member, await self._caught_up(member))
             except BaseException:
-                async with self._lock:
+                async with self.lock:
                     await self.forget(member)
                 raise
             return member
 
     async def remove(self, name: str) -> None:
         """Take a member out of the fleet: what it had is continued on others. The engine itself goes on."""
-        async with self._lock:
+        async with self.lock:
             if (member := self._dispatcher.members.get(name)) is None:
                 raise InvalidRequest(f"the fleet has no member {name!r}", field="name", value=name)
             self._dispatcher.fence(member, "it was removed from the fleet")
@@ -356,7 +359,7 @@ class Fleet:
     async def heal(self) -> list[str]:
         """Bring back what is fenced or gone and can be reached; returns the names of those that serve again."""
         healed = []
-        async with self._weights_lock:
+        async with self.weights_lock:
             for member in self.members:
                 if member.serves or member.state == "joining" or not self.may_heal:
                     continue
@@ -380,7 +383,9 @@ class Fleet:
         copy_here(donor, target, owner)
 
     def _add(self, address: EngineAddress) -> Member:
-        member = Member(address, owner=self.owner, keepalive_timeout=self._keepalive_timeout)
+        member = Member(
+            address, owner=self.owner, keepalive_timeout=self._keepalive_timeout, lease_s=self._lease_s
+        )
         if member.name in self._dispatcher.members:
             raise InvalidRequest(f"the fleet has a member {member.name!r} already", field="name")
         self._dispatcher.members[member.name] = member
@@ -400,27 +405,17 @@ class Fleet:
         member.status = status
         return status
 
-    def _agree(self, answers: Answers) -> None:
-        """At the beginning: one label, one model, valid weights; the fleet's epoch is above all of the engines'."""
-        statuses: dict[Member, GetStatusReqOutput] = answers.replies
-        if not statuses:
-            return
-        self.weight_version, self._source = agreed(statuses)
-        self._dispatcher.epoch = max(status.weights_epoch for status in statuses.values())
-        for member, status in statuses.items():
-            member.admit(status.weights_epoch, self._dispatcher.epoch)
-
     async def _caught_up(self, member: Member) -> GetStatusReqOutput:
         """Bring ``member`` to the fleet's weights; its status then. Its caller holds :attr:`weights_lock`."""
         status = await asyncio.wait_for(self.ask(member), ASK_S)
         serving = self._dispatcher.serving
-        if not serving and not self._source.updated and not self.weight_version:
+        if not serving and not self.source.updated and not self.weight_version:
             self.weight_version = status.weight_version
-            self._source = Source(path=None, model_path=status.model_path)
+            self.source = Source(path=None, model_path=status.model_path)
             self._dispatcher.epoch = max(self._dispatcher.epoch, status.weights_epoch)
         donor = min(serving, key=lambda each: each.load, default=None)
         return await catch_up(
-            member, donor, self._source, self.weight_version, status=status, verify=self.verify,
+            member, donor, self.source, self.weight_version, status=status, verify=self.verify,
             current=member.own_epoch(self.weights_epoch) == status.weights_epoch, copy=self._copy,
         )  # fmt: skip
 
@@ -429,14 +424,15 @@ class Fleet:
 
         Its caller holds :attr:`weights_lock`.
         """
-        async with self._lock:
+        async with self.lock:
             if self._dispatcher.members.get(member.name) is not member:
                 return False
             member.committed(reached.weights_epoch, self._dispatcher.epoch)  # nobody copies them again
             if healing and not self.may_heal:
                 return False
             if self.paused_mode is not None:
-                await member.client.pause(self.paused_mode, timeout=ASK_S)
+                await member.client.pause(self.paused_mode, lease_s=member.lease_s, timeout=ASK_S)
+                self._leases.hold(each.address for each in self.members)
             elif reached.generation != "running":
                 await member.client.continue_generation(force=True, timeout=ASK_S)
             member.admit(reached.weights_epoch, self._dispatcher.epoch)
@@ -447,7 +443,10 @@ class Fleet:
         self, mode: PauseMode, members: Sequence[Member], timeout: float | None
     ) -> Answers:
         """Pause ``members``; those that do not answer are out of routing. Its caller holds :attr:`lock`."""
-        answers = await everywhere(members, lambda member: member.client.pause(mode), timeout)
+        self._leases.hold(member.address for member in self.members)
+        answers = await everywhere(
+            members, lambda member: member.client.pause(mode, lease_s=member.lease_s), timeout
+        )
         for member, error in answers.out.items():
             self.drop(member, error, "it does not pause")
         return answers
@@ -458,6 +457,7 @@ class Fleet:
             self._dispatcher.serving, lambda member: member.client.continue_generation(force=True), timeout
         )
         self.paused_mode = None
+        self._leases.hold(())
         for member, error in (answers.out | answers.failed).items():
             self.drop(member, error, "it does not continue")
 

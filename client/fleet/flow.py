@@ -2,7 +2,8 @@
 
 Invariants:
 - The caller sees one :class:`Generation`: every token once, in order, and one result per sample, whoever sampled its tokens.
-- At most one engine at a time is followed for a sample. What an engine sends after it was given up is ignored.
+- At most one engine at a time is followed for a sample: only the loss of the attempt that has it makes it wait
+  for another. What an engine sends after it was given up is ignored.
 - A sample is continued from the tokens that had arrived, on weights that are at least as new as those that sampled them.
 - What the caller did (an abort) and what is wrong with the request itself end it; the end of an engine does not.
 """
@@ -97,9 +98,11 @@ class _Attempt:
     def give_up(self) -> None:
         """Nothing that the member still sends counts."""
         self.given_up = True
-        for index in sorted(self.left):
+        left = sorted(self.left)
+        for index in left:
             self.leave(index)
-        self.abort()
+        if left:
+            self.abort()
 
     def abort(self, index: int | None = None) -> None:
         """Tell the member, without waiting for its reply."""
@@ -172,7 +175,8 @@ class Flow:
         waiting = list(self._waiting())
         untouched = len(waiting) == len(self._samples) and not any(len(each.part) for each in waiting)
         for samples in [waiting] if untouched else [[each] for each in waiting]:
-            self._start(member, samples)
+            if samples[0].attempt is None:  # else a start that failed has sent them elsewhere
+                self._start(member, samples)
 
     def leave(self, member: Member) -> None:
         """Give up on ``member``; what it had waits for another one."""
@@ -180,7 +184,7 @@ class Flow:
             lost = sorted(attempt.left)
             attempt.give_up()
             self._attempts.discard(attempt)
-            self._again(lost)
+            self._again(attempt, lost)
 
     def abort(self, index: int | None = None) -> int:
         """As the caller asked; returns how many samples were live."""
@@ -198,15 +202,26 @@ class Flow:
         """End the whole request with ``error``; engines that work on it are told."""
         if self.generation.waiter.done():
             return
-        for attempt in list(self._attempts):
-            attempt.give_up()
-        self._attempts.clear()
         failed = next((each for each in self._samples.values() if not each.ended and len(each.part)), None)
         if failed is not None and error.output is None:
             reason = FinishReason(type="error", message=error.message, code=str(error.code))
             error.output = self._ended_here(failed, reason)
         self.generation.fail(error)
+        self.drop()
+
+    def drop(self) -> None:
+        """The caller has its answer, or wants none: engines that still work on it are told."""
+        for attempt in list(self._attempts):
+            attempt.give_up()
+        self._attempts.clear()
         self._dispatcher.ended(self)
+
+    def on_end(self, waiter: Result) -> None:
+        """Drop what no engine has ended: the caller's sink has raised, or its waiter was cancelled."""
+        if not waiter.cancelled():
+            waiter.exception()  # counts as seen
+        if self._dispatcher.flows.get(self.generation.rid) is self:
+            self.drop()
 
     def on_tokens(self, delta: TokenDelta, member: Member) -> None:
         """New tokens of one sample, at their place in the whole output."""
@@ -228,9 +243,9 @@ class Flow:
         )
         engine_ends = reason.code in (ErrorCode.SHUTTING_DOWN, ErrorCode.ENGINE_DIED)
         if engine_ends and not self._dispatcher.ending:
-            sample.part, sample.attempt = Part.of(whole), None
+            sample.part = Part.of(whole)
             self._dispatcher.lost(attempt.member, EngineDied(reason.message or f"{attempt.member.name} ends"))
-            self._again([output.index])
+            self._again(attempt, [output.index])
         else:
             self._end(sample, replace(whole, e2e_latency=time.monotonic() - self._began))
 
@@ -250,7 +265,7 @@ class Flow:
             error.output = error.output and self._whole(attempt, error.output)
             self.fail(error)
             return
-        self._again(unfinished)
+        self._again(attempt, unfinished)
 
     def _start(self, member: Member, samples: list[_Sample]) -> None:
         first = samples[0]
@@ -279,12 +294,13 @@ class Flow:
             return
         generation.waiter.add_done_callback(attempt.on_end)
 
-    def _again(self, indices: Iterable[int]) -> None:
-        """These samples wait for another member."""
+    def _again(self, attempt: _Attempt, indices: Iterable[int]) -> None:
+        """These samples of ``attempt`` wait for another member, unless one has them already."""
         if self.generation.waiter.done():
             return
-        lost = [self._samples[index] for index in indices if not self._samples[index].ended]
-        for sample in lost:
+        for sample in (self._samples[index] for index in indices):
+            if sample.attempt is not attempt:
+                continue
             sample.attempt = None
             if sample.aborted:  # its engine did not live to say so
                 self._end(sample, self._ended_here(sample, _ABORTED))

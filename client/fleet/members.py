@@ -54,8 +54,17 @@ class EngineAddress:
 class Member:
     """An engine of a fleet."""
 
-    def __init__(self, address: EngineAddress, *, owner: str | None, keepalive_timeout: float | None) -> None:
+    def __init__(
+        self,
+        address: EngineAddress,
+        *,
+        owner: str | None,
+        keepalive_timeout: float | None,
+        lease_s: float | None = None,
+    ) -> None:
         self.address = address
+        self.lease_s = lease_s
+        """Lease of the fleet's pauses of it, in seconds. None: they have none."""
         self.name = address.name or address.endpoint
         """Name in status, errors and routing."""
         options = address.keys

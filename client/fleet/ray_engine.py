@@ -60,6 +60,7 @@ class EngineActor:
             startup_timeout: seconds until the engine must be ready.
         """
         self._start = secrets.token_hex(8)
+        self._client_key = client_key
         self._folder = Path(tempfile.mkdtemp(prefix="caesura-keys-"))
         node_ip = _node_ip()
         try:
@@ -75,9 +76,18 @@ class EngineActor:
         self._ends = False
         threading.Thread(target=self._watch, name="caesura-replica", daemon=True).start()
 
-    def replica(self) -> Replica:
-        """Where the engine listens."""
+    def replica(self, client_key: str) -> Replica:
+        """Return where the engine listens, and have it accept ``client_key`` instead of a former fleet's."""
+        if self._replica.server_key is not None and client_key != self._client_key:
+            self._write(f"clients/fleet{PUBLIC_SUFFIX}", key_file(client_key.encode()))
+        self._client_key = client_key
         return self._replica
+
+    def place(self) -> Any:
+        """Ray's handle of the placement group that this actor is in."""
+        import ray
+
+        return ray.util.get_current_placement_group()
 
     def close(self) -> None:
         """End the engine in order; the actor is its owner's to kill."""
@@ -99,8 +109,7 @@ class EngineActor:
         }
         (self._folder / "clients").mkdir()
         for name, text in files.items():
-            with open(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(text)
+            self._write(name, text)
         for attempt in range(PORT_TRIES):
             try:
                 engine = launch_scheduler(
@@ -119,6 +128,13 @@ class EngineActor:
             else:
                 return public.decode(), engine
         raise AssertionError("unreachable")
+
+    def _write(self, name: str, text: str) -> None:
+        """Put a key file into place whole: the engine may read it at any time."""
+        part = self._folder / "part"
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        part.replace(self._folder / name)
 
     def _watch(self) -> None:
         while self._engine.returncode is None:

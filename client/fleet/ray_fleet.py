@@ -3,7 +3,8 @@
 Invariants:
 - Ray carries addresses, keys and lifetimes; tokens, commands and weights go to the engines directly.
 - A replica serves only after the fleet has brought it to its weights: at the start, after a restart, and after a scale-up.
-- Actors and placement groups belong to this process: they end with :meth:`RolloutFleet.close`, or with the Ray job.
+- Actors and placement groups end with :meth:`RolloutFleet.close`. Those of a fleet without a name end with the
+  Ray job, too; those of one with a name are detached, and a fleet of that name in another process can adopt them.
 """
 
 import asyncio
@@ -25,8 +26,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...io_struct.key_files import SECRET_SUFFIX, key_file
 from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
 from .dispatch import DEFAULT_PATIENCE_S
-from .fleet import KEEPALIVE_TIMEOUT_S, LOOK_INTERVAL_S, Fleet
+from .fleet import KEEPALIVE_TIMEOUT_S, LEASE_S, LOOK_INTERVAL_S, Fleet
 from .members import EngineAddress, Member
+from .opening import Adopt
 from .ray_engine import EngineActor, Replica
 from .two_phase import Verify
 
@@ -36,6 +38,8 @@ START_S = 600.0
 """How long an engine may take to be ready, loading included."""
 RESTART_LOOK_S = 0.2
 """Between questions to an actor that Ray restarts."""
+NAMESPACE = "caesura"
+"""Ray's namespace of the actors of fleets that have a name: every job of the cluster finds them there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,9 @@ class RolloutFleet(Fleet):
         look_interval_s: float = LOOK_INTERVAL_S,
         start_timeout: float = START_S,
         listen: Literal["auto", "tcp"] = "auto",
+        lease_s: float | None = LEASE_S,
+        name: str | None = None,
+        adopt: Adopt = False,
     ) -> None:
         """
         Args:
@@ -95,6 +102,8 @@ class RolloutFleet(Fleet):
             engine_options: keywords of :func:`launch_scheduler` for every engine.
             start_timeout: seconds until all replicas must be placed and ready.
             listen: ``auto``: engines on this process's node listen on socket files, others on ``tcp://`` with keys. ``tcp``: all do.
+            name: name of the fleet on the cluster; its engines then outlive this process, and listen on ``tcp://``.
+            adopt: take over the engines that a fleet of that name has left behind, and start those that are missing.
 
         The other arguments are those of :class:`Fleet`.
         """
@@ -106,7 +115,12 @@ class RolloutFleet(Fleet):
             patience_s=patience_s,
             keepalive_timeout=keepalive_timeout,
             look_interval_s=look_interval_s,
+            lease_s=lease_s,
+            adopt=adopt,
         )
+        if adopt and name is None:
+            raise InvalidRequest("adopt=True finds engines by the fleet's name: give it", field="name")
+        self._name = name
         self._model = os.path.abspath(model)
         self._wanted = replicas
         self._placement = placement if isinstance(placement, Placement) else Placement(**(placement or {}))
@@ -125,22 +139,37 @@ class RolloutFleet(Fleet):
         return len(self._slots)
 
     async def open(self) -> Self:
-        """Place and start all replicas, and connect to them.
+        """Place and start all replicas, or find them, and connect to them.
 
         Raises:
             TimedOut: the cluster had no room for them in time. EngineError: an engine does not start, or not in time.
+            InvalidRequest: another fleet has that name. WeightsInvalid: as of :meth:`Fleet.open`.
         """
         if not ray.is_initialized():
             ray.init()
+        left_behind = self._left_behind()
+        if left_behind and not self._adopt:
+            raise InvalidRequest(
+                f"the cluster has a fleet {self._name!r}: if its process has died, open it with adopt=True",
+                field="name",
+            )
         self._make_keys()
         try:
-            slots = self._place(self._wanted)
+            if left_behind:
+                slots = await self._found(left_behind)
+            else:
+                self._adopt = False
+                slots = self._place(self._wanted)
             found = await self._located(slots)
             self._addresses = [self._address(slot, replica) for slot, replica in found]
             await super().open()
         except BaseException:
+            if left_behind:
+                self._slots.clear()  # the engines are as they were found: somebody may have weights for them
             await self.close()
             raise
+        if left_behind:
+            await self.scale(self._wanted)
         return self
 
     async def close(self) -> None:
@@ -212,7 +241,9 @@ class RolloutFleet(Fleet):
     def _place(self, count: int) -> list[_Slot]:
         """Actors of ``count`` more replicas, in a placement group of their own."""
         placement = self._placement
-        group = placement_group([placement.bundle] * count, strategy=placement.strategy)
+        files = self._listen == "auto" and self._name is None  # who adopts them may be on another node
+        lifetime = None if self._name is None else "detached"
+        group = placement_group([placement.bundle] * count, strategy=placement.strategy, lifetime=lifetime)
         slots = []
         for index in range(count):
             name = f"replica-{self._count}"
@@ -226,6 +257,10 @@ class RolloutFleet(Fleet):
                     group, placement_group_bundle_index=index
                 ),
             }
+            if self._name is not None:
+                options |= {
+                    "name": f"{self._name}/{name}", "namespace": NAMESPACE, "lifetime": "detached",
+                }  # fmt: skip
             if placement.runtime_env is not None:
                 options["runtime_env"] = dict(placement.runtime_env)
             actor = (
@@ -235,7 +270,7 @@ class RolloutFleet(Fleet):
                     self._model,
                     self._engine_options,
                     client_key=self._client_key,
-                    driver_ip=ray.util.get_node_ip_address() if self._listen == "auto" else "",
+                    driver_ip=ray.util.get_node_ip_address() if files else "",
                     startup_timeout=self._start_timeout,
                 )
             )
@@ -243,18 +278,45 @@ class RolloutFleet(Fleet):
             self._slots[name] = slots[-1]
         return slots
 
+    def _left_behind(self) -> list[str]:
+        """Names of the replicas that the cluster has of a fleet of this name, the oldest first."""
+        if self._name is None:
+            return []
+        of_fleet = f"{self._name}/"
+        names = [
+            each["name"].removeprefix(of_fleet)
+            for each in ray.util.list_named_actors(all_namespaces=True)
+            if each["namespace"] == NAMESPACE and each["name"].startswith(of_fleet)
+        ]
+        return sorted(names, key=self._age)
+
+    async def _found(self, names: list[str]) -> list[_Slot]:
+        """The actors of these replicas, and their places."""
+        actors = [ray.get_actor(f"{self._name}/{name}", namespace=NAMESPACE) for name in names]
+        asked = [actor.place.remote() for actor in actors]
+        places = await self._answered(asked)
+        self._count = self._age(names[-1]) + 1
+        groups = {place.id: place for place in places}
+        for name, actor, place in zip(names, actors, places, strict=True):
+            self._slots[name] = _Slot(name, actor, groups[place.id])
+        return list(self._slots.values())
+
     async def _located(self, slots: list[_Slot]) -> list[tuple[_Slot, Replica]]:
         """Where the engines of ``slots`` listen, once they are ready."""
-        asked = [slot.actor.replica.remote() for slot in slots]
+        found = await self._answered([slot.actor.replica.remote(self._client_key) for slot in slots])
+        return list(zip(slots, found, strict=True))
+
+    async def _answered(self, asked: list[Any]) -> list[Any]:
+        """What actors answer that have been asked, once their engines are ready."""
         try:
-            found = await asyncio.wait_for(asyncio.gather(*asked), self._start_timeout)
+            return await asyncio.wait_for(asyncio.gather(*asked), self._start_timeout)
         except TimeoutError:
             raise TimedOut(
-                f"{len(slots)} replicas of {self._placement.bundle} were not ready within {self._start_timeout:g} s"
+                f"{len(asked)} replicas of {self._placement.bundle} were not ready "
+                f"within {self._start_timeout:g} s"
             ) from None
         except ray.exceptions.RayError as error:
             raise EngineDied(f"a replica did not start: {error}") from error
-        return list(zip(slots, found, strict=True))
 
     async def _end(self, name: str) -> None:
         slot = self._slots.pop(name)
@@ -278,7 +340,9 @@ class RolloutFleet(Fleet):
         while self._slots.get(slot.name) is slot:
             await asyncio.sleep(RESTART_LOOK_S)
             try:
-                replica = await asyncio.wait_for(slot.actor.replica.remote(), self._start_timeout)
+                replica = await asyncio.wait_for(
+                    slot.actor.replica.remote(self._client_key), self._start_timeout
+                )
             except (ray.exceptions.RayError, TimeoutError):
                 continue
             if before is not None and replica.start == before.start:

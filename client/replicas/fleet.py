@@ -55,6 +55,7 @@ class ReplicaFleet(Fleet):
                 for replica in processes.replicas
             ],
             owner=owner,
+            lease_s=None,  # the engines end with this process; a trainer's pause may have its own
             **options,
         )
         self.tp = processes.ranks

@@ -12,9 +12,10 @@ Invariants:
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...io_struct import GenerateImagesReqInput, GenerateReqInput, Message, Request
+from ...io_struct import AbortReq, AbortReqOutput, GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
 from .connection import Connection, Generation, Sink
 from .curve import ClientKeys
@@ -111,7 +112,15 @@ class LoopChannel:
         self._prepare()
         generation, frame = self._connection.start_generation(request, sink)
         self._post((frame,))
+        if sink is not None:
+            generation.waiter.add_done_callback(lambda _: self._abort_unheard(generation))
         return generation
+
+    def _abort_unheard(self, generation: Generation[Result, Deltas]) -> None:
+        """Nobody hears the rest of a generation whose sink has raised."""
+        if generation.sink is None and self._connection.awaits(generation.message_id):
+            with suppress(EngineError):
+                self.start_call(AbortReq(rid=generation.rid), AbortReqOutput)
 
     def start_images(
         self, request: GenerateImagesReqInput, buffers: Sequence[bytes]

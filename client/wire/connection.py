@@ -61,8 +61,11 @@ class DeltaQueue(Protocol):
 
 
 class Sink(Protocol):
-    """Takes what comes of a generation as it comes, instead of a queue. Called while messages are read: it must return soon,
-    and raise nothing."""
+    """Takes what comes of a generation as it comes, instead of a queue.
+
+    Called while messages are read: it must return soon. An exception ends its generation with ``internal``, and no
+    other.
+    """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
     def on_finished(self, output: GenerateOutput, /) -> None:
@@ -70,6 +73,7 @@ class Sink(Protocol):
 
 
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(slots=True)
@@ -157,7 +161,7 @@ class Generation(Generic[WaiterT, QueueT]):
         self._outputs[output.index] = output
         self._deliver_tail(output)
         if self.sink is not None:
-            self.sink.on_finished(output)
+            self._tell(self.sink.on_finished, output)
         if len(self._outputs) < self.n:
             return False
         outputs = [self._outputs[index] for index in sorted(self._outputs)]
@@ -188,9 +192,20 @@ class Generation(Generic[WaiterT, QueueT]):
 
     def _hand_on(self, delta: TokenDelta) -> None:
         if self.sink is not None:
-            self.sink.on_tokens(delta)
+            self._tell(self.sink.on_tokens, delta)
         elif self.deltas is not None:
             self.deltas.put_nowait(delta)
+
+    def _tell(self, listener: Callable[[ItemT], None], item: ItemT) -> None:
+        """Call the sink. One that raises gets nothing more; the engine's answer is still awaited."""
+        try:
+            listener(item)
+        except Exception as error:  # the caller's code, on the way of everybody's messages
+            logger.exception("the sink of generation %s raised", self.rid)
+            self.sink = None
+            failure = InternalError(f"the sink of generation {self.rid!r} raised {error!r}", rid=self.rid)
+            failure.__cause__ = error
+            self.fail(failure)
 
     def _end(self, result: list[GenerateOutput] | EngineError) -> None:
         resolve(self.waiter, result)

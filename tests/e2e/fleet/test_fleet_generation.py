@@ -18,14 +18,17 @@ from caesura.client import (
     EngineDied,
     EpochBehind,
     GenerateOutput,
+    InternalError,
     InvalidRequest,
     SamplingParams,
     SchedulerClient,
+    TokenDelta,
     launch_scheduler,
 )
 from caesura.client.fleet import Fleet
 from caesura.client.text import TextTokenizer
 from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
+from caesura.io_struct import GenerateReqInput
 from caesura.scheduler.kernels import TORCH, best
 
 DETERMINISTIC = best("linear", "cpu", torch.float32) != TORCH
@@ -215,6 +218,62 @@ def test_an_engine_that_shuts_down_in_order_hands_its_requests_over(engines, lau
         assert len({span.incarnation for span in output.weight_versions}) == 2
 
     run([*engines, leaving], body)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_an_engine_that_is_told_to_end_costs_none_of_many_requests(engines, launch, samples):
+    """SIGTERM, as a pod's eviction: all that it has ends in one tick, and what comes later is served, too."""
+    leaving = launch()
+    params = msgspec.structs.replace(LONG, n=samples)
+    prompts = [[*PROMPT, number] for number in range(8)]
+
+    async def body(fleet: Fleet) -> None:
+        whole = await fleet.generate(prompts, params, return_logprob=True)
+        handles = [await fleet.submit(prompt, params, stream=True, return_logprob=True) for prompt in prompts]
+        doomed = next(member for member in fleet.members if member.address.endpoint == leaving.endpoint)
+        assert doomed.load > 1
+        async for _ in handles[0]:
+            os.kill(leaving.status().pid, signal.SIGTERM)
+            break
+        outputs = [output for handle in handles for output in await handle.results()]
+        for found, expected in zip(outputs, whole, strict=True):
+            same(found, expected)
+        assert (doomed.state, doomed.load) == ("gone", 0)
+        assert fleet.dispatcher.moved > 1
+        later = await fleet.generate(prompts, params, return_logprob=True)
+        assert len(later) == len(prompts) * samples
+        assert not fleet.dispatcher.flows
+        assert {member.load for member in fleet.members} == {0}
+
+    run([engines[0], leaving], body)
+
+
+def test_a_sink_that_raises_ends_its_own_request_of_a_fleet(engines):
+    """Its engine is told to stop, and the other requests end as they would have."""
+
+    class Broken:
+        def on_tokens(self, delta: TokenDelta) -> None:
+            raise ValueError("a caller's mistake")
+
+        def on_finished(self, output: GenerateOutput) -> None:
+            raise AssertionError("nothing follows a sink's error")
+
+    async def body(fleet: Fleet) -> None:
+        others = [await fleet.submit([*PROMPT, number], SAMPLED) for number in range(4)]
+        request = GenerateReqInput(input_ids=PROMPT, sampling_params=LONG, stream=True, rid="broken")
+        broken = fleet.client.channel.start_generation(request, Broken())
+        with pytest.raises(InternalError, match="a caller's mistake") as caught:
+            await broken.waiter
+        assert isinstance(caught.value.__cause__, ValueError)
+        for handle in others:
+            assert len((await handle.result()).output_ids) == NEW
+        assert not fleet.dispatcher.flows
+        for member in fleet.members:
+            while (await member.client.status()).running_requests:  # noqa: ASYNC110  (the engine's state)
+                await asyncio.sleep(0.01)
+        assert [member.load for member in fleet.members] == [0, 0]
+
+    run(engines, body)
 
 
 def test_stop_tokens_and_stop_strings_are_found_across_the_seam(engines, tmp_path):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.fleet_owner import ENGINE, killed_owner
 
-from caesura.client import SamplingParams
+from caesura.client import InvalidRequest, SamplingParams
 from caesura.client.fleet.members import Member
 
 ray = pytest.importorskip("ray")
@@ -20,7 +21,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.filterwarn
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
 PATIENCE_S = 300.0
-ENGINE = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens": 2048, "log_level": "ERROR"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,3 +114,45 @@ def test_replicas_of_other_hosts_are_reached_with_keys(tiny_model):
         lambda: RolloutFleet(tiny_model, 1, placement={"num_cpus": 1}, engine_options=ENGINE, listen="tcp"),
         body,
     )
+
+
+def test_a_named_fleet_is_adopted_by_another_process_that_knows_its_name(tiny_model, other_model):
+    """SIGKILL to the first between two commits; then to an engine, which Ray starts again."""
+    address = ray.get_runtime_context().gcs_address
+    killed_owner("one committed", other_model, ["ray", address, "rollouts", str(tiny_model)])
+
+    def named(**options: Any) -> RolloutFleet:
+        placement = Placement(num_cpus=1)
+        return RolloutFleet(
+            tiny_model,
+            2,
+            name="rollouts",
+            placement=placement,
+            engine_options=ENGINE,
+            verify="checksums",
+            **options,
+        )
+
+    with pytest.raises(InvalidRequest, match="adopt=True"):
+        run(named, lambda fleet: fleet.status())
+
+    async def body(fleet: RolloutFleet) -> None:
+        assert [member.name for member in fleet.members] == ["replica-0", "replica-1"]
+        found = (await fleet.status()).members
+        assert [member.state for member in found] == ["serving"] * 2
+        assert {(each.engine.generation, each.engine.weight_version) for each in found} == {
+            ("running", "second")
+        }
+        assert len({(await member.client.check_weights()).total for member in fleet.members}) == 1
+        os.kill(fleet.replica("replica-0").pid, signal.SIGKILL)
+        while fleet.dispatcher.members["replica-0"].serves:  # noqa: ASYNC110  (Ray's work is waited for)
+            await asyncio.sleep(0.1)
+        await whole(fleet, 2)
+        assert {each.engine.weight_version for each in (await fleet.status()).members} == {"second"}
+        await fleet.scale(3)
+        assert [member.name for member in fleet.members] == ["replica-1", "replica-0", "replica-2"]
+        assert len((await fleet.generate(PROMPT, LONG)).output_ids) == 200
+
+    run(lambda: named(adopt=True), body)
+    assert not ray.util.list_named_actors(all_namespaces=True)
+    assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}

@@ -14,6 +14,7 @@ from caesura.client import (
     AsyncSchedulerClient,
     EngineDied,
     GenerationHandle,
+    InternalError,
     InvalidRequest,
     NotIdle,
     QueueFull,
@@ -144,6 +145,25 @@ def test_a_cancelled_generate_is_aborted(endpoint):
         assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "r"
 
     run(endpoint, body, silent)
+
+
+def test_a_generation_whose_sink_raises_is_aborted(endpoint):
+    class Broken:
+        def on_tokens(self, delta):
+            raise ValueError("no")
+
+    def one_token(request):
+        return [delta((request.rid, 0, 0, [1]))] if isinstance(request, GenerateReqInput) else answer(request)
+
+    async def body(client, fake):
+        request = GenerateReqInput(input_ids=[9], sampling_params=SamplingParams(), rid="r", stream=True)
+        broken = client.channel.start_generation(request, Broken())
+        with pytest.raises(InternalError, match="sink"):
+            await broken.waiter
+        assert (await client.status(timeout=PATIENCE)).incarnation == "fake"
+        assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "r"
+
+    run(endpoint, body, one_token)
 
 
 def test_a_timeout_names_the_message_and_a_retry_attaches(endpoint):

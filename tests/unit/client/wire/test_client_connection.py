@@ -1,5 +1,6 @@
 """The bookkeeping between request and answer, without a socket."""
 
+import asyncio
 import queue
 from concurrent.futures import Future
 
@@ -307,6 +308,50 @@ def test_a_gap_is_closed_by_the_terminal_result(connection):
     connection.receive([encode(results(finished("r", [1, 2, 3, 4, 5])))])
     tail, end = drain(generation.deltas)
     assert (tail.start, tail.output_ids, end) == (2, [3, 4, 5], None)
+
+
+class Sink:
+    """Keeps what it gets; raises at the first tokens, or at the first result."""
+
+    def __init__(self, raises_at: str) -> None:
+        self.raises_at = raises_at
+        self.got = []
+
+    def on_tokens(self, delta):
+        self.got.append(delta)
+        if self.raises_at == "tokens":
+            raise ValueError("no")
+
+    def on_finished(self, output):
+        self.got.append(output)
+        if self.raises_at == "result":
+            raise ValueError("no")
+
+
+@pytest.mark.parametrize("raises_at", ["tokens", "result"])
+@pytest.mark.parametrize("new_waiter", [Future, asyncio.Future], ids=["blocking", "asyncio"])
+def test_a_sink_that_raises_ends_only_its_own_generation(new_waiter, raises_at):
+    """The messages of all generations come through one connection; the engine's answer to the broken one is awaited."""
+
+    async def main():
+        connection = Connection(new_waiter, queue.SimpleQueue)
+        sinks = {"broken": Sink(raises_at), "whole": Sink("")}
+        asked = {
+            rid: connection.start_generation(request(rid, stream=True), sink)[0]
+            for rid, sink in sinks.items()
+        }
+        connection.receive([encode(delta(("broken", 0, 0, [1]), ("whole", 0, 0, [1])))])
+        answers = results(finished("broken", [1, 2, 3]), finished("whole", [1, 2, 3]))
+        connection.receive([encode(answers)])
+        with pytest.raises(InternalError, match="the sink of generation 'broken' raised") as caught:
+            raise asked["broken"].waiter.exception()
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert [output.output_ids for output in asked["whole"].waiter.result()] == [[1, 2, 3]]
+        assert [type(each).__name__ for each in sinks["whole"].got] == ["TokenDelta"] * 2 + ["GenerateOutput"]
+        assert len(sinks["broken"].got) == (1 if raises_at == "tokens" else 3)
+        assert connection.pending == 0
+
+    asyncio.run(main())
 
 
 def test_deltas_carry_logprobs_only_when_they_were_asked_for(connection):

@@ -1,0 +1,89 @@
+"""The process of a fleet of two that gets SIGKILL at a given point of an update.
+
+``fleet_owner.py POINT LEASE_S FOLDER ENDPOINT ENDPOINT``, or
+``fleet_owner.py POINT LEASE_S FOLDER ray ADDRESS NAME MODEL``.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from caesura.client.fleet import Fleet
+
+POINTS = {
+    "paused": "begin_weight_update",
+    "begun": "update_weights_from_disk",
+    "one loaded": "update_weights_from_disk",
+    "all loaded": "end_weight_update",
+    "one committed": "end_weight_update",
+    "all committed": "continue_generation",
+}
+"""The call to a member before which, or for ``one …`` between two of which, the process ends."""
+
+
+ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens": 2048, "log_level": "ERROR"}
+
+
+def killed_owner(point: str, folder: Path, engines: Sequence[str], *, lease_s: float = 600.0) -> None:
+    """Have such a process run to its end."""
+    command = [sys.executable, __file__, point, str(lease_s), str(folder), *engines]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def owned(lease_s: float, *engines: str) -> Fleet:
+    """The fleet of engines that run, or that Ray starts."""
+    if engines[0] != "ray":
+        return Fleet(engines, lease_s=lease_s, look_interval_s=0)
+    import ray
+
+    from caesura.client.fleet.ray_fleet import RolloutFleet
+
+    _, address, name, model = engines
+    ray.init(address, log_to_driver=False, configure_logging=False)
+    return RolloutFleet(
+        model,
+        2,
+        name=name,
+        placement={"num_cpus": 1},
+        engine_options=ENGINE,
+        lease_s=lease_s,
+        look_interval_s=0,
+    )
+
+
+async def main(point: str, lease_s: str, folder: str, *engines: str) -> None:
+    async with owned(float(lease_s), *engines) as fleet:
+        first, second = fleet.members
+        name = POINTS[point]
+        done = asyncio.Event()
+        call = getattr(first.client, name)
+
+        async def of_first(*args: Any, **options: Any) -> Any:
+            if not point.startswith("one"):
+                die()
+            answer = await call(*args, **options)
+            done.set()
+            return answer
+
+        async def of_second(*args: Any, **options: Any) -> Any:
+            await done.wait()
+            die()
+
+        setattr(first.client, name, of_first)
+        setattr(second.client, name, of_second)
+        await fleet.update(model_path=folder, weight_version="second")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
