@@ -11,6 +11,7 @@ from litestar.di import NamedDependency
 
 from ..text.tokenizer_manager import TokenizerManager
 from ..wire.async_client import AsyncSchedulerClient
+from .admission import Admission
 from .health import EngineHealth
 from .pages.last_image import LastImage
 from .unknown_keys import UnknownKeys
@@ -81,6 +82,7 @@ class FrontEnd:
     """Everything that handlers need; ``front: Front`` in a handler's signature."""
 
     __slots__ = (
+        "admission",
         "client",
         "fleet",
         "health",
@@ -111,6 +113,7 @@ class FrontEnd:
         self.last_image = LastImage()
         self.unknown_keys = UnknownKeys()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
+        self.admission = Admission(self.health)
 
 
 Front = NamedDependency[FrontEnd]

@@ -210,6 +210,7 @@ async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]
     front.unknown_keys.note("/v1/images/generations", body, ImageRequestBody, IGNORED_KEYS)
     check_model(front, asked.model)
     rid = asked.rid or f"img-{new_id()}"
+    await front.admission.check()
     work = front.client.generate_images(asked.prompt, rid=rid, **options_of(asked))
     try:
         made = await unless_left(request, command(front, "image_generations", work))

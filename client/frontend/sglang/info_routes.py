@@ -41,10 +41,22 @@ async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
     return Response(b"", media_type="text/plain")
 
 
-@route(["/health", "/health_generate", "/ping"], http_method="GET", opt={"access": "open"})
+@get(["/health", "/health_generate"], opt={"access": "open"})
 async def health(front: Front) -> Response[bytes]:
     """200 while the engine answers, paused or not."""
     return await _healthy(front)
+
+
+@route("/ping", http_method=["GET", "POST"], status_code=200, opt={"access": "open"})
+async def ping(front: Front) -> Response[bytes]:
+    """Answer as ``/health``, to what clients of vLLM send."""
+    return await _healthy(front)
+
+
+@get("/version", opt={"access": "user"})
+async def version(front: Front) -> Response[bytes]:
+    """The engine's release, in vLLM's form."""
+    return json_response({"version": (await _status(front)).version})
 
 
 @get("/ready", opt={"access": "open"})
@@ -300,6 +312,12 @@ async def get_load(front: Front) -> Response[bytes]:
     )
 
 
+@get("/load", opt={"access": "user"})
+async def server_load(front: Front) -> Response[bytes]:
+    """Requests of this server that have not ended, in vLLM's form."""
+    return json_response({"server_load": front.metrics.under_way})
+
+
 @post(
     ["/tokenize", "/v1/tokenize"],
     status_code=200,
@@ -368,12 +386,15 @@ def _texts_of(front: FrontEnd, body: DetokenizeBody, nested: bool) -> list[str]:
 
 ROUTES: list[HTTPRouteHandler] = [
     health,
+    ping,
+    version,
     ready,
     weight_version,
     model_info,
     server_info,
     loads,
     get_load,
+    server_load,
     tokenize,
     detokenize,
 ]

@@ -97,6 +97,7 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
     body = await read_control(request, RolloutBody, text=True)
     rid = new_id()
     try:
+        await front.admission.check()
         seeds, outputs = await unless_left(
             request, command(front, "rollout_generate", _outputs(front, body, rid))
         )

@@ -265,3 +265,9 @@ def test_routes_that_are_not_served_say_what_to_do(dense, path, said):
     assert message.startswith(f"{path.rstrip('/')} is not served: ")
     assert said in message
     assert dense.post("/nowhere", {}).status_code == 404
+
+
+def test_what_vllms_clients_ask_of_a_server(dense):
+    assert dense.post("/ping").status_code == dense.get("/ping").status_code == 200
+    assert dense.get("/version").json() == {"version": dense.get("/server_info").json()["version"]}
+    assert dense.get("/load").json() == {"server_load": 0}

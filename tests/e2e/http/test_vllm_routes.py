@@ -61,6 +61,37 @@ def test_an_update_while_a_request_is_frozen(served, http, step_7):
     assert [span.version for span in handle.result(timeout=60).weight_versions] == ["default", "step_7"]
 
 
+def test_keep_computes_requests_again_with_the_new_weights(served, http, step_7):
+    """As TRL does it: no token after the update may come from the KV of the weights before."""
+    params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
+    generate(http, token_ids=list(range(2, 202)), sampling_params={"max_tokens": 1})
+    handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
+    next(iter(handle))
+    assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    status = served.engine.status()
+    assert (status.pause_mode, status.waiting_requests) == ("retract", 1)
+    assert (status.kv.cached, status.kv.held) == (0, 0)
+    http.post("/update_weights", json={"weight_dir": step_7}).raise_for_status()
+    http.post("/resume").raise_for_status()
+    assert http.get("/is_paused").json() == {"is_paused": False}
+    assert not any(span.stale_kv for span in handle.result(timeout=60).weight_versions)
+
+
+def test_wait_lets_requests_end(served, http):
+    params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
+    handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
+    next(iter(handle))
+    assert http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
+    result = handle.result(timeout=60)
+    assert (result.finish_reason.type, len(result.output_ids)) == ("length", 400)
+    assert served.engine.status().kv.cached == 0
+    refused = http.post("/inference/v1/generate", json={"token_ids": PROMPT})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused")
+    http.post("/resume").raise_for_status()
+    assert generate(http, sampling_params={"max_tokens": 1})["choices"]
+
+
 def test_an_abort_may_clear_the_cache(served, http):
     for clear, left in (("false", True), ("true", False)):
         generate(http, token_ids=list(range(2, 202)), sampling_params={"max_tokens": 1})
@@ -172,7 +203,8 @@ def test_what_cannot_be_served_is_refused_by_name(http, fields, said):
 @pytest.mark.parametrize(
     ("path", "options", "said"),
     [
-        ("/pause", {"params": {"mode": "wait"}}, "mode"),
+        ("/pause", {"params": {"mode": "drain"}}, "mode"),
+        ("/pause", {"json": {"clear_cash": False}}, "clear_cash"),
         ("/pause", {"params": {"mod": "keep"}}, "mod"),
         ("/update_weights", {"json": {"weight_dir": None}}, "weight_broadcast.type"),
         ("/update_weights", {"json": {"weight_dir": "/etc"}}, "--weights-root"),
