@@ -376,7 +376,8 @@ async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
         texts = await front.workers.run(lambda: _texts_of(front, body, nested))
     except CaesuraError as error:
         return native_error(error.message, status_of(error), error.code)
-    return json_response({"text": texts if nested else texts[0]})
+    text = texts if nested else texts[0]
+    return json_response({"text": text, "prompt": text})  # the latter is vLLM's name
 
 
 def _texts_of(front: FrontEnd, body: DetokenizeBody, nested: bool) -> list[str]:
