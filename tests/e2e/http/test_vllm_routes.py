@@ -127,11 +127,63 @@ def test_logprobs_of_a_prompt(served, http):
         [PROMPT], sampling_params=SamplingParams(max_new_tokens=1), return_logprob=True, logprob_start_len=0
     )
     expected = scored.input_logprobs[1:]
-    assert [list(entry) for entry in rest] == [[str(token)] for token in PROMPT[1:]]
+    assert [next(iter(entry)) for entry in rest] == [str(token) for token in PROMPT[1:]]
+    assert all(len(entry) <= 2 for entry in rest)
     assert [entry[str(t)]["logprob"] for entry, t in zip(rest, PROMPT[1:], strict=True)] == pytest.approx(
         expected, abs=1e-5
     )
     assert found["choices"][0]["logprobs"] is None
+
+
+def test_the_likeliest_tokens_of_a_prompt(served, http):
+    """As many as asked for, beside the prompt's own; those of the output are counted apart."""
+    found = generate(http, sampling_params={"max_tokens": 2, "prompt_logprobs": 3, "logprobs": 1})
+    (scored,) = served.engine.generate(
+        [PROMPT],
+        sampling_params=SamplingParams(max_new_tokens=1),
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=3,
+    )
+    for position, token in enumerate(PROMPT[1:]):
+        entry = found["prompt_logprobs"][position + 1]
+        top = scored.input_top_logprobs.at(position)
+        assert next(iter(entry)) == str(token)
+        assert set(entry) == {str(token), *(str(id) for _, id in top)}
+        for rank, (logprob, id) in enumerate(top, 1):
+            assert entry[str(id)] == {"logprob": pytest.approx(logprob, abs=1e-5), "rank": rank}
+    content = found["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
+    none = generate(http, sampling_params={"max_tokens": 1, "prompt_logprobs": 0})["prompt_logprobs"]
+    assert [list(entry) for entry in none[1:]] == [[str(token)] for token in PROMPT[1:]]
+
+
+def test_logprobs_of_given_tokens(served, http):
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True, seed=3)
+    expected = served.engine.generate(
+        PROMPT, sampling_params=params, return_logprob=True, token_ids_logprob=[9, 4]
+    )
+    asked = {"max_tokens": 3, "ignore_eos": True, "seed": 3, "logprob_token_ids": [9, 4]}
+    (choice,) = generate(http, sampling_params=asked)["choices"]
+    for position, entry in enumerate(choice["logprobs"]["content"]):
+        found = {each["token"]: each["logprob"] for each in entry["top_logprobs"]}
+        wanted = {f"token_id:{id}": lp for lp, id in expected.output_token_ids_logprobs.at(position)}
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_stop_strings_end_a_sample(served, http):
+    asked = {"max_tokens": 24, "ignore_eos": True, "seed": 3, "temperature": 0.0}
+    (whole,) = generate(http, sampling_params=asked)["choices"]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("length", None)
+    text = served.tokenizer.decode(whole["token_ids"])
+    stop = text[len(text) // 2 :][:2]
+    (choice,) = generate(http, sampling_params={**asked, "stop": [stop], "logprobs": 0})["choices"]
+    count = len(choice["token_ids"])
+    assert choice["token_ids"] == whole["token_ids"][:count]
+    assert stop in served.tokenizer.decode(choice["token_ids"])
+    assert stop not in served.tokenizer.decode(choice["token_ids"][:-1])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert len(choice["logprobs"]["content"]) == count < 24
 
 
 def test_experts_of_tokens(http):
@@ -190,6 +242,9 @@ def test_without_a_limit_the_context_is_filled(http):
         ({"stream": True}, "stream is not supported"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
         ({"sampling_params": {"prompt_logprobs": -1}}, "prompt_logprobs"),
+        ({"sampling_params": {"logprob_token_ids": "9"}}, "logprob_token_ids"),
+        ({"output_mode": "text"}, "output_mode"),
+        ({"output_mode": "derender"}, "output_mode"),
         ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "structured_outputs is not supported"),
         ({"token_ids": [5] * 600}, "context"),
     ],
@@ -218,6 +273,10 @@ def test_commands_that_cannot_be_served_change_nothing(served, http, path, optio
     assert said in answer.text
     after = served.engine.status()
     assert (after.generation, after.weights_epoch) == (before.generation, before.weights_epoch)
+
+
+def test_answers_are_tokens(http):
+    assert generate(http, sampling_params={"max_tokens": 1}, output_mode="tokens")["choices"]
 
 
 def test_control_needs_the_key(served):
