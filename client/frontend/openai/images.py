@@ -16,7 +16,7 @@ import msgspec
 from litestar import Response, post
 from litestar.handlers import HTTPRouteHandler
 
-from ....io_struct import CaesuraError, FinishReason, WeightVersionSpan, new_id
+from ....io_struct import CaesuraError, FinishReason, SdeParams, WeightVersionSpan, new_id
 from ....io_struct.base import Identifier
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS
 from ...exceptions import InvalidRequest
@@ -175,6 +175,7 @@ def options_of(asked: ImageRequestBody) -> dict[str, Any]:
     return {
         **{name: value for name, value in given.items() if value is not None},
         "return_embeds": False,
+        "sde": SdeParams(type="ode"),
     }
 
 

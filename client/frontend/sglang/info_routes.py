@@ -110,7 +110,7 @@ def _config(model_path: str) -> dict[str, Any]:
 
 
 _PUBLIC = (
-    "host", "port", "model_path", "tokenizer_path", "weights_root", "enable_memory_saver", "allow_pickled_tensors",
+    "host", "port", "model_path", "tokenizer_path", "enable_memory_saver", "allow_pickled_tensors",
     "max_body_bytes", "max_update_bytes", "max_batch", "incremental_streaming",
 )  # fmt: skip
 """Of :class:`ServeOptions`; keys are not."""
@@ -170,6 +170,7 @@ async def server_info(front: Front) -> Response[bytes]:
             **_PARALLEL,
             **_sizes(front, status),
             **_settings(front.options),
+            "weights_root": front.options.update_root or None,
             "skip_tokenizer_init": front.manager.tokenizer is None,
             "served_model_name": front.options.model_name,
             "dtype": status.dtype,
