@@ -194,7 +194,7 @@ def measure_images(folder: Path) -> Times:
     def images(prompt: str) -> None:
         client.generate_images(
             prompt, n=work["samples"], seed=0, width=side, height=side, num_inference_steps=work["steps"],
-            max_sequence_length=0,
+            max_sequence_length=0, sde={"type": "ode"},
         )  # fmt: skip
 
     threads = int(WORKLOAD["threads"])

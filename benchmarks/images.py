@@ -116,6 +116,7 @@ class Caesura:
             num_inference_steps=STEPS,
             max_sequence_length=0,
             return_embeds=False,
+            sde={"type": "ode"},
             timeout=PATIENCE_S,
         )
 

@@ -20,6 +20,8 @@ post() { echo "POST $1"; call -H 'Content-Type: application/json' "$URL$1" -d "$
 get /health
 get /health_generate
 get /ping
+get /version
+get /load
 get /ready
 get /liveness
 get /model_info
@@ -61,6 +63,7 @@ post /update_weight_version '{"new_version": "2"}'
 # The same with vLLM's routes, as prime-rl does it: requests are frozen and go on with the new weights
 post '/inference/v1/generate' '{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "logprobs": 1}}'
 post '/pause?mode=keep&clear_cache=false' '{}'
+get /is_paused
 post /update_weights "{\"weight_dir\": \"$MODEL\"}"
 post /resume '{}'
 

@@ -28,8 +28,8 @@ StepIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEPS)]
 class SdeParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     """How a step adds noise, and what its log-probability is."""
 
-    type: SdeType = "ode"
-    """``ode``: no noise. ``sde``: Flow-GRPO. ``cps``: coefficients preserving. ``dance``: DanceGRPO."""
+    type: SdeType = "sde"
+    """``ode``: no noise, so no log-probabilities either. ``sde``: Flow-GRPO. ``cps``: coefficients preserving. ``dance``: DanceGRPO."""
     noise_level: float = 0.7
     """The noise level of ``sde``, ``cps`` and ``dance``: 0 to 100, and at most 1 for ``cps``."""
     steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = None
@@ -82,7 +82,8 @@ class GenerateImagesReqInput(Request, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples. Sample ``i`` uses the noise of ``(seed, i)``."""
     sde: SdeParams = SdeParams()
-    """Noise and log-probabilities of the steps."""
+    """Noise and log-probabilities of the steps. By default every step adds noise: ``type`` ``ode`` is for images that nothing
+    is learned from."""
     return_steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = []
     """Steps whose latents (before and after) and log-probabilities are returned. None means all; empty, none."""
     return_embeds: bool = True
@@ -137,7 +138,7 @@ class GenerateImagesReqOutput(FramedMessage, kw_only=True):
     """Names, dtypes and shapes of the frames behind the header."""
     num_retractions: int = 0
     """Times that it began again from its seed."""
-    queue_s: float = 0.0
+    queue_time: float = 0.0
     """Seconds from arrival to the first step; to the end, if there was none."""
     e2e_latency: float = 0.0
     """Seconds from arrival to the end."""

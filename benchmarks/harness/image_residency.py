@@ -70,6 +70,7 @@ def _measure(
                 num_inference_steps=steps,
                 max_sequence_length=0,
                 return_embeds=False,
+                sde={"type": "ode"},
                 timeout=PATIENCE_S,
             )
 

@@ -211,7 +211,7 @@ def ended_here(
         cached_tokens=0,
         seed=request.sampling_params.seed or 0,
         num_retractions=0,
-        queue_s=0.0,
+        queue_time=0.0,
         e2e_latency=0.0,
     )
 

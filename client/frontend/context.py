@@ -11,6 +11,7 @@ from litestar.di import NamedDependency
 
 from ..text.tokenizer_manager import TokenizerManager
 from ..wire.async_client import AsyncSchedulerClient
+from .admission import Admission
 from .health import EngineHealth
 from .pages.last_image import LastImage
 from .unknown_keys import UnknownKeys
@@ -37,7 +38,7 @@ class ServeOptions:
     admin_key: str | None = field(default=None, repr=False)
     """Key of admin routes. None means ``api_key``, if there is one."""
     weights_root: str | None = None
-    """Folder that must contain every ``model_path`` of an update. None means :attr:`default_weights_root`."""
+    """Folder that must contain every ``model_path`` of an update. None means the default of :attr:`update_root`."""
     enable_memory_saver: bool = False
     """Release the engine's memory when a client of this server asks for it."""
     allow_pickled_tensors: bool = False
@@ -62,11 +63,11 @@ class ServeOptions:
     vocab_size: int = 0
 
     @property
-    def default_weights_root(self) -> str:
-        """Where no other is set: the directory that the model's own folder lies in; that folder alone where this is the root
-        of the file system."""
-        if not self.model_path:
-            return ""
+    def update_root(self) -> str:
+        """The weights root that is enforced; empty: nothing is loaded from disk. By default it is the directory that the
+        model's own folder lies in, or that folder alone where the directory is the root of the file system."""
+        if self.weights_root or not self.model_path:
+            return self.weights_root or ""
         folder = os.path.realpath(self.model_path)
         parent = os.path.dirname(folder)
         return folder if parent == os.path.dirname(parent) else parent
@@ -81,6 +82,7 @@ class FrontEnd:
     """Everything that handlers need; ``front: Front`` in a handler's signature."""
 
     __slots__ = (
+        "admission",
         "client",
         "fleet",
         "health",
@@ -111,6 +113,7 @@ class FrontEnd:
         self.last_image = LastImage()
         self.unknown_keys = UnknownKeys()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
+        self.admission = Admission(self.health)
 
 
 Front = NamedDependency[FrontEnd]

@@ -36,14 +36,20 @@ class ClientLeft(Exception):  # noqa: N818  nothing went wrong here
     """The client closed its connection before the answer was there."""
 
 
-async def read_control(request: HTTPRequest, kind: type[StructT], *, text: bool = False) -> StructT:
-    """The body as ``kind``; none at all is ``{}``. ``text``: it holds texts, with as many brackets as they like.
+async def read_control(
+    request: HTTPRequest, kind: type[StructT], *, text: bool = False, query: bool = False
+) -> StructT:
+    """Read the body as ``kind``; no body at all is ``{}``.
+
+    Args:
+        text: the body holds texts, with as many brackets as they like.
+        query: options may stand in the query as well; those of the body go first.
 
     Raises:
         ClientException: 400, the body is not JSON, a key is unknown or a value is of no use, or options stand in the query,
             where nothing would read them.
     """
-    if request.query_params:
+    if request.query_params and not query:
         names = ", ".join(printable(name) for name in request.query_params)
         raise ClientException(f"the query is not read here: give {names} in the body, a JSON object")
     raw = await request.body()
@@ -54,7 +60,9 @@ async def read_control(request: HTTPRequest, kind: type[StructT], *, text: bool 
         fields = {} if fields is None else fields
         if not isinstance(fields, dict):
             raise ClientException("the body must be a JSON object")
-        given = {name: value for name, value in fields.items() if value is not None}
+        given = dict(request.query_params) | {
+            name: value for name, value in fields.items() if value is not None
+        }
         return msgspec.convert(given, kind, strict=False)
     except UNREADABLE as error:
         raise ClientException(unreadable(error, raw, kind).sentence) from error

@@ -26,6 +26,7 @@ async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[
     Raises:
         EngineError: of the first that was refused or failed; the others are aborted.
     """
+    await front.admission.check()
     counts = [_Count(front.metrics) for _ in requests]
     try:
         if len(requests) == 1:
@@ -49,6 +50,7 @@ async def merged(
     Raises:
         EngineError: as of :func:`whole`.
     """
+    await front.admission.check()
     if len(requests) == 1:
         async with aclosing(_counted(front, requests[0])) as chunks:
             async for chunk in chunks:

@@ -12,6 +12,7 @@ from threading import Lock
 import msgspec
 
 from ...io_struct.field_errors import advice, fields_of, nearest
+from ..exceptions import InvalidRequest
 from .bodies import INLINE
 from .printable import printable
 
@@ -30,8 +31,16 @@ class UnknownKeys:
         self._lock = Lock()
 
     def note(self, route: str, body: bytes, kind: type[msgspec.Struct], ignored: frozenset[str]) -> None:
-        """Log what ``body``, which has been read, has beyond the fields of ``kind`` and the keys that are known to be ``ignored``."""
-        for key in _unknown_in(body, kind, ignored):
+        """Log the keys of ``body``, which has been read, beyond the fields of ``kind`` and the ``ignored`` ones.
+
+        Raises:
+            InvalidRequest: a key is not UTF-8, which decoders of ``kind`` pass over.
+        """
+        try:
+            unknown = _unknown_in(body, kind, ignored)
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        for key in unknown:
             self._warn(route, key, kind)
 
     def _warn(self, route: str, key: str, kind: type[msgspec.Struct]) -> None:

@@ -1,95 +1,95 @@
 """``ChatTemplate``: a conversation as one prompt, by the Jinja template that comes with a model.
 
 Invariants:
-- A template is data of a checkpoint, not trusted code: it runs in Jinja's immutable sandbox and within the bounds of
-  ``template_limits.py``. Any failure of it is an :class:`~..exceptions.InvalidRequest` of the conversation.
-- A template gets what transformers gives it (``apply_chat_template``): the same globals, filters, extensions and special
-  tokens. Keys of messages whose value is null are left out.
+- A template is code of the checkpoint's author, and is not trusted: it runs in a process of its own
+  (``template_worker.py``) that the kernel ends when it takes too much, and in Jinja's sandbox there. Any failure of it is an
+  :class:`~..exceptions.InvalidRequest` of the conversation, and the next one has a new process.
+- Threads that render at the same time have a process each. A process is used again, and ends with its ``ChatTemplate``.
+- Keys of messages whose value is null are left out.
 """
 
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
+from pathlib import Path
+from typing import Any
 
 from ..exceptions import CheckpointError, InvalidRequest
-from .template_limits import BoundedEnvironment, check_numbers, rendered
 
-_FAILURES = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What a template raises on messages that it was not written for."""
+CPU_S = 2
+"""Seconds of CPU time that a rendering has."""
+MEMORY_BYTES = 512 << 20
+"""Address space of a process that renders."""
+MAX_CHARACTERS = 16 << 20
+"""Characters of a prompt."""
+PATIENCE_S = 60.0
+"""Seconds after which a process that does not get its CPU time is given up."""
+_WORKER = Path(__file__).with_name("template_worker.py")
 
 
-class _GenerationBlocks(jinja2.ext.Extension):
-    """``{% generation %}`` marks text of the assistant for training; here only its body is rendered."""
+class _Process:
+    """One process that renders."""
 
-    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                [sys.executable, "-P", str(_WORKER), str(descriptor)],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt at the terminal is the parent's to handle
+            )
+        limits = {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES, "max_characters": MAX_CHARACTERS}
+        self._start = json.dumps({"sources": dict(sources), **limits}).encode()
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    @property
+    def runs(self) -> bool:
+        """True until the process has ended."""
+        return self._process.poll() is None
 
+    def ask(self, request: bytes) -> dict[str, str]:
+        """Send a request and wait for its answer.
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    check_numbers((indent,))
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+        Raises:
+            EOFError, OSError: the process has ended, or does not answer.
+        """
+        if self._start:
+            start, self._start = self._start, b""
+            self._connection.send_bytes(start)
+        self._connection.send_bytes(request)
+        if not self._connection.poll(PATIENCE_S):
+            raise TimeoutError
+        answer: dict[str, str] = json.loads(self._connection.recv_bytes())
+        return answer
 
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # the local date, as transformers gives it
-
-
-def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.bound_filters()
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+    def end(self) -> str:
+        """End the process; return what it ended of."""
+        self._connection.close()
+        if self.runs:
+            self._process.kill()
+        status = self._process.wait()
+        if status == -signal.SIGXCPU:
+            return f"the template takes more than {CPU_S} s of CPU time"
+        return f"the process that renders the template has ended with status {status}"
 
 
 class ChatTemplate:
-    """The chat templates of one model, compiled once."""
+    """The chat templates of one model."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """``sources``: template by name, ``"default"`` and perhaps ``"tool_use"``. ``special_tokens``: ``bos_token`` and the
-        like, which templates use by name.
-
-        Raises:
-            CheckpointError: a template is not valid Jinja.
-        """
-        environment = _environment()
-        try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
+        like, which templates use by name."""
+        self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
+        self._idle: dict[int, list[_Process]] = {}  # by the process that started them: a fork has none
+        weakref.finalize(self, _end_all, self._idle)
 
     def render(
         self,
@@ -102,28 +102,64 @@ class ChatTemplate:
         """The prompt of a conversation; ``variables`` are further variables of the template (``enable_thinking``, …).
 
         Raises:
-            InvalidRequest: no messages, or the template refuses them or fails on them.
+            InvalidRequest: no messages, or the template refuses them, fails on them or takes too much.
+            CheckpointError: the template is not valid Jinja.
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", field="messages")
-        present = [{key: value for key, value in each.items() if value is not None} for each in messages]
         names = ("tool_use", "default") if tools is not None else ("default",)
-        template = next((self._templates[name] for name in names if name in self._templates), None)
-        if template is None:
+        name = next((name for name in names if name in self._sources), None)
+        if name is None:
             raise InvalidRequest(
-                f"the model has chat templates {sorted(self._templates)} but no default", field="messages"
+                f"the model has chat templates {sorted(self._sources)} but no default", field="messages"
             )
         shown = {
             **self._special_tokens,
             "documents": None,
             **variables,
-            "messages": present,
+            "messages": [
+                {key: value for key, value in each.items() if value is not None} for each in messages
+            ],
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return rendered(template, shown)
-        except _FAILURES as error:
+            request = json.dumps({"name": name, "variables": shown}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the messages are not JSON: {error}", field="messages") from error
+        answer = self._ask(request)
+        if "invalid" in answer:
+            raise CheckpointError(f"the chat template cannot be compiled: {answer['invalid']}")
+        if "error" in answer:
             raise InvalidRequest(
-                f"the chat template refuses the messages: {error}", field="messages"
-            ) from error
+                f"the chat template refuses the messages: {answer['error']}", field="messages"
+            )
+        return answer["text"]
+
+    def _ask(self, request: bytes) -> dict[str, str]:
+        idle = self._idle.setdefault(os.getpid(), [])
+        process = _idle_one(idle) or _Process(self._sources)
+        try:
+            answer = process.ask(request)
+        except (EOFError, OSError):
+            return {"error": process.end()}
+        except BaseException:  # the caller was interrupted: the answer would be the next request's
+            process.end()
+            raise
+        idle.append(process)
+        return answer
+
+
+def _idle_one(idle: list[_Process]) -> _Process | None:
+    """Take one out that has not been ended by somebody else meanwhile."""
+    while idle:
+        process = idle.pop()
+        if process.runs:
+            return process
+        process.end()
+    return None
+
+
+def _end_all(idle: dict[int, list[_Process]]) -> None:
+    for process in idle.get(os.getpid(), ()):
+        process.end()

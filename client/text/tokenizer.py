@@ -9,15 +9,13 @@ Invariants:
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from ..exceptions import CheckpointError, InvalidRequest
-
-if TYPE_CHECKING:
-    from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -57,9 +55,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._special_tokens = dict(special_tokens)
-        self._chat_templates = dict(chat_templates)
-        self._compiled: ChatTemplate | None = None
+        self._chat_template = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
         added = tokenizer.get_added_tokens_decoder()
         self.skipped = frozenset(token_id for token_id, token in added.items() if token.special)
         self.byte_ids = _byte_ids(tokenizer)
@@ -140,13 +136,9 @@ class TextTokenizer:
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
         """
-        if not self._chat_templates:
+        if self._chat_template is None:
             raise InvalidRequest("the model has no chat template", field="messages")
-        if self._compiled is None:
-            from .chat_template import ChatTemplate  # Jinja is needed by those who chat
-
-            self._compiled = ChatTemplate(self._chat_templates, self._special_tokens)
-        return self._compiled.render(
+        return self._chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
 

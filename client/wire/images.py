@@ -138,7 +138,7 @@ class ImageOutput:
     """What the steps were conditioned on, by the names of the pipeline's arguments; to be sent again as ``embeds``."""
     num_retractions: int
     """Times that it began again from its seed."""
-    queue_s: float
+    queue_time: float
     """Seconds from arrival to the first step; to the end, if there was none."""
     e2e_latency: float
     """Seconds from arrival to the end."""
@@ -183,7 +183,7 @@ def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> Ima
         final_latents=final,
         embeds=tensors,
         num_retractions=wire.num_retractions,
-        queue_s=wire.queue_s,
+        queue_time=wire.queue_time,
         e2e_latency=wire.e2e_latency,
         **lists,
     )

@@ -95,7 +95,7 @@ class GenerateOutput:
     """The seed that was used: the given one, or a random one of the engine."""
     num_retractions: int
     """Times that its KV cache was freed (by a pause, or because the KV cache was full) and recomputed."""
-    queue_s: float
+    queue_time: float
     """Seconds from arrival to the first scheduled step; to the end, if it was never scheduled."""
     e2e_latency: float
     """Seconds from arrival to the end."""
@@ -226,7 +226,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         cached_tokens=wire.cached_tokens,
         seed=wire.seed,
         num_retractions=wire.num_retractions,
-        queue_s=wire.queue_s,
+        queue_time=wire.queue_time,
         e2e_latency=wire.e2e_latency,
     )
     _check_lengths(output)

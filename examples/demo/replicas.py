@@ -196,6 +196,6 @@ def _output(index: int, sample: dict[str, Any]) -> GenerateOutput:
         cached_tokens=meta["cached_tokens"],
         seed=meta["seed"],
         num_retractions=meta["num_retractions"],
-        queue_s=meta["queue_time"],
+        queue_time=meta["queue_time"],
         e2e_latency=meta["e2e_latency"],
     )

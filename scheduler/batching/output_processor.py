@@ -275,7 +275,7 @@ class OutputProcessor:
             cached_tokens=request.cached_tokens,
             seed=request.seed,
             num_retractions=request.num_retractions,
-            queue_s=(request.first_scheduled or now) - request.arrival,
+            queue_time=(request.first_scheduled or now) - request.arrival,
             e2e_latency=now - request.arrival,
         )
 

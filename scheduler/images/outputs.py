@@ -196,7 +196,7 @@ def result_of(sample: ImageRequest, reason: FinishReason) -> GenerateImagesReqOu
             for number, (name, each) in enumerate(on_host.items())
         ],
         num_retractions=sample.num_retractions,
-        queue_s=(sample.first_scheduled or now) - sample.arrival,
+        queue_time=(sample.first_scheduled or now) - sample.arrival,
         e2e_latency=now - sample.arrival,
     ).with_buffers(buffers)
 

@@ -26,7 +26,7 @@ def run(driver, **fields):
         num_inference_steps=STEPS,
         seed=5,
         return_steps=None,
-        **{"max_sequence_length": TEXT, **fields},
+        **{"max_sequence_length": TEXT, "sde": SdeParams(type="ode"), **fields},
     )
     rid = driver.send(message)
     driver.run_until_idle()

@@ -78,14 +78,14 @@ def test_times_count_from_the_arrival(driver, monkeypatch):
     now[0] += 4.0
     driver.run_until_idle()
     result = driver.result(rid)
-    assert (result.queue_s, result.e2e_latency) == (3.0, 7.0)
+    assert (result.queue_time, result.e2e_latency) == (3.0, 7.0)
     driver.call(PauseGenerationReqInput(mode="retract"))
     waiting = driver.generate(PROMPT, 30)
     driver.tick()
     now[0] += 5.0
     driver.call(AbortReq(rid=waiting))
     result = driver.result(waiting)
-    assert (result.queue_s, result.e2e_latency, tokens_of(result)) == (5.0, 5.0, [])
+    assert (result.queue_time, result.e2e_latency, tokens_of(result)) == (5.0, 5.0, [])
 
 
 def test_a_stream_has_every_token_once_at_its_place(driver):

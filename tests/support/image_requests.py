@@ -6,7 +6,7 @@ from typing import Any
 
 from support.scripted import EngineDriver
 
-from caesura.io_struct import GenerateImagesReqInput, GenerateImagesReqOutput, Request, TensorSpec
+from caesura.io_struct import GenerateImagesReqInput, GenerateImagesReqOutput, Request, SdeParams, TensorSpec
 
 STEPS, TEXT = 5, 12
 """Of :func:`request`: denoising steps, and tokens of T5."""
@@ -22,6 +22,7 @@ def request(**fields: Any) -> GenerateImagesReqInput:
         "seed": 11,
         "return_steps": None,
         "max_sequence_length": TEXT,
+        "sde": SdeParams(type="ode"),
     }
     return GenerateImagesReqInput(**{**defaults, **fields})
 

@@ -165,7 +165,7 @@ def _prompt(manager: TokenizerManager, request: ChatRequest) -> list[int]:
             raise InvalidRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
     return manager.apply_chat_template(
         template_messages(request.messages),
-        tools=None if choice == "none" else request.tools or None,
+        tools=request.tools or None,
         add_generation_prompt=generation_prompt is not False,
         **variables,
     )

@@ -105,6 +105,8 @@ class Job:
 
     def body(self, choices: list[Any], **fields: Any) -> bytes:
         """A response or a chunk, encoded; ``fields`` are further ones of :class:`Body`."""
+        if choices and len(self.requests) == 1:
+            fields["prompt_token_ids"] = choices[0].prompt_token_ids
         return msgspec.json.encode(
             Body(
                 id=self.id,
@@ -253,16 +255,21 @@ def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> Usage:
     )
 
 
-def finished_fields(samples: Sequence[Sample], label: str) -> dict[str, Any]:
+def finished_fields(samples: Sequence[Sample], label: str, *, with_spans: bool) -> dict[str, Any]:
     """``metadata`` and ``sglext`` of finished choices. With one choice their values are its own, with several they are
     lists in the order of the choices.
 
-    ``weight_version`` is the newest of all; ``label``, the engine's, where no token was sampled.
+    Args:
+        label: the engine's weight version, for samples without a token; ``weight_version`` is the newest of all.
+        with_spans: add ``weight_versions`` to the metadata, as SGLang does. OpenAI's metadata has texts only.
     """
     spans = [sample.output.weight_versions for sample in samples]
     last = max((of[-1] for of in spans if of), key=lambda span: span.epoch, default=None)
     version = label if last is None else last.version
-    fields: dict[str, Any] = {"metadata": {"weight_version": version, "weight_versions": _alone(spans)}}
+    metadata: dict[str, Any] = {"weight_version": version}
+    if with_spans:
+        metadata["weight_versions"] = _alone(spans)
+    fields: dict[str, Any] = {"metadata": metadata}
     if any(sample.output.routed_experts is not None for sample in samples):
         encoded = [experts_of(sample.output) for sample in samples]
         fields["sglext"] = {"routed_experts": _alone(encoded)}

@@ -16,7 +16,7 @@ import msgspec
 from litestar import Response, post
 from litestar.handlers import HTTPRouteHandler
 
-from ....io_struct import CaesuraError, FinishReason, WeightVersionSpan, new_id
+from ....io_struct import CaesuraError, FinishReason, SdeParams, WeightVersionSpan, new_id
 from ....io_struct.base import Identifier
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS
 from ...exceptions import InvalidRequest
@@ -175,6 +175,7 @@ def options_of(asked: ImageRequestBody) -> dict[str, Any]:
     return {
         **{name: value for name, value in given.items() if value is not None},
         "return_embeds": False,
+        "sde": SdeParams(type="ode"),
     }
 
 
@@ -210,6 +211,7 @@ async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]
     front.unknown_keys.note("/v1/images/generations", body, ImageRequestBody, IGNORED_KEYS)
     check_model(front, asked.model)
     rid = asked.rid or f"img-{new_id()}"
+    await front.admission.check()
     work = front.client.generate_images(asked.prompt, rid=rid, **options_of(asked))
     try:
         made = await unless_left(request, command(front, "image_generations", work))

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....io_struct import WeightVersionSpan
 from ....io_struct.base import Identifier
 from ....io_struct.generate import MAX_SAMPLES, MAX_TOP_LOGPROBS, TokenId
 from ...exceptions import InvalidRequest
@@ -201,7 +202,7 @@ class ChatRequest(CommonRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     """Handed to the template; what the model answers stays text."""
     tool_choice: str | dict[str, Any] | None = None
-    """``auto``, or ``none``: the template sees no tools."""
+    """``auto`` or ``none``, alike: the template sees the tools, and no calls are parsed."""
     reasoning_effort: str | None = None
     """Handed to the template."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -329,6 +330,8 @@ class Choice(msgspec.Struct, kw_only=True):
     """The token id or the stop string that ended the choice; null where it ended otherwise."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
+    """Spans of tokens by the weights that sampled them, of a finished choice."""
     meta_info: dict[str, Any] | UnsetType = UNSET
 
 
@@ -385,6 +388,8 @@ class Body(msgspec.Struct, kw_only=True):
     choices: list[Any]
     usage: Usage | None = None
     metadata: dict[str, Any] | UnsetType = UNSET
-    """``weight_version`` and ``weight_versions`` of finished choices."""
+    """``weight_version`` of finished choices, and with ``return_meta_info`` SGLang's ``weight_versions``."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Those of the choices, where there is one prompt."""
     sglext: dict[str, Any] | UnsetType = UNSET
     """``routed_experts``."""

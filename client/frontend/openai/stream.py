@@ -63,7 +63,11 @@ async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
         )
         async for position, sample in in_slices(pairs)
     ]
-    body = job.body(choices, usage=usage_of(flat, scored=job.scored), **finished_fields(flat, label))
+    body = job.body(
+        choices,
+        usage=usage_of(flat, scored=job.scored),
+        **finished_fields(flat, label, with_spans=job.meta_info),
+    )
     return Response(body, media_type="application/json", status_code=200)
 
 
@@ -90,7 +94,9 @@ async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes
                 finished.append(chunk.finished)
                 label = await label_for(front, [chunk.finished])
                 _finished(job, choice, position, chunk.finished, label)
-                yield _frame(job.body([choice], **finished_fields([chunk.finished], label)))
+                yield _frame(
+                    job.body([choice], **finished_fields([chunk.finished], label, with_spans=job.meta_info))
+                )
             elif choice is not None:
                 yield _frame(job.body([choice]))
     if job.include_usage:
@@ -99,6 +105,7 @@ async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes
 
 
 def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: str) -> Choice:
+    choice.weight_versions = sample.output.weight_versions
     if job.meta_info:
         choice.meta_info = meta_info(sample, job.requests[position], label, None)
     return choice

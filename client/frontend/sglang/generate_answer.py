@@ -113,7 +113,7 @@ def meta_info(
         "cached_tokens_details": None,
         "dp_rank": 0,
         "seed": output.seed,
-        "queue_time": output.queue_s,
+        "queue_time": output.queue_time,
         "e2e_latency": output.e2e_latency,
         "response_sent_to_client_ts": time.time(),
     }

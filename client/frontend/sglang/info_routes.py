@@ -41,10 +41,22 @@ async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
     return Response(b"", media_type="text/plain")
 
 
-@route(["/health", "/health_generate", "/ping"], http_method="GET", opt={"access": "open"})
+@get(["/health", "/health_generate"], opt={"access": "open"})
 async def health(front: Front) -> Response[bytes]:
     """200 while the engine answers, paused or not."""
     return await _healthy(front)
+
+
+@route("/ping", http_method=["GET", "POST"], status_code=200, opt={"access": "open"})
+async def ping(front: Front) -> Response[bytes]:
+    """Answer as ``/health``, to what clients of vLLM send."""
+    return await _healthy(front)
+
+
+@get("/version", opt={"access": "user"})
+async def version(front: Front) -> Response[bytes]:
+    """The engine's release, in vLLM's form."""
+    return json_response({"version": (await _status(front)).version})
 
 
 @get("/ready", opt={"access": "open"})
@@ -98,7 +110,7 @@ def _config(model_path: str) -> dict[str, Any]:
 
 
 _PUBLIC = (
-    "host", "port", "model_path", "tokenizer_path", "weights_root", "enable_memory_saver", "allow_pickled_tensors",
+    "host", "port", "model_path", "tokenizer_path", "enable_memory_saver", "allow_pickled_tensors",
     "max_body_bytes", "max_update_bytes", "max_batch", "incremental_streaming",
 )  # fmt: skip
 """Of :class:`ServeOptions`; keys are not."""
@@ -158,6 +170,7 @@ async def server_info(front: Front) -> Response[bytes]:
             **_PARALLEL,
             **_sizes(front, status),
             **_settings(front.options),
+            "weights_root": front.options.update_root or None,
             "skip_tokenizer_init": front.manager.tokenizer is None,
             "served_model_name": front.options.model_name,
             "dtype": status.dtype,
@@ -300,6 +313,12 @@ async def get_load(front: Front) -> Response[bytes]:
     )
 
 
+@get("/load", opt={"access": "user"})
+async def server_load(front: Front) -> Response[bytes]:
+    """Requests of this server that have not ended, in vLLM's form."""
+    return json_response({"server_load": front.metrics.under_way})
+
+
 @post(
     ["/tokenize", "/v1/tokenize"],
     status_code=200,
@@ -358,7 +377,8 @@ async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
         texts = await front.workers.run(lambda: _texts_of(front, body, nested))
     except CaesuraError as error:
         return native_error(error.message, status_of(error), error.code)
-    return json_response({"text": texts if nested else texts[0]})
+    text = texts if nested else texts[0]
+    return json_response({"text": text, "prompt": text})  # the latter is vLLM's name
 
 
 def _texts_of(front: FrontEnd, body: DetokenizeBody, nested: bool) -> list[str]:
@@ -368,12 +388,15 @@ def _texts_of(front: FrontEnd, body: DetokenizeBody, nested: bool) -> list[str]:
 
 ROUTES: list[HTTPRouteHandler] = [
     health,
+    ping,
+    version,
     ready,
     weight_version,
     model_info,
     server_info,
     loads,
     get_load,
+    server_load,
     tokenize,
     detokenize,
 ]

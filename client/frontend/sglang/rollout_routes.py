@@ -97,6 +97,7 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
     body = await read_control(request, RolloutBody, text=True)
     rid = new_id()
     try:
+        await front.admission.check()
         seeds, outputs = await unless_left(
             request, command(front, "rollout_generate", _outputs(front, body, rid))
         )
@@ -193,7 +194,9 @@ def _options(body: RolloutBody) -> dict[str, Any]:
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     options["return_embeds"] = body.rollout and body.rollout_return_denoising_env
-    if body.rollout:
+    if not body.rollout:
+        options["sde"] = SdeParams(type="ode")
+    else:
         options["return_steps"] = body.rollout_return_step_indices
         options["sde"] = SdeParams(
             type=body.rollout_sde_type,
@@ -219,7 +222,7 @@ def _answer(body: RolloutBody, rid: str, seed: int, output: ImageOutput) -> dict
         "rollout_debug_tensors": _debug(output) if debug else None,
         "denoising_env": _environment(body, output) if env else None,
         "dit_trajectory": _trajectory(output) if trajectory else None,
-        "inference_time_s": output.e2e_latency - output.queue_s,
+        "inference_time_s": output.e2e_latency - output.queue_time,
         "peak_memory_mb": None,
         "finish_reason": msgspec.to_builtins(output.finish_reason),
         "weight_versions": msgspec.to_builtins(output.weight_versions),

@@ -134,7 +134,7 @@ def allowed_path(path: str, options: ServeOptions) -> str:
     Raises:
         InvalidRequest: it does not lie under the weights root with every file that a checkpoint is read from, or is no path at all.
     """
-    root = options.weights_root or options.default_weights_root
+    root = options.update_root
     if not root:
         raise InvalidRequest(
             "this server loads no weights from disk (--weights-root)", field="model_path", value=path

@@ -1,8 +1,10 @@
-"""Pause, resume, weights from a folder and liveness as prime-rl asks its vLLM servers for them.
+"""Pause and resume as vLLM's servers do, weights from a folder and liveness as prime-rl asks them for it.
 
-The routes and their answers are those of prime-rl 0.8.0 (src/prime_rl/utils/client.py, src/prime_rl/inference/vllm/server.py).
+The routes and their answers are those of vLLM 0.33 and prime-rl 0.8.0 (src/prime_rl/utils/client.py,
+src/prime_rl/inference/vllm/server.py).
 
-Invariants: each does what one of SGLang's routes does; what another try cannot mend is 4xx, which prime-rl does not repeat.
+Invariants: each command is one of SGLang's routes or several; what another try cannot mend is 4xx, which prime-rl does not
+repeat. A pause that clears the cache leaves no KV of the weights before, neither a request's nor the prefix cache's.
 """
 
 from collections.abc import Coroutine
@@ -12,23 +14,21 @@ from typing import Any, Literal
 from litestar import Response, get, post
 from litestar.handlers import HTTPRouteHandler
 
-from ....io_struct import CaesuraError, PauseMode
+from ....io_struct import CaesuraError
 from ...exceptions import Unsupported, WeightMismatch
 from ..context import Front, FrontEnd
 from ..errors import json_response, native_error, status_of
-from ..exchange import HTTPRequest, command, query_of, read_control
+from ..exchange import ClientLeft, HTTPRequest, command, nobody, read_control, unless_left
 from ..sglang.control_schema import DiskBody, Strict
 from ..sglang.update_routes import from_disk, uncommitted
 
-_MODES: dict[str, PauseMode] = {"abort": "abort", "keep": "in_place"}
 
+class PauseOptions(Strict, kw_only=True):
+    """``/pause``; in the query or in the body."""
 
-class PauseQuery(Strict, kw_only=True):
-    """``/pause``."""
-
-    mode: Literal["abort", "keep"] = "abort"
+    mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
-    """With ``abort``. What ``keep`` leaves in place keeps its KV."""
+    """With ``keep`` also the KV of the requests, which are computed again."""
 
 
 class WeightsBody(Strict, kw_only=True):
@@ -39,20 +39,39 @@ class WeightsBody(Strict, kw_only=True):
 
 @post("/pause", status_code=200, opt={"access": "admin"})
 async def pause(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Stop at the next step; ``keep`` freezes requests as they are."""
-    query = query_of(request, PauseQuery)
+    """Abort the requests, wait for their end, or keep them."""
+    options = await read_control(request, PauseOptions, query=True)
+    answer = _answer(front, "pause_generation", _pause(front, options), "paused")
+    if options.mode != "wait":
+        return await answer
+    try:
+        return await unless_left(request, answer)
+    except ClientLeft:
+        return nobody()
 
-    async def work() -> None:
-        await front.client.pause(_MODES[query.mode])
-        if query.mode == "abort" and query.clear_cache:
-            await front.client.flush_cache()
 
-    return await _answer(front, "pause_generation", work(), "paused")
+async def _pause(front: FrontEnd, options: PauseOptions) -> None:
+    if options.mode == "keep":
+        front.admission.open()
+        await front.client.pause("retract" if options.clear_cache else "in_place")
+    else:
+        async with front.admission.refusing(drain=options.mode == "wait"):
+            await front.client.pause("abort" if options.mode == "abort" else "retract")
+    if options.clear_cache:
+        await front.client.flush_cache()
+
+
+@get("/is_paused", opt={"access": "user"})
+async def is_paused(front: Front) -> Response[bytes]:
+    """True also while the last requests are waited for."""
+    paused = front.admission.pausing or (await front.health.status()).generation != "running"
+    return json_response({"is_paused": paused})
 
 
 @post("/resume", status_code=200, opt={"access": "admin"})
 async def resume(front: Front) -> Response[bytes]:
     """Go on, after the device allocator's unused blocks have been returned."""
+    front.admission.open()
     return await _answer(front, "continue_generation", front.client.continue_generation(), "resumed")
 
 
@@ -95,4 +114,4 @@ async def _answer(front: FrontEnd, name: str, work: Coroutine[Any, Any, Any], st
     return json_response({"status": status})
 
 
-ROUTES: list[HTTPRouteHandler] = [pause, resume, update_weights, liveness]
+ROUTES: list[HTTPRouteHandler] = [pause, is_paused, resume, update_weights, liveness]

@@ -213,6 +213,7 @@ class Loop:
                 height=SIDE,
                 sigmas=self.settings.sigmas,
                 max_sequence_length=0,
+                sde=SdeParams(type="ode"),
                 timeout=PATIENCE_S,
             )
             return outputs

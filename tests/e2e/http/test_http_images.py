@@ -99,6 +99,7 @@ def test_openais_client_gets_the_engines_pixels(client, engine):
         extra_body={**STEPS, "seed": 7, "guidance_scale": 3.0, "negative_prompt": "blue"},
     )
     options = {**STEPS, "width": 32, "height": 16, "negative_prompt": "blue", "guidance_scale": 3.0}
+    options["sde"] = {"type": "ode"}
     expected = engine.generate_images("a red circle", n=2, seed=7, **options)
     assert len(answer.data) == 2
     for element, output in zip(answer.data, expected, strict=True):

@@ -4,10 +4,13 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
 from support.http_serve import served
+
+from caesura.client import SchedulerClient
 
 pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3
@@ -57,6 +60,23 @@ def rollouts(server, **changes: Any) -> list[dict[str, Any]]:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/msgpack"
     return plain(msgspec.msgpack.decode(response.content))
+
+
+def test_the_defaults_of_python_are_those_of_http(server):
+    """Noise on every step, so a trainer that says nothing of it has log-probabilities."""
+    body = {"prompt": "a", "seed": 7, "width": 16, "height": 16, "num_inference_steps": 4}
+    response = httpx.post(f"{server.url}/rollout/generate", json=body, timeout=60)
+    (over_http,) = plain(msgspec.msgpack.decode(response.content))
+    endpoint = server.announced.split("(engine ")[1].split(")")[0]
+    with SchedulerClient(endpoint) as engine:
+        options = {name: body[name] for name in ("seed", "width", "height", "num_inference_steps")}
+        in_python = engine.generate_images("a", return_steps=None, **options)
+    found = torch.tensor(np.array(in_python.log_probs), dtype=torch.float32)
+    assert torch.equal(found, over_http["rollout_log_probs"])
+    assert (over_http["rollout_log_probs"] != 0).all()
+    evaluated = httpx.post(f"{server.url}/rollout/generate", json={**body, "rollout": False}, timeout=60)
+    (picture,) = plain(msgspec.msgpack.decode(evaluated.content))
+    assert not torch.equal(picture["generated_output"], over_http["generated_output"])
 
 
 def test_a_learner_recomputes_what_comes_with_each_output(server, sd3):

@@ -2,12 +2,15 @@
 
 import base64
 import codecs
+import json
 import struct
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support.openai_server import CONTEXT, GREEDY, NAME, Served, messages, serve_openai, with_ids
 
 from caesura.client import SamplingParams
@@ -127,6 +130,58 @@ def test_not_json(served):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+EVERYTHING = {"return_token_ids": True, "ignore_eos": True, "return_routed_experts": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_answers_have_the_types_of_the_official_client(served, stream, n):
+    """Strictly: some clients check what the official one takes as it comes."""
+    common = {"n": n, "max_tokens": 4, "stream": stream, "model": NAME, "extra_body": EVERYTHING}
+    chats = served.client.chat.completions.with_raw_response.create(
+        messages=messages("once"), logprobs=True, top_logprobs=2, **common
+    )
+    completions = served.client.completions.with_raw_response.create(prompt="once", logprobs=2, **common)
+    if stream:
+        kinds = (ChatCompletionChunk, Completion)
+        texts = [
+            [
+                line.removeprefix("data: ")
+                for line in raw.http_response.iter_lines()
+                if line.startswith("data: {")
+            ]
+            for raw in (chats, completions)
+        ]
+    else:
+        kinds = (ChatCompletion, Completion)
+        texts = [[chats.text], [completions.text]]
+    for kind, found in zip(kinds, texts, strict=True):
+        assert found
+        for text in found:
+            given = json.loads(text)
+            if (
+                stream and kind is Completion
+            ):  # its chunks have no type of their own, and no reason until the last
+                given["choices"] = [
+                    {**each, "finish_reason": each["finish_reason"] or "stop"} for each in given["choices"]
+                ]
+            kind.model_validate(given, strict=True)
+
+
+def test_prompt_ids_are_told_at_the_top_too(served):
+    """Where vLLM has those of a chat."""
+    for stream in (False, True):
+        answers = served.client.chat.completions.create(
+            messages=messages("once"), max_tokens=3, n=2, stream=stream, **with_ids()
+        )
+        first = next(iter(answers)) if stream else answers
+        assert first.prompt_token_ids == first.choices[0].prompt_token_ids != []
+    answer = served.client.completions.create(prompt=["once", "upon"], max_tokens=1, **with_ids())
+    assert not hasattr(answer, "prompt_token_ids")
+    answer = served.client.completions.create(prompt=["once"], max_tokens=1, **with_ids())
+    assert answer.prompt_token_ids == served.tokenizer.encode("once")
+
+
 # -- completions ----------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +202,7 @@ def test_completion_is_the_engines(served):
     assert answer.usage.total_tokens == len(ids) + 9
     status = served.engine.status()
     assert answer.metadata["weight_version"] == status.weight_version
-    [span] = answer.metadata["weight_versions"]
+    [span] = choice.weight_versions
     assert (span["start"], span["end"], span["epoch"]) == (0, 9, status.weights_epoch)
 
 

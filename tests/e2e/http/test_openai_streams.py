@@ -53,7 +53,7 @@ def test_streamed_completions_add_up(served, prompts):
             choice.logprobs.token_logprobs, abs=1e-4
         )
     [last] = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason][-1:]
-    assert last.metadata["weight_versions"][0]["end"] == 24
+    assert last.choices[0].weight_versions[0]["end"] == 24
 
 
 def test_streamed_stop_strings(served):
@@ -136,12 +136,12 @@ def test_chat_uses_the_template(served):
     assert answer.usage.completion_tokens == 3
     assert answer.object == "chat.completion"
     assert answer.choices[0].message.role == "assistant"
-    hidden = served.client.chat.completions.create(
+    unused = served.client.chat.completions.create(
         messages=messages("x"), tools=[{"type": "function"}], tool_choice="none", max_tokens=1,
         **with_ids(add_generation_prompt=False),
     )  # fmt: skip
-    prompt = served.tokenizer.backend.decode(hidden.choices[0].prompt_token_ids, skip_special_tokens=False)
-    assert prompt == "<s><user>x</>"
+    prompt = served.tokenizer.backend.decode(unused.choices[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<s>[tools 1]<user>x</>"  # as with vLLM
 
 
 def test_chat_logprobs_are_exact_bytes(served):
@@ -261,7 +261,7 @@ def test_an_update_within_a_stream_is_in_its_spans(served):
     served.engine.update_weights_from_disk(served.path, weight_version="next", flush_cache=False)
     served.engine.continue_generation()
     *_, last = stream
-    first, second = last.metadata["weight_versions"]
+    first, second = last.choices[0].weight_versions
     assert (second["version"], second["end"]) == ("next", 400)
     assert first["end"] == second["start"] > 0
     assert last.metadata["weight_version"] == "next"

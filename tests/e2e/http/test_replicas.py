@@ -268,6 +268,24 @@ def test_vllms_routes_reach_both(pair, models):
     assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 3
 
 
+def test_vllms_pauses_clear_the_kv_of_both(pair, models):
+    """As TRL calls them: what goes on after an update has no KV of the weights before."""
+    with in_flight(pair, [8, 9]) as answers:
+        assert pair.ok("/pause?mode=keep") == {"status": "paused"}
+        assert states(pair, "pause_mode") == ["retract", "retract"]
+        assert [(kv["held"], kv["cached"]) for kv in states(pair, "kv")] == [(0, 0), (0, 0)]
+        assert pair.ok("/update_weights", {"weight_dir": models[1]}) == {"status": "ok"}
+        assert pair.ok("/resume") == {"status": "resumed"}
+    for answer in answers:
+        assert not any(span["stale_kv"] for span in answer["meta_info"]["weight_versions"])
+    with in_flight(pair, [9, 10]) as answers:
+        assert pair.ok("/pause", {"mode": "wait"}, timeout=PATIENCE_S) == {"status": "paused"}
+        assert pair.post("/v1/completions", {"prompt": [5]}).status_code == 503
+    assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["length", "length"]
+    assert pair.ok("/resume") == {"status": "resumed"}
+    assert pair.ok("/v1/completions", {"prompt": [5], "max_tokens": 1})["choices"]
+
+
 def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
     """A session of somebody else's on one of them; then one that breaks after both have written."""
     whole, labels = pair.generate([5, 6, 7])["output_ids"], states(pair, "weight_version")

@@ -3,6 +3,7 @@
 import base64
 import math
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,3 +266,16 @@ def test_routes_that_are_not_served_say_what_to_do(dense, path, said):
     assert message.startswith(f"{path.rstrip('/')} is not served: ")
     assert said in message
     assert dense.post("/nowhere", {}).status_code == 404
+
+
+def test_the_server_tells_the_weights_root_that_it_enforces(dense):
+    found = dense.get("/server_info").json()
+    assert found["weights_root"] == str(Path(found["model_path"]).parent)
+    outside = dense.post("/update_weights_from_disk", {"model_path": "/etc"})
+    assert found["weights_root"] in outside.json()["message"]
+
+
+def test_what_vllms_clients_ask_of_a_server(dense):
+    assert dense.post("/ping").status_code == dense.get("/ping").status_code == 200
+    assert dense.get("/version").json() == {"version": dense.get("/server_info").json()["version"]}
+    assert dense.get("/load").json() == {"server_load": 0}

@@ -61,6 +61,37 @@ def test_an_update_while_a_request_is_frozen(served, http, step_7):
     assert [span.version for span in handle.result(timeout=60).weight_versions] == ["default", "step_7"]
 
 
+def test_keep_computes_requests_again_with_the_new_weights(served, http, step_7):
+    """As TRL does it: no token after the update may come from the KV of the weights before."""
+    params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
+    generate(http, token_ids=list(range(2, 202)), sampling_params={"max_tokens": 1})
+    handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
+    next(iter(handle))
+    assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    status = served.engine.status()
+    assert (status.pause_mode, status.waiting_requests) == ("retract", 1)
+    assert (status.kv.cached, status.kv.held) == (0, 0)
+    http.post("/update_weights", json={"weight_dir": step_7}).raise_for_status()
+    http.post("/resume").raise_for_status()
+    assert http.get("/is_paused").json() == {"is_paused": False}
+    assert not any(span.stale_kv for span in handle.result(timeout=60).weight_versions)
+
+
+def test_wait_lets_requests_end(served, http):
+    params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
+    handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
+    next(iter(handle))
+    assert http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
+    result = handle.result(timeout=60)
+    assert (result.finish_reason.type, len(result.output_ids)) == ("length", 400)
+    assert served.engine.status().kv.cached == 0
+    refused = http.post("/inference/v1/generate", json={"token_ids": PROMPT})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused")
+    http.post("/resume").raise_for_status()
+    assert generate(http, sampling_params={"max_tokens": 1})["choices"]
+
+
 def test_an_abort_may_clear_the_cache(served, http):
     for clear, left in (("false", True), ("true", False)):
         generate(http, token_ids=list(range(2, 202)), sampling_params={"max_tokens": 1})
@@ -96,11 +127,63 @@ def test_logprobs_of_a_prompt(served, http):
         [PROMPT], sampling_params=SamplingParams(max_new_tokens=1), return_logprob=True, logprob_start_len=0
     )
     expected = scored.input_logprobs[1:]
-    assert [list(entry) for entry in rest] == [[str(token)] for token in PROMPT[1:]]
+    assert [next(iter(entry)) for entry in rest] == [str(token) for token in PROMPT[1:]]
+    assert all(len(entry) <= 2 for entry in rest)
     assert [entry[str(t)]["logprob"] for entry, t in zip(rest, PROMPT[1:], strict=True)] == pytest.approx(
         expected, abs=1e-5
     )
     assert found["choices"][0]["logprobs"] is None
+
+
+def test_the_likeliest_tokens_of_a_prompt(served, http):
+    """As many as asked for, beside the prompt's own; those of the output are counted apart."""
+    found = generate(http, sampling_params={"max_tokens": 2, "prompt_logprobs": 3, "logprobs": 1})
+    (scored,) = served.engine.generate(
+        [PROMPT],
+        sampling_params=SamplingParams(max_new_tokens=1),
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=3,
+    )
+    for position, token in enumerate(PROMPT[1:]):
+        entry = found["prompt_logprobs"][position + 1]
+        top = scored.input_top_logprobs.at(position)
+        assert next(iter(entry)) == str(token)
+        assert set(entry) == {str(token), *(str(id) for _, id in top)}
+        for rank, (logprob, id) in enumerate(top, 1):
+            assert entry[str(id)] == {"logprob": pytest.approx(logprob, abs=1e-5), "rank": rank}
+    content = found["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
+    none = generate(http, sampling_params={"max_tokens": 1, "prompt_logprobs": 0})["prompt_logprobs"]
+    assert [list(entry) for entry in none[1:]] == [[str(token)] for token in PROMPT[1:]]
+
+
+def test_logprobs_of_given_tokens(served, http):
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True, seed=3)
+    expected = served.engine.generate(
+        PROMPT, sampling_params=params, return_logprob=True, token_ids_logprob=[9, 4]
+    )
+    asked = {"max_tokens": 3, "ignore_eos": True, "seed": 3, "logprob_token_ids": [9, 4]}
+    (choice,) = generate(http, sampling_params=asked)["choices"]
+    for position, entry in enumerate(choice["logprobs"]["content"]):
+        found = {each["token"]: each["logprob"] for each in entry["top_logprobs"]}
+        wanted = {f"token_id:{id}": lp for lp, id in expected.output_token_ids_logprobs.at(position)}
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_stop_strings_end_a_sample(served, http):
+    asked = {"max_tokens": 24, "ignore_eos": True, "seed": 3, "temperature": 0.0}
+    (whole,) = generate(http, sampling_params=asked)["choices"]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("length", None)
+    text = served.tokenizer.decode(whole["token_ids"])
+    stop = text[len(text) // 2 :][:2]
+    (choice,) = generate(http, sampling_params={**asked, "stop": [stop], "logprobs": 0})["choices"]
+    count = len(choice["token_ids"])
+    assert choice["token_ids"] == whole["token_ids"][:count]
+    assert stop in served.tokenizer.decode(choice["token_ids"])
+    assert stop not in served.tokenizer.decode(choice["token_ids"][:-1])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert len(choice["logprobs"]["content"]) == count < 24
 
 
 def test_experts_of_tokens(http):
@@ -159,6 +242,9 @@ def test_without_a_limit_the_context_is_filled(http):
         ({"stream": True}, "stream is not supported"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
         ({"sampling_params": {"prompt_logprobs": -1}}, "prompt_logprobs"),
+        ({"sampling_params": {"logprob_token_ids": "9"}}, "logprob_token_ids"),
+        ({"output_mode": "text"}, "output_mode"),
+        ({"output_mode": "derender"}, "output_mode"),
         ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "structured_outputs is not supported"),
         ({"token_ids": [5] * 600}, "context"),
     ],
@@ -172,7 +258,8 @@ def test_what_cannot_be_served_is_refused_by_name(http, fields, said):
 @pytest.mark.parametrize(
     ("path", "options", "said"),
     [
-        ("/pause", {"params": {"mode": "wait"}}, "mode"),
+        ("/pause", {"params": {"mode": "drain"}}, "mode"),
+        ("/pause", {"json": {"clear_cash": False}}, "clear_cash"),
         ("/pause", {"params": {"mod": "keep"}}, "mod"),
         ("/update_weights", {"json": {"weight_dir": None}}, "weight_broadcast.type"),
         ("/update_weights", {"json": {"weight_dir": "/etc"}}, "--weights-root"),
@@ -186,6 +273,10 @@ def test_commands_that_cannot_be_served_change_nothing(served, http, path, optio
     assert said in answer.text
     after = served.engine.status()
     assert (after.generation, after.weights_epoch) == (before.generation, before.weights_epoch)
+
+
+def test_answers_are_tokens(http):
+    assert generate(http, sampling_params={"max_tokens": 1}, output_mode="tokens")["choices"]
 
 
 def test_control_needs_the_key(served):

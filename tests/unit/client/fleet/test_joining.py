@@ -115,7 +115,7 @@ def answer(asked: GenerateReqInput, start: int, end: int) -> GenerateOutput:
         cached_tokens=2,
         seed=7,
         num_retractions=0,
-        queue_s=0.0,
+        queue_time=0.0,
         e2e_latency=0.0,
     )
 

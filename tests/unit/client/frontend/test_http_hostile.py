@@ -3,18 +3,23 @@
 import asyncio
 import json
 import logging
+import signal
 import socket
 import struct
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 from litestar import Response, get
 from litestar.params import FromPath
 from litestar.testing import TestClient
 from support.fake_scheduler import FakeScheduler, answer
 from support.http_server import listening
+from support.tokenizers import make_byte_level
+from support.waiting import eventually
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend import app as app_module
@@ -22,6 +27,8 @@ from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
 from caesura.client.frontend.connections import MAX_HEAD_BYTES
 from caesura.client.frontend.pages.metrics import Metrics
 from caesura.client.frontend.printable import PrintableFormatter, printable
+from caesura.client.text import chat_template
+from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import TokenizerManager
 from caesura.io_struct import (
     AbortReq,
@@ -58,6 +65,13 @@ def door() -> Iterator[TestClient]:
         ("/v1/completions", b'{"regex": ' + DEEP),
         ("/v1/chat/completions", b'{"messages": [{"a": ' + DEEP),
         ("/v1/chat/completions", {"messages": [TOOL_CALL]}),
+        ("/v1/completions", b'{"prompt": [1], "\xff": 1}'),
+        ("/v1/completions", b'{"prompt": [1], "\xff": 1}' + b" " * 40_000),
+        ("/v1/completions", b'{"prompt": [1], "a": 1, "\xff": 1}'),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "\xff": 1}'),
+        ("/inference/v1/generate", b'{"token_ids": [1], "\xff": 1}'),
+        ("/generate", b'{"input_ids": [1], "\xff": 1}'),
+        ("/pause_generation", b'{"\xff": 1}'),
         ("/v1/chat/completions", {"messages": [{"role": []}]}),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"self": 1}}),
         ("/update_weights_from_disk", {"model_path": "/models/\0"}),
@@ -226,3 +240,34 @@ def test_a_defect_is_logged_with_a_printable_path(monkeypatch, caplog):
         assert http.get("/broken/%1b%5b2J%0d%0a").status_code == 500
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("caesura")]
     assert messages == ["GET /broken/\\x1b[2J\\r\\n failed"]
+
+
+def test_a_template_that_does_not_end_holds_up_nobody_else(tmp_path, monkeypatch):
+    """Its process alone computes; the server, its threads and other chats go on."""
+    monkeypatch.setattr(chat_template, "CPU_S", 3600)
+    rounds = "{% for a in range(99999) %}{% set x = range(99999)|sum %}{% endfor %}"
+    source = "{% if messages[0].content == 'harm' %}" + rounds + "{% endif %}fine"
+    tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path, chat_template=source))
+    endpoint = f"ipc://{tmp_path}/s"
+
+    def chat(content: str) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages}, timeout=60)
+
+    with (
+        FakeScheduler(endpoint, answer),
+        listening(endpoint=endpoint, connect_timeout=10.0, tokenizer=tokenizer) as server,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        before = psutil.Process().children()
+        harmful = thread.submit(chat, "harm")
+        (busy,) = eventually(lambda: [each for each in psutil.Process().children() if each not in before])
+        eventually(lambda: busy.cpu_times().user > 0.3)
+        assert [chat("hello").status_code for _ in range(3)] == [200, 200, 200]
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a" * 5000}).status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert not harmful.done()
+        busy.send_signal(signal.SIGXCPU)  # as the kernel does when the time is over
+        refused = harmful.result(60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+    assert "CPU time" in refused.json()["error"]["message"]

@@ -9,9 +9,13 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+from litestar.routes import HTTPRoute
+from support.http_server import NO_ENGINE
 
+from caesura.client import AsyncSchedulerClient
 from caesura.client.exceptions import InvalidRequest
-from caesura.client.frontend.context import ServeOptions
+from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
+from caesura.client.frontend.pages.metrics import Metrics
 from caesura.client.frontend.sglang import control_schema as control
 from caesura.client.frontend.sglang import generate_routes, rollout_routes
 from caesura.client.frontend.sglang import generate_schema as schema
@@ -19,7 +23,7 @@ from caesura.client.frontend.sglang.generate_answer import routed_experts
 from caesura.client.frontend.sglang.update_routes import allowed_path
 from caesura.client.frontend.vllm import control_routes as vllm_control_routes
 from caesura.client.frontend.vllm import token_routes
-from caesura.client.text.tokenizer_manager import GenerationRequest
+from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
 from caesura.io_struct import RoutedExperts, SamplingParams
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
@@ -49,6 +53,7 @@ DOCUMENTED = {
     "`/detokenize`": control.DetokenizeBody,
     "`/inference/v1/generate`": token_routes.TokensBody,
     "`/update_weights`": vllm_control_routes.WeightsBody,
+    "`/pause`": vllm_control_routes.PauseOptions,
 }
 
 
@@ -92,6 +97,37 @@ def own_fields(name: str) -> list[msgspec.inspect.Field]:
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_page_tells_of_every_field_and_of_no_other(name):
     assert set(tables()[name]) == {field.name for field in own_fields(name)}
+
+
+def routes_of_the_page() -> set[tuple[str, str, str]]:
+    """Method, path and who may, by the table of routes."""
+    section = DOCS.read_text().split("\n## Routes\n")[1].split("\n## ")[0]
+    found = set()
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names = " ".join(re.findall(r"`([^`]+)`", cells[0]))
+        methods = re.findall(r"[A-Z]+", re.sub(r"/\S*", "", names))
+        found |= {(method, path, cells[1]) for path in re.findall(r"/\S*", names) for method in methods}
+    return found
+
+
+def test_the_page_lists_every_route_and_no_other():
+    door = FrontEnd(
+        manager=TokenizerManager(AsyncSchedulerClient(NO_ENGINE), None),
+        options=ServeOptions(),
+        metrics=Metrics(),
+    )
+    served = {
+        (method, path, handler.opt["access"])
+        for route in create_app(door).routes
+        if isinstance(route, HTTPRoute)
+        for handler in route.route_handlers
+        for path in handler.paths
+        for method in handler.http_methods - {"OPTIONS"}
+    }
+    assert routes_of_the_page() == {
+        (method, re.sub(r"\{.*\}", "{id}", path), who) for method, path, who in served
+    }
 
 
 def test_the_page_has_no_other_tables_of_fields():

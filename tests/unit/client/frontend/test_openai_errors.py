@@ -229,7 +229,8 @@ def test_a_sample_that_never_ran_has_the_engines_version(tmp_path):
         body = msgspec.json.decode(events(response)[0]) if stream else response.json()
         assert body["choices"][0]["finish_reason"] == "abort"
         assert body["choices"][0]["matched_stop"] is None
-        assert body["metadata"] == {"weight_version": "v0", "weight_versions": []}
+        assert body["metadata"] == {"weight_version": "v0"}
+        assert body["choices"][0]["weight_versions"] == []
         assert metrics.ended == [(0, "abort")]
 
 
@@ -244,6 +245,10 @@ def test_versions_of_several_choices(tmp_path):
         return [results(*outputs)]
 
     response, _ = post(tmp_path, handler, {**PROMPT, "n": 2})
+    body = response.json()
+    assert body["metadata"] == {"weight_version": "v3"}
+    assert [each["weight_versions"][0]["version"] for each in body["choices"]] == ["v3", "v2"]
+    response, _ = post(tmp_path, handler, {**PROMPT, "n": 2, "return_meta_info": True})
     body = response.json()
     assert body["metadata"]["weight_version"] == "v3"
     assert [[span["version"] for span in spans] for spans in body["metadata"]["weight_versions"]] == [

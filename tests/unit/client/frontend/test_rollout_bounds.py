@@ -39,7 +39,7 @@ def output_with(**embeds: ImageTensor) -> ImageOutput:
     return ImageOutput(
         rid="r", index=0, finish_reason=FinishReason(type="length"), weight_versions=[], seed=0, steps=0, steps_done=0,
         step_indices=[], latent_indices=[], log_probs=[], noise_stds=[], timesteps=[], sigmas=[], latents=None, image=None,
-        final_latents=None, embeds=embeds, num_retractions=0, queue_s=0.0, e2e_latency=0.0,
+        final_latents=None, embeds=embeds, num_retractions=0, queue_time=0.0, e2e_latency=0.0,
     )  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def output(count, *, prompt=3, start=1, dtype="U8", layers=2, top_k=2, spans=((0
         cached_tokens=0,
         seed=1,
         num_retractions=0,
-        queue_s=0.0,
+        queue_time=0.0,
         e2e_latency=1.0,
     )
 

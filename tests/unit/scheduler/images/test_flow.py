@@ -80,7 +80,7 @@ def test_a_step_outside_the_window_is_that_of_ode(kind):
     sigmas = grid("even")
     inside = SdeParams(type=kind, steps=[1, 2])
     for step in (0, 3, 4):
-        assert coefficients(inside, sigmas, step) == coefficients(SdeParams(), sigmas, step)
+        assert coefficients(inside, sigmas, step) == coefficients(SdeParams(type="ode"), sigmas, step)
     for step in (1, 2):
         assert coefficients(inside, sigmas, step) == coefficients(SdeParams(type=kind), sigmas, step)
 
@@ -90,7 +90,7 @@ def test_without_noise_every_type_is_ode():
     for kind in TYPES:
         for step in range(5):
             row = coefficients(SdeParams(type=kind, noise_level=0.0), sigmas, step)
-            assert row == coefficients(SdeParams(), sigmas, step)
+            assert row == coefficients(SdeParams(type="ode"), sigmas, step)
 
 
 def test_rows_of_a_batch_have_their_own_steps():

@@ -1,0 +1,119 @@
+"""Render chat templates in a process of its own, which ``chat_template.py`` starts and may kill.
+
+Started by its path, so nothing of the package is imported here.
+
+Invariants:
+- The kernel limits memory and CPU time, whatever a template does and also after the parent has ended. The process ends when
+  its connection is closed.
+- Templates run in Jinja's immutable sandbox and get what transformers gives them (``apply_chat_template``): the same globals,
+  filters and extensions.
+"""
+
+import json
+import math
+import resource
+import sys
+from datetime import datetime
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """``{% generation %}`` marks text of the assistant for training; here only its body is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # the local date, as transformers gives it
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _allow(seconds: int) -> None:
+    """Let the kernel end this process after so many more seconds of CPU time, and up to one on top."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = math.ceil(used.ru_utime + used.ru_stime) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+class Worker:
+    """The templates of one model, compiled when they are first used."""
+
+    def __init__(self, sources: dict[str, str], max_characters: int) -> None:
+        self._sources = sources
+        self._max_characters = max_characters
+        self._environment = _environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def answer(self, name: str, variables: dict[str, Any]) -> dict[str, str]:
+        """Return the text of a template, or why there is none."""
+        try:
+            if name not in self._compiled:
+                self._compiled[name] = self._environment.from_string(self._sources[name])
+        except jinja2.TemplateSyntaxError as error:
+            return {"invalid": str(error)}
+        text = self._compiled[name].render(variables)
+        if len(text) > self._max_characters:
+            return {"error": f"the prompt is over the limit of {self._max_characters} characters"}
+        return {"text": text}
+
+
+def main(descriptor: int) -> None:
+    """Answer requests on the connection until it is closed."""
+    connection = Connection(descriptor)
+    start = json.loads(connection.recv_bytes())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (start["memory_bytes"],) * 2)
+    worker = Worker(start["sources"], start["max_characters"])
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        _allow(start["cpu_s"])
+        try:
+            answer = json.dumps(worker.answer(**json.loads(request))).encode()
+        except MemoryError:
+            answer = json.dumps({"error": "the template needs too much memory"}).encode()
+        except Exception as error:  # noqa: BLE001  what templates raise on messages they were not written for
+            answer = json.dumps({"error": str(error)}).encode()
+        connection.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
