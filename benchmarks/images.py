@@ -296,7 +296,6 @@ def main() -> None:
             dtype="float32",
             device="cpu",
             num_threads=options.threads,
-            result_ttl_s=options.result_ttl_s,
         )
         with engine as client:
             assert engine.pid is not None
@@ -330,9 +329,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--cycles", type=int, default=1000, help="of pause, update and continue (1000); 0: none"
-    )
-    parser.add_argument(
-        "--result-ttl-s", type=float, help="how long answers are stored; the default is the engine's"
     )
     parser.add_argument("--residency", action="store_true", help="bytes on the device by strategy instead")
     parser.add_argument("--json", type=Path, help="write all figures there")

@@ -4,8 +4,7 @@ Each transport has an engine of its own. One turn: top the requests up, pause in
 continue; then what the engine reports as reserved, and what its process holds (RssAnon, RssShmem), are recorded. Every
 turn asserts that the pause met requests in flight and that the update changed tensors.
 
-Two things grow first that are not the updates': answers kept for retries (the last 1,024) and workspaces, which
-follow the largest batch. Both are filled before the first turn, with requests like those that are in flight later.
+Workspaces follow the largest batch: one is run before the first turn, of requests like those that are in flight later.
 
     python benchmarks/memory_over_updates.py --updates 1000 --plot docs/images/memory_over_updates.svg
     python benchmarks/memory_over_updates.py --model mla-fp8 --layers 2 --dtype bfloat16
@@ -36,11 +35,12 @@ from caesura.client import GenerationHandle, SamplingParams, SchedulerClient, la
 DEFAULT_TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor", "ipc", "distributed")
 IN_FLIGHT = 32
 PROMPT_TOKENS, NEW_TOKENS = 32, 48
-STORED_ANSWERS = 1024
 BUCKET_BYTES = 4 << 20
 """A third of the model: every update but disk's is a session of several calls."""
 SETTLED = 10
 """Growth is counted from this turn on."""
+FLAT_FROM, FLAT_TURNS = 100, 1000
+"""The engine promises at most 2 MB of growth over that many turns, from that turn on."""
 PLOTTED_POINTS = 200
 LINE = "#2f6fed"
 STYLE: dict[str, Any] = {
@@ -98,9 +98,9 @@ class Requests:
         while self._client.status().running_requests < IN_FLIGHT // 2:
             self.top_up()
 
-    def fill(self) -> None:
-        """Run :data:`STORED_ANSWERS` requests to their end; then leave the next ones on their way."""
-        for handle in [self._submit() for _ in range(STORED_ANSWERS)]:
+    def warm_up(self) -> None:
+        """Run a few batches to their end; then leave the next one on its way."""
+        for handle in [self._submit() for _ in range(4 * IN_FLIGHT)]:
             handle.result()
         self.top_up()
         self._handles[0].result()
@@ -127,14 +127,12 @@ def run(
         num_threads=1,
         kv_pool_tokens=4096,
         max_running_requests=IN_FLIGHT,
-        result_ttl_s=0.0,  # the store of answers is full when it has STORED_ANSWERS
         log_level="WARNING",
     )
     series = Series()
     with engine as client, Trainer(client, folders, [transport], BUCKET_BYTES) as trainer:
         requests = Requests(client)
-        console.print(f"{transport}: filling the store of answers")
-        requests.fill()
+        requests.warm_up()
         pid, began = client.status().pid, time.perf_counter()
         for turn in track(range(1, updates + 1), description=transport, console=console):
             requests.pause_among_them()
@@ -155,13 +153,21 @@ def settled_growth(values: Sequence[int]) -> tuple[int, int]:
     return values[-1] - values[SETTLED - 1], values[-1] - values[len(values) // 2 - 1]
 
 
+def most_growth(values: Sequence[int]) -> int:
+    """Most bytes that were gained over :data:`FLAT_TURNS` turns or fewer, from turn :data:`FLAT_FROM` on."""
+    later = values[FLAT_FROM - 1 :]
+    return max(
+        (max(later[turn : turn + FLAT_TURNS + 1]) - value for turn, value in enumerate(later)), default=0
+    )
+
+
 def as_table(found: dict[Transport, Series]) -> Table:
     """For people, in MB."""
     updates = max(len(series.reserved) for series in found.values())
     table = Table(title=f"MB (2^20 bytes) after each of {updates:,} updates")
     table.add_column("transport")
     table.add_column("memory")
-    for title in ("first", "10th", "last", "10th to last", "in the 2nd half", "ms per turn"):
+    for title in ("first", "10th", "last", "10th to last", "in the 2nd half", "most in 1,000", "ms per turn"):
         table.add_column(title, justify="right")
     for transport, series in found.items():
         for name in ("reserved", "anonymous", "shared"):
@@ -173,6 +179,7 @@ def as_table(found: dict[Transport, Series]) -> Table:
                 *(f"{value / MB:.2f}" for value in (values[0], values[SETTLED - 1], values[-1])),
                 f"{growth / MB:+.2f}",
                 f"{late / MB:+.2f}",
+                f"{most_growth(values) / MB:.2f}",
                 f"{1e3 * series.seconds / len(values):.1f}" if name == "reserved" else "",
             )
     return table

@@ -55,8 +55,8 @@ LIMITS = (
     ("scheduler.serving.router_socket", "MESSAGES_PER_DRAIN", "messages", "taken from the socket between two steps"),
     ("scheduler.serving.router_socket", "FRAMES_PER_DRAIN", "frames", "behind headers, taken from the socket between two steps"),
     ("scheduler.serving.command_queue", "MAX_PENDING_COMMANDS", "commands", "under way, queued or waiting; more are `queue_full`"),
-    ("scheduler.serving.answers", "STORED_ANSWERS", "message ids", "whose answers are stored for retries, however old they are"),
-    ("scheduler.config", "RESULT_BYTES", "bytes", "of stored answers, and of results kept for clients that could not be reached, unless `--result-bytes` says another number; the oldest go first"),
+    ("scheduler.serving.answers", "STORED_ANSWERS", "message ids", "of commands whose answers are stored for retries at least, if each takes no more than a kilobyte"),
+    ("scheduler.config", "RESULT_BYTES", "bytes", "of results stored for retries and for clients that could not be reached, unless `--result-bytes` says another number; the oldest go first. Images: 64 MiB"),
     ("scheduler.serving.answers", "REMEMBERED_IDS", "message ids", "answered before those, whose retries are `answer_forgotten`"),
 )  # fmt: skip
 

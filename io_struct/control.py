@@ -302,6 +302,8 @@ class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
     """Other models, as far as they are on the device."""
     graphs: int
     """Captured CUDA graphs of decode steps."""
+    answers: int = 0
+    """On the CPU, what is allocated at start for answers to retries and results of clients that left."""
     workspace: int
     """Everything else that the engine has allocated since its construction began: workspaces, temporaries; on the CPU
     also its Python objects."""

@@ -18,8 +18,10 @@ from .files import is_pipeline
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
 PAGE_SIZE = 16
 """Tokens per KV page; the measured layout is [page, kv head, 16, head size]."""
-RESULT_BYTES = 64 << 20
-"""``result_bytes``, unless it is configured."""
+RESULT_BYTES = 16 << 20
+"""``result_bytes``, unless it is configured: about 1,000 results of 2,000 tokens with logprobs."""
+PIPELINE_RESULT_BYTES = 64 << 20
+"""The same of image pipelines: the latents of 28 steps of one image of 1024 x 1024 pixels take 30 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,11 @@ class EngineConfig:
     idle_empty_s: float = 5.0
     """Empty the device allocator's cache once after this many seconds without work."""
     result_ttl_s: float = 60.0
-    """Seconds for which answers stay available, within the limits on stored bytes: replies to repeated messages, and
-    results of clients that could not be reached."""
-    result_bytes: int = RESULT_BYTES
-    """Maximum bytes of these answers together; the oldest go first. An answer that alone takes more is not stored. Large
-    images and trajectories may need more than the default, if they are to be there for retries."""
+    """Seconds for which results of clients that could not be reached can be fetched, as far as result_bytes allows."""
+    result_bytes: int | None = None
+    """Bytes of host memory for results, kept for repeated messages and for clients that could not be reached; allocated
+    at start. New results overwrite the oldest; one that alone takes more is not stored. The default is 16 MiB, and 64
+    MiB for image pipelines, whose trajectories may need more."""
     state_file: str | None = None
     """JSON file that records which weights were committed last. A restart with the same file continues from them. By
     default, nothing is recorded."""
@@ -201,7 +203,6 @@ class EngineConfig:
             "idle_empty_s",
             "log_stats_interval_s",
             "result_ttl_s",
-            "result_bytes",
             "session_deadline_s",
             "session_orphan_s",
             "target_step_s",
@@ -211,6 +212,8 @@ class EngineConfig:
         ):
             if not getattr(self, name) >= 0:  # NaN fails, too
                 raise _invalid(name, getattr(self, name), "must be at least 0")
+        if self.result_bytes is not None and self.result_bytes < 0:
+            raise _invalid("result_bytes", self.result_bytes, "must be at least 0")
         if self.group_interface is not None and self.group_interface not in _interfaces():
             raise _invalid("group_interface", self.group_interface, f"must be one of {sorted(_interfaces())}")
         for name, choices in _CHOICES.items():
@@ -253,6 +256,9 @@ class EngineConfig:
         reference = self.reference_model_path
         depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
         sizes = replace(self, device=device).sizes
+        result_bytes = self.result_bytes
+        if result_bytes is None:
+            result_bytes = PIPELINE_RESULT_BYTES if is_pipeline(self.model_path) else RESULT_BYTES
         return replace(
             self,
             device=device,
@@ -261,6 +267,7 @@ class EngineConfig:
             max_running_requests=sizes.rows,
             chunked_prefill_size=sizes.chunk_tokens,
             kv_memory_fraction=sizes.kv_fraction,
+            result_bytes=result_bytes,
             num_threads=self.num_threads or max(1, torch.get_num_threads() // (self.tp - self.tp_joined)),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),

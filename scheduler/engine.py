@@ -259,7 +259,9 @@ class Engine:
     ) -> None:
         """Build what is between the socket and the commands and waiting queue."""
         lifecycle = core.lifecycle
-        self.answers = Answers(config.result_ttl_s, config.result_bytes)
+        self.answers = Answers(config.result_ttl_s, config.result_bytes or 0)
+        if config.device == "cpu":
+            self._gauges.answers_bytes = self.answers.nbytes
         self.replies = Replies(self.answers, self.outbox, self.router.send, lambda: lifecycle.step)
         self.generations = Generations(
             request_type=core.steps.request_type,

@@ -4,7 +4,7 @@ Invariants:
 - Requests are in flight all the time (``load.py``): every pause meets some, and tokens were sampled since the pause before.
 - Memory is read while the engine is paused and nothing of it moves: once before the update, which is what it holds while it
   serves, and once after it, before the cache is emptied or not.
-- The answers kept for retries, and workspaces that follow the largest batch, are filled before the first cycle.
+- Workspaces that follow the largest batch are filled before the first cycle.
 """
 
 import itertools
@@ -27,9 +27,9 @@ from .transports import Trainer
 from .workload import Workload
 
 ENGINE = Path(__file__).with_name("soak_engine.py")
-STORED_ANSWERS = 1024
 STEPS_BETWEEN = 2
 """Steps that run at least between a continue and the next pause."""
+WARM_UP_BATCHES = 4
 BUCKET_BYTES = 64 << 20
 STEPS_AFTER = 10
 """That are timed after each continue."""
@@ -94,7 +94,6 @@ def launch_engine(
         "context-len": workload.context_len,
         "kv-pool-tokens": workload.kv_tokens,
         "max-running-requests": workload.requests,
-        "result-ttl-s": 0.0,  # the store of answers is full when it has STORED_ANSWERS
         "log-level": "WARNING",
     }
     command = [sys.executable, str(ENGINE), "--emptyings", str(emptyings)]
@@ -109,15 +108,14 @@ def read_emptyings(path: Path) -> list[float]:
     return [float(line) for line in path.read_text(encoding="utf-8").split()]
 
 
-def fill_stores(client: SchedulerClient, workload: Workload) -> None:
-    """The largest batch, which is everybody computed again after a retraction; then as many requests with prompts like the
-    load's as the engine keeps answers, to their end."""
+def warm_up(client: SchedulerClient, workload: Workload) -> None:
+    """The largest batch, which is everybody computed again after a retraction; then batches with prompts like the load's, to
+    their end."""
     longest = replace(workload, prompt_tokens=workload.context_len - 1)
     once = SamplingParams(max_new_tokens=1, ignore_eos=True, seed=1)
     client.generate(input_ids=longest.prompts(seed=0), sampling_params=once)
     params = SamplingParams(max_new_tokens=workload.load_new_tokens // 4, ignore_eos=True, seed=1)
-    rounds = -(-STORED_ANSWERS // workload.requests)
-    prompts = [prompt for number in range(rounds) for prompt in workload.prompts(seed=1 + number)]
+    prompts = [prompt for number in range(WARM_UP_BATCHES) for prompt in workload.prompts(seed=1 + number)]
     client.generate(input_ids=prompts, sampling_params=params)
 
 
@@ -136,7 +134,7 @@ def soak(
     series = Series()
     engine = launch_engine(folders[0], workload, options, fragment=fragment, emptyings=scratch / "emptyings")
     with engine as client, Trainer(client, folders, ["ipc"], BUCKET_BYTES) as trainer:
-        fill_stores(client, workload)
+        warm_up(client, workload)
         with Load(client.endpoint, workload, seed=0) as load:
             began = time.perf_counter()
             for turn in turns:

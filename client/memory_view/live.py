@@ -30,7 +30,8 @@ _ROWS = 3
 """Height of the curve in lines."""
 _COLOURS = {
     "runtime": "bright_black", "weights": "green", "derived": "magenta", "kv": "blue", "reference": "yellow",
-    "graphs": "bright_magenta", "workspace": "cyan", "other": "red", "pause": "yellow", "continue": "green",
+    "graphs": "bright_magenta", "answers": "white", "workspace": "cyan", "other": "red", "pause": "yellow",
+    "continue": "green",
     "update_begin": "blue", "update_commit": "blue", "update_failed": "red", "failure": "red", "release": "magenta",
 }  # fmt: skip
 _COLUMNS = {

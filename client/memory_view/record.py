@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ...io_struct import GetStatusReqOutput, MemoryByTag, MemoryCause, MemoryEvent, MemoryStretch
 from ..wire.control_client import ControlClient
 
-TAGS = ("runtime", "weights", "derived", "kv", "reference", "graphs", "workspace", "other")
+TAGS = ("runtime", "weights", "derived", "kv", "reference", "graphs", "answers", "workspace", "other")
 """Parts of the reserved memory, in the order in which they are stacked: what changes least is at the bottom."""
 assert set(TAGS) == set(MemoryByTag.__struct_fields__)
 SETTLED = 10

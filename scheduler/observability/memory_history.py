@@ -67,6 +67,8 @@ class MemoryGauges:
         """Size of the tensors that layers derive; part of the weights' memory."""
         self.graphs_bytes: Callable[[], int] = lambda: 0
         """Size of the captured graphs."""
+        self.answers_bytes = 0
+        """Size of what is allocated at start for stored answers; 0 on accelerators, where host memory does not count."""
         self._occupied = (0, 0, 0)
 
     def __call__(self, thorough: bool = True) -> tuple[DeviceMemoryReading, MemoryByTag]:
@@ -93,8 +95,9 @@ class MemoryGauges:
             "kv": kv_cache,
             "reference": reference,
             "graphs": self.graphs_bytes(),
+            "answers": self.answers_bytes,
             "runtime": self._before.reserved,
-            "workspace": reading.allocated - self._before.allocated - components,
+            "workspace": reading.allocated - self._before.allocated - components - self.answers_bytes,
         }
         rest = reading.reserved
         for (

@@ -4,56 +4,63 @@ Invariants:
 - A message id is new once. Afterwards it is under way, answered with a stored answer, or answered and *forgotten* (the answer
   is no longer stored). A retry under a forgotten id is refused. Forgotten ids are remembered for at least
   :data:`REMEMBERED_IDS` later ids.
-- Answers younger than ``window_s`` and the last :data:`STORED_ANSWERS` answers are stored. If all of them together take more
-  than ``limit_bytes``, the oldest are dropped, and then what exchanges under way have answered so far, the largest
-  first. An exchange that alone takes more drops its own.
+- Stored answers lie encoded in two rings of fixed size, written at start: they never make memory grow. Later answers overwrite
+  the oldest. The ring for commands is apart, so that the last :data:`STORED_ANSWERS` of them are stored whatever is generated.
+- Answers of exchanges under way are kept outside the rings, ``limit_bytes`` at most; beyond, the largest exchange drops
+  its own.
 - An exchange under way that has dropped answers is *lost*: it goes on for those who wait for it, and nobody can attach to it.
 - Results that their client may not have read are *kept*: they can be fetched by rid while they are stored, for ``window_s``
   seconds after that client left, or until a new generation uses the rid.
-- The table of forgotten ids has a fixed size and is allocated at start.
 """
 
 import hashlib
+import logging
 from array import array
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
+
+import msgspec
 
 from ...io_struct import (
     BatchTokenOutput,
     CaesuraError,
     ErrorCode,
-    FetchResultReqOutput,
     FramedMessage,
     GenerateImagesReqOutput,
     GenerateReqOutput,
     Message,
-    ScoreReqOutput,
+    decode_reply,
+    encode_reply,
 )
-from .send_queues import result_bytes
+
+logger = logging.getLogger(__name__)
 
 SampleResult = GenerateReqOutput | GenerateImagesReqOutput
 """The terminal result of one sample."""
 
 STORED_ANSWERS = 1024
+COMMAND_ANSWER_BYTES = 1024
+"""Maximum size of a record in the ring for commands; a pause takes 240 bytes. Larger ones are stored like results."""
 REMEMBERED_IDS = 1 << 15
-ANSWER_BYTES = 1536
-"""Estimated memory of a stored answer beside its arrays: its fields, ids and table entries."""
-
-_BUCKETS, _WAYS = 1 << 13, 16
-"""Shape of the table of forgotten ids: four of :data:`REMEMBERED_IDS` ids fall into a bucket on average, rarely over sixteen."""
+_REMEMBERED_RIDS = 1 << 14
+_PER_BUCKET, _WAYS = 4, 16
+"""Shape of the tables of ids: four of the remembered ids fall into a bucket on average, rarely over sixteen."""
+_FORGOTTEN = 0
+"""Place of an answer that was never stored."""
+_LENGTH_BYTES = 8
 
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One effect: the messages that asked for it, the clients that wait for it, and its answers so far."""
+    """One effect under way: the messages that asked for it, the clients that wait for it, and its answers so far."""
 
     message_ids: list[str]
     clients: list[bytes]
     remaining: int = 1
     """Number of answers still to come; a generation has one per sample."""
-    answers: list[Message] = field(default_factory=list)
+    answers: list[list[bytes | memoryview]] = field(default_factory=list)
+    """The frames of each."""
     nbytes: int = 0
     is_lost: bool = False
     """Its answers so far took too much memory, and were dropped."""
@@ -61,8 +68,20 @@ class Exchange:
     """Of a generation; else empty."""
     generation: bytes = b""
     """Digest of the generate request without its message id."""
-    done_at: float = 0.0
+
+
+class _Record(msgspec.Struct, array_like=True):
+    """A finished exchange."""
+
+    digests: dict[str, bytes]
+    """Message id to digest of the message."""
+    client: bytes
+    """The only client that waited for the results of a generation; else empty."""
+    rid: str
+    generation: bytes
+    done_at: float
     """When the last answer was added, on the monotonic clock."""
+    answers: list[list[bytes]]
 
 
 class Answers:
@@ -71,18 +90,23 @@ class Answers:
     def __init__(self, window_s: float, limit_bytes: int) -> None:
         """
         Args:
-            window_s: how long an answer is stored at least, as far as memory allows.
-            limit_bytes: of all stored answers together.
+            window_s: how long results of clients that left can be fetched, as far as memory allows.
+            limit_bytes: size of the ring for results and large answers.
         """
         self._window_s = window_s
         self._limit_bytes = limit_bytes
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
-        self._done: deque[Exchange] = deque()
+        """Under way."""
         self._begun: dict[Exchange, None] = {}
         """Under way, with answers."""
-        self._kept: dict[str, Exchange] = {}
-        self._forgotten = ForgottenIds()
-        self.stored_bytes = 0
+        self._begun_bytes = 0
+        self._rings = _Ring(STORED_ANSWERS * COMMAND_ANSWER_BYTES), _Ring(limit_bytes)
+        self._ids = PlaceTable(REMEMBERED_IDS)
+        self._rids = PlaceTable(_REMEMBERED_RIDS)
+        self._left: dict[bytes, float] = {}
+        """Clients that left within ``window_s``, and when; oldest first."""
+        self.nbytes = sum(each.nbytes for each in (*self._rings, self._ids, self._rids))
+        """Memory allocated at start, in bytes."""
 
     def attach(
         self, client: bytes, message_id: str, frame: bytes, buffers: Sequence[memoryview] = ()
@@ -103,20 +127,21 @@ class Answers:
             digest.update(buffer)
         body = digest.digest()
         known = self._exchanges.get(message_id)
-        if known is None:
-            if message_id in self._forgotten:
-                raise _forgotten(message_id)
+        if known is not None:
+            _require_same(message_id, known[0], body)
+            return self._wait(client, known[1], message_id)
+        place = self._ids.find(message_id)
+        if place is None:
             self._exchanges[message_id] = body, Exchange([message_id], [client])
             return None
-        if known[0] != body:
-            raise CaesuraError(ErrorCode.ID_CONFLICT, f"message id {message_id} was used with another body")
-        if known[1].is_lost:
+        record = self._read(place)
+        if record is None or message_id not in record.digests:
             raise _forgotten(message_id)
-        self._add_waiter(client, known[1])
-        return known[1].answers
+        _require_same(message_id, record.digests[message_id], body)
+        return _decoded(record.answers)
 
     def get(self, message_id: str) -> Exchange | None:
-        """The exchange of a message that is under way or stored."""
+        """The exchange of a message that is under way."""
         known = self._exchanges.get(message_id)
         return None if known is None else known[1]
 
@@ -126,33 +151,33 @@ class Answers:
         Raises:
             CaesuraError: ``answer_forgotten``.
         """
-        if exchange.is_lost:
-            raise _forgotten(exchange.message_ids[0])
+        answers = self._wait(client, exchange, exchange.message_ids[0])
         body, _ = self._exchanges[message_id]
         self._exchanges[message_id] = body, exchange
         exchange.message_ids.append(message_id)
-        self._add_waiter(client, exchange)
-        return exchange.answers
+        return answers
 
-    def add(self, exchange: Exchange, answer: Message, nbytes: int) -> None:
-        """Add an answer to ``exchange``; with the last one it is done."""
+    def add(self, exchange: Exchange, answer: Message) -> None:
+        """Add an answer to ``exchange``; with the last one it is done, and stored."""
         exchange.remaining -= 1
+        place = _FORGOTTEN
         if not exchange.is_lost:
-            exchange.answers.append(answer)
-            exchange.nbytes += nbytes
-            self.stored_bytes += nbytes
-            self._begun[exchange] = None
-        if exchange.nbytes > self._limit_bytes:
-            self._lose(exchange)
+            try:
+                self._take(exchange, answer)
+                place = _FORGOTTEN if exchange.remaining else self._store(exchange)
+            except MemoryError:
+                logger.exception("an answer to message %s is not stored", exchange.message_ids[0])
+                self._lose(exchange)
         if exchange.remaining == 0:
-            self._end(exchange)
-        self._drop_oldest()
+            self._end(exchange, place)
+        while self._begun_bytes > self._limit_bytes:
+            self._lose(max(self._begun, key=lambda each: each.nbytes))
 
     def begin_generation(self, message_id: str, rid: str, generation: bytes, *, samples: int) -> None:
         """Record that the just attached ``message_id`` begins generation ``rid`` with ``samples`` samples."""
         _, exchange = self._exchanges[message_id]
         exchange.rid, exchange.generation, exchange.remaining = rid, generation, samples
-        self._kept.pop(rid, None)
+        self._rids.discard(rid)
 
     def kept(self, rid: str, generation: bytes | None = None) -> list[SampleResult]:
         """The kept results of ``rid``, by sample index.
@@ -160,30 +185,31 @@ class Answers:
         Args:
             generation: digest of a request; results of another request are not returned. None accepts any.
         """
-        exchange = self._kept.get(rid)
-        if exchange is None or (generation is not None and exchange.generation != generation):
+        place = self._rids.find(rid) if self._left else None
+        record = None if place is None else self._read(place)
+        if record is None or record.rid != rid or generation not in (None, record.generation):
             return []
-        if exchange.done_at <= monotonic() - self._window_s:
-            del self._kept[rid]
+        left_at = self._left.get(record.client)
+        if left_at is None or left_at < record.done_at or left_at <= monotonic() - self._window_s:
             return []
-        results = {result.index: result for answer in exchange.answers for result in results_in(answer)}
+        results = {
+            result.index: result for answer in _decoded(record.answers) for result in results_in(answer)
+        }
         return [results[index] for index in sorted(results)]
 
     def keep_for(self, client: bytes) -> None:
         """Keep the results that only ``client`` waited for, because it has left and may not have read them."""
-        done, self._done = self._done, deque()
-        kept = [exchange for exchange in done if exchange.rid and exchange.clients == [client]]
-        self._kept |= {exchange.rid: exchange for exchange in kept}
-        for exchange in kept:
-            exchange.done_at = monotonic()
-        moved = set(kept)
-        self._done.extend(exchange for exchange in done if exchange not in moved)
-        self._done.extend(kept)  # keeps the queue ordered by done_at
+        now = monotonic()
+        self._left.pop(client, None)
+        self._left[client] = now
+        for oldest, left_at in list(self._left.items()):
+            if left_at > now - self._window_s and len(self._left) <= STORED_ANSWERS:
+                break
+            del self._left[oldest]
 
     def awaited_by(self) -> set[bytes]:
         """Every client that waits for an answer."""
-        awaited = (exchange for _, exchange in self._exchanges.values() if exchange.remaining > 0)
-        return {client for exchange in awaited for client in exchange.clients}
+        return {client for _, exchange in self._exchanges.values() for client in exchange.clients}
 
     def is_awaited(self, message_id: str) -> bool:
         """Whether a client that is not known to be gone waits for the answer."""
@@ -197,78 +223,128 @@ class Answers:
             if exchange is not None and client in exchange.clients:
                 exchange.clients.remove(client)
 
-    def _add_waiter(self, client: bytes, exchange: Exchange) -> None:
-        if exchange.remaining and client not in exchange.clients:
-            exchange.clients.append(client)
-
-    def _end(self, exchange: Exchange) -> None:
-        self._begun.pop(exchange, None)
+    def _wait(self, client: bytes, exchange: Exchange, message_id: str) -> list[Message]:
+        """Let ``client`` wait for the answers to come; returns those so far."""
         if exchange.is_lost:
-            self._forget(exchange)
-            return
-        exchange.done_at = monotonic()
-        self._done.append(exchange)
+            raise _forgotten(message_id)
+        if client not in exchange.clients:
+            exchange.clients.append(client)
+        return _decoded(exchange.answers)
+
+    def _take(self, exchange: Exchange, answer: Message) -> None:
+        frames = [encode_reply(answer), *(answer.buffers if isinstance(answer, FramedMessage) else ())]
+        nbytes = sum(map(len, frames))
+        exchange.answers.append(frames)
+        exchange.nbytes += nbytes
+        self._begun_bytes += nbytes
+        self._begun[exchange] = None
+
+    def _store(self, exchange: Exchange) -> int:
+        """Copy the answers to a ring; returns their place there, or :data:`_FORGOTTEN` if they are too large."""
+        digests = {message_id: self._exchanges[message_id][0] for message_id in exchange.message_ids}
+        client = exchange.clients[0] if exchange.rid and len(exchange.clients) == 1 else b""
+        fields = digests, client, exchange.rid, exchange.generation, monotonic(), exchange.answers
+        record = msgspec.msgpack.encode(fields)
+        is_large = len(record) + _LENGTH_BYTES > COMMAND_ANSWER_BYTES
+        number = int(is_large or bool(exchange.rid))
+        start = self._rings[number].append(record)
+        return _FORGOTTEN if start is None else len(self._rings) * start + number
+
+    def _read(self, place: int) -> _Record | None:
+        """The record at ``place``; None if it was overwritten, or never stored."""
+        start, number = divmod(place, len(self._rings))
+        found = self._rings[number].read(start)
+        return None if found is None else msgspec.msgpack.decode(found, type=_Record)
+
+    def _end(self, exchange: Exchange, place: int) -> None:
+        self._lose(exchange)
+        for message_id in exchange.message_ids:
+            del self._exchanges[message_id]
+            self._ids.set(message_id, place)
+        if exchange.rid:
+            self._rids.set(exchange.rid, place)
 
     def _lose(self, exchange: Exchange) -> None:
         """Drop the answers of an exchange, however many are still to come."""
-        del self._begun[exchange]
-        self.stored_bytes -= exchange.nbytes
+        self._begun.pop(exchange, None)
+        self._begun_bytes -= exchange.nbytes
         exchange.answers, exchange.nbytes, exchange.is_lost = [], 0, True
 
-    def _drop_oldest(self) -> None:
-        horizon = monotonic() - self._window_s
-        while self._done:
-            exchange = self._done[0]
-            keeps = len(self._done) <= STORED_ANSWERS or exchange.done_at > horizon
-            if keeps and self.stored_bytes <= self._limit_bytes:
-                return
-            self._done.popleft()
-            self.stored_bytes -= exchange.nbytes
-            self._forget(exchange)
-        while self.stored_bytes > self._limit_bytes:
-            self._lose(max(self._begun, key=lambda each: each.nbytes))
 
-    def _forget(self, exchange: Exchange) -> None:
-        if self._kept.get(exchange.rid) is exchange:
-            del self._kept[exchange.rid]
-        for message_id in exchange.message_ids:
-            del self._exchanges[message_id]
-            self._forgotten.add(message_id)
+class _Ring:
+    """Records one behind the other, the latest over the oldest, in memory that is written at start.
+
+    A record is addressed by the number of bytes written before it, so no address comes again, and none is 0.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._bytes = bytearray(b"\0") * nbytes  # this writes to all pages, unlike bytearray(nbytes)
+        self._end = nbytes
+
+    def append(self, record: bytes) -> int | None:
+        """Returns where ``record`` begins; None if the ring is too small."""
+        nbytes = _LENGTH_BYTES + len(record)
+        if nbytes > self.nbytes:
+            return None
+        left = self.nbytes - self._end % self.nbytes
+        start = self._end if nbytes <= left else self._end + left
+        self._end = start + nbytes
+        at = start % self.nbytes
+        self._bytes[at : at + _LENGTH_BYTES] = len(record).to_bytes(_LENGTH_BYTES, "little")
+        self._bytes[at + _LENGTH_BYTES : at + nbytes] = record
+        return start
+
+    def read(self, start: int) -> memoryview | None:
+        """The record that begins at ``start``; None if it was overwritten."""
+        if not start or start < self._end - self.nbytes:
+            return None
+        at, view = start % self.nbytes, memoryview(self._bytes)
+        length = int.from_bytes(view[at : at + _LENGTH_BYTES], "little")
+        return view[at + _LENGTH_BYTES : at + _LENGTH_BYTES + length]
 
 
-class ForgottenIds:
-    """Message ids whose answers are no longer stored: a table of hashes in which a full bucket overwrites its oldest entry.
+class PlaceTable:
+    """Places of answers by id: a table of hashes of fixed size in which a full bucket overwrites its oldest entry.
 
     Python's string hash is keyed per process, so a client cannot choose ids that collide.
     """
 
-    def __init__(self) -> None:
-        self._table = array(
-            "Q", bytes(8 * _BUCKETS * _WAYS)
-        )  # array() copies the bytes, which touches all pages now, so the table never grows later
-        self._oldest = bytearray(_BUCKETS)
+    def __init__(self, remembered: int) -> None:
+        """``remembered``: number of later ids for which an id is remembered at least."""
+        self._buckets = remembered // _PER_BUCKET
+        entries = self._buckets * _WAYS
+        # array() copies the bytes, which touches all pages now, so the table never grows later
+        self._keys, self._places = array("Q", bytes(8 * entries)), array("Q", bytes(8 * entries))
+        self._oldest = bytearray(self._buckets)
+        self.nbytes = 16 * entries + self._buckets
 
-    def add(self, message_id: str) -> None:
-        key, bucket = _key(message_id)
-        place = self._oldest[bucket]
-        self._table[bucket * _WAYS + place] = key
-        self._oldest[bucket] = (place + 1) % _WAYS
+    def set(self, name: Hashable, place: int) -> None:
+        """Remember that ``name`` is at ``place``."""
+        key, found = self._lookup(name)
+        if found is None:
+            bucket = key % self._buckets
+            found = bucket * _WAYS + self._oldest[bucket]
+            self._oldest[bucket] = (self._oldest[bucket] + 1) % _WAYS
+        self._keys[found], self._places[found] = key, place
 
-    def __contains__(self, message_id: str) -> bool:
-        key, bucket = _key(message_id)
-        return key in self._table[bucket * _WAYS : (bucket + 1) * _WAYS]
+    def find(self, name: Hashable) -> int | None:
+        """The place of ``name``; None if it is not remembered."""
+        _, found = self._lookup(name)
+        return None if found is None else self._places[found]
 
+    def discard(self, name: Hashable) -> None:
+        """Remove ``name``."""
+        _, found = self._lookup(name)
+        if found is not None:
+            self._keys[found] = 0
 
-def _forgotten(message_id: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.ANSWER_FORGOTTEN,
-        f"message {message_id} was answered before, and its answer is no longer stored",
-    )
-
-
-def _key(message_id: str) -> tuple[int, int]:
-    number = hash(message_id) & (1 << 64) - 1
-    return number or 1, number % _BUCKETS
+    def _lookup(self, name: Hashable) -> tuple[int, int | None]:
+        """The key of ``name``, and the index of its entry."""
+        key = hash(name) & (1 << 64) - 1 or 1
+        first = key % self._buckets * _WAYS
+        bucket = self._keys[first : first + _WAYS]
+        return key, first + bucket.index(key) if key in bucket else None
 
 
 def results_in(answer: Message) -> Sequence[SampleResult]:
@@ -278,12 +354,22 @@ def results_in(answer: Message) -> Sequence[SampleResult]:
     return [answer] if isinstance(answer, GenerateImagesReqOutput) else []
 
 
-def answer_bytes(answer: Message) -> int:
-    """Estimated memory of storing ``answer``."""
-    if isinstance(answer, FramedMessage):
-        return ANSWER_BYTES + sum(map(len, answer.buffers))
-    if isinstance(answer, BatchTokenOutput):
-        return sum(map(result_bytes, answer.finished))
-    if isinstance(answer, FetchResultReqOutput):
-        return ANSWER_BYTES + sum(map(result_bytes, answer.results))
-    return ANSWER_BYTES + (sum(map(len, answer.logprobs)) if isinstance(answer, ScoreReqOutput) else 0)
+def _decoded(answers: Sequence[Sequence[bytes | memoryview]]) -> list[Message]:
+    """The messages with these frames."""
+    messages: list[Message] = []
+    for header, *buffers in answers:
+        message = decode_reply(header)
+        messages.append(message.with_buffers(buffers) if isinstance(message, FramedMessage) else message)
+    return messages
+
+
+def _require_same(message_id: str, known: bytes, body: bytes) -> None:
+    if known != body:
+        raise CaesuraError(ErrorCode.ID_CONFLICT, f"message id {message_id} was used with another body")
+
+
+def _forgotten(message_id: str) -> CaesuraError:
+    return CaesuraError(
+        ErrorCode.ANSWER_FORGOTTEN,
+        f"message {message_id} was answered before, and its answer is no longer stored",
+    )

@@ -12,7 +12,7 @@ from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
 from ..batching.live_requests import LiveSample
 from ..guard import checked, defect
 from ..stepping import StepOutbox
-from .answers import Answers, SampleResult, answer_bytes
+from .answers import Answers, SampleResult
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Replies:
         for client in exchange.clients:
             answer = self.send_answer(client, answer, message_id)
         exchange.remaining = 1
-        self._answers.add(exchange, answer, answer_bytes(answer))
+        self._answers.add(exchange, answer)
 
     def finished(self, request: LiveSample, result: SampleResult) -> None:
         """Store the result of a sample, and send it to the clients that attached; its own client gets it by the outbox."""
@@ -50,7 +50,7 @@ class Replies:
         if exchange is None:
             return
         answer = self.result(result)
-        self._answers.add(exchange, answer, answer_bytes(answer))
+        self._answers.add(exchange, answer)
         for client in exchange.clients:
             if client != request.client:
                 self.send_answer(client, answer, request.message_id)
@@ -71,7 +71,7 @@ class Replies:
         for answer in map(self.result, results):
             for client in exchange.clients:
                 self.send_answer(client, answer, message_id)
-            self._answers.add(exchange, answer, answer_bytes(answer))
+            self._answers.add(exchange, answer)
 
     def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
         """Send ``answer``, or an error if it cannot be sent; returns what was sent.

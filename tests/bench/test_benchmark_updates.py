@@ -54,6 +54,8 @@ def test_growth_counts_from_the_tenth_turn_and_names_what_came_late():
     values = [*range(10), *[9] * 10, *range(10, 30)]
     assert memory_over_updates.settled_growth(values) == (20, 20)
     assert memory_over_updates.settled_growth([0] * 9 + [5] * 31) == (0, 0)
+    assert memory_over_updates.most_growth([0] * 99 + [5, 3, 4, 7, 2]) == 4
+    assert memory_over_updates.most_growth([0, 9] * 20) == 0
 
 
 @pytest.mark.slow
@@ -88,7 +90,7 @@ def test_a_derivation_into_fresh_tensors_is_what_the_model_computes_with(fp8):
 
 @pytest.mark.slow
 def test_memory_is_followed_and_drawn(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_over_updates, "STORED_ANSWERS", 8)
+    monkeypatch.setattr(memory_over_updates, "IN_FLIGHT", 8)
     folders = [write_checkpoint(tmp_path / str(seed), "tiny", seed=seed) for seed in (0, 1)]
     series = memory_over_updates.run("ipc", folders, 20, Console(quiet=True))
     assert len(series.reserved) == len(series.anonymous) == len(series.shared) == 20

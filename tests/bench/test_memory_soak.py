@@ -26,7 +26,7 @@ def _small(monkeypatch):
     monkeypatch.setitem(
         memory_soak.COSTED, "tiny", replace(memory_soak.COSTED["tiny"], requests=4, vocab_size=512)
     )
-    monkeypatch.setattr(soak, "STORED_ANSWERS", 8)
+    monkeypatch.setattr(soak, "WARM_UP_BATCHES", 1)
 
 
 def test_growth_is_counted_from_the_tenth_cycle():

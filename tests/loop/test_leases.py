@@ -185,11 +185,11 @@ def finish_unread(driver: EngineDriver, rid: str) -> None:
     driver.client("gone")
     driver.send(request(rid), "gone")
     driver.tick()
+    (client,) = driver.engine.answers.awaited_by()
     driver.tick(8)
     vanish(driver, "gone")
     driver.results.clear()
     router = driver.engine.router
-    client = next(e.clients[0] for _, e in driver.engine.answers._exchanges.values() if e.generation)
     for _ in range(5000):
         router.keepalive({client}, 0)
         if driver.call(FetchResultReqInput(rid=rid)).results:

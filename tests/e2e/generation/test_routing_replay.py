@@ -174,9 +174,8 @@ def test_from_the_end_of_the_prompt(driver):
 
 REQUESTS, NEW_TOKENS, PROMPT = 96, 40, 24
 WARM_UP = 12
-STORED_ANSWERS = 1024
-"""The engine keeps this many answers for retries, with ``result_ttl_s`` 0 no more. That store is filled first: its growth is no
-leak."""
+FIRST_BATCH = 256
+"""Requests at once before anything is measured: workspaces follow the largest batch."""
 MAX_GROWTH = 1 << 20
 """Bytes, as in test_memory_flat.py."""
 
@@ -218,13 +217,12 @@ def test_paused_and_updated_under_load_nothing_a_trainer_sees_changes(models):
         kv_pool_tokens=8192,
         chunked_prefill_size=64,
         load_bucket_bytes=1 << 18,
-        result_ttl_s=0.0,
         check_ledger=True,
         log_level="WARNING",
     )
     with engine as client:
         fill = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-        prompts = [[3 + i % 90] * PROMPT for i in range(STORED_ANSWERS)]
+        prompts = [[3 + i % 90] * PROMPT for i in range(FIRST_BATCH)]
         client.generate(prompts, fill, return_logprob=True, return_routed_experts=True, timeout=120)
         handles = [client.submit(prompt, **options) for prompt, options in map(job, range(REQUESTS))]
         undisturbed = {number: handle.result(timeout=60) for number, handle in enumerate(handles)}

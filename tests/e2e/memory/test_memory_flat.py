@@ -11,9 +11,6 @@ from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 pytestmark = pytest.mark.executed
 CYCLES, WARM_UP = 200, 10
 NEW_TOKENS = 24
-STORED_ANSWERS = 1024
-"""The engine keeps this many answers for retries, with ``result_ttl_s`` 0 no more. That store is filled first: its growth is no
-leak."""
 MAX_GROWTH = 1 << 20
 """Bytes over 190 cycles: not one and a half pages each. Losing a bucket per cycle would be 47 MB, losing a copy of the
 model 530 MB; what is measured is a quarter of a megabyte, up and down, the grain of malloc's arenas."""
@@ -54,13 +51,10 @@ def test_two_hundred_updates_in_place(models):
         num_threads=1,
         kv_pool_tokens=4096,
         load_bucket_bytes=1 << 18,
-        result_ttl_s=0.0,
         check_ledger=True,
         log_level="WARNING",
     )
     with engine as client:
-        fill = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-        client.generate([[3 + i % 500] for i in range(STORED_ANSWERS)], fill, return_logprob=True, timeout=60)
         handles, reserved, tokens = [], [], 0
         for cycle in range(CYCLES):
             params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=cycle)

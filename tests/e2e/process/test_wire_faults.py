@@ -438,8 +438,8 @@ def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, 
         monkeypatch.setattr(send_queues, "MAX_PENDING_MESSAGES", limit)
         for number in range(30):
             slow.send(GenerateReqInput(rid=f"r{number}", input_ids=[5, 6, 7], sampling_params=params))
-        done = driver.engine.answers._done
-        eventually(lambda: driver.tick() or len(done) >= 30)
+        finished = driver.engine.outputs.finished
+        eventually(lambda: driver.tick() or sum(finished.values()) >= 30)
         eventually(lambda: driver.tick() or not driver.engine.live)
         kept = [driver.call(FetchResultReqInput(rid=f"r{number}")).results for number in range(30)]
     assert len([results for results in kept if results]) >= 15

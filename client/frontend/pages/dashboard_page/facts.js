@@ -1,11 +1,11 @@
 "use strict";
 // What was told, as words and as figures. Nothing here knows the page: arguments in, values out.
 
-const TAGS = ["runtime", "weights", "derived", "kv", "reference", "graphs", "workspace", "other"]; // as stacked
+const TAGS = ["runtime", "weights", "derived", "kv", "reference", "graphs", "answers", "workspace", "other"]; // as stacked
 const MEANINGS = {
   weights: "parameters of the policy", derived: "what layers derive from them at commit",
   kv: "pages of the pool that have been used", reference: "other models, as far as they are on the device",
-  graphs: "captured decode steps", workspace: "what else the engine has asked of the allocator",
+  graphs: "captured decode steps", answers: "kept for retries, allocated at start", workspace: "what else the engine has asked of the allocator",
   runtime: "what the process held before: Python, torch", other: "unused blocks of the allocator",
 };
 const WORDS = {
