@@ -59,7 +59,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 """What other engines call a field, where its spelling alone would not lead to ours; the first that there is counts."""
 _GREEDY = "temperature = 0 decodes greedily, any other samples"
-_TEXT = "it is about text, which `caesura serve` makes; the engine has tokens"
+_TEXT = (
+    "it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
+)
 _ADVICE: dict[str, tuple[str, str]] = {
     "do_sample": ("temperature", _GREEDY),
     "greedy": ("temperature", _GREEDY),
