@@ -89,7 +89,7 @@ class Sample:
     prompt_ids: list[int]
     """The prompt as token ids."""
     text: str
-    """Without the stop string or token that ended it, unless ``no_stop_trim``."""
+    """The text, without the stop string or token that ended it unless ``no_stop_trim``."""
     output: GenerateOutput
     """Tokens, logprobs and spans, all cut at the token that completed a stop string; its finish reason is then ``stop``."""
     matched: int | str | None
@@ -105,11 +105,11 @@ class Chunk:
     rid: str
     """Request id: the given one, or a random one."""
     text: str
-    """Never half a character; held back while it could be the beginning of a stop string."""
+    """The new text: never half a character, and held back while it could be the beginning of a stop string."""
     delta: TokenDelta | None
     """New tokens; None where only text is new."""
     finished: Sample | None
-    """Set in the last chunk of this sample."""
+    """The result, in the last chunk of this sample; else None."""
     prompt_tokens: int
     """Length of the prompt, in tokens."""
 

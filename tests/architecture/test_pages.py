@@ -1,16 +1,20 @@
 """The pages for people: short lines, references and links that lead somewhere, and a definition for every invariant that is cited."""
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import generate_python
 import pytest
 import yaml
 from generate_configuration import PARTS
 from generated_parts import generate
 from page_links import anchors, is_address, links, resolved
 
+from caesura.client import GenerateOutput, ImageOutput, SamplingParams, SdeParams
+from caesura.client.text import Sample
 from caesura.io_struct import ErrorCode
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +123,16 @@ def test_the_navigation_has_every_page_once():
 def test_the_options_are_those_of_the_commands():
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert generate(page, PARTS) == page, "run: python docs/generate_configuration.py"
+
+
+def test_the_reference_lists_every_field_of_parameters_and_results():
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    assert generate(page, generate_python.PARTS) == page, "run: python docs/generate_python.py"
+    generated = page.partition("<!-- generated: parameters -->")[2].partition("<!-- end of results -->")[0]
+    for kind in (GenerateOutput, ImageOutput, SamplingParams, SdeParams, Sample):
+        table = generated.partition(f"### {kind.__name__}\n")[2].partition("###")[0]
+        listed = re.findall(r"^\| `(\w+)` \| `[^`]+`.* \| [^|]+ \|$", table.replace("\\|", "/"), re.MULTILINE)
+        assert listed == list(inspect.get_annotations(kind))
 
 
 def test_every_error_code_has_a_remedy_and_every_quoted_log_line_exists():
