@@ -14,6 +14,7 @@ from caesura.client import (
     AsyncSchedulerClient,
     EngineDied,
     InvalidRequest,
+    MalformedMessage,
     SamplingParams,
     TimedOut,
     launch_scheduler,
@@ -298,6 +299,17 @@ def test_a_text_call_that_times_out_or_is_closed_is_aborted(engine, tokenizer, t
     text_client.close()
     engine.continue_generation()
     wait_until_idle(engine)
+
+
+def test_mistakes_in_commands_say_what_was_meant(engine):
+    with pytest.raises(MalformedMessage, match=r"did you mean 'in_place'\?"):
+        engine.pause("keep")
+    with pytest.raises(InvalidRequest, match="lease_s needs an owner: any name"):
+        engine.pause("in_place", lease_s=5)
+    with pytest.raises(TypeError, match=r"did you mean deadline_s\?"):
+        engine.begin_weight_update(deadline=5)
+    with pytest.raises(TypeError, match=r"did you mean deadline_s\?"), engine.weight_update(deadline=5):
+        pass
 
 
 def test_mistakes_in_calls_for_text_say_what_was_meant(engine, text_client):
