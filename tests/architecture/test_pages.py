@@ -135,6 +135,39 @@ def test_the_reference_lists_every_field_of_parameters_and_results():
         assert listed == list(inspect.get_annotations(kind))
 
 
+def where(name: str, *folders: str) -> set[str]:
+    """Names of the source files that have ``name`` as a word."""
+    word = re.compile(rf"\b{name}\b")
+    return {
+        path.name
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp", ".sh", ".md") and word.search(path.read_text(encoding="utf-8"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "folders", "tests"),
+    [
+        ("sampling parameter", "min_p", ["io_struct", "scheduler", "client", "integrations"], {"test_min_p.py"}),
+        (
+            "HTTP route",
+            "weights_checker",
+            ["client/frontend"],
+            {"test_http_schema.py", "test_http_auth.py", "test_http_control.py"},
+        ),
+    ],
+)
+def test_a_recipe_names_the_files_of_its_example(recipe, name, folders, tests):
+    page = (ROOT / "docs" / "contributing" / "structures.md").read_text(encoding="utf-8")
+    text = page.partition(f"- **A new {recipe}.**")[2].partition("\n- **")[0]
+    named = {Path(path).name for path in PATH.findall(text)}
+    assert name in text
+    assert where(name, *folders) <= named
+    assert {file for file in named if file.startswith("test_")} == tests
+    assert tests <= where(name, "tests")
+
+
 def test_every_error_code_has_a_remedy_and_every_quoted_log_line_exists():
     page = (ROOT / "docs" / "howto" / "troubleshoot.md").read_text(encoding="utf-8")
     _, codes, lines = re.findall(r"\|---\|.*\n((?:\|.*\n)+)", page)
