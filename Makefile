@@ -1,4 +1,4 @@
-# `make demo` and `make test` set everything up on a fresh machine (Python 3.11 or newer with pip is all they need).
+# `make setup` makes .venv on a fresh machine (Python 3.11 or newer with pip is all it needs); the others do so, too.
 #
 # Four lanes of tests: `make check` while you work (a minute), `make test` before a commit (all behaviour of the product),
 # `make test-long` (more of the same: every signal, transport and family where one stands for the others in `make test`, all
@@ -20,7 +20,7 @@ CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching
 # Set in many containers: then every engine that a test starts compiles this project's modules anew, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check checked test suite test-long test-bench lint format docs sizes bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
+.PHONY: setup demo check checked test suite test-long test-bench lint format docs sizes bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -28,6 +28,9 @@ $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernel
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# The environment, and nothing else: .venv with everything that the other targets need.
+setup: $(STAMP)
 
 demo: $(STAMP)
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO_ARGS)

@@ -13,13 +13,17 @@ Two shapes:
 - ``0.6b``: Qwen3-0.6B as published: 28 layers, hidden 1,024, intermediate 3,072, 16 heads and 8 kv heads of 128,
   vocabulary 151,936, tied.
 
-Both are bfloat16. Matrices are normal with standard deviation 0.02, norms are one: logits are then close to normal
+``image`` is a Stable Diffusion 3 pipeline instead, as ``harness/image_pipelines.py`` writes it; needs diffusers.
+
+The shapes of language models are bfloat16. Matrices are normal with standard deviation 0.02, norms are one: logits are then close to normal
 with a standard deviation under one, so sampling at temperature 1 visits the whole vocabulary.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +31,10 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 INIT_STD = 0.02
+CHAT_TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -232,6 +238,20 @@ def write_checkpoint(
     return folder
 
 
+def write_tokenizer(folder: Path, shape: CheckpointShape) -> None:
+    """Add a tokenizer with one token for each byte of text, and a chat template."""
+    ends = {"<s>": shape.bos_token_id, "</s>": shape.eos_token_id}
+    free = (number for number in itertools.count() if number not in ends.values())
+    vocab = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), free, strict=False)) | ends
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(ends))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    _write_json(folder / "tokenizer_config.json", config | {"chat_template": CHAT_TEMPLATE})
+
+
 def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """The values that checkpoint number ``seed`` has under ``name``."""
     if len(shape) == 1:
@@ -263,16 +283,30 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """``checkpoints.py SHAPE FOLDER``."""
     parser = argparse.ArgumentParser(description="Write a random-weight Hugging Face checkpoint.")
-    parser.add_argument("shape", choices=tuple(SHAPES))
+    parser.add_argument("shape", choices=(*SHAPES, "image"))
     parser.add_argument("path", type=Path, help="folder to create or overwrite")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shards", type=int, default=1, help="number of safetensors files (default: 1)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    options = parser.parse_args(argv)
-    folder = write_checkpoint(
-        options.path, options.shape, seed=options.seed, shards=options.shards, dtype=options.dtype
+    parser.add_argument(
+        "--tokenizer", action="store_true", help="also write a tokenizer of bytes; not for image"
     )
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    options = parser.parse_args(argv)
+    if options.shape == "image":
+        for library in ("TRANSFORMERS", "DIFFUSERS"):  # they speak of other models' modules
+            os.environ.setdefault(f"{library}_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        from harness import image_pipelines  # diffusers is an extra
+
+        tiny = image_pipelines.SHAPES["tiny"]
+        folder = image_pipelines.write_pipeline(options.path, tiny, seed=options.seed)
+    else:
+        folder = write_checkpoint(
+            options.path, options.shape, seed=options.seed, shards=options.shards, dtype=options.dtype
+        )
+        if options.tokenizer:
+            write_tokenizer(folder, SHAPES[options.shape])
+    size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     print(f"{folder}: {options.shape}, seed {options.seed}, {size / 2**20:.1f} MB")
 
 

@@ -4,13 +4,13 @@ Invariant: a token's weight compares the learner with the weights that sampled t
 the other tokens of the sample does not matter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import exp
 
 from ..io_struct import WeightVersionSpan
 from .wire.results import GenerateOutput
 
-_LARGEST_EXPONENT = 60.0
+LARGEST_EXPONENT = 60.0
 """Beyond every reasonable ``clip_max``, and far from overflow."""
 
 
@@ -21,6 +21,7 @@ def importance_weights(
     *,
     epoch: int | None = None,
     max_staleness: int | None = None,
+    mask_stale_kv: bool = False,
     clip_max: float = 2.0,
 ) -> list[float]:
     """Per token: the learner's probability over that of the policy that sampled it, truncated at ``clip_max``.
@@ -32,9 +33,10 @@ def importance_weights(
     Args:
         learner_logprobs: [tokens], at the sampling temperature.
         sampling_logprobs: [tokens], the ``output_logprobs`` of the sample.
-        spans: the ``weight_versions`` of the sample; needed only with ``max_staleness``.
+        spans: the ``weight_versions`` of the sample; needed only with ``max_staleness`` and ``mask_stale_kv``.
         epoch: the learner's weights epoch.
         max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0. None: however old.
+        mask_stale_kv: tokens sampled with KV cache of older weights (``stale_kv`` of their span) get weight 0.
         clip_max: the largest weight.
 
     Raises:
@@ -43,18 +45,33 @@ def importance_weights(
     if len(learner_logprobs) != len(sampling_logprobs):
         raise ValueError(f"{len(learner_logprobs)} learner logprobs, {len(sampling_logprobs)} of the sampler")
     weights = [
-        min(exp(min(new - old, _LARGEST_EXPONENT)), clip_max)
+        min(exp(min(new - old, LARGEST_EXPONENT)), clip_max)
         for new, old in zip(learner_logprobs, sampling_logprobs, strict=True)
     ]
-    if max_staleness is not None:
-        if epoch is None:
-            raise ValueError("max_staleness needs the learner's epoch")
-        for span in spans:
-            if span.end > len(weights):
-                raise ValueError(f"a span ends at token {span.end} of {len(weights)}")
-            if epoch - span.epoch > max_staleness:
-                weights[span.start : span.end] = [0.0] * (span.end - span.start)
+    for masked in masked_tokens(
+        spans, len(weights), epoch=epoch, max_staleness=max_staleness, mask_stale_kv=mask_stale_kv
+    ):
+        weights[masked] = [0.0] * (masked.stop - masked.start)
     return weights
+
+
+def masked_tokens(
+    spans: Iterable[WeightVersionSpan],
+    count: int,
+    *,
+    epoch: int | None,
+    max_staleness: int | None,
+    mask_stale_kv: bool,
+) -> Iterator[slice]:
+    """Tokens of a sample of ``count`` that get weight 0; arguments and errors are those of :func:`importance_weights`."""
+    if max_staleness is not None and epoch is None:
+        raise ValueError("max_staleness needs the learner's epoch")
+    for span in spans:
+        if span.end > count:
+            raise ValueError(f"a span ends at token {span.end} of {count}")
+        old = max_staleness is not None and epoch is not None and epoch - span.epoch > max_staleness
+        if old or (mask_stale_kv and span.stale_kv):
+            yield slice(span.start, span.end)
 
 
 def oldest_epoch(output: GenerateOutput) -> int:

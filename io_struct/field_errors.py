@@ -56,10 +56,34 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "prompt_token_ids": ("input_ids",),
     "token_ids": ("input_ids",),
     "request_id": ("rid",),
+    "keep": ("in_place",),
+    "freeze": ("in_place",),
+    "lease": ("lease_s",),
+    "deadline": ("deadline_s",),
+    "model_path": ("model",),
+    "model_name_or_path": ("model",),
+    "pretrained_model_name_or_path": ("model",),
+    "tp_size": ("tp",),
+    "tensor_parallel_size": ("tp",),
+    "tensor_model_parallel_size": ("tp",),
+    "torch_dtype": ("dtype",),
+    "mem_fraction_static": ("kv_memory_fraction",),
+    "gpu_memory_utilization": ("kv_memory_fraction",),
+    "max_total_tokens": ("kv_pool_tokens",),
+    "max_model_len": ("context_len",),
+    "context_length": ("context_len",),
+    "max_seq_len": ("context_len",),
+    "max_num_seqs": ("max_running_requests",),
+    "max_queued_requests": ("max_waiting_requests",),
+    "max_num_batched_tokens": ("chunked_prefill_size",),
+    "enable_prefix_caching": ("prefix_cache",),
+    "enable_deterministic_inference": ("deterministic",),
 }
 """What other engines call a field, where its spelling alone would not lead to ours; the first that there is counts."""
 _GREEDY = "temperature = 0 decodes greedily, any other samples"
-_TEXT = "it is about text, which `caesura serve` makes; the engine has tokens"
+_TEXT = (
+    "it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
+)
 _ADVICE: dict[str, tuple[str, str]] = {
     "do_sample": ("temperature", _GREEDY),
     "greedy": ("temperature", _GREEDY),
@@ -69,6 +93,15 @@ _ADVICE: dict[str, tuple[str, str]] = {
     "stop": ("stop_token_ids", f"{_TEXT}, and stop_token_ids"),
     "no_stop_trim": ("stop_token_ids", _TEXT),
     "skip_special_tokens": ("stop_token_ids", _TEXT),
+    "disable_radix_cache": ("prefix_cache", "turn prefix_cache off"),
+    "disable_cuda_graph": ("cuda_graphs", "turn cuda_graphs off"),
+    "enforce_eager": ("cuda_graphs", "turn cuda_graphs off"),
+    "random_seed": ("prefix_cache", "each request has a seed of its own"),
+    "seed": ("prefix_cache", "each request has a seed of its own"),
+    "trust_remote_code": ("model_backend", "no code of a checkpoint is ever executed"),
+    "quantization": ("model_backend", "the checkpoint itself says how it is quantised"),
+    "host": ("endpoint", "it is part of endpoint, tcp://HOST:PORT"),
+    "port": ("endpoint", "it is part of endpoint, tcp://HOST:PORT"),
 }
 """What is no field: a field that it would stand next to, and what to do instead."""
 

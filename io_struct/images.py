@@ -35,7 +35,7 @@ class SdeParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = None
     """The window: steps that add noise; the others are those of ``ode``. None means every step."""
     log_prob: Literal["mean", "sum"] = "mean"
-    """Over the elements of a latent."""
+    """How the log-probabilities of a latent's elements become that of a step: their mean, or their sum."""
     log_prob_form: Literal["density", "squared_error"] = "density"
     """``density``: the logarithm of the Gaussian density, with its constants. ``squared_error``: -(x' - mean)² alone."""
 

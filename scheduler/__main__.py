@@ -22,6 +22,7 @@ from .libraries import settings
 os.environ.update(settings())
 
 from ..io_struct import CaesuraError
+from ..io_struct.field_errors import advice, other_name
 from . import config as config_module
 from .config import EngineConfig
 from .observability import log
@@ -79,6 +80,22 @@ def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None
     sys.exit(run(config, ready_fd, lifeline_fd))
 
 
+class _Command(click.Command):
+    """A command that knows what other engines call its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            given = error.option_name.lstrip("-").replace("-", "_")
+            names = [option.lstrip("-").replace("-", "_") for each in self.params for option in each.opts]
+            if (instead := advice(given, names)) is not None:
+                raise click.UsageError(f"No such option {error.option_name!r}: {instead}", ctx) from error
+            if (meant := other_name(given, names)) is not None:
+                error.possibilities = ["--" + meant.replace("_", "-")]
+            raise
+
+
 def command() -> click.Command:
     """``caesura scheduler``, whose options are the fields of the configuration."""
     texts, hints = _field_help(), get_type_hints(EngineConfig)
@@ -89,9 +106,7 @@ def command() -> click.Command:
         click.Option(["--ready-fd"], type=int, hidden=True),
         click.Option(["--lifeline-fd"], type=int, hidden=True),
     ]
-    return click.Command(
-        "caesura scheduler", params=options, callback=_serve, help="Run a scheduler process."
-    )
+    return _Command("caesura scheduler", params=options, callback=_serve, help="Run a scheduler process.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

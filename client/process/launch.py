@@ -14,6 +14,8 @@ Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"
 """
 
 import contextlib
+import functools
+import inspect
 import json
 import logging
 import os
@@ -22,13 +24,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from ...io_struct import CaesuraError, private_directory
+from ...io_struct.field_errors import unknown_name
 from ..exceptions import EngineDied, TimedOut, error_for
 from ..wire.curve import ClientKeys, KeyOrFile
 from ..wire.fork import Process, close_sign_of_life, keep_from_children, not_forking
@@ -37,6 +40,8 @@ from ..wire.scheduler_client import SchedulerClient
 from .child_log import ChildLog, how_it_ended
 
 logger = logging.getLogger(__name__)
+Arguments = ParamSpec("Arguments")
+ResultT = TypeVar("ResultT")
 
 STDERR_TAIL_BYTES = 4096
 USAGE_STATUS = 2
@@ -331,6 +336,20 @@ def show_log(text: str) -> None:
         sys.stderr.flush()
 
 
+def _says_which_was_meant(function: Callable[Arguments, ResultT]) -> Callable[Arguments, ResultT]:
+    """Refuse an unknown keyword of ``function`` with the nearest one, by other engines' names too."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*values: Arguments.args, **options: Arguments.kwargs) -> ResultT:
+        if (unknown := next((name for name in options if name not in names), None)) is not None:
+            raise TypeError(f"{function.__name__}: {unknown} {unknown_name(unknown, names)}")
+        return function(*values, **options)
+
+    return call
+
+
+@_says_which_was_meant
 def launch_scheduler(
     model: str | os.PathLike[str],
     *,

@@ -1,4 +1,4 @@
-"""The trainer's side of a weight update; the only part of the client that imports torch."""
+"""The trainer's side of a weight update, and importance weights as tensors; the only part of the client that imports torch."""
 
 from .buckets import Bucket, NamedTensors, Piece, as_frames, buckets, manifest
 from .chain import WeightUpdateChain
@@ -8,6 +8,7 @@ from .names import checkpoint_tensors
 from .peers import clone_weights
 from .shared import SharedBucket, SharedBuckets, SharedTensors
 from .steps import Await, Run, Send, Steps, Ticket, call, in_one_session, ipc_steps, tensor_steps
+from .token_weights import importance_weights
 
 __all__ = [
     "Await",
@@ -28,6 +29,7 @@ __all__ = [
     "call",
     "checkpoint_tensors",
     "clone_weights",
+    "importance_weights",
     "in_one_session",
     "ipc_steps",
     "manifest",

@@ -1,13 +1,19 @@
-"""Text on both sides of the tokens: tokenizers, incremental decoding, stop strings, chat templates. No torch."""
+"""Text on both sides of the tokens: clients, tokenizers, incremental decoding, stop strings, chat templates. No torch."""
 
 from .detokenizer import Detokenizer, output_text
 from .stop_strings import StopMatcher, StopStrings
+from .text_client import AsyncTextClient, TextClient
 from .tokenizer import TextTokenizer, TokenizerMissing
+from .tokenizer_manager import Chunk, Sample
 
 __all__ = [
+    "AsyncTextClient",
+    "Chunk",
     "Detokenizer",
+    "Sample",
     "StopMatcher",
     "StopStrings",
+    "TextClient",
     "TextTokenizer",
     "TokenizerMissing",
     "output_text",

@@ -24,6 +24,7 @@ class StopStrings:
         """Raises InvalidRequest if a stop string is empty or not a string."""
         _check(stops)
         self.next: list[dict[str, int]] = [{}]
+        """Per state: the state after each character that continues a stop string."""
         self.fail = [0]
         """Per state: the state of its longest proper suffix that begins a stop string."""
         self.depth = [0]
@@ -34,6 +35,7 @@ class StopStrings:
             self._add(stop)
         self._link()
         self.first = re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]")
+        """Matches a character that begins a stop string."""
 
     def _add(self, stop: str) -> None:
         state = 0
@@ -99,6 +101,7 @@ class StopMatcher:
         self._held = ""
         self._seen = 0
         self.match: Match | None = None
+        """The stop string that was found; None before."""
 
     def feed(self, text: str) -> str:
         """Add text; returns the text in which no stop string can begin any more. After a :attr:`match` this is the text before it, and

@@ -83,14 +83,17 @@ class Sample:
     """The final result of one sample."""
 
     index: int
+    """Index of the sample, below ``n``."""
     rid: str
+    """Request id: the given one, or a random one."""
     prompt_ids: list[int]
+    """The prompt as token ids."""
     text: str
-    """Without the stop string or token that ended it, unless ``no_stop_trim``."""
+    """The text, without the stop string or token that ended it unless ``no_stop_trim``."""
     output: GenerateOutput
     """Tokens, logprobs and spans, all cut at the token that completed a stop string; its finish reason is then ``stop``."""
     matched: int | str | None
-    """What ended it, for the finish reason ``stop``."""
+    """Stop string or token id that ended it; None unless the finish reason is ``stop``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +101,17 @@ class Chunk:
     """The new text and tokens of one sample of a stream."""
 
     index: int
+    """Index of the sample, below ``n``."""
     rid: str
+    """Request id: the given one, or a random one."""
     text: str
-    """Never half a character; held back while it could be the beginning of a stop string."""
+    """The new text: never half a character, and held back while it could be the beginning of a stop string."""
     delta: TokenDelta | None
     """New tokens; None where only text is new."""
     finished: Sample | None
-    """Set in the last chunk of this sample."""
+    """The result, in the last chunk of this sample; else None."""
     prompt_tokens: int
+    """Length of the prompt, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)

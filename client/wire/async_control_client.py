@@ -28,6 +28,7 @@ from .options import (
     id_of,
     label,
     require_group,
+    require_known,
     seconds,
     tags_of,
     this_process,
@@ -313,6 +314,7 @@ class AsyncControlClient(AsyncCommandClient):
 
         Updates of this client belong to it until then; other clients pass the reply's ``session_id``.
         """
+        require_known("session", session, SessionOptions)
         request = wire.BeginWeightUpdateReqInput(id=id_of(message_id), **session)
         return await self._begin(request, timeout)
 
@@ -354,6 +356,7 @@ class AsyncControlClient(AsyncCommandClient):
         """A session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted if the block or the commit
         fails. ``timeout`` limits each of the two calls, not the block.
         """
+        require_known("session", options, SessionOptions)
         begin = wire.BeginWeightUpdateReqInput(**options)
         session = None
         try:

@@ -29,6 +29,7 @@ from .options import (
     id_of,
     label,
     require_group,
+    require_known,
     seconds,
     tags_of,
     this_process,
@@ -314,6 +315,7 @@ class ControlClient(CommandClient):
 
         Updates of this client belong to it until then; other clients pass the reply's ``session_id``.
         """
+        require_known("session", session, SessionOptions)
         request = wire.BeginWeightUpdateReqInput(id=id_of(message_id), **session)
         return self._begin(request, timeout)
 
@@ -355,6 +357,7 @@ class ControlClient(CommandClient):
         """A session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted if the block or the commit
         fails. ``timeout`` limits each of the two calls, not the block.
         """
+        require_known("session", options, SessionOptions)
         begin = wire.BeginWeightUpdateReqInput(**options)
         session = None
         try:

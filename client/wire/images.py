@@ -66,7 +66,7 @@ class ImageTensor:
     """A tensor of a result. ``numpy.asarray`` of it is a read-only array without a copy, except for ``BF16``, which numpy has not."""
 
     dtype: str
-    """Safetensors name."""
+    """Safetensors name of the type."""
     shape: tuple[int, ...]
     """Elements per dimension; empty for a scalar."""
     data: bytes | memoryview
@@ -117,17 +117,17 @@ class ImageOutput:
     steps_done: int
     """Steps that were made."""
     step_indices: list[int]
-    """Of ``return_steps``, those that were made."""
+    """Steps of ``return_steps`` that were made."""
     latent_indices: list[int]
     """Places in the grid of ``latents``: ``k`` is before step ``k``, and after step ``k - 1``."""
     log_probs: list[float]
-    """Of each of ``step_indices``; 0 where the step added no noise."""
+    """Log-probability of each of ``step_indices``; 0 where the step added no noise."""
     noise_stds: list[float]
     """Standard deviation of the noise of each of ``step_indices``."""
     timesteps: list[float]
-    """Of every step of the grid."""
+    """Timestep of every step of the grid: 1000 sigma."""
     sigmas: list[float]
-    """Of every step of the grid, and the last."""
+    """Noise level before every step of the grid, and after the last one."""
     latents: ImageTensor | None
     """[places, …] float32; None if no step was asked for."""
     image: ImageTensor | None
@@ -135,7 +135,7 @@ class ImageOutput:
     final_latents: ImageTensor | None
     """float32; None unless ``output`` is ``latents``, and if the sample did not come to its end."""
     embeds: dict[str, ImageTensor]
-    """What the steps were conditioned on, by the names of the pipeline's arguments; to be sent again as ``embeds``."""
+    """Embeddings of the prompt by the names of the pipeline's arguments; ``embeds`` of another request takes them as they are."""
     num_retractions: int
     """Times that it began again from its seed."""
     queue_time: float

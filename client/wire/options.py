@@ -115,7 +115,7 @@ def channel_options(given: ConnectionOptions) -> ChannelOptions:
         InvalidRequest: a time is not a number, or a key or its file cannot be used.
         TypeError: an unknown option.
     """
-    _require_known("client", given, ConnectionOptions)
+    require_known("client", given, ConnectionOptions)
     keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
     connect = given.get("connect_timeout", DEFAULT_CONNECT_TIMEOUT_S)
     keepalive = given.get("keepalive_timeout", DEFAULT_KEEPALIVE_TIMEOUT_S)
@@ -127,7 +127,8 @@ def channel_options(given: ConnectionOptions) -> ChannelOptions:
     )
 
 
-def _require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
+def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
+    """Refuse keywords that ``options``, a TypedDict, has not: a TypeError that says which was meant."""
     known = sorted(options.__annotations__)
     if unknown := sorted(given.keys() - set(known)):
         near = nearest(unknown[0], known)
@@ -179,7 +180,7 @@ def update_fields(options: Mapping[str, Any]) -> dict[str, Any]:
         InvalidRequest: a label that is none.
         TypeError: an option that there is not.
     """
-    _require_known("update", options, UpdateOptions)
+    require_known("update", options, UpdateOptions)
     return {**options, "weight_version": label(options.get("weight_version"))}
 
 

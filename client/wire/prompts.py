@@ -18,9 +18,8 @@ from ...io_struct.field_errors import advice, field_error, nearest, one_of, othe
 from ..exceptions import InvalidRequest, TimedOut
 from .options import GenerateOptions, id_of
 
-_OPTIONS = frozenset(GenerateOptions.__annotations__)
 _SAMPLING: dict[type, str] = {SamplingParams: "a SamplingParams", Mapping: "a dict"}
-_TOKENIZES = "tokenize it first, or send text to `caesura serve` (/generate), which tokenizes"
+_TOKENIZES = "tokenize it first, or give text to caesura.client.text.TextClient or `caesura serve`"
 
 
 class Array(Protocol):
@@ -102,7 +101,7 @@ def plan(
     """
     fields = _fields(options)
     prompts, single = sequences(input_ids)
-    params = _per_prompt("sampling_params", sampling_params, _SAMPLING, len(prompts))
+    params = per_prompt_sampling(sampling_params, len(prompts))
     base = id_of(message_id)
     names = range(len(prompts))
     ids = [base] if single else [f"{base}-{i}" for i in names]
@@ -147,6 +146,15 @@ def one_request(
         stream=stream,
         **fields,
     )
+
+
+def per_prompt_sampling(given: Sampling | Sequence[Sampling] | None, count: int) -> list[Any]:
+    """Sampling parameters of each of ``count`` prompts, as they were given.
+
+    Raises:
+        InvalidRequest: neither one value nor a list of ``count``.
+    """
+    return _per_prompt("sampling_params", given, _SAMPLING, count)
 
 
 def sampling(given: Any) -> SamplingParams:
@@ -230,17 +238,23 @@ def _no_ids(given: Any, field: str) -> str:
     return f"{field} must be a list of integers"
 
 
+def require_known_options(options: Mapping[str, Any], kind: type) -> None:
+    """Refuse keywords of a generation that ``kind``, a TypedDict, has not: a TypeError that says what was meant."""
+    if unknown := sorted(options.keys() - kind.__annotations__.keys()):
+        raise TypeError(
+            f"unknown generation option {_unknown_option(unknown[0], sorted(kind.__annotations__))}"
+        )
+
+
 def _fields(options: GenerateOptions) -> dict[str, Any]:
-    unknown = sorted(options.keys() - _OPTIONS)
-    if unknown:
-        raise TypeError(f"unknown generation option {_unknown_option(unknown[0])}")
+    require_known_options(options, GenerateOptions)
     if (wanted := options.get("token_ids_logprob")) is not None:
         return {**options, "token_ids_logprob": token_ids(wanted, "token_ids_logprob")}
     return {**options}
 
 
-def _unknown_option(name: str) -> str:
-    known, of_sampling = sorted(_OPTIONS), SamplingParams.__struct_fields__
+def _unknown_option(name: str, known: Sequence[str]) -> str:
+    of_sampling = SamplingParams.__struct_fields__
     if name in of_sampling:
         return f"{name}: it is a field of sampling_params"
     if (instead := advice(name, of_sampling)) is not None:

@@ -74,9 +74,9 @@ class GenerateOutput:
     """Logprobs of the prompt tokens from ``logprob_start_len`` on, without temperature and logit edits; the first is None. None
     unless requested, and if the sample ended before its prefill."""
     input_top_logprobs: TokenLogprobs | None = None
-    """At each position of ``input_logprobs`` but the first."""
+    """The most likely tokens at each position of ``input_logprobs`` but the first."""
     input_token_ids_logprobs: TokenLogprobs | None = None
-    """At each position of ``input_logprobs`` but the first."""
+    """The tokens of ``token_ids_logprob`` at each position of ``input_logprobs`` but the first."""
     sampling_mask: SamplingMask | None = None
     """The tokens that top-k, top-p and min-p kept at each position: ``sampling_mask.at(i)`` has those of ``output_ids[i]``. None
     unless ``return_sampling_mask``."""
@@ -122,19 +122,19 @@ class TokenDelta:
     """New tokens of one streaming sample; deltas of one sample are contiguous and never overlap."""
 
     index: int
-    """Which of the ``n`` samples."""
+    """Index of the sample, below ``n``."""
     start: int
     """Position of the first of these tokens in the output."""
     output_ids: list[int]
     """The new tokens."""
     output_logprobs: list[float] | None
-    """One for each of them; None unless ``return_logprob``."""
+    """Logprob of each new token; None unless ``return_logprob``."""
     output_top_logprobs: TokenLogprobs | None = None
-    """None unless ``top_logprobs_num``."""
+    """The most likely tokens at each position; None unless ``top_logprobs_num``."""
     output_token_ids_logprobs: TokenLogprobs | None = None
-    """None unless ``token_ids_logprob``."""
+    """The tokens of ``token_ids_logprob``; None unless given."""
     details: "TokenDetails | None" = None
-    """None unless the request was sent with ``stream_details``."""
+    """Weights and further logprobs of each token; None unless the request was sent with ``stream_details``."""
 
     def cut(self, start: int, end: int | None = None) -> "TokenDelta":
         """The tokens [start, end) of this delta; None means to the last."""
@@ -154,16 +154,16 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDetails:
-    """What a delta says of its tokens beyond ids and logprobs; each list has one entry per token."""
+    """Further properties of a delta's tokens; each list has one entry per token."""
 
     weights: list[DeltaWeights]
     """The weights that sampled each token."""
     raw_logprobs: list[float] | None
-    """None unless ``return_raw_logprob``."""
+    """As in :class:`GenerateOutput`; None unless ``return_raw_logprob``."""
     sampled_logprobs: list[float] | None
-    """None unless ``return_sampled_logprob``."""
+    """As in :class:`GenerateOutput`; None unless ``return_sampled_logprob``."""
     sampling_mask: SamplingMask | None = None
-    """None where none of the delta's tokens has one."""
+    """The tokens that top-k, top-p and min-p kept at each position; None unless ``return_sampling_mask``."""
 
     def cut(self, start: int, end: int | None = None) -> "TokenDetails":
         """The tokens [start, end) of the delta; None means to the last."""

@@ -1,16 +1,20 @@
 """The pages for people: short lines, references and links that lead somewhere, and a definition for every invariant that is cited."""
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import generate_python
 import pytest
 import yaml
 from generate_configuration import PARTS
 from generated_parts import generate
 from page_links import anchors, is_address, links, resolved
 
+from caesura.client import GenerateOutput, ImageOutput, SamplingParams, SdeParams
+from caesura.client.text import Sample
 from caesura.io_struct import ErrorCode
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +123,49 @@ def test_the_navigation_has_every_page_once():
 def test_the_options_are_those_of_the_commands():
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert generate(page, PARTS) == page, "run: python docs/generate_configuration.py"
+
+
+def test_the_reference_lists_every_field_of_parameters_and_results():
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    assert generate(page, generate_python.PARTS) == page, "run: python docs/generate_python.py"
+    generated = page.partition("<!-- generated: parameters -->")[2].partition("<!-- end of results -->")[0]
+    for kind in (GenerateOutput, ImageOutput, SamplingParams, SdeParams, Sample):
+        table = generated.partition(f"### {kind.__name__}\n")[2].partition("###")[0]
+        listed = re.findall(r"^\| `(\w+)` \| `[^`]+`.* \| [^|]+ \|$", table.replace("\\|", "/"), re.MULTILINE)
+        assert listed == list(inspect.get_annotations(kind))
+
+
+def where(name: str, *folders: str) -> set[str]:
+    """Names of the source files that have ``name`` as a word."""
+    word = re.compile(rf"\b{name}\b")
+    return {
+        path.name
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp", ".sh", ".md") and word.search(path.read_text(encoding="utf-8"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "folders", "tests"),
+    [
+        ("sampling parameter", "min_p", ["io_struct", "scheduler", "client", "integrations"], {"test_min_p.py"}),
+        (
+            "HTTP route",
+            "weights_checker",
+            ["client/frontend"],
+            {"test_http_schema.py", "test_http_auth.py", "test_http_control.py"},
+        ),
+    ],
+)
+def test_a_recipe_names_the_files_of_its_example(recipe, name, folders, tests):
+    page = (ROOT / "docs" / "contributing" / "structures.md").read_text(encoding="utf-8")
+    text = page.partition(f"- **A new {recipe}.**")[2].partition("\n- **")[0]
+    named = {Path(path).name for path in PATH.findall(text)}
+    assert name in text
+    assert where(name, *folders) <= named
+    assert {file for file in named if file.startswith("test_")} == tests
+    assert tests <= where(name, "tests")
 
 
 def test_every_error_code_has_a_remedy_and_every_quoted_log_line_exists():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from caesura import client
-from caesura.client import fleet, tensors
+from caesura.client import fleet, tensors, text
 
 
 def public_objects(module: Any) -> Iterator[tuple[str, Any]]:
@@ -22,7 +22,7 @@ def public_objects(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 PUBLIC = sorted(
-    {(name, value) for module in (client, tensors, fleet) for name, value in public_objects(module)}
+    {(name, value) for module in (client, tensors, text, fleet) for name, value in public_objects(module)}
 )
 
 

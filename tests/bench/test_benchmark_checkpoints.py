@@ -10,6 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from caesura.client.text import TextTokenizer
+
 SMALL = checkpoints.Shape(
     num_hidden_layers=2,
     hidden_size=24,
@@ -85,3 +87,14 @@ def test_impossible_wishes_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
         checkpoints.write_checkpoint(tmp_path / "model", **{"shape": SMALL, **wrong})
     assert not (tmp_path / "model").exists()
+
+
+def test_the_tokenizer_is_of_bytes_and_within_the_vocabulary(tmp_path: Path) -> None:
+    checkpoints.main(["tiny", str(tmp_path), "--tokenizer"])
+    tokenizer = TextTokenizer.from_folder(tmp_path)
+    text = "Fluß\n"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.encode("<s></s>"), tokenizer.size) == ([0, 1], 258)
+    assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "user: Hi\nassistant:"

@@ -4,13 +4,22 @@
 import asyncio
 import os
 import signal
+import threading
 
 import pytest
 from support.checkpoints import make_checkpoint
 from support.tokenizers import make_byte_level, make_sentencepiece
 
-from caesura.client import AsyncSchedulerClient, EngineDied, SamplingParams, launch_scheduler
-from caesura.client.text import Detokenizer, TextTokenizer, output_text
+from caesura.client import (
+    AsyncSchedulerClient,
+    EngineDied,
+    InvalidRequest,
+    MalformedMessage,
+    SamplingParams,
+    TimedOut,
+    launch_scheduler,
+)
+from caesura.client.text import AsyncTextClient, Detokenizer, TextClient, TextTokenizer, output_text
 from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
 
 LONG = SamplingParams(max_new_tokens=48, temperature=1.0, ignore_eos=True, n=3, seed=11)
@@ -216,3 +225,103 @@ def test_a_dead_engine_is_told_to_every_waiter(model, tmp_path):
 
     with serve(model) as engine:
         asyncio.run(main(engine))
+
+
+@pytest.fixture
+def text_client(engine, tokenizer):
+    with TextClient(engine.endpoint, tokenizer) as client:
+        yield client
+
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def wait_until_idle(engine):
+    while (status := engine.status()).running_requests + status.waiting_requests:
+        threading.Event().wait(0.01)
+
+
+def test_a_text_client_takes_text_and_stop_strings_and_returns_text(engine, tokenizer, text_client):
+    whole = text_client.generate("The pause", GREEDY, return_logprob=True)
+    assert whole.text == output_text(tokenizer, whole.prompt_ids, whole.output.output_ids)
+    assert whole.prompt_ids == tokenizer.encode("The pause")
+    assert len(whole.output.output_logprobs) == 24
+    stop = whole.text[4:8]
+    cut = text_client.generate("The pause", {"max_new_tokens": 24, "temperature": 0.0}, stop=stop)
+    assert (cut.text, cut.matched, cut.output.finish_reason.type) == (whole.text[:4], stop, "stop")
+    assert text_client.generate(whole.prompt_ids, GREEDY).text == whole.text
+    chunks = list(text_client.stream("The pause", GREEDY, stop=[stop]))
+    assert "".join(chunk.text for chunk in chunks) == chunks[-1].finished.text == cut.text
+
+
+def test_a_text_client_takes_several_prompts_in_order(text_client):
+    alone = [text_client.generate(prompt, GREEDY).text for prompt in ("one", "two")]
+    assert [sample.text for sample in text_client.generate(["one", "two"], GREEDY)] == alone
+    params = [SamplingParams(n=2, seed=3, max_new_tokens=4), SamplingParams(max_new_tokens=2)]
+    found = text_client.generate(["one", [5, 6]], params, rid="r")
+    assert [(sample.rid, sample.index) for sample in found] == [("r-0", 0), ("r-0", 1), ("r-1", 0)]
+    assert len(text_client.generate("one", SamplingParams(n=2, max_new_tokens=2))) == 2
+    assert len(text_client.generate(["one"], GREEDY)) == 1
+
+
+def test_an_asyncio_text_client_says_the_same(engine, tokenizer, text_client):
+    async def main():
+        async with AsyncTextClient(engine.endpoint, tokenizer) as client:
+            sample = await client.generate("The pause", GREEDY)
+            chunks = [chunk.text async for chunk in client.stream("The pause", GREEDY)]
+            return sample.text, "".join(chunks)
+
+    text = text_client.generate("The pause", GREEDY).text
+    assert asyncio.run(main()) == (text, text)
+
+
+def test_a_text_call_that_times_out_or_is_closed_is_aborted(engine, tokenizer, text_client):
+    engine.pause("in_place")
+    with pytest.raises(TimedOut, match="aborted"):
+        text_client.generate("The pause", GREEDY, stop="never said", timeout=0.05)
+    wait_until_idle(engine)
+    errors = []
+
+    def wait():
+        with pytest.raises(EngineDied, match="closed"):
+            text_client.generate("The pause", GREEDY)
+        errors.append(True)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not engine.status().waiting_requests:
+        threading.Event().wait(0.01)
+    text_client.close()
+    waiting.join()
+    assert errors
+    with pytest.raises(EngineDied, match="closed"):
+        text_client.generate("The pause")
+    text_client.close()
+    engine.continue_generation()
+    wait_until_idle(engine)
+
+
+def test_mistakes_in_commands_say_what_was_meant(engine):
+    with pytest.raises(MalformedMessage, match=r"did you mean 'in_place'\?"):
+        engine.pause("keep")
+    with pytest.raises(InvalidRequest, match="lease_s needs an owner: any name"):
+        engine.pause("in_place", lease_s=5)
+    with pytest.raises(TypeError, match=r"did you mean deadline_s\?"):
+        engine.begin_weight_update(deadline=5)
+    with pytest.raises(TypeError, match=r"did you mean deadline_s\?"), engine.weight_update(deadline=5):
+        pass
+
+
+def test_mistakes_in_calls_for_text_say_what_was_meant(engine, text_client):
+    with pytest.raises(TypeError, match=r"stop .*TextClient"):
+        SamplingParams(stop=["\n"])
+    with pytest.raises(TypeError, match=r"stop: .*TextClient"):
+        engine.generate([1], stop=["\n"])
+    with pytest.raises(InvalidRequest, match=r"is text, .*TextClient"):
+        engine.generate("The pause")
+    with pytest.raises(TypeError, match="did you mean max_new_tokens, a field of sampling_params"):
+        text_client.generate("The pause", max_tokens=4)
+    with pytest.raises(InvalidRequest, match="3 sampling_params for 2 prompts"):
+        text_client.generate(["a", "b"], [None, None, None])
+    with pytest.raises(InvalidRequest, match="must be an integer"):
+        text_client.generate([[1, 1.5]])

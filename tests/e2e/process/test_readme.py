@@ -13,6 +13,8 @@ README = Path(__file__).parents[3] / "README.md"
 FIRST_STEPS = README.parent / "docs" / "tutorial" / "first-steps.md"
 SEVERAL_ENGINES = README.parent / "docs" / "howto" / "several-engines.md"
 FLEET = README.parent / "docs" / "howto" / "fleet.md"
+IMAGES = README.parent / "docs" / "tutorial" / "images.md"
+ABOUT_IMAGES = README.parent / "docs" / "explanation" / "images.md"
 
 
 PARTS = """
@@ -52,7 +54,7 @@ def example(page: Path, number: int, tmp_path: Path) -> str:
 
 def run(program: str, tmp_path: Path) -> tuple[str, str]:
     """Standard output and standard error of a program with the checkpoints of this test."""
-    for name in ("tiny-new", "tiny"):
+    for name in ("tiny-image-new", "tiny-image", "tiny-new", "tiny"):
         program = program.replace(f'/tmp/{name}"', f'{tmp_path / name}"')
     assert "/tmp/tiny" not in program.replace(str(tmp_path), "")
     done = subprocess.run(
@@ -67,11 +69,13 @@ def run(program: str, tmp_path: Path) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def make_checkpoints(tmp_path: Path) -> None:
-    """By the README's own commands."""
-    maker = README.parent / "benchmarks" / "checkpoints.py"
-    for name, *seed in (("tiny",), ("tiny-new", "--seed", "1")):
-        subprocess.run([sys.executable, str(maker), "tiny", str(tmp_path / name), *seed], check=True)
+def make_checkpoints(tmp_path: Path, page: Path = README) -> None:
+    """By the page's own commands."""
+    commands = re.findall(r"python (benchmarks/checkpoints\.py .*)", page.read_text(encoding="utf-8"))
+    assert len(commands) == 2
+    for command in commands:
+        arguments = command.replace("/tmp/", f"{tmp_path}/").split()
+        subprocess.run([sys.executable, *arguments], check=True, cwd=README.parent)
 
 
 def test_the_first_example_shows_a_request_under_two_versions_of_the_weights(tmp_path):
@@ -86,14 +90,22 @@ def test_the_first_example_shows_a_request_under_two_versions_of_the_weights(tmp
 
 def test_the_example_of_a_trainer_runs(tmp_path):
     make_checkpoints(tmp_path)
-    example(README, 1, tmp_path)
+    example(README, 2, tmp_path)
+
+
+def test_the_examples_of_text_clients_show_text(tmp_path):
+    make_checkpoints(tmp_path)
+    assert re.fullmatch(r"'.*' \S+ \d+\n", example(README, 1, tmp_path))
+    whole, *pieces = example(FIRST_STEPS, 1, tmp_path).splitlines()
+    assert re.fullmatch(r"['\"].*['\"] \S+ (stop|length)", whole)
+    assert pieces
 
 
 def test_the_first_steps_show_samples_and_spans(tmp_path):
-    make_checkpoints(tmp_path)
+    make_checkpoints(tmp_path, FIRST_STEPS)
     samples = re.findall(r"^(\d) \[[\d, ]+\] length$", example(FIRST_STEPS, 0, tmp_path), re.MULTILINE)
     assert samples == ["0", "1", "2", "3"] * 2
-    spans = [line for line in example(FIRST_STEPS, 1, tmp_path).splitlines() if line.startswith("tokens ")]
+    spans = [line for line in example(FIRST_STEPS, 2, tmp_path).splitlines() if line.startswith("tokens ")]
     assert re.fullmatch(r"tokens 0 to \d+: weights 'default', epoch 0", spans[0])
     assert re.fullmatch(r"tokens \d+ to 500: weights 'new', epoch 1", spans[1])
 
@@ -115,3 +127,16 @@ def test_a_fleet_is_updated_as_one(tmp_path):
     lines = example(FLEET, 0, tmp_path).splitlines()
     assert lines[-5:-1] == ["['default', 'default']"] * 4
     assert re.fullmatch(r"1 1 \['ipc://.*', 'ipc://.*'\] {}", lines[-1])
+
+
+def test_the_tutorial_of_images_shows_steps_and_finds_their_log_probabilities(tmp_path):
+    pytest.importorskip("diffusers")
+    make_checkpoints(tmp_path, IMAGES)
+    lines = example(IMAGES, 0, tmp_path).splitlines()
+    assert [line[:3] for line in lines[:8]] == ["0 [", "1 [", "2 [", "3 ["] * 2
+    assert lines[8:10] == ["image (32, 32, 3)", "latents (6, 4, 8, 8)"]
+    assert re.fullmatch(r"[1-9]\d?%? of the values differ; weights 'new'", lines[10])
+    gap, epoch = example(IMAGES, 1, tmp_path).splitlines()
+    assert float(gap.rpartition(" ")[2]) < 1e-5
+    assert epoch == "weights epoch 1"
+    assert "(6, 4, 8, 8) (32, 32, 3)" in example(ABOUT_IMAGES, 0, tmp_path)

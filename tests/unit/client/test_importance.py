@@ -3,12 +3,13 @@
 import math
 
 import pytest
+import torch
 
-from caesura.client import WeightVersionSpan, importance_weights
+from caesura.client import FinishReason, GenerateOutput, WeightVersionSpan, importance_weights, tensors
 
 SPANS = [
     WeightVersionSpan(version="a", epoch=1, start=0, end=2, stale_kv=False),
-    WeightVersionSpan(version="b", epoch=3, start=2, end=3, stale_kv=False),
+    WeightVersionSpan(version="b", epoch=3, start=2, end=3, stale_kv=True),
 ]
 LEARNER, SAMPLER = [-1.0, -1.0, -3.0], [-1.0, -2.0, -1.0]
 
@@ -35,3 +36,69 @@ def test_what_does_not_fit_together_is_refused():
         importance_weights(LEARNER, SAMPLER[:2])
     with pytest.raises(ValueError, match="token 3 of 2"):
         importance_weights(LEARNER[:2], SAMPLER[:2], SPANS, epoch=3, max_staleness=0)
+
+
+def test_tokens_with_kv_of_older_weights_can_be_masked():
+    assert importance_weights(LEARNER, LEARNER, SPANS, mask_stale_kv=True) == [1, 1, 0]
+
+
+def output(logprobs, spans):
+    return GenerateOutput(
+        rid="r",
+        index=0,
+        output_ids=[7] * (3 if logprobs is None else len(logprobs)),
+        output_logprobs=logprobs,
+        raw_logprobs=None,
+        sampled_logprobs=None,
+        routed_experts=None,
+        finish_reason=FinishReason(type="stop"),
+        weight_versions=spans,
+        prompt_tokens=1,
+        cached_tokens=0,
+        seed=0,
+        num_retractions=0,
+        queue_s=0.0,
+        e2e_latency=0.0,
+    )
+
+
+SHORT = WeightVersionSpan(version="b", epoch=3, start=0, end=2, stale_kv=False)
+BATCH = [output(SAMPLER, SPANS), output(SAMPLER[:2], [SHORT])]
+PADDED = torch.tensor([[*LEARNER, math.nan], [*LEARNER[:2], math.inf, 5.0]], requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"epoch": 3, "max_staleness": 1}, {"mask_stale_kv": True}, {"clip_max": 5.0}], ids=str
+)
+def test_a_padded_batch_has_the_weights_of_its_samples_and_zeros(options):
+    found = tensors.importance_weights(PADDED, BATCH, **options)
+    rows = [
+        importance_weights(
+            LEARNER[: len(each.output_ids)], each.output_logprobs, each.weight_versions, **options
+        )
+        for each in BATCH
+    ]
+    expected = torch.tensor([[*row, *[0.0] * (4 - len(row))] for row in rows])
+    torch.testing.assert_close(found, expected)
+    assert (found.dtype, found.requires_grad) == (torch.float32, False)
+
+
+def test_a_mask_gives_further_tokens_no_weight():
+    mask = torch.tensor([[0, 1, 1, 1], [1, 0, 1, 1]])
+    found = tensors.importance_weights(PADDED, BATCH, mask=mask)
+    torch.testing.assert_close(found, tensors.importance_weights(PADDED, BATCH) * mask)
+    assert tensors.importance_weights(PADDED.bfloat16(), BATCH).dtype == torch.bfloat16
+    assert tensors.importance_weights(torch.zeros(0, 4), []).shape == (0, 4)
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"shape \[2, 2\]; it must be \[2, 3 or more\]"):
+        tensors.importance_weights(PADDED[:, :2], BATCH)
+    with pytest.raises(ValueError, match=r"must be \[1, 3 or more\]"):
+        tensors.importance_weights(PADDED, BATCH[:1])
+    with pytest.raises(ValueError, match="mask has the shape"):
+        tensors.importance_weights(PADDED, BATCH, mask=torch.ones(4))
+    with pytest.raises(ValueError, match="sample 0 has no logprobs: generate with return_logprob=True"):
+        tensors.importance_weights(PADDED[:1], [output(None, SPANS)])
+    with pytest.raises(ValueError, match="epoch"):
+        tensors.importance_weights(PADDED, BATCH, max_staleness=1)

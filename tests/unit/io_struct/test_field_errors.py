@@ -111,7 +111,9 @@ def test_values_are_shown_short():
 
 
 GREEDY = ": temperature = 0 decodes greedily, any other samples"
-TEXT = ": it is about text, which `caesura serve` makes; the engine has tokens"
+TEXT = (
+    ": it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
+)
 
 
 @pytest.mark.parametrize(

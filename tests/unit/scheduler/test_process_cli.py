@@ -215,3 +215,19 @@ def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
         engine.scheduler.run()
         assert handle.result(timeout=20).finish_reason.message == "the engine is shutting down"
     os.close(reader)
+
+
+@pytest.mark.parametrize(
+    "option,meant",
+    [
+        ("--tensor-parallel-size", "Did you mean '--tp'?"),
+        ("--mem-fraction-static", "Did you mean '--kv-memory-fraction'?"),
+        ("--model-path", "Did you mean '--model'?"),
+        ("--disable-radix-cache", ": turn prefix_cache off"),
+    ],
+)
+def test_an_option_of_another_engine_is_refused_with_the_one_that_was_meant(served, option, meant):
+    done = invoke("--model", "m", option, "1")
+    assert done.exit_code == 2
+    assert f"No such option '{option}'" in done.output
+    assert meant in done.output

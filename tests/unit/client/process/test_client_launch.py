@@ -319,3 +319,23 @@ def test_close_waits_for_a_drain_that_hurry_ends(directory, monkeypatch):
     assert not closing.is_alive()
     assert launched.returncode == -signal.SIGTERM
     launched.hurry()  # there is nobody any more
+
+
+@pytest.mark.parametrize(
+    "keyword,meant",
+    [
+        ("model_path", "did you mean model?"),
+        ("tensor_parallel_size", "did you mean tp?"),
+        ("tp_size", "did you mean tp?"),
+        ("gpu_memory_utilization", "did you mean kv_memory_fraction?"),
+        ("mem_fraction_static", "did you mean kv_memory_fraction?"),
+        ("max_model_len", "did you mean context_len?"),
+        ("max_num_seqs", "did you mean max_running_requests?"),
+        ("enforce_eager", "turn cuda_graphs off"),
+        ("trust_remote_code", "no code of a checkpoint is ever executed"),
+        ("context_lenn", "did you mean context_len?"),
+    ],
+)
+def test_a_keyword_of_another_engine_is_refused_with_the_one_that_was_meant(keyword, meant):
+    with pytest.raises(TypeError, match=f"launch_scheduler: {keyword} is not known.*{re.escape(meant)}"):
+        launch_scheduler(**{"model": "m", keyword: 1})

@@ -64,7 +64,7 @@ def test_a_dict_is_sampling_parameters(fake, generate):
     assert sent(fake).sampling_params == SamplingParams(seed=4)
 
 
-TEXT = "is text, and the scheduler takes token ids: tokenize it first, or send text to `caesura serve`"
+TEXT = "is text, and the scheduler takes token ids: tokenize it first, or give text to caesura.client.text.TextClient"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,259 @@
+"""``AsyncTextClient`` and ``TextClient``: generation with text input, stop strings and text output, from Python.
+
+Invariants:
+- Tokenizing, decoding and the search for stop strings are those of the HTTP front end (tokenizer_manager.py).
+- A call that fails, times out or is interrupted aborts what it started.
+- The blocking client runs an event loop in a thread of its own; any number of threads may call it.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+from ..exceptions import EngineDied, TimedOut
+from ..wire.async_client import AsyncSchedulerClient
+from ..wire.fork import Process
+from ..wire.options import ConnectionOptions, seconds
+from ..wire.prompts import Sampling, per_prompt_sampling, require_known_options, sampling, sequences
+from .tokenizer import TextTokenizer
+from .tokenizer_manager import Chunk, GenerationRequest, TokenizerManager
+
+Prompt = str | Sequence[int]
+"""One prompt: text, or token ids."""
+ResultT = TypeVar("ResultT")
+
+
+class TextOptions(TypedDict, total=False):
+    """Keywords of every generation of text: fields of :class:`~.tokenizer_manager.GenerationRequest`, with its defaults."""
+
+    no_stop_trim: bool
+    skip_special_tokens: bool
+    add_special_tokens: bool
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: Sequence[int] | None
+    return_sampled_logprob: bool
+    return_sampling_mask: bool
+    return_routed_experts: bool
+    routed_experts_start_len: int
+    cache_salt: str
+    min_weights_epoch: int | None
+
+
+class AsyncTextClient:
+    """Text over a connection to one engine, for coroutines of one event loop.
+
+    ``tokenizer`` is a model folder with a ``tokenizer.json``, or a :class:`TextTokenizer`. The other keywords are those of
+    :class:`~caesura.client.wire.options.ConnectionOptions`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        tokenizer: str | os.PathLike[str] | TextTokenizer,
+        **connection: Unpack[ConnectionOptions],
+    ) -> None:
+        self.tokenizer = _tokenizer(tokenizer)
+        """The tokenizer; its ``render_chat`` makes a prompt of a conversation."""
+        self.client = AsyncSchedulerClient(endpoint, **connection)
+        """The client of the engine, for token ids and commands."""
+        self._manager = TokenizerManager(self.client, self.tokenizer)
+
+    async def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        rid: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Any:
+        """Generate and wait for the results. One prompt returns one :class:`Sample` (a list if ``n`` > 1); a list of prompts
+        returns a list of samples in the order of the prompts, with the ``n`` samples of each prompt together.
+
+        Args:
+            prompt: text or token ids, or a list of such prompts.
+            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a dict of its fields.
+            stop: strings at which a sample ends; ``text`` and tokens are cut there.
+            no_stop_trim: keep the stop string or token in the text.
+            skip_special_tokens: leave special tokens out of the text; True by default.
+            add_special_tokens: let the tokenizer add its special tokens to text, such as BOS; True by default. False for prompts
+                that a chat template has written.
+            rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
+            timeout: seconds for the whole call. None means no limit.
+
+        The other options are those of :meth:`AsyncSchedulerClient.generate`.
+
+        Raises:
+            TimedOut: not all generations ended within ``timeout``; they are aborted.
+            InvalidRequest: a prompt is neither text nor token ids, or a parameter is unknown.
+            EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
+        """
+        prompts, single = _prompts(prompt)
+        params = per_prompt_sampling(sampling_params, len(prompts))
+        requests = [
+            _request(each, params[number], stop, rid if rid is None or single else f"{rid}-{number}", options)
+            for number, each in enumerate(prompts)
+        ]
+        try:
+            async with asyncio.timeout(seconds("timeout", timeout)) as limit:
+                found = await self._manager.generate_batch(requests)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimedOut(f"no text within {timeout} s: it was aborted", timeout=timeout) from None
+        samples = [sample for of_prompt in found for sample in of_prompt]
+        return samples[0] if single and len(samples) == 1 else samples
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        rid: str | None = None,
+        **options: Unpack[TextOptions],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the text of one prompt as it comes; the last chunk of each sample has its :class:`Sample`. Closing the
+        generator early aborts the request. Arguments and errors are those of :meth:`generate`."""
+        return self._manager.stream(_request(prompt, sampling_params, stop, rid, options))
+
+    async def close(self) -> None:
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
+        await self.client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class TextClient:
+    """Text over a connection to one engine, for any number of threads; arguments are those of :class:`AsyncTextClient`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        tokenizer: str | os.PathLike[str] | TextTokenizer,
+        **connection: Unpack[ConnectionOptions],
+    ) -> None:
+        self._process = Process("client")
+        self._text = AsyncTextClient(endpoint, tokenizer, **connection)
+        self.tokenizer = self._text.tokenizer
+        """The tokenizer; its ``render_chat`` makes a prompt of a conversation."""
+        self._closing = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="caesura-text", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        rid: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Any:
+        """Generate and wait for the results; see :meth:`AsyncTextClient.generate`."""
+        return self._run(
+            lambda: self._text.generate(
+                prompt, sampling_params, stop=stop, rid=rid, timeout=timeout, **options
+            )
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        rid: str | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Iterator[Chunk]:
+        """Yield the text of one prompt as it comes; see :meth:`AsyncTextClient.stream`."""
+        chunks = self._text.stream(prompt, sampling_params, stop=stop, rid=rid, **options)
+
+        async def following() -> Chunk | None:
+            return await anext(chunks, None)
+
+        try:
+            while (chunk := self._run(following)) is not None:
+                yield chunk
+        finally:
+            if self._process.is_here and not self._loop.is_closed():
+                self._run(chunks.aclose)
+
+    def close(self) -> None:
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
+        if not self._process.is_here:
+            return
+        with self._closing:
+            if not self._loop.is_closed():
+                self._run(self._end)
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        self._process.require()
+        if self._loop.is_closed():
+            raise EngineDied("this client is closed")
+        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        try:
+            return future.result()
+        except BaseException:  # an interrupted wait aborts what it waited for
+            future.cancel()
+            raise
+
+    async def _end(self) -> None:
+        await self._text.close()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)  # they raise that the client is closed
+
+
+def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
+    return given if isinstance(given, TextTokenizer) else TextTokenizer.from_folder(os.fspath(given))
+
+
+def _prompts(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether the caller passed one rather than several."""
+    if isinstance(given, str):
+        return [given], True
+    if isinstance(given, Sequence) and given and isinstance(given[0], str):
+        return list(given), False
+    return sequences(given)
+
+
+def _request(
+    prompt: Prompt,
+    params: Sampling | None,
+    stop: str | Sequence[str],
+    rid: str | None,
+    options: TextOptions,
+) -> GenerationRequest:
+    require_known_options(options, TextOptions)
+    return GenerationRequest(
+        prompt=prompt,
+        sampling_params=sampling(params),
+        stop=[stop] if isinstance(stop, str) else stop,
+        rid=rid,
+        **options,
+    )
