@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...io_struct import EngineTotals, GetStatusReqOutput
+from ...io_struct import Distribution, EngineTotals, GetStatusReqOutput
 from .combining import added, added_by_key, renumbered
 
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -164,6 +164,9 @@ def _counted(statuses: Iterable[GetStatusReqOutput]) -> dict[str, Any]:
             pauses=_grouped([each for one in totals for each in one.pauses], "mode"),
             updates=_grouped([each for one in totals for each in one.updates], "source"),
             emptied=_grouped([each for one in totals for each in one.emptied], "place"),
+            queue_s=_distribution([each.queue_s for each in totals]),
+            latency_s=_distribution([each.latency_s for each in totals]),
+            staleness=_distribution([each.staleness for each in totals]),
         ),
     }
 
@@ -174,6 +177,11 @@ def _stage(records: list[Any]) -> Any:
         median_s=max(each.median_s for each in records),
         longest_s=max(each.longest_s for each in records),
     )
+
+
+def _distribution(each: Sequence[Distribution]) -> Distribution:
+    counts = [added(column) for column in zip(*(one.counts for one in each if one.counts), strict=True)]
+    return Distribution(counts=counts, sum=added(one.sum for one in each))
 
 
 def _grouped(records: Iterable[Record], key: str) -> list[Record]:

@@ -39,7 +39,7 @@ DETAIL_BYTES = 96
 _TAGS = MemoryByTag.__struct_fields__
 _CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
 _AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
-"""Causes whose reading must take microseconds, since generation waits for it."""
+"""Causes whose reading must take microseconds, since generation waits for it, unless the cache was emptied for them."""
 _NONE = np.iinfo(np.int64).min
 _EVENT = np.dtype(
     [
@@ -144,7 +144,7 @@ class MemoryHistory:
             returned: bytes returned by emptying the cache. None means that it was not emptied.
         """
         now = monotonic()
-        thorough = cause not in _AWAITED
+        thorough = cause not in _AWAITED or returned is not None
         reading, tags = self._read(thorough)
         if thorough:
             self._next_sample = now + SAMPLE_S
