@@ -14,6 +14,13 @@ _WORDS: dict[MemoryCause, str] = {
 }
 
 
+def model_label(path: str) -> str:
+    """Return a model's name from its folder: the last part, or the repository of a snapshot in Hugging Face's cache."""
+    parts = path.rstrip("/").split("/")
+    cached = next((part for part in reversed(parts) if part.startswith("models--")), None)
+    return parts[-1] if cached is None else cached.split("--")[-1]
+
+
 def size(nbytes: float, *, sign: bool = False) -> str:
     """In MB of 2^20 bytes, from 10 GB in GB; ``sign``: with a plus where it is one."""
     unit, scale = ("GB", MIB << 10) if abs(nbytes) >= 10 * (MIB << 10) else ("MB", MIB)

@@ -34,11 +34,14 @@ class Counters:
     def __init__(self) -> None:
         self._last: dict[str, GetStatusReqOutput] = {}
         self._ended: list[GetStatusReqOutput] = []
+        self.restarts = 0
+        """Number of engines that took the place of another."""
 
     def take(self, name: str, status: GetStatusReqOutput) -> None:
         """The latest status of the engine ``name``."""
         before = self._last.get(name)
         if before is not None and before.incarnation != status.incarnation:
+            self.restarts += 1
             ended = [*self._ended, before]
             counted = _counted(ended)  # one is enough for all; a limit ended with the engine
             counted["step_failures"] = msgspec.structs.replace(counted["step_failures"], token_limit=None)
