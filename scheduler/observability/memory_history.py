@@ -108,7 +108,7 @@ class MemoryGauges:
     def describe(self) -> str:
         """For a log line."""
         reading = DeviceMemoryReading.of(self._module)
-        return f"reserved {reading.reserved / 2**20:.1f} MB, allocated {reading.allocated / 2**20:.1f} MB"
+        return f"reserved {reading.reserved / 2**20:.1f} MiB, allocated {reading.allocated / 2**20:.1f} MiB"
 
 
 class MemoryHistory:
