@@ -390,7 +390,7 @@ def _rows(fields: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _text(name: str, value: Any) -> str:
     if name in ("reserved_before", "reserved_after", "freed", "written_bytes"):
-        return f"{value / MIB:.1f} MB"
+        return f"{value / MIB:.1f} MiB"
     if isinstance(value, float):
         return f"{value:.3f}"
     return str(value)

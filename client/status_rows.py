@@ -25,7 +25,7 @@ def status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
             f"{status.session.kind}, {status.session.age_s:.1f} s, {status.session.written_tensors} tensors",
         )
     if status.update is not None:
-        done = f"{status.update.written_bytes / MIB:.0f} of {status.update.total_bytes / MIB:.0f} MB"
+        done = f"{status.update.written_bytes / MIB:.0f} of {status.update.total_bytes / MIB:.0f} MiB"
         yield "update", f"{status.update.source}, {done}, {status.update.age_s:.1f} s"
     tags = ", ".join(status.released_tags)
     released = f" ({tags}): nothing is generated before resume_memory" if tags else ""
@@ -54,14 +54,14 @@ def status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
     yield (
         "device",
         (
-            f"{status.device}: {memory.reserved / MIB:.1f} MB reserved, {memory.allocated / MIB:.1f} allocated, "
+            f"{status.device}: {memory.reserved / MIB:.1f} MiB reserved, {memory.allocated / MIB:.1f} allocated, "
             f"{available} available; weights {memory.weights / MIB:.1f}"
             + ("" if status.images is not None else f", KV {memory.kv_cache / MIB:.1f}")
         ),
     )
     for part in status.components:
         there, size = part.device_bytes / MIB, part.nbytes / MIB
-        yield part.name, f"{part.residency}, {there:.1f} of {size:.1f} MB on the device"
+        yield part.name, f"{part.residency}, {there:.1f} of {size:.1f} MiB on the device"
     yield "kernels", _kernels(status)
     limits = f", context {status.context_len}, vocabulary {status.vocab_size}"
     yield "model", f"{status.model_path} ({status.dtype}{limits if status.images is None else ''})"

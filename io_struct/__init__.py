@@ -57,6 +57,7 @@ from .control import (
     UpdateTotal,
     WeightsState,
 )
+from .distribution import Distribution
 from .errors import CaesuraError, ErrorCode, ErrorReply
 from .generate import (
     GREEDY_BELOW,
@@ -159,6 +160,7 @@ __all__ = [
     "DestroyWeightsUpdateGroupReqInput",
     "DestroyWeightsUpdateGroupReqOutput",
     "DeviceMemory",
+    "Distribution",
     "EmptyCacheTotal",
     "EndWeightUpdateReqInput",
     "EngineTotals",

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Label, Reply, ReplyRecord, Request
+from .distribution import Distribution
 from .images import ImageLoad
 from .ranks import RankMemory, RankStatus
 from .residency import ComponentStatus, PromptCacheStatus
@@ -261,8 +262,9 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     """Time spent in one named stage since start. Stages can be nested."""
 
     name: str
-    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``; of
-    images ``encode``, ``denoise``, ``decode``, and ``components.arrive`` and ``components.leave``, which they wait for."""
+    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``,
+    ``continue``, ``update.…``, ``release.…``; of images ``encode``, ``denoise``, ``decode``, and
+    ``components.arrive`` and ``components.leave``, which they wait for."""
     count: int
     """Number of runs."""
     total_s: float
@@ -362,6 +364,12 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """By source; unused sources are left out."""
     emptied: list[EmptyCacheTotal] = []
     """Times that the device allocator's cache was emptied, by place."""
+    queue_s: Distribution = Distribution()
+    """Seconds from arrival to the first scheduled step, of finished samples."""
+    latency_s: Distribution = Distribution()
+    """Seconds from arrival to the end, of finished samples."""
+    staleness: Distribution = Distribution()
+    """Commits of weights between the first and the last token of a finished sample."""
 
 
 class GetStatusReqInput(ControlRequest, kw_only=True):

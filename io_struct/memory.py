@@ -41,8 +41,8 @@ class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     allocated: int
     """Bytes of it in use."""
     by_tag: MemoryByTag
-    """``reserved`` by purpose. At ``pause``, ``continue`` and ``lease_expiry``, weights, KV and reference are those
-    of the last event with another cause."""
+    """``reserved`` by purpose. At ``pause``, and at ``continue`` and ``lease_expiry`` if the cache was not emptied,
+    weights, KV and reference are those of the event before."""
     returned: int | None = None
     """Bytes returned to the system by emptying the cache; 0 if more was allocated meanwhile. None means that it was not emptied."""
     residual: int | None = None

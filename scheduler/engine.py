@@ -447,6 +447,7 @@ class Engine:
             cache=self.cache,
             prompts=core.steps.prompts,
             scoring=commands.scoring,
+            samples=self.replies.samples,
             recovery=core.steps.recovery,
             others=self._others,
             device_module=module,

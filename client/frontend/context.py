@@ -109,6 +109,7 @@ class FrontEnd:
         self.client: AsyncSchedulerClient = manager.client if client is None else client
         self.options = options
         self.metrics = metrics
+        metrics.engine.fleet = fleet
         self.workers = Workers()
         self.last_image = LastImage()
         self.unknown_keys = UnknownKeys()

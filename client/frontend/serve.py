@@ -389,7 +389,7 @@ async def _serve(
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start() -> tuple["Server", Watch]:
+        async def start() -> tuple["Server", Watch, "FrontEnd"]:
             from .app import create_app
 
             client, where, fleet = await stack.enter_async_context(_connected(settings, launched))
@@ -402,13 +402,15 @@ async def _serve(
             )
             watch = Watch(server, front, launched)
             watch.begin()  # without a pause since the last await: no signal is lost in between
-            return server, watch
+            return server, watch, front
 
-        server, watch = await unless_stopped(start())
+        server, watch, front = await unless_stopped(start())
         gc.freeze()  # imports and routes live as long as the process: a full collection need not go through them
+        sampling = asyncio.ensure_future(front.metrics.engine.sample(front.client))
         try:
             await server.serve(sockets=[listener])
         finally:
+            sampling.cancel()
             watch.end()
         return watch.status
 

@@ -19,7 +19,7 @@ from ...io_struct import GetStatusReqOutput, MemoryEvent
 from ...io_struct.text import printable
 from ..wire.control_client import ControlClient
 from .record import TAGS, MemoryRecord, fetch
-from .text import MIB, cause, clock, size, span
+from .text import MIB, cause, clock, model_label, size, span
 
 LOOKS = 96
 """Width of the curve, in looks and in characters."""
@@ -35,7 +35,7 @@ _COLOURS = {
     "update_begin": "blue", "update_commit": "blue", "update_failed": "red", "failure": "red", "release": "magenta",
 }  # fmt: skip
 _COLUMNS = {
-    "time": 10, "reserved MB": 11, "allocated MB": 12, "generation": 22, "weights": 8, "epoch": 6, "last event": 10,
+    "time": 10, "reserved MiB": 12, "allocated MiB": 13, "generation": 22, "weights": 8, "epoch": 6, "last event": 10,
 }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def screen(record: MemoryRecord, looks: Sequence[int]) -> RenderableType:
     low, high = min(looks), max(looks)
     curve = Group(*curve_lines(looks, low, high))
     scale = Text(f"{size(low)} to {size(high)} in the last {len(looks)} looks", "dim")
-    title = f"Memory of engine {status.pid}, {status.model_path}"
+    title = f"Memory of engine {status.pid}, {model_label(status.model_path)}"
     return Panel(
         Group(head, Text(), figures, curve, scale, Text(), parts(record), events(record)),
         title=Text(title),
@@ -198,7 +198,8 @@ def _growth(record: MemoryRecord) -> Sequence[str | tuple[str, str]]:
     growth = record.growth
     if growth is None:
         return ()
-    return ("   ", (size(growth.reserved, sign=True), "bold"), f" over {growth.cycles:,} cycles")
+    grown = size(growth.reserved - growth.kv, sign=True)
+    return ("   ", (grown, "bold"), f" without KV pages over {growth.cycles:,} cycles")
 
 
 def _generation(status: GetStatusReqOutput) -> str:

@@ -14,9 +14,16 @@ _WORDS: dict[MemoryCause, str] = {
 }
 
 
+def model_label(path: str) -> str:
+    """Return a model's name from its folder: the last part, or the repository of a snapshot in Hugging Face's cache."""
+    parts = path.rstrip("/").split("/")
+    cached = next((part for part in reversed(parts) if part.startswith("models--")), None)
+    return parts[-1] if cached is None else cached.split("--")[-1]
+
+
 def size(nbytes: float, *, sign: bool = False) -> str:
-    """In MB of 2^20 bytes, from 10 GB in GB; ``sign``: with a plus where it is one."""
-    unit, scale = ("GB", MIB << 10) if abs(nbytes) >= 10 * (MIB << 10) else ("MB", MIB)
+    """Return a size in MiB, from 10 GiB on in GiB; with ``sign``, an increase has a plus."""
+    unit, scale = ("GiB", MIB << 10) if abs(nbytes) >= 10 * (MIB << 10) else ("MiB", MIB)
     value = round(nbytes / scale, 1) + 0.0  # no minus zero
     text = f"{value:{'+' if sign and value else ''},.1f} {unit}"
     return text.replace("-", MINUS)

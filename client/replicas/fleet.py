@@ -81,6 +81,11 @@ class ReplicaFleet(Fleet):
         return len(self._processes.replicas)
 
     @property
+    def restarts(self) -> int:
+        """Number of engine processes that took the place of another."""
+        return self._counters.restarts
+
+    @property
     def present(self) -> list[Member]:
         """The replicas whose process is there, with valid weights or without."""
         return [member for member in self.members if member.state != "gone"]

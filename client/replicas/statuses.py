@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...io_struct import EngineTotals, GetStatusReqOutput
+from ...io_struct import Distribution, EngineTotals, GetStatusReqOutput
 from .combining import added, added_by_key, renumbered
 
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -34,11 +34,14 @@ class Counters:
     def __init__(self) -> None:
         self._last: dict[str, GetStatusReqOutput] = {}
         self._ended: list[GetStatusReqOutput] = []
+        self.restarts = 0
+        """Number of engines that took the place of another."""
 
     def take(self, name: str, status: GetStatusReqOutput) -> None:
         """The latest status of the engine ``name``."""
         before = self._last.get(name)
         if before is not None and before.incarnation != status.incarnation:
+            self.restarts += 1
             ended = [*self._ended, before]
             counted = _counted(ended)  # one is enough for all; a limit ended with the engine
             counted["step_failures"] = msgspec.structs.replace(counted["step_failures"], token_limit=None)
@@ -164,6 +167,9 @@ def _counted(statuses: Iterable[GetStatusReqOutput]) -> dict[str, Any]:
             pauses=_grouped([each for one in totals for each in one.pauses], "mode"),
             updates=_grouped([each for one in totals for each in one.updates], "source"),
             emptied=_grouped([each for one in totals for each in one.emptied], "place"),
+            queue_s=_distribution([each.queue_s for each in totals]),
+            latency_s=_distribution([each.latency_s for each in totals]),
+            staleness=_distribution([each.staleness for each in totals]),
         ),
     }
 
@@ -174,6 +180,11 @@ def _stage(records: list[Any]) -> Any:
         median_s=max(each.median_s for each in records),
         longest_s=max(each.longest_s for each in records),
     )
+
+
+def _distribution(each: Sequence[Distribution]) -> Distribution:
+    counts = [added(column) for column in zip(*(one.counts for one in each if one.counts), strict=True)]
+    return Distribution(counts=counts, sum=added(one.sum for one in each))
 
 
 def _grouped(records: Iterable[Record], key: str) -> list[Record]:

@@ -289,7 +289,8 @@ class Lifecycle:
             raise CaesuraError(ErrorCode.SESSION_OPEN, "a weight session is open: end it before continuing")
         yield from self._commit_implicit_session(sender, request.force)
         self.require_serviceable("cannot continue")
-        report = self._device_cache.empty("continue") if request.torch_empty_cache else None
+        with self._stages.stage("continue"):
+            report = self._device_cache.empty("continue") if request.torch_empty_cache else None
         self._history.note("continue", self._mode or "", returned=_freed(report))
         self._run()
         return ContinueGenerationReqOutput(id=request.id, was_paused=True, **_bytes(report, freed=True))
@@ -327,10 +328,8 @@ class Lifecycle:
         self._lease_ended_at = monotonic()
         logger.warning(
             "pause lease of %r expired after %.1f s without a message from the owner: %s",
-            owner,
-            lease.seconds,
-            lease.action,
-        )
+            owner, lease.seconds, lease.action,
+        )  # fmt: skip
         if lease.action == "abort":
             self._outputs.abort_all("Aborted: the pause lease expired")
         elif lease.action == "continue" and self._weights == "valid":

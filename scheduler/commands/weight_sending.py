@@ -112,7 +112,7 @@ class WeightSending:
                 yield Wait.CHANGE
         seconds = monotonic() - started
         logger.info(
-            "sent weights: %d tensors, %.1f MB, epoch %d, version %r, over group %r, %.1f ms",
+            "sent weights: %d tensors, %.1f MiB, epoch %d, version %r, over group %r, %.1f ms",
             len(request.specs), total / 2**20, stamp.epoch, stamp.version, request.group_name, 1e3 * seconds,
         )  # fmt: skip
         return SendWeightsReqOutput(

@@ -481,7 +481,7 @@ class WeightUpdates:
         times = StageTimes(**each, total=monotonic() - started)
         stamp = self._lifecycle.stamp
         logger.info(
-            "weight update: %d tensors, %.1f MB, %d changed, %s, epoch %d, version %r, %.1f ms",
+            "weight update: %d tensors, %.1f MiB, %d changed, %s, epoch %d, version %r, %.1f ms",
             counts.written_tensors, counts.written_bytes / 2**20, counts.changed_tensors,
             "committed" if committed else "not committed", stamp.epoch, stamp.version, 1e3 * times.total,
         )  # fmt: skip

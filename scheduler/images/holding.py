@@ -29,7 +29,7 @@ class Holding:
     def __str__(self) -> str:
         said = [(self.device, "" if self.host is None else " on the device"), (self.host, " on the host")]
         return (
-            " and ".join(f"{limit / 2**20:.0f} MB{where}" for limit, where in said if limit is not None)
+            " and ".join(f"{limit / 2**20:.0f} MiB{where}" for limit, where in said if limit is not None)
             or "anything"
         )
 

@@ -39,7 +39,7 @@ DETAIL_BYTES = 96
 _TAGS = MemoryByTag.__struct_fields__
 _CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
 _AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
-"""Causes whose reading must take microseconds, since generation waits for it."""
+"""Causes whose reading must take microseconds, since generation waits for it, unless the cache was emptied for them."""
 _NONE = np.iinfo(np.int64).min
 _EVENT = np.dtype(
     [
@@ -111,7 +111,7 @@ class MemoryGauges:
     def describe(self) -> str:
         """For a log line."""
         reading = DeviceMemoryReading.of(self._module)
-        return f"reserved {reading.reserved / 2**20:.1f} MB, allocated {reading.allocated / 2**20:.1f} MB"
+        return f"reserved {reading.reserved / 2**20:.1f} MiB, allocated {reading.allocated / 2**20:.1f} MiB"
 
 
 class MemoryHistory:
@@ -147,7 +147,7 @@ class MemoryHistory:
             returned: bytes returned by emptying the cache. None means that it was not emptied.
         """
         now = monotonic()
-        thorough = cause not in _AWAITED
+        thorough = cause not in _AWAITED or returned is not None
         reading, tags = self._read(thorough)
         if thorough:
             self._next_sample = now + SAMPLE_S

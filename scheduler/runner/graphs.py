@@ -203,7 +203,7 @@ class DecodeGraphs:
         self._module.synchronize()
         self.nbytes = DeviceMemoryReading.of(self._module).reserved - before
         logger.info(
-            "captured decode steps of %d sizes up to %d in %.1f MB",
+            "captured decode steps of %d sizes up to %d in %.1f MiB",
             len(self.sizes), self.sizes[-1], self.nbytes / 2**20,
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
 from ..batching.live_requests import LiveSample
 from ..guard import checked, defect
+from ..observability.sample_totals import SampleTotals
 from ..stepping import StepOutbox
 from .answers import Answers, SampleResult
 
@@ -32,6 +33,8 @@ class Replies:
         self._outbox = outbox
         self._send = send
         self._step = step
+        self.samples = SampleTotals()
+        """Statistics of all finished samples."""
 
     def answer(self, message_id: str, answer: Message) -> None:
         """Send the last answer to a message, to every client that waits for it, and store it."""
@@ -46,6 +49,7 @@ class Replies:
 
     def finished(self, request: LiveSample, result: SampleResult) -> None:
         """Store the result of a sample, and send it to the clients that attached; its own client gets it by the outbox."""
+        self.samples.count(result)
         exchange = self._answers.get(request.message_id)
         if exchange is None:
             return

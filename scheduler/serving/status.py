@@ -20,6 +20,7 @@ from ..memory.device_memory import DeviceMemoryReading, available_memory_if_know
 from ..memory.device_module import DeviceModule
 from ..memory.residency import ComponentResidencyManager
 from ..observability.memory_history import MemoryHistory
+from ..observability.sample_totals import SampleTotals
 from ..observability.stage_profiler import StageProfiler
 from ..observability.throughput import Throughput
 from ..operations import Serving
@@ -59,6 +60,7 @@ class StatusReporter:
         cache: CacheManager,
         prompts: KeptPrompts | None,
         scoring: Scoring | None,
+        samples: SampleTotals,
         recovery: StepRecovery,
         others: OtherRanks,
         device_module: DeviceModule,
@@ -79,6 +81,7 @@ class StatusReporter:
         self._cache = cache
         self._prompts = prompts
         self._scoring = scoring
+        self._samples = samples
         self._recovery = recovery
         self._others = others
         self._device_module = device_module
@@ -151,6 +154,7 @@ class StatusReporter:
             pauses=self._lifecycle.pause_totals(),
             updates=self._lifecycle.update_totals(),
             emptied=self._device_cache.totals(),
+            **self._samples.totals(),
         )
 
     def _stage_times(self) -> list[StageStatus]:

@@ -281,11 +281,11 @@ def test_looking_empties_nothing(tiny_model, allocator, caplog):
             driver.generate([5, 6, 7], 3)
             driver.run_until_idle()
             driver.engine.history.sample()
-        assert "reserved 12.0 MB, allocated 7.0 MB" in driver.engine._gauges.describe()
+        assert "reserved 12.0 MiB, allocated 7.0 MiB" in driver.engine._gauges.describe()
     assert allocator.log == []
     ends = [line for line in caplog.messages if line.startswith("stage decode ends")]
     assert ends
-    assert all(line.endswith("reserved 12.0 MB, allocated 7.0 MB") for line in ends)
+    assert all(line.endswith("reserved 12.0 MiB, allocated 7.0 MiB") for line in ends)
 
 
 @pytest.mark.parametrize("log_stages", [True, False])

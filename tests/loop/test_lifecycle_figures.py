@@ -16,6 +16,7 @@ from caesura.io_struct import (
     UpdateTotal,
     UpdateWeightFromDiskReqInput,
 )
+from caesura.io_struct.distribution import Distribution
 
 PAGE = 16
 
@@ -222,3 +223,28 @@ def test_a_request_names_the_oldest_epoch_that_it_takes(driver, other_model, min
         assert error.detail == {"weights_epoch": 1, "min_weights_epoch": 2}
     else:
         assert len(tokens_of(driver.result(rid))) == 2
+
+
+def test_the_totals_count_staleness_and_duration_of_every_sample(driver, other_model):
+    driver.generate([5, 6, 7], 2)
+    driver.run_until_idle()
+    driver.generate([5, 6, 7], 100)
+    driver.tick(4)
+    for _ in range(2):
+        driver.call(PauseGenerationReqInput(mode="in_place"))
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
+        driver.call(ContinueGenerationReqInput())
+        driver.tick(2)
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    totals = driver.status().totals
+    assert totals.staleness == Distribution(counts=[1, 0, 1, *[0] * 7], sum=2.0)
+    assert sum(totals.queue_s.counts) == sum(totals.latency_s.counts) == 2
+    assert totals.queue_s.sum <= totals.latency_s.sum
+
+
+def test_a_sample_without_a_token_has_no_staleness(driver):
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.generate([5, 6, 7], 2)
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    totals = driver.status().totals
+    assert (sum(totals.latency_s.counts), sum(totals.staleness.counts)) == (1, 0)

@@ -17,6 +17,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import GetMemoryHistoryReqOutput
 from ...exceptions import EngineError
+from ...memory_view.text import model_label
 from ...wire.async_control_client import AsyncControlClient
 from ..context import Front
 from ..exchange import HTTPRequest, query_of
@@ -64,10 +65,13 @@ async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
         answered=look.answered,
         age_s=look.age_s,
         throughput=look.throughput,
-        model_name=front.options.model_name,
+        model_name=front.options.served_model_name or model_label(front.options.model_path),
         status=look.status,
         history=history,
-        ticks=engine.ticks(query.since),
+        ticks=engine.ticks.since(query.since),
+        latencies=front.metrics.latencies(),
+        update=engine.last_update,
+        replicas=engine.replicas(),
         image=front.last_image.after(query.image),
     )
     headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}

@@ -19,25 +19,41 @@ import msgspec
 from ....io_struct import GetMemoryHistoryReqOutput, GetStatusReqOutput
 from ...memory_view.record import MemoryRecord
 from .last_image import Picture
+from .ticks import Tick
 
 FOLDER = Path(__file__).parent / "dashboard_page"
 _SCRIPTS = ("facts.js", "chart.js", "page.js")
 _FILE_POLICY = '<meta http-equiv="Content-Security-Policy" content="{}">'
 
 
-class Tick(msgspec.Struct, frozen=True, array_like=True):
-    """What a chart shows of one moment."""
+class Percentiles(msgspec.Struct, kw_only=True, frozen=True):
+    """How long something takes, in seconds, since the start of whoever counts it."""
+
+    name: str
+    count: int
+    p50: float
+    p90: float
+    p99: float
+
+
+class UpdateTimes(msgspec.Struct, kw_only=True, frozen=True):
+    """The last weight update by stage."""
 
     at: float
-    """Seconds since the epoch."""
-    uptime_s: float
-    generated_tokens: int
-    running: int
-    waiting: int
-    kv_used: int
-    """Tokens whose KV live requests hold."""
-    reserved: int
-    """Bytes that the device allocator holds."""
+    """When it was complete, in seconds since the epoch."""
+    updates: int
+    """Updates that came between two looks, or replicas that were updated; the times are their mean."""
+    seconds: dict[str, float]
+    """Seconds by stage, in their order."""
+
+
+class ReplicaView(msgspec.Struct, kw_only=True, frozen=True):
+    """A replica now."""
+
+    name: str
+    state: str
+    reason: str
+    """Why it does not serve; empty if it does."""
 
 
 class PageData(msgspec.Struct, kw_only=True):
@@ -58,6 +74,10 @@ class PageData(msgspec.Struct, kw_only=True):
     """Memory events after the one that was asked for. None: the engine does not answer."""
     ticks: list[Tick] = []
     """Load at moments after the one that was asked for."""
+    latencies: list[Percentiles] = []
+    update: UpdateTimes | None = None
+    """None: there was none since this server began to look."""
+    replicas: list[ReplicaView] = []
     image: Picture | None = None
     """The last image that was made through the server. None: none, or the page has it."""
 

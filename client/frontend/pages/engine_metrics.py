@@ -1,34 +1,37 @@
-"""The engine's metrics: a watch that polls its status, and the conversion of a status into metric families.
+"""The engine's metrics: a watch that looks at its status every second, and the conversion of a status into metric families.
 
-Invariants: the engine is polled at most every :data:`FRESH_S`, however many ask. While it does not answer, its last status
+Invariants: the engine is asked at most every :data:`FRESH_S`, however many look. While it does not answer, its last status
 is reported together with its age. Nothing here is called per request or token.
 """
 
 import asyncio
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic, time
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
 from ....io_struct import GenerationState, GetStatusReqOutput, MemoryTag, PauseMode, WeightsState
+from ....io_struct.distribution import EPOCHS, SECONDS, Histogram
 from ...exceptions import EngineError
 from ...wire.async_control_client import AsyncControlClient
 from ..health import NOBODY
 from ..printable import printable
-from .document import Tick
+from .document import Percentiles, ReplicaView, UpdateTimes
 from .metric_families import Families
+from .ticks import TICK_S, Tick, Ticks
+
+if TYPE_CHECKING:
+    from ...replicas.fleet import ReplicaFleet
 
 FRESH_S = 0.2
 """A status younger than this is reused."""
 ANSWER_S = 2.0
 """Timeout of a status request; an engine answers within 0.1 s in every state."""
-TICKS = 1200
-TICK_S = 0.5
-"""Seconds between two stored ticks; :data:`TICKS` of them cover ten minutes."""
 RATE_S = 1.0
-"""Window of the throughput in seconds; longer where the previous tick is older."""
+"""Window of the throughput in seconds."""
+_UPDATE_STAGES = ("pause", "update.receive", "update.copy", "update.derive", "update.flush", "continue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,25 @@ class Look:
 
 
 class EngineWatch:
-    """Polls the status of an engine on demand and caches it."""
+    """Looks at an engine's status every second, and when somebody asks."""
 
     def __init__(self) -> None:
+        self.fleet: ReplicaFleet | None = None
+        """The replicas whose status this is; None: one engine's."""
+        self.ticks = Ticks()
+        self.last_update: UpdateTimes | None = None
+        self._restarts = 0
         self._lock = asyncio.Lock()
         self._status: GetStatusReqOutput | None = None
         self._answered = False
         self._answered_at = self._asked_at = float("-inf")
-        self._ticks: deque[Tick] = deque(maxlen=TICKS)
+        self._before_update: GetStatusReqOutput | None = None
+
+    async def sample(self, client: AsyncControlClient) -> None:
+        """Look every :data:`TICK_S` until cancelled."""
+        while True:
+            await self.look(client)
+            await asyncio.sleep(TICK_S)
 
     async def look(self, client: AsyncControlClient) -> Look:
         """The engine's status, at most :data:`FRESH_S` old if it answers. Never raises if it does not."""
@@ -63,9 +77,26 @@ class EngineWatch:
         status, age = self._status, monotonic() - self._answered_at
         return Look(status, self._answered, 0.0 if status is None else age, self._throughput())
 
-    def ticks(self, since: float) -> list[Tick]:
-        """Ticks after ``since`` (Unix time), oldest first, about :data:`TICK_S` apart."""
-        return [tick for tick in self._ticks if tick.at > since]
+    @property
+    def restarts(self) -> int:
+        """Number of new engine processes that were seen."""
+        return self._restarts if self.fleet is None else self.fleet.restarts
+
+    def histograms(self) -> dict[str, Histogram]:
+        """What the engine counts of finished samples, by name."""
+        if self._status is None:
+            return {}
+        totals = self._status.totals
+        counted = {"in the queue": totals.queue_s, "whole sample": totals.latency_s}
+        return {name: Histogram(SECONDS, each) for name, each in counted.items() if each.counts}
+
+    def replicas(self) -> list[ReplicaView]:
+        """Return the replicas as they are now."""
+        members = [] if self.fleet is None else self.fleet.members
+        return [
+            ReplicaView(name=each.name, state=each.state, reason="" if each.serves else each.reason)
+            for each in members
+        ]
 
     async def _ask(self, client: AsyncControlClient) -> None:
         try:
@@ -73,34 +104,59 @@ class EngineWatch:
         except EngineError:
             self._answered = False
         else:
-            if self._status is not None and status.pid != self._status.pid:
-                self._ticks.clear()  # another engine process, whose counters start at 0
+            if self._status is not None and status.incarnation != self._status.incarnation:
+                self.ticks = Ticks()  # another engine, whose counters start at 0
+                self._before_update = None
+                self._restarts += 1
             self._status, self._answered, self._answered_at = status, True, monotonic()
             self._keep(status)
         self._asked_at = monotonic()
 
     def _keep(self, status: GetStatusReqOutput) -> None:
-        tick = Tick(
-            time(),
-            status.uptime_s,
-            status.generated_tokens,
-            _holding(status),
-            status.waiting_requests,
-            status.kv.held,
-            status.device_memory.reserved,
+        members = [] if self.fleet is None else self.fleet.members
+        self.ticks.add(
+            Tick(
+                time(),
+                status.uptime_s,
+                status.generated_tokens,
+                _holding(status),
+                status.waiting_requests,
+                status.kv.held,
+                status.device_memory.reserved,
+                [each.load if each.serves else -1 for each in members],
+            )
         )
-        if len(self._ticks) > 1 and self._ticks[-1].uptime_s - self._ticks[-2].uptime_s < TICK_S:
-            self._ticks.pop()  # the last one is always the newest, those before are TICK_S apart
-        self._ticks.append(tick)
+        if status.generation == "running" and status.weights == "valid" and status.session is None:
+            self._note_update(status)
+
+    def _note_update(self, status: GetStatusReqOutput) -> None:
+        """Note how long the update took that was committed since the last look at an engine that ran."""
+        before, self._before_update = self._before_update, status
+        updates = 0 if before is None else _committed(status) - _committed(before)
+        if before is None or updates <= 0:
+            return
+        earlier = {stage.name: stage.total_s for stage in before.stages}
+        now = {stage.name: stage.total_s for stage in status.stages}
+        seconds = {name: (now.get(name, 0.0) - earlier.get(name, 0.0)) / updates for name in _UPDATE_STAGES}
+        self.last_update = UpdateTimes(at=time(), updates=updates, seconds=seconds)
 
     def _throughput(self) -> float:
-        if len(self._ticks) < 2 or not self._answered:
+        both = self.ticks.over(RATE_S) if self._answered else None
+        if both is None:
             return 0.0
-        last = self._ticks[-1]
-        earlier = (tick for tick in reversed(self._ticks) if last.uptime_s - tick.uptime_s >= RATE_S)
-        first = next(earlier, self._ticks[0])
+        first, last = both
         seconds = last.uptime_s - first.uptime_s
         return (last.generated_tokens - first.generated_tokens) / seconds if seconds > 0 else 0.0
+
+
+def percentiles(histograms: Mapping[str, Histogram]) -> list[Percentiles]:
+    """Return the percentiles of the histograms that have values."""
+    return [
+        Percentiles(name=name, count=each.total, p50=p50, p90=p90, p99=p99)
+        for name, each in histograms.items()
+        for p50, p90, p99 in [[each.quantile(share) or 0.0 for share in (0.5, 0.9, 0.99)]]
+        if each.total
+    ]
 
 
 def engine_families(families: Families, look: Look) -> None:
@@ -253,6 +309,17 @@ def _totals(families: Families, status: GetStatusReqOutput) -> None:
     runs = {stage.name: stage.count for stage in status.stages}
     counter("stage_seconds", "Time by stage; update.* are the stages of weight updates.", stages, ("stage",))
     counter("stage_runs", "Runs by stage.", runs, ("stage",))
+    if totals.queue_s.counts:
+        text = "Time of finished samples from arrival to the first scheduled step."
+        families.histogram("queue_time_seconds", text, Histogram(SECONDS, totals.queue_s))
+        text = "Time of finished samples from arrival to the end, in the engine."
+        families.histogram("sample_latency_seconds", text, Histogram(SECONDS, totals.latency_s))
+        text = "Weight commits between the first and the last token of finished samples."
+        families.histogram("sample_staleness_epochs", text, Histogram(EPOCHS, totals.staleness))
+
+
+def _committed(status: GetStatusReqOutput) -> int:
+    return sum(update.committed for update in status.totals.updates)
 
 
 def _holding(status: GetStatusReqOutput) -> int:

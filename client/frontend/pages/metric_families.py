@@ -1,10 +1,9 @@
-"""Prometheus metric families with one naming scheme, and a histogram whose update costs a microsecond.
+"""Prometheus metric families with one naming scheme.
 
 Invariant: every name begins with :data:`PREFIX` and every series carries ``model_name``, as SGLang's do, so that its
 dashboards work after one relabelling rule (docs/reference/metrics.md).
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,40 +15,11 @@ from prometheus_client.core import (
     Metric,
 )
 
+from ....io_struct.distribution import Histogram
+
 PREFIX = "caesura:"
 Values = float | Mapping[Any, float]
 """One value, or values by label (a string) or labels (a tuple of strings)."""
-
-
-class Histogram:
-    """Counts of values per bucket; the last bucket is unbounded."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: inclusive upper bounds, ascending."""
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Counts ``value`` ``times`` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """Pairs of upper bound and cumulative count, and the sum of all values."""
-        found, below = [], 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            below += count
-            found.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(below)))
-        return found, self._sum
-
-
-def one_two_five(low: int, high: int) -> tuple[float, ...]:
-    """Bounds 1, 2, 5, 10, … from ``10**low`` to ``10**high`` seconds."""
-    steps = [float(f"{digit}e{power}") for power in range(low, high) for digit in (1, 2, 5)]
-    return (*steps, 10.0**high)
 
 
 class Families:
@@ -72,7 +42,7 @@ class Families:
         self.gauge(name, text, {state: float(state == now) for state in states}, (label,))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        """A distribution of seconds."""
+        """A distribution of values."""
         family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
         buckets, total = histogram.cumulative()
         family.add_metric((self._model_name,), buckets=buckets, sum_value=total)

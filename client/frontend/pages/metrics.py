@@ -18,10 +18,12 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ....io_struct.distribution import Histogram, one_two_five
 from ..connections import Connections
 from ..context import Front
-from .engine_metrics import EngineWatch, Look, engine_families
-from .metric_families import Families, Histogram, one_two_five
+from .document import Percentiles
+from .engine_metrics import EngineWatch, Look, engine_families, percentiles
+from .metric_families import Families
 
 if TYPE_CHECKING:
     from ...replicas.fleet import ReplicaFleet
@@ -32,7 +34,7 @@ class Metrics:
 
     def __init__(self, max_connections: int = 4096) -> None:
         self.engine = EngineWatch()
-        """The engine's status, polled on demand."""
+        """The engine's status, sampled every second while the server runs."""
         self.connections = Connections(max_connections)
         """The server's open connections."""
         self._started = 0
@@ -77,6 +79,11 @@ class Metrics:
         self._control[key] += 1
         self._control_s[key] += seconds
 
+    def latencies(self) -> list[Percentiles]:
+        """Percentiles of what clients of this server waited for, and of what the engine counts."""
+        histograms = {"first token": self._first_token, "between tokens": self._inter_token}
+        return percentiles(self.engine.histograms() | histograms)
+
     def error(self, code: str) -> None:
         """A response with an error of this code was sent."""
         self._errors[code] += 1
@@ -85,6 +92,9 @@ class Metrics:
         """All metric families; ``model_name`` is the served model's name."""
         families = Families(model_name)
         engine_families(families, look)
+        families.counter(
+            "engine_restarts", "New engine processes seen since this server began.", self.engine.restarts
+        )
         self._own(families)
         return families.found
 

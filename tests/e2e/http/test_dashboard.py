@@ -177,6 +177,25 @@ def test_it_draws_load_and_memory_while_tokens_come(engine, page):
 
 
 @browsing
+def test_it_shows_how_long_samples_take_and_an_update_by_stage(engine, page, other_model):
+    def first_cells(table):
+        script = (
+            "return [...document.getElementById(arguments[0]).rows].map((row) => row.cells[0].textContent)"
+        )
+        return page.browser.execute_script(script, table)
+
+    engine.generate([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True), timeout=60)
+    page.until(lambda: {"in the queue", "whole sample"} <= set(first_cells("latencies")))
+    assert first_cells("staleness")[:2] == ["none", "1 update"]
+    with paused(engine):
+        engine.update_weights_from_disk(str(other_model), weight_version="by stage", flush_cache=False)
+    page.until(lambda: page.text("version") == "by stage")
+    page.until(lambda: len(first_cells("update")) == 6)
+    assert first_cells("update")[0] == "wait for the step in flight"
+    assert first_cells("update")[-1].startswith("resume")
+
+
+@browsing
 def test_no_throughput_is_drawn_into_a_pause(engine, page):
     handle = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4000, ignore_eos=True))
     try:

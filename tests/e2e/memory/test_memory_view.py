@@ -185,9 +185,10 @@ def test_the_stages_of_everything_are_in_status(driver, other_model):
     driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
     driver.call(ResumeMemoryOccupationReqInput())
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), torch_empty_cache=True))
+    driver.call(ContinueGenerationReqInput())
     stages = {stage.name: stage for stage in driver.status().stages}
     assert set(stages) >= {
-        "receive", "schedule", "prefill", "decode", "process", "pause", "update.receive", "update.copy",
+        "receive", "schedule", "prefill", "decode", "process", "pause", "continue", "update.receive", "update.copy",
         "update.derive", "update.flush", "release.weights", "release.empty_cache",
     }  # fmt: skip
     assert (stages["prefill"].count, stages["decode"].count, stages["pause"].count) == (1, 5, 1)

@@ -15,7 +15,8 @@ from support.browser import browsing, chromium
 from support.fake_scheduler import memory_event
 from support.memory_records import MIB, cycles, record_of
 
-from caesura.client.frontend.pages.document import PageData, Tick, filed, write_page
+from caesura.client.frontend.pages.document import PageData, ReplicaView, filed, write_page
+from caesura.client.frontend.pages.ticks import Tick
 from caesura.io_struct import GetMemoryHistoryReqOutput, MemoryStretch
 
 pytestmark = browsing
@@ -150,19 +151,34 @@ def test_the_close_view_has_the_last_events(show):
     assert len(of_class(page.chart("returned"), "bar")) == 12
 
 
-def test_what_is_reserved_after_each_continue_is_a_line_of_its_own(show):
+def test_what_is_reserved_after_each_continue_is_marked_and_no_line_joins_the_marks(show):
     page = show(cycles(7))
     page.choose(BY_EVENT)
     timeline = page.chart("timeline")
     (floor,) = of_class(timeline, "line floor")
-    heights = {y for _, y in points(floor)}
-    assert len(points(floor)) == 7
+    marks = re.findall(r"M([\d.]+),([\d.]+)h0.1", floor.get("d"))
+    assert len(marks) == 7
+    assert "L" not in floor.get("d")
+    heights = {float(y) for _, y in marks}
     assert len(heights) == 1, "nothing grows"
     (reserved,) = of_class(timeline, "line reserved")
     assert heights < {y for _, y in points(reserved)}
     (x_before, y_before), (x_after, y_after) = points(reserved)[-2:]
     assert x_before == x_after, "the emptying takes no time"
     assert y_before < y_after, "down on the screen"
+
+
+def test_no_line_is_drawn_over_a_time_in_which_nobody_looked(show):
+    first = [memory_event(1, "start"), memory_event(2), memory_event(3)]
+    later = [memory_event(500 + number) for number in range(3)]
+    page = show([*first, *later])
+    for name in ("timeline", "allocated"):
+        kind = "line reserved" if name == "timeline" else "line allocated"
+        before, after = of_class(page.chart(name), kind)
+        assert max(x for x, _ in points(before)) < LEFT + 10
+        assert min(x for x, _ in points(after)) > LEFT + 10
+    page.choose(BY_EVENT)
+    assert len(of_class(page.chart("timeline"), "line reserved")) == 1, "events follow one another"
 
 
 def test_parts_are_stacked_to_what_is_reserved(show):
@@ -179,7 +195,7 @@ def test_parts_are_stacked_to_what_is_reserved(show):
         total = sum(getattr(event.by_tag, tag) for tag in event.by_tag.__struct_fields__)
         assert (zero - y) / scale == pytest.approx(total, rel=0.01)
     rows = {row[0]: row[1:4] for row in page.rows("tags")}
-    assert rows["runtimewhat the process held before: Python, torch"] == ["60.0 MB", "0.0 MB", "60.0 MB"]
+    assert rows["runtimewhat the process held before: Python, torch"] == ["60.0 MiB", "0.0 MiB", "60.0 MiB"]
 
 
 def test_older_stretches_are_drawn_before_the_events(show):
@@ -202,12 +218,15 @@ def test_older_stretches_are_drawn_before_the_events(show):
 def test_the_conclusions(show):
     page = show(cycles(21, grows=MIB))
     found = page.tiles("conclusions") | page.tiles("tiles")
-    assert found["growth"] == ("+11.0 MB", "over the last 11 cycles; KV pages +11.0 MB of it")
-    assert found["returned at continue"] == ("105.0 MB", "5.0 MB in the median of 21")
-    assert found["largest residual"][0] == f"{MINUS}4.0 MB"
+    assert found["growth without KV pages"] == (
+        "0.0 MiB",
+        "over the last 11 cycles; pages of the KV pool in use for the first time: +11.0 MiB",
+    )
+    assert found["returned at continue"] == ("105.0 MiB", "5.0 MiB in the median of 21")
+    assert found["most left behind by a pause"][0] == f"{MINUS}4.0 MiB"
     assert found["pauses"][1] == "0.0 ms in all, 3.0 s in the median, at most 3.0 s"
     assert found["weight updates"][1] == "none failed; last: disk, version 'step 20', 9 tensors"
-    assert show(cycles(1)).tiles("conclusions")["growth"][0] == "\N{EN DASH}"
+    assert show(cycles(1)).tiles("conclusions")["growth without KV pages"][0] == "\N{EN DASH}"
 
 
 def test_events_are_a_table_newest_first(show):
@@ -219,7 +238,7 @@ def test_events_are_a_table_newest_first(show):
     seq, at, what, *figures = rows[0]
     assert (seq, what) == ("82", "continuein_place")
     assert at.endswith(" + 1.5 s")
-    assert figures == ["1,234", "0", "3.0 MB", "1.0 MB", "1.0 MB", f"{MINUS}1.0 MB"]
+    assert figures == ["1,234", "0", "3.0 MiB", "1.0 MiB", "1.0 MiB", f"{MINUS}1.0 MiB"]
     assert len(rows) == 82
     assert len(show(cycles(60)).rows("events")) == 200
 
@@ -269,7 +288,7 @@ def watched(looks, pauses, speed=SPEED):
     def ran(at):
         return at - sum(max(0.0, min(end, at) - begin) for begin, end in pauses)
 
-    return [[at, at - 900.0, speed * ran(at), 1, 0, 0, 0] for at in looks]
+    return [[at, at - 900.0, speed * ran(at), 1, 0, 0, 0, [], False] for at in looks]
 
 
 @st.composite
@@ -297,28 +316,60 @@ def test_no_throughput_reaches_into_a_pause(browser, blank, seen):
 def test_no_line_slants_over_the_edge_of_a_pause(browser, blank, seen, values):
     pauses, ticks = seen
     points = [[tick[0], value] for tick, value in zip(ticks, values)]
-    drawn = browser.execute_script("return steady(...arguments)", points, pauses, GAP_S)
+    drawn = browser.execute_script("return steady(...arguments)", points, pauses)
     assert [point for point in drawn if point in points] == points, "what was seen is drawn"
     edges = [edge for pause in pauses for edge in pause]
     for (start, before), (end, after) in itertools.pairwise(drawn):
         assert start <= end
         crossed = [edge for edge in edges if start < edge < end]
-        apart = any(
-            b - a > GAP_S and a <= start and end <= b for (a, _), (b, _) in itertools.pairwise(points)
-        )
-        assert before == after or not crossed or apart
-        if apart:
-            assert end - start > GAP_S, "nothing bridges what nobody has looked at"
+        assert before == after or not crossed
 
 
-GAP_S = 20.0
+def test_nothing_is_drawn_from_a_tick_to_one_after_a_gap(browser, tmp_path):
+    ticks = [Tick(*tick) for tick in watched([1000.0 + n for n in range(40)], [])]
+    ticks[20].gap = True
+    record = record_of([memory_event(1, "start")])
+    history = GetMemoryHistoryReqOutput(id="1", events=list(record.events), more=False)
+    data = PageData(now=1040.0, status=record.status, history=history, ticks=ticks)
+    (tmp_path / "page.html").write_bytes(filed(data))
+    page = File(browser, tmp_path / "page.html")
+    for name, kind in (("throughput", "tokens"), ("requests", "running"), ("kv", "kv")):
+        before, after = of_class(page.chart(name), f"line {kind}")
+        assert points(before)[-1][0] < points(after)[0][0]
 
 
 def test_a_throughput_is_over_about_a_second(browser, blank):
     looks = [1000.0 + 0.25 * n for n in range(40)]
-    ticks = [[at, at - 900.0, 100 * int(at), 1, 0, 0, 0] for at in looks]  # a long step every second
+    ticks = [
+        [at, at - 900.0, 100 * int(at), 1, 0, 0, 0, [], False] for at in looks
+    ]  # a long step every second
     (piece,) = browser.execute_script("return rates(...arguments)", ticks, [])
     assert {round(rate) for _, rate in piece[4:]} == {100}
+
+
+def test_each_replica_has_a_strip_that_shows_when_it_did_not_serve(browser, tmp_path):
+    ticks = [Tick(*tick) for tick in watched([1000.0 + n for n in range(40)], [])]
+    for number, tick in enumerate(ticks):
+        tick.loads = [3, -1 if 10 <= number < 20 else 5]
+    record = record_of([memory_event(1, "start")])
+    history = GetMemoryHistoryReqOutput(id="1", events=list(record.events), more=False)
+    replicas = [
+        ReplicaView(name="replica-0", state="serving", reason=""),
+        ReplicaView(name="replica-1", state="gone", reason="it is being restarted"),
+    ]
+    data = PageData(now=1040.0, status=record.status, history=history, ticks=ticks, replicas=replicas)
+    (tmp_path / "page.html").write_bytes(filed(data))
+    page = File(browser, tmp_path / "page.html")
+    assert page.texts("#replicas .legend") == [
+        "replica-0: serves 3 samples",
+        "replica-1: does not serve: it is being restarted",
+    ]
+    absent = page.browser.find_elements(By.CSS_SELECTOR, "#replicas .absent")
+    assert len(absent) == 1
+    chart_width = page.browser.find_element(By.CSS_SELECTOR, "#replicas svg").size["width"]
+    drawn = float(absent[0].get_attribute("width")) / (chart_width - LEFT - RIGHT)
+    assert drawn == pytest.approx(9 / 39, abs=0.02)
+    assert page.texts("#memory-title") == ["Memory of replica-0"]
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_status_is_readable(fake, caesura):
     assert re.search(since, out)
     assert "throughput  0.0 tokens/s in the last seconds" in out
     assert "64 free + 16 cached + 32 held = 112" in out
-    assert "3.0 MB reserved" in out
+    assert "3.0 MiB reserved" in out
     assert "avx2: linear, sampler; torch: attention (attention_backend = 'sdpa')" in out
 
 
@@ -97,7 +97,7 @@ def test_status_of_an_image_engine_has_no_tokens(tmp_path_factory, monkeypatch, 
     assert code == 0
     assert "1 encoding, 7 denoising, 2 decoding, " in out
     assert "at most 4 samples for now" in out
-    assert "offload, 1.0 of 5.0 MB on the device" in out
+    assert "offload, 1.0 of 5.0 MiB on the device" in out
     assert not re.search("token|KV|prefill|context|vocabulary", out), out
 
 
@@ -116,7 +116,7 @@ def test_pause_and_continue(fake, caesura):
     assert (request.mode, request.owner) == ("retract", "me")
     code, out, _ = caesura("continue", "--no-torch-empty-cache", "--force")
     assert code == 0
-    assert "4.0 MB" in out
+    assert "4.0 MiB" in out
     assert "ranks" not in out, "an engine of one process has no others"
     request = fake.next_request(ContinueGenerationReqInput)
     assert (request.torch_empty_cache, request.force) == (False, True)

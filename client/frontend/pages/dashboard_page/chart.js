@@ -4,7 +4,6 @@
 // with axes of one name have the cross-hair in common.
 
 const LEFT = 54, RIGHT = 8;
-const GAP = 20; // seconds without a look, where a line is broken; Prometheus looks every 15
 const GRAIN = 4 * MIB; // the least that a close-up shows from bottom to top: the grain of allocators is no mountain
 const DENSE = 500; // events beyond which a chart shows the whole rather than each
 const STEPS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400];
@@ -78,17 +77,21 @@ class Chart {
     this.add("rect", { class: kind, x, y, width, height });
   }
 
-  // Points [place, value], oldest first; broken where two are further apart than `gap`.
-  line(points, kind, { filled = false, gap = Infinity } = {}) {
-    const pieces = [];
-    points.slice(Math.max(0, points.findLastIndex(([place]) => place <= this.axis.start))).forEach(([place, value], index, kept) => {
-      if (!index || place - kept[index - 1][0] > gap) pieces.push([]);
-      pieces[pieces.length - 1].push([this.x(place), this.y(value)]);
-    });
-    for (const drawn of pieces.filter((piece) => piece.length > 1)) {
+  // Pieces of points [place, value], oldest first. Nothing is drawn between two pieces.
+  line(pieces, kind, { filled = false } = {}) {
+    for (const piece of pieces) {
+      const first = piece.findLastIndex(([place]) => place <= this.axis.start);
+      const drawn = piece.slice(Math.max(0, first)).map(([place, value]) => [this.x(place), this.y(value)]);
+      if (!drawn.length || this.axis.start > piece[piece.length - 1][0]) continue;
       if (filled) this.area(drawn, [[drawn[0][0], this.bottom], [drawn[drawn.length - 1][0], this.bottom]], `area ${kind}`);
-      this.add("path", { class: `line ${kind}`, d: path(drawn) });
+      this.add("path", { class: `line ${kind}`, d: drawn.length > 1 ? path(drawn) : `${path(drawn)}h0.1` });
     }
+  }
+
+  dots(points, kind) {
+    const seen = points.filter(([place]) => place >= this.axis.start);
+    const d = seen.map(([place, value]) => `M${this.x(place).toFixed(1)},${this.y(value).toFixed(1)}h0.1`).join("");
+    if (d) this.add("path", { class: `line ${kind}`, d });
   }
 
   // Between two lines of [x, y].

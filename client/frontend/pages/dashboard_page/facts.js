@@ -13,6 +13,7 @@ const WORDS = {
   update_failed: "update failed", in_place: "in place",
 };
 const MIB = 2 ** 20;
+const GAP = 20; // seconds between two events, beyond which nothing is known of the time between: running engines look every 5
 const SETTLED = 10; // cycles after which an engine's workspaces have reached their sizes
 const RATE_S = 0.9; // a throughput is over so much time at least, where there is so much between two pauses
 const LEAST_S = 0.25; // and never over less: for a moment at the edge of a pause the time before the pause counts too
@@ -31,7 +32,7 @@ function median(values) {
 }
 
 function size(bytes, sign = false) {
-  const [unit, scale] = Math.abs(bytes) >= 10240 * MIB ? ["GB", 1024 * MIB] : ["MB", MIB];
+  const [unit, scale] = Math.abs(bytes) >= 10240 * MIB ? ["GiB", 1024 * MIB] : ["MiB", MIB];
   const value = Math.round(10 * bytes / scale) / 10 || 0;
   const text = value.toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
   return `${sign && value > 0 ? "+" : ""}${minus(text)} ${unit}`;
@@ -91,16 +92,16 @@ function conclusionsOf(events) {
   const continues = events.filter(ends);
   const gave = continues.map((event) => event.returned).filter((bytes) => bytes !== null);
   const left = continues.map((event) => event.residual).filter((bytes) => bytes !== null);
-  const found = [["–", "growth", "needs two cycles of pause and continue"]];
+  const found = [["–", "growth without KV pages", "needs two cycles of pause and continue"]];
   if (continues.length > 1) {
     const first = continues.length > SETTLED ? SETTLED - 1 : 0;
     const [from, to] = [continues[first], continues.at(-1)];
-    const kv = size(to.by_tag.kv - from.by_tag.kv, true);
-    found[0][0] = size(to.reserved - from.reserved, true);
-    found[0][2] = `over the last ${count(continues.length - 1 - first)} cycles; KV pages ${kv} of it`;
+    const kv = to.by_tag.kv - from.by_tag.kv;
+    found[0][0] = size(to.reserved - from.reserved - kv, true);
+    found[0][2] = `over the last ${count(continues.length - 1 - first)} cycles; pages of the KV pool in use for the first time: ${size(kv, true)}`;
   }
   if (gave.length) found.push([size(sum(gave)), "returned at continue", `${size(median(gave))} in the median of ${count(gave.length)}`]);
-  if (left.length) found.push([size(largest(left, -Infinity), true), "largest residual", "reserved after a continue, over the start of its pause"]);
+  if (left.length) found.push([size(largest(left, -Infinity), true), "most left behind by a pause", "reserved after continue, compared with the start of the pause"]);
   return found;
 }
 
@@ -139,15 +140,14 @@ function rates(ticks, paused) {
 }
 
 // Points [at, value], oldest first, with more at the edges of pauses, so that no line slants into one or out of one: what was
-// true before a pause is drawn until it begins, and what is true in it until it ends. Not where points are further apart than
-// `gap`, between which nothing is drawn.
-function steady(points, paused, gap) {
+// true before a pause is drawn until it begins, and what is true in it until it ends.
+function steady(points, paused) {
   const found = points.slice(0, 1);
   let next = 0;
   for (let index = 1; index < points.length; index++) {
     const [[at, value], [until, then]] = [points[index - 1], points[index]];
     while (next < paused.length && paused[next][1] <= at) next++;
-    for (let each = next; each < paused.length && paused[each][0] < until && until - at <= gap; each++) {
+    for (let each = next; each < paused.length && paused[each][0] < until; each++) {
       const [begin, end] = paused[each];
       if (begin > at) found.push([begin, value]);
       if (begin > at && end >= until) found.push([begin, then]);
@@ -156,4 +156,26 @@ function steady(points, paused, gap) {
     found.push(points[index]);
   }
   return found;
+}
+
+// Ticks in runs, between which nobody knows what the engine did.
+function runsOf(ticks) {
+  const runs = [];
+  for (const tick of ticks) {
+    if (!runs.length || tick[8]) runs.push([]);
+    runs[runs.length - 1].push(tick);
+  }
+  return runs;
+}
+
+// Points [at, ...] of events and ticks, oldest first, in pieces: not over a time in which nobody looked.
+function piecesOf(points, runs) {
+  const watched = (from, to) => runs.some((run) => run[0][0] <= from && to <= run[run.length - 1][0]);
+  const pieces = [];
+  points.forEach((point, index) => {
+    const before = points[index - 1];
+    if (!index || (point[0] - before[0] > GAP && !watched(before[0], point[0]))) pieces.push([]);
+    pieces[pieces.length - 1].push(point);
+  });
+  return pieces;
 }

@@ -1,8 +1,12 @@
 // The page: asks for news (a file has them inside), and draws what is known. Everything that was told becomes text, never markup.
 
-const SPANS = [["2 min", 120], ["10 min", 600], ["all", Infinity]];
+const SPANS = [["2 min", 120], ["10 min", 600], ["1 h", 3600], ["all", Infinity]];
+const STAGES = {
+  pause: "wait for the step in flight", "update.receive": "receive tensors", "update.copy": "copy into the model",
+  "update.derive": "derive what layers need", "update.flush": "flush: drop stale KV", continue: "resume: empty the allocator",
+};
 const CLOSE = 48; // events of the closest view
-const MAX_TICKS = 1500, MAX_EVENTS = 4096, ROWS = 200;
+const MAX_TICKS = 4000, MAX_EVENTS = 4096, ROWS = 200;
 const LEAST = 20; // seconds that the charts of a server show at least
 const MARKED = ["flush", "release", "resume", "idle", "failure", "start"];
 const root = document.documentElement;
@@ -10,7 +14,7 @@ const $ = (id) => document.getElementById(id);
 const filed = $("data").textContent !== "";
 
 let key = filed ? "" : sessionStorage.getItem("caesura-key") ?? "";
-let shown = filed ? Infinity : SPANS[0][1];
+let shown = filed ? Infinity : SPANS[1][1];
 let axis = "time", most = Infinity; // of the charts of memory: what they go by, and how many events
 let picture = null; // the last image: its number, time, size, and a small PNG
 let news = null, events = [], older = [], ticks = [], hover = null, listed = "";
@@ -73,7 +77,7 @@ function take(data) {
   }
   const last = ticks.length ? ticks[ticks.length - 1][0] : 0;
   ticks.push(...data.ticks.filter((tick) => tick[0] > last));
-  if (ticks.length > MAX_TICKS) ticks.splice(0, ticks.length - MAX_TICKS);
+  if (ticks.length > MAX_TICKS) ticks = []; // the server has a thinner record of all of it
   if (data.history) {
     const fresh = data.history.events;
     if (fresh.length && events.length && fresh[0].seq > events[events.length - 1].seq + 1) events = [];
@@ -104,6 +108,7 @@ function draw() {
   drawState(status);
   drawTiles(status);
   drawPicture(status);
+  drawSamples(status);
   drawCharts(status);
   drawEvents();
 }
@@ -159,6 +164,7 @@ function drawTiles(status) {
   const commit = events.findLast((event) => event.cause === "update_commit");
   // While nothing runs, the last second is none of the present.
   const speed = news.throughput === null ? "–" : count(status.generation === "paused" ? 0 : news.throughput);
+  const counted = news.replicas.length ? ", summed over replicas" : ""; // each counts its own
   const { images } = status, finished = sum(Object.values(totals.finished_requests));
   const stages = images && `${count(images.encoding)} encoding, ${count(images.denoising)} denoising, ${count(images.decoding)} decoding`;
   const prefills = `${count(status.prefilling_requests)} in prefill`;
@@ -169,10 +175,49 @@ function drawTiles(status) {
     images
       ? [count(finished), "images ended", `${count(totals.finished_requests.length ?? 0)} complete, ${count(totals.finished_requests.abort ?? 0)} aborted`]
       : [`${(100 * kv.held / Math.max(kv.total, 1)).toFixed(1)} %`, "KV held", `of ${count(kv.total)} tokens; ${count(kv.cached)} cached, ${hits} hits`],
-    [count(paused), "pauses", `${span(seconds)} in all${usual}`],
-    [count(updated), "weight updates", `${failed ? `${count(failed)} failed` : "none failed"}${commit ? `; last: ${commit.detail}` : ""}`],
+    [count(paused), `pauses${counted}`, `${span(seconds)} in all${usual}`],
+    [count(updated), `weight updates${counted}`, `${failed ? `${count(failed)} failed` : "none failed"}${commit ? `; last: ${commit.detail}` : ""}`],
   ].map(tile));
   $("conclusions").replaceChildren(...conclusionsOf(events).map(tile));
+}
+
+function drawSamples(status) {
+  const { staleness } = status.totals, ended = sum(staleness.counts), most = largest(staleness.counts, 1);
+  $("latency-card").hidden = !news.latencies.length;
+  $("latencies").replaceChildren(...news.latencies.map((each) => {
+    const row = element("tr");
+    const figures = [...[each.p50, each.p90, each.p99].map(span), count(each.count)];
+    row.append(element("td", "", each.name), ...figures.map((text) => element("td", "n", text)));
+    return row;
+  }));
+  $("update-card").hidden = !news.update;
+  if (news.update) {
+    const { at, updates, seconds } = news.update, total = sum(Object.values(seconds));
+    let before = 0;
+    put("update-note", `Completed at ${clock(at)}, ${span(total)} in these stages${updates > 1 ? `; the mean of ${updates}` : ""}. Time between calls of the trainer is not in it.`);
+    $("update").replaceChildren(...Object.entries(STAGES).map(([name, text]) => {
+      const row = bar(text, seconds[name] ?? 0, Math.max(total, 1e-9), before, span(seconds[name] ?? 0), name);
+      before += seconds[name] ?? 0;
+      return row;
+    }));
+  }
+  $("staleness-card").hidden = !ended;
+  const last = staleness.counts.findLastIndex((each) => each > 0);
+  $("staleness").replaceChildren(...staleness.counts.slice(0, Math.max(last, 1) + 1).map((each, epochs) => {
+    const name = epochs === 0 ? "none" : epochs === 1 ? "1 update" : epochs > 8 ? "9 or more" : `${epochs} updates`;
+    return bar(name, each, most, 0, `${count(each)} (${(100 * each / Math.max(ended, 1)).toFixed(0)} %)`, "kv");
+  }));
+  $("samples").hidden = $("latency-card").hidden && $("update-card").hidden && $("staleness-card").hidden;
+}
+
+// A row with a bar from `before` on, of a whole.
+function bar(name, value, whole, before, text, kind) {
+  const row = element("tr"), cell = element("td", "share"), drawn = element("i", `key ${kind.replace("update.", "stage-")}`);
+  drawn.style.marginLeft = `${(100 * before / whole).toFixed(2)}%`;
+  drawn.style.width = `${(100 * value / whole).toFixed(2)}%`;
+  cell.append(drawn);
+  row.append(element("td", "", name), cell, element("td", "n", text));
+  return row;
 }
 
 function drawPicture(status) {
@@ -206,35 +251,71 @@ function drawCharts(status) {
   $("load").hidden = filed && !ticks.length;
   $("memory").hidden = !events.length;
   if (!$("load").hidden) drawLoad(status, time, pauses);
+  const told = news.replicas.find(({ state }) => state === "serving");
+  put("memory-title", told ? `Memory of ${told.name}` : "Memory");
   if (!$("memory").hidden) drawMemory(axis === "time" ? time : eventAxis(), pauses);
   point();
 }
 
 function drawLoad(status, time, pauses) {
-  const recent = ticks.filter((tick) => tick[0] >= time.start - 2);
-  const paused = pauses.map(([begin, end]) => [begin.at, end?.at ?? Infinity]);
-  const flow = rates(ticks, paused);
+  const runs = runsOf(ticks), paused = pauses.map(([begin, end]) => [begin.at, end?.at ?? Infinity]);
+  const recent = ticks.filter((tick) => tick[0] >= time.start);
+  const flow = runs.flatMap((run) => rates(run, paused)).filter((piece) => piece.length);
   const seen = flow.flat().filter(([at]) => at >= time.start);
+  const values = (value) => runs.map((run) => steady(run.map((tick) => [tick[0], value(tick)]), paused));
 
   const text = `${count(news.throughput ?? 0)} ${$("rate").textContent} now`;
   const throughput = new Chart($("throughput"), time, [0, largest(seen.map(([, value]) => value), 10)], text, { height: 110, named: short });
-  for (const piece of flow.filter((each) => each.length && each[each.length - 1][0] >= time.start)) {
-    throughput.line(piece, "tokens", { filled: true, gap: GAP });
-  }
+  throughput.line(flow, "tokens", { filled: true });
   throughput.finish(pauses, []);
 
   const waiting = `${status.running_requests} requests running, ${status.waiting_requests} waiting`;
   const requests = new Chart($("requests"), time, [0, largest(recent.map((tick) => Math.max(tick[3], tick[4])), 3)], waiting, { named: short });
-  requests.line(steady(recent.map((tick) => [tick[0], tick[3]]), paused, GAP), "running", { filled: true, gap: GAP });
-  requests.line(steady(recent.map((tick) => [tick[0], tick[4]]), paused, GAP), "waiting", { gap: GAP });
+  requests.line(values((tick) => tick[3]), "running", { filled: true });
+  requests.line(values((tick) => tick[4]), "waiting");
   requests.finish(pauses, []);
 
+  drawReplicas(time, pauses, runs);
   if (status.images) return;
-  const share = recent.map((tick) => [tick[0], 100 * tick[5] / Math.max(status.kv.total, 1)]);
-  const held = [0, largest(share.map(([, value]) => value), 5)];
+  const share = (tick) => 100 * tick[5] / Math.max(status.kv.total, 1);
+  const held = [0, largest(recent.map(share), 5)];
   const kv = new Chart($("kv"), time, held, "share of the KV pool", { named: (value) => `${value} %`, labels: true });
-  kv.line(steady(share, paused, GAP), "kv", { filled: true, gap: GAP });
+  kv.line(values(share), "kv", { filled: true });
   kv.finish(pauses, []);
+}
+
+// A strip for each replica: its samples, and when it did not serve.
+function drawReplicas(time, pauses, runs) {
+  const strips = $("replicas"), { replicas } = news;
+  strips.hidden = !replicas.length;
+  while (strips.children.length < replicas.length) {
+    const strip = element("div"), svg = shape("svg", { class: "chart" });
+    strip.append(element("div", "legend"), svg);
+    strips.append(strip);
+    listen(svg);
+  }
+  const most = largest(ticks.flatMap((tick) => tick[7]), 3);
+  replicas.forEach(({ name, state, reason }, index) => {
+    const [caption, svg] = strips.children[index].children, last = ticks[ticks.length - 1]?.[7][index] ?? -1;
+    const text = state === "serving" ? `${name}: serves ${count(Math.max(last, 0))} samples` : `${name}: does not serve: ${reason}`;
+    caption.textContent = text;
+    const chart = new Chart(svg, time, [0, most], text, { height: 46, lines: 1, named: short, labels: index === replicas.length - 1 });
+    const absent = runs.flatMap((run) => piecewise(run, (tick) => tick[7][index] === -1));
+    for (const [from, to] of absent) chart.add("rect", { class: "absent", x: chart.x(from), y: chart.top, width: Math.max(2, chart.x(to) - chart.x(from)), height: chart.bottom - chart.top });
+    chart.line(runs.map((run) => run.map((tick) => [tick[0], Math.max(tick[7][index] ?? 0, 0)])), "running", { filled: true });
+    chart.finish(pauses, []);
+  });
+}
+
+// [from, to] of each stretch of ticks for which `holds`.
+function piecewise(run, holds) {
+  const found = [];
+  run.forEach((tick, index) => {
+    if (!holds(tick)) return;
+    if (index && holds(run[index - 1])) found[found.length - 1][1] = tick[0];
+    else found.push([tick[0], tick[0]]);
+  });
+  return found;
 }
 
 function drawMemory(along, pauses) {
@@ -253,16 +334,17 @@ function drawReserved(along, pauses, seen) {
     ...bothEnds(along, event).map((place) => [place, event.reserved]),
   ]);
   const folded = along.name === "time" ? older.filter((stretch) => stretch.end >= along.start) : [];
-  const looks = along.name === "time" ? ticks.filter((tick) => tick[0] >= along.start).map((tick) => [tick[0], tick[6]]) : [];
+  const looks = along.name === "time" && !news.replicas.length ? ticks.filter((tick) => tick[0] >= along.start).map((tick) => [tick[0], tick[6]]) : [];
   const line = looks.length ? [...levels, ...looks].sort((a, b) => a[0] - b[0]) : levels;
+  const pieces = along.name === "time" ? piecesOf(line, looks.length ? runsOf(ticks) : []) : [line];
   const bounds = closeUp([...line.map(([, bytes]) => bytes), ...folded.flatMap((stretch) => [stretch.reserved_min, stretch.reserved_max])]);
   const chart = new Chart($("timeline"), along, bounds, "reserved memory", { height: 230, top: 44, lines: 6, named: count, unit: MIB });
   if (folded.length) {
     const edge = (bound) => folded.flatMap((stretch) => [stretch.start, stretch.end].map((at) => [chart.x(at), chart.y(stretch[bound])]));
     chart.area(edge("reserved_max"), edge("reserved_min"), "folded");
   }
-  chart.line(line, "reserved");
-  chart.line(seen.filter(ends).map((event) => [along.at(event), event.reserved]), "floor");
+  chart.line(pieces, "reserved");
+  chart.dots(seen.filter(ends).map((event) => [along.at(event), event.reserved]), "floor");
   for (const pause of pauses) chart.block(pause, 26, 6, "pause");
   for (const update of updatesOf(events)) chart.block(update, 15, 6, update[1]?.cause === "update_failed" ? "update failed" : "update");
   for (const event of seen.filter((each) => ends(each))) chart.block([event, event], 26, 6, "continue");
@@ -275,7 +357,7 @@ function drawReserved(along, pauses, seen) {
 function drawAllocated(along, pauses, seen) {
   const points = seen.flatMap((event) => bothEnds(along, event).map((place) => [place, event.allocated]));
   const chart = new Chart($("allocated"), along, closeUp(points.map(([, bytes]) => bytes)), "allocated memory", { named: count, unit: MIB });
-  chart.line(points, "allocated");
+  chart.line(along.name === "time" ? piecesOf(points, []) : [points], "allocated");
   chart.finish(pauses, seen);
 }
 
@@ -390,10 +472,12 @@ function choice(group, text, value, choose) {
   $(group).append(button);
 }
 
-for (const svg of document.querySelectorAll("svg.chart")) {
+function listen(svg) {
   svg.addEventListener("mousemove", (move) => svg.chart && explain(move, svg.chart));
   svg.addEventListener("mouseleave", leave);
 }
+
+for (const svg of document.querySelectorAll("svg.chart")) listen(svg);
 for (const [text, seconds] of SPANS) choice("spans", text, seconds, () => (shown = seconds));
 for (const [text, name, many] of [["by time", "time", Infinity], ["by event", "event", Infinity], [`last ${CLOSE} events`, "event", CLOSE]]) {
   choice("axes", text, `${name} ${many}`, () => ([axis, most] = [name, many]));

@@ -107,8 +107,8 @@ def test_growth_begins_where_an_engine_has_settled(count, expected):
 
 
 def test_words():
-    assert [size(n) for n in (0, -1, 1536 * 1024, 20 << 30)] == ["0.0 MB", "0.0 MB", "1.5 MB", "20.0 GB"]
-    assert [size(n, sign=True) for n in (0, MIB, -MIB)] == ["0.0 MB", "+1.0 MB", f"{MINUS}1.0 MB"]
+    assert [size(n) for n in (0, -1, 1536 * 1024, 20 << 30)] == ["0.0 MiB", "0.0 MiB", "1.5 MiB", "20.0 GiB"]
+    assert [size(n, sign=True) for n in (0, MIB, -MIB)] == ["0.0 MiB", "+1.0 MiB", f"{MINUS}1.0 MiB"]
     assert [span(s) for s in (0.0123, 5, 600, 90000)] == ["12.3 ms", "5.0 s", "10 min", "25.0 h"]
 
 
@@ -161,20 +161,20 @@ def test_the_screen_shows_state_figures_parts_and_events():
     shown = text_of(live.screen(record_of(cycles(12, grows=MIB)), [100 * MIB, 104 * MIB]))
     for text in (
         "paused in_place 1.5 s",
-        "3.0 MB reserved",
-        "+2.0 MB over 2 cycles",
+        "3.0 MiB reserved",
+        "0.0 MiB without KV pages over 2 cycles",
         "runtime",
-        "60.0 MB",
+        "60.0 MiB",
         "█",
     ):
         assert text in shown
     assert "update commits disk, version 'step 11', 9 tensors" in shown
-    assert "100.0 MB to 104.0 MB in the last 2 looks" in shown
+    assert "100.0 MiB to 104.0 MiB in the last 2 looks" in shown
 
 
 def test_a_narrow_screen_cuts_words_and_no_figures():
     shown = text_of(live.screen(record_of(cycles(3, grows=MIB)), [MIB]), width=72)
-    assert f"{MINUS}4.0 MB" in shown
+    assert f"{MINUS}4.0 MiB" in shown
     assert "…" in shown
 
 
@@ -224,7 +224,7 @@ def test_without_a_terminal_live_is_a_plain_table(endpoint, caesura):
         code, out, err = caesura("--live", "--interval", "0.05", "--for", "0.2")
     head, *rows = out.splitlines()
     assert (code, err) == (0, "")
-    assert head.split()[:3] == ["time", "reserved", "MB"]
+    assert head.split()[:3] == ["time", "reserved", "MiB"]
     assert len(rows) >= 2
     assert all(row.endswith("5 continue") for row in rows)
     assert "\x1b" not in out

@@ -6,14 +6,11 @@ from base64 import b64encode
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from litestar import Litestar
 from litestar.di import Provide
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -24,11 +21,11 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend.auth import AuthMiddleware
 from caesura.client.frontend.context import FrontEnd, ServeOptions
 from caesura.client.frontend.pages import dashboard, document, engine_metrics, metrics
-from caesura.client.frontend.pages.engine_metrics import EngineWatch
-from caesura.client.frontend.pages.metric_families import PREFIX, Histogram, one_two_five
+from caesura.client.frontend.pages.metric_families import PREFIX
 from caesura.client.frontend.pages.metrics import Metrics
 from caesura.io_struct import (
     ComponentStatus,
+    Distribution,
     EmptyCacheTotal,
     EngineTotals,
     GetStatusReqInput,
@@ -49,6 +46,9 @@ TOTALS = EngineTotals(
     pauses=[PauseTotal(mode="in_place", count=3, seconds=4.5)],
     updates=[UpdateTotal(source="disk", committed=2, failed=1)],
     emptied=[EmptyCacheTotal(place="continue", count=3, freed_bytes=4096)],
+    queue_s=Distribution(counts=[0, 0, 4, *[0] * 17], sum=0.02),
+    latency_s=Distribution(counts=[*[0] * 9, 4, *[0] * 10], sum=4.0),
+    staleness=Distribution(counts=[3, 1, *[0] * 8], sum=1.0),
 )
 BY_TAG = memory_event(1).by_tag
 
@@ -126,23 +126,6 @@ async def served(tmp_path, handler=busy, **options):
                 await client.close()
 
 
-@given(st.lists(st.tuples(st.floats(0, 20_000), st.integers(1, 5))))
-def test_a_histogram_counts_what_is_not_above_each_bound(seen):
-    bounds = one_two_five(-2, 3)
-    histogram = Histogram(bounds)
-    for value, times in seen:
-        histogram.observe(value, times)
-    buckets, total = histogram.cumulative()
-    assert [float(bound) for bound, _ in buckets] == [*bounds, float("inf")]
-    for bound, count in buckets:
-        assert count == sum(times for value, times in seen if value <= float(bound))
-    assert total == pytest.approx(sum(value * times for value, times in seen))
-
-
-def test_bounds_are_round_and_ascend():
-    assert one_two_five(-2, 0) == (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-
-
 async def _what_a_scrape_says(tmp_path):
     async with served(tmp_path) as it:
         it.metrics.request_started()
@@ -179,6 +162,10 @@ def test_a_scrape_says_what_happened(tmp_path):
         ("time_to_first_token_seconds_count",): 1, ("time_to_first_token_seconds_bucket", "0.2"): 1,
         ("inter_token_latency_seconds_count",): 10, ("inter_token_latency_seconds_bucket", "0.1"): 10,
         ("inter_token_latency_seconds_bucket", "0.05"): 0,
+        ("queue_time_seconds_count",): 4, ("queue_time_seconds_bucket", "0.002"): 0,
+        ("queue_time_seconds_bucket", "0.005"): 4, ("sample_latency_seconds_sum",): 4.0,
+        ("sample_staleness_epochs_bucket", "0"): 3, ("sample_staleness_epochs_bucket", "1"): 4,
+        ("engine_restarts_total",): 0,
     }  # fmt: skip
     assert {name: found.get(name) for name in expected} == pytest.approx(expected)
     info = next(name for name in found if name[0] == "engine_info")
@@ -286,46 +273,6 @@ def test_an_engine_that_never_answered_is_down_and_no_error(tmp_path, monkeypatc
     assert ("generation_tokens_total",) not in found
     assert found["errors_total", "timed_out"] == 1
     assert (page["answered"], page["status"]) == (False, None)
-
-
-class Scripted:
-    """A client whose engine says what it is told to."""
-
-    def __init__(self, *seen):
-        self.seen = list(seen)
-
-    async def status(self, *, owner, timeout):  # noqa: ASYNC109  (as the client's)
-        uptime, tokens, pid = self.seen.pop(0)
-        reply = status_reply(GetStatusReqInput())
-        return msgspec.structs.replace(reply, uptime_s=uptime, generated_tokens=tokens, pid=pid)
-
-
-@pytest.mark.parametrize(
-    ("seen", "throughput"),
-    [
-        pytest.param([(5.0, 100, 1)], 0.0, id="one look says nothing"),
-        pytest.param([(5.0, 100, 1), (5.25, 125, 1)], 100.0, id="close looks"),
-        pytest.param([(5.0, 0, 1), (6.0, 50, 1), (7.0, 250, 1), (8.0, 350, 1)], 100.0, id="the last second"),
-        pytest.param([(5.0, 0, 1), (20.0, 3000, 1)], 200.0, id="since the look before"),
-        pytest.param([(500.0, 9000, 1), (1.0, 10, 2), (2.0, 30, 2)], 20.0, id="another engine"),
-        pytest.param([(5.0, 0, 1)] + [(5 + t / 8, 100 * t, 1) for t in range(1, 33)], 800.0, id="many looks"),
-    ],
-)  # fmt: skip
-def test_throughput_is_of_the_engines_last_second(seen, throughput, monkeypatch):
-    monkeypatch.setattr(engine_metrics, "FRESH_S", 0.0)
-
-    async def ask():
-        watch, client = EngineWatch(), Scripted(*seen)
-        look = None
-        for _ in seen:
-            look = await watch.look(client)  # type: ignore[arg-type]
-        return look, watch.ticks(0.0)
-
-    look, ticks = asyncio.run(ask())
-    assert look.throughput == pytest.approx(throughput)
-    assert [tick.uptime_s for tick in ticks][-1] == seen[-1][0], "the newest is always among them"
-    gaps = [after.uptime_s - before.uptime_s for before, after in pairwise(ticks[:-1])]
-    assert all(gap >= engine_metrics.TICK_S for gap in gaps), "so that ten minutes fit"
 
 
 def test_the_page_gets_only_news(tmp_path):

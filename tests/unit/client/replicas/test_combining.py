@@ -10,6 +10,8 @@ from caesura.client.replicas.coverage import Coverage
 from caesura.client.replicas.statuses import Counters, combined_status
 from caesura.io_struct import (
     ContinueGenerationReqOutput,
+    Distribution,
+    EngineTotals,
     FlushCacheReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
@@ -107,3 +109,11 @@ def test_an_update_is_complete_when_every_tensor_has_been_named():
     coverage = Coverage({"a", "b", "c"})
     assert not coverage.is_complete_with(call("a", "other"))
     assert coverage.is_complete_with(call("b", "c"))
+
+
+def test_histograms_of_samples_are_added():
+    one = EngineTotals(staleness=Distribution(counts=[3, 1], sum=1.0))
+    none = EngineTotals()
+    found = total(status(totals=one), status(totals=one), status(totals=none), serving=[0, 1, 2])
+    assert found.totals.staleness == Distribution(counts=[6, 2], sum=2.0)
+    assert found.totals.queue_s == Distribution()

@@ -307,3 +307,14 @@ def test_many_pages_are_looked_at_in_stretches(monkeypatch):
     monkeypatch.setattr(host, "_LOOKED_AT", 48 * MIB // 4096 // 4)
     assert abs(component.occupied_bytes() - exact) <= 4 * MIB
     assert resident_bytes([]) == 0
+
+
+def test_the_parts_are_read_anew_where_the_cache_was_emptied(memory):
+    """Emptying takes longer than counting pages, and growth is compared between continues."""
+    history = MemoryHistory(memory)
+    history.note("pause")
+    history.note("continue")
+    assert memory.looks == 0
+    history.note("pause")
+    history.note("continue", returned=0)
+    assert memory.looks == 1
