@@ -17,6 +17,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from support import engine_template, late_lines
+from support.time_limit import (  # noqa: F401 (hooks)
+    pytest_runtest_logfinish,
+    pytest_timeout_cancel_timer,
+    pytest_timeout_set_timer,
+)
 
 gc.disable()  # until everything is collected
 torch.set_num_threads(1)
