@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.waiting import PATIENCE_S
 
 from caesura.client import SamplingParams
 from caesura.client.fleet.members import Member
@@ -19,7 +20,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.filterwarn
 
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
-PATIENCE_S = 300.0
 ENGINE = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens": 2048, "log_level": "ERROR"}
 
 
