@@ -57,6 +57,7 @@ test-long: $(STAMP)
 
 test-bench: $(STAMP)
 	$(PYTEST) $(SPREAD) tests/bench
+	$(BIN)/python benchmarks/check_baselines.py
 
 # mypy wants the import name of the root package, whatever this folder is called: hence the link.
 lint: $(STAMP)

@@ -17,6 +17,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from support import engine_template, late_lines
+from support.time_limit import (  # noqa: F401 (hooks)
+    pytest_runtest_logfinish,
+    pytest_timeout_cancel_timer,
+    pytest_timeout_set_timer,
+)
+from support.waiting import PATIENCE_S
+
+from caesura.client import launch_scheduler
 
 gc.disable()  # until everything is collected
 torch.set_num_threads(1)
@@ -40,6 +48,7 @@ if engine_template.is_wanted():
 
 
 late_lines.install()
+launch_scheduler.__kwdefaults__["startup_timeout"] = PATIENCE_S
 
 
 def pytest_sessionfinish() -> None:

@@ -265,7 +265,7 @@ def test_only_an_image_engine_loads_the_room_of_images():
         "import sys, caesura.scheduler.engine\n"
         "print(sorted(name for name in sys.modules if name.startswith('caesura.scheduler.image')))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
@@ -275,7 +275,7 @@ def test_the_wire_loads_without_torch():
         "third = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
         "print(sorted(name for name in third if name in ('torch', 'numpy', 'zmq', 'safetensors')))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 

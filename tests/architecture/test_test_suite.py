@@ -35,6 +35,39 @@ def test_the_rule_itself(source, found):
     assert settings_of_the_profile(ast.parse(source)) == found
 
 
+def limits_of_waits(tree: ast.Module) -> list[str]:
+    """Seconds that a wait is given although it is meant to succeed: waits that are to fail have fewer."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
+            given += node.args[:1] if name in ("wait", "join", "result") else []
+            numbers = [value.value for value in given if isinstance(value, ast.Constant)]
+            found += [f"line {node.lineno}: {n}" for n in numbers if isinstance(n, int | float) and n >= 10]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("thread.join(20)\nclient.generate([1], timeout=60.0)", ["line 1: 20", "line 2: 60.0"]),
+        ("client.generate([1], timeout=0.1)\nclient.flush_cache(timeout_s=60)\n','.join(x)", []),
+    ],
+)
+def test_the_rule_about_waits_itself(source, found):
+    assert limits_of_waits(ast.parse(source)) == found
+
+
+def test_no_wait_that_is_meant_to_succeed_has_a_limit_of_its_own():
+    """A busy machine exceeds any; the limit of the test allows for that (support/time_limit.py)."""
+    words = ("timeout=", ".wait(", ".join(", ".result(")
+    found = {
+        name: limits_of_waits(tree) for name, tree in trees_of(words) if not name.startswith("packaging/")
+    }
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def trees_of(words: Iterable[str]) -> Iterator[tuple[str, ast.Module]]:
     """Of the files in whose text one of ``words`` stands: to parse all takes seconds."""
     for path in FILES:

@@ -179,7 +179,7 @@ def test_a_run_that_is_killed_leaves_the_sections_it_had_done(tmp_path):
         [*command, "--only", "versions", "ceilings", "growth"], stdout=subprocess.DEVNULL
     )
     try:
-        eventually(lambda: json_path.exists() and "ceilings" in json.loads(json_path.read_text()), 60)
+        eventually(lambda: json_path.exists() and "ceilings" in json.loads(json_path.read_text()))
     finally:
         process.kill()
         process.wait()
@@ -243,7 +243,7 @@ def test_wheels_are_fetched_for_the_other_machine():
 def test_without_a_card_only_the_smoke_run_starts():
     if torch.cuda.is_available():
         return
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 2
     assert "--smoke" in done.stderr
 
@@ -253,7 +253,7 @@ def smoke(tmp_path: Path, *sections: str) -> tuple[dict[str, Any], str]:
     json_path = tmp_path / "found.json"
     options = ["--smoke", "--json", str(json_path), "--work-dir", str(tmp_path / "work"), "--only", *sections]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=170, cwd=tmp_path
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(json_path.read_text())

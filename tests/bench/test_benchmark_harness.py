@@ -4,16 +4,17 @@ import asyncio
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from harness.peer_process import PeerError, PeerProcess
 from harness.reference import plain_read_and_copy
 from harness.report import footnotes, summarise
 from harness.workload import WORKLOADS
 from peers.measure import measure_pauses, measure_updates
+from support.waiting import eventually
 
 STEP_S = 0.004
 TINY = WORKLOADS["tiny"]
@@ -148,14 +149,12 @@ def test_a_silent_peer_and_its_children_are_ended(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="no answer to 'start'"), peer(tmp_path, body) as process:
         process.call("start", 2.0)
     child = int((tmp_path / "log").read_text())
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}/stat").exists() and time.monotonic() < deadline:
-        state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-        if state == "Z":
-            break
-        time.sleep(0.01)
-    else:
-        assert not Path(f"/proc/{child}").exists()
+
+    def living() -> list[int]:
+        found = [each.info for each in psutil.process_iter(["pid", "status"])]
+        return [each["pid"] for each in found if each["status"] != psutil.STATUS_ZOMBIE]
+
+    eventually(lambda: child not in living())
 
 
 def result(engine: str, seconds: float, pause_s: list[float] | None, repeat: int = 0) -> dict:

@@ -125,7 +125,7 @@ def test_a_parameter_server_drives_an_update(engine, models, cold, half_bytes):
                 assert server.ask(bucket) == ""
             assert server.ask(None) == ""
             assert server.ask(None) == ""
-            assert update.result(30).committed
+            assert update.result().committed
         assert engine.check_weights("checksum").total == cold[1]
         free.append(torch.cuda.mem_get_info(DEVICE)[0])
     assert free[-1] >= free[1] - MIB

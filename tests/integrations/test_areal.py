@@ -107,11 +107,11 @@ def test_a_rollout_that_is_interrupted_by_an_update_goes_on(server, engine, mode
     key = names.update_weights_from_disk(engine.config.experiment_name, "test", engine.get_version())
     name_resolve.add(key, str(time.time()), replace=True)
     meta = api.WeightUpdateMeta(type="disk", path=str(models[1]), clear_checkpoint_after_load=False)
-    engine.update_weights_from_disk(meta).result(timeout=120)
+    engine.update_weights_from_disk(meta).result()
     engine.set_version(1)
     engine.continue_generation()
     engine.resume()
-    thread.join(120)
+    thread.join()
     (answer,) = found
     assert len(answer.output_tokens) == 400
     assert set(answer.output_versions) == {0, 1}
@@ -129,7 +129,7 @@ def test_weights_over_a_process_group(server, engine, models):
     trainer.beside(trainer.join)
     joined = engine.init_weights_update_group(meta)
     trainer.finish()
-    joined.result(timeout=60)
+    joined.result()
     try:
         engine.pause_generation()
         trainer.beside(lambda: trainer.broadcast_each(weights))
@@ -137,7 +137,7 @@ def test_weights_over_a_process_group(server, engine, models):
             api.ParamSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).split("torch.")[1])
             for name, tensor in weights.items()
         ]
-        engine.update_weights_from_distributed(meta, specs).result(timeout=60)
+        engine.update_weights_from_distributed(meta, specs).result()
         trainer.finish()
         engine.continue_generation()
         assert generate(engine).output_tokens == server.generate(PROMPT)["output_ids"]
@@ -171,7 +171,7 @@ def test_routing_of_a_model_with_experts(tmp_path):
         eventually(lambda: totals()["finished_requests"].get("abort"))
         eventually(lambda: load(server)["num_waiting_reqs"] == 1)  # it has come back
         server.ok("/continue_generation", {})
-        thread.join(60)
+        thread.join()
         engine.destroy()
     (answer,) = found
     assert len(answer.output_tokens) == 5

@@ -71,13 +71,13 @@ def router(package: str, log: Path, *workers: str) -> Iterator[httpx.Client]:
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
-            eventually(lambda: process.poll() is not None or healthy(client) == len(workers), 60)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None) as client:
+            eventually(lambda: process.poll() is not None or healthy(client) == len(workers))
             assert process.poll() is None, log.read_text()
             yield client
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait()
 
 
 def healthy(client: httpx.Client) -> int:

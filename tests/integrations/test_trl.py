@@ -127,7 +127,7 @@ def test_weights_go_through_the_protocol_of_the_async_trainer(policy, client):
     transfer.send_weights(checkpoint_tensors(model))
     transfer.resume()
     transfer.destroy()
-    output = handle.result(timeout=60)
+    output = handle.result()
     assert [span.version for span in output.weight_versions][-1] == "step-0"
     assert output.weight_versions[-1].epoch == epoch + 1
     assert oldest_epoch(output) == epoch
@@ -179,10 +179,10 @@ def test_rollouts_of_the_async_trainer_are_tagged_by_their_oldest_token(policy, 
     sync(1)
     worker.start()
     try:
-        seen = [worker.rollout_buffer.get(timeout=60) for _ in range(8)]
+        seen = [worker.rollout_buffer.get() for _ in range(8)]
         sync(2)
         while seen[-1].model_version < 2:
-            seen.append(worker.rollout_buffer.get(timeout=60))
+            seen.append(worker.rollout_buffer.get())
         worker.check_health(stale_after_s=60)
     finally:
         worker.stop()
@@ -212,7 +212,7 @@ def test_a_worker_that_fails_says_so_to_the_trainer(policy, client):
     )
     worker = RolloutWorker(client.endpoint, [{"prompt": "Count"}], [broken], tokenizer, config)
     worker.start()
-    worker._thread.join(60)
+    worker._thread.join()
     with pytest.raises(RuntimeError, match="rollout worker has failed") as caught:
         worker.check_health(stale_after_s=60)
     assert "no reward today" in str(caught.value.__cause__)

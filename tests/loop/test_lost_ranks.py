@@ -24,7 +24,6 @@ from caesura.scheduler.ranks.workers import Workers
 
 pytestmark = pytest.mark.slow  # a worker takes seconds to start
 
-PATIENCE_S = 60.0
 KILLED = r"rank 1 \(pid \d+\) was killed by SIGKILL"
 
 
@@ -58,7 +57,7 @@ def worker(driver) -> psutil.Process:
 def stop(worker: psutil.Process) -> None:
     """It does nothing from now on, and what waits for it waits until it is killed."""
     worker.suspend()
-    eventually(lambda: worker.status() == psutil.STATUS_STOPPED, PATIENCE_S)
+    eventually(lambda: worker.status() == psutil.STATUS_STOPPED)
 
 
 def run_to_its_end(driver: EngineDriver, worker: psutil.Process, when: Callable[[], bool]) -> Polls:
@@ -69,7 +68,7 @@ def run_to_its_end(driver: EngineDriver, worker: psutil.Process, when: Callable[
 
     def kill() -> None:
         try:
-            eventually(when, PATIENCE_S)
+            eventually(when)
         finally:
             worker.kill()
 

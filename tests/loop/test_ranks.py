@@ -161,7 +161,7 @@ def test_a_parameter_server_s_buckets_reach_every_rank(driver, cold, other_model
         sent = beside.submit(exchange, server, tensors)
         message = UpdateWeightsFromCheckpointEngineReqInput(zmq_handles={"cpu": server.address})
         reply = driver.call(message, max_ticks=100_000)
-        sent.result(30)
+        sent.result()
     assert reply.committed, reply
     assert checksums(driver) == cold
 

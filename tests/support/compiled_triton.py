@@ -30,7 +30,7 @@ class Compiled:
             file.write(self.cubin)
             file.flush()
             command = [tool, "-res-usage", file.name]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)
         return {name: int(value) for name, value in found}
 

@@ -40,8 +40,6 @@ _ENGINE, _WORKER = "caesura.scheduler", "caesura.scheduler.ranks"
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 PATIENCE = 3
 """Starts in a row before which this process may differ from the one that started the template: a test's change is soon undone."""
-_START_S = 60.0
-_FORK_S = 60.0
 _ALWAYS = (
     "click",
     "caesura.scheduler.process",
@@ -99,12 +97,8 @@ class Template:
                 process_group=0,
             )
         template = cls(mine, process.pid, process)
-        mine.settimeout(_START_S)
-        try:
-            if mine.recv(len(READY)) == READY:
-                return template
-        except TimeoutError:
-            pass
+        if mine.recv(len(READY)) == READY:
+            return template
         process.kill()
         template.close()
         return None
@@ -131,7 +125,6 @@ class Template:
                 except OSError:
                     self.is_gone = True
                     return None
-            answer.settimeout(_FORK_S)
             said = answer.recv(64)
         return int(said) if said else None
 
@@ -167,15 +160,13 @@ class Process(subprocess.Popen[Any]):
         self._close_pipe_fds(*(given[name] for name in pipes))
 
 
-def run(
-    code: str, *arguments: str, timeout: float = 60.0, **options: Any
-) -> "subprocess.CompletedProcess[str]":
+def run(code: str, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     """``subprocess.run`` of ``python -c CODE ARGUMENTS`` with its output captured."""
     command = [sys.executable, CODE, code, *arguments]
     pipe = subprocess.PIPE
     with Process(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
         try:
-            output, error = process.communicate(timeout=timeout)
+            output, error = process.communicate()
         except BaseException:
             process.kill()
             raise

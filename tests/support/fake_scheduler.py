@@ -314,7 +314,7 @@ class FakeScheduler:
         """Send something nobody asked for to the client heard last."""
         self._outgoing.put(message)
 
-    def next_request(self, kind: type[Request] = Request, timeout: float = 10.0) -> Request:
+    def next_request(self, kind: type[Request] = Request, timeout: float | None = None) -> Request:
         """The next request of that kind; others before it are skipped."""
         while True:
             request = self.requests.get(timeout=timeout)

@@ -14,8 +14,6 @@ import httpx
 
 from . import engine_template
 
-START_TIMEOUT_S = 60.0
-
 
 class ServedEngine:
     """A running ``caesura serve``: ``http`` is a client of it, ``url`` its address."""
@@ -42,10 +40,10 @@ class ServedEngine:
         assert self.process.stdout is not None
         self.announced = self.process.stdout.readline()
         if " on http" not in self.announced:
-            output, error = self.process.communicate(timeout=START_TIMEOUT_S)
+            output, error = self.process.communicate()
             raise RuntimeError(f"caesura serve did not start: {self.announced}{output}{error}")
         self.url = self.announced.split(" on ")[1].split()[0]
-        self.http = httpx.Client(base_url=self.url, timeout=30.0)
+        self.http = httpx.Client(base_url=self.url, timeout=None)
 
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
         """A POST of JSON; no body at all where it is None."""
@@ -75,12 +73,12 @@ class ServedEngine:
     def engine_pid(self) -> int:
         return int(self.get("/server_info").json()["internal_states"][0]["pid"])
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 20.0) -> tuple[int, str]:
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Exit status and stderr."""
         self.http.close()
         if self.process.poll() is None:
             self.process.send_signal(number)
-        _, error = self.process.communicate(timeout=timeout)
+        _, error = self.process.communicate()
         return self.process.returncode, error
 
 

@@ -28,25 +28,24 @@ class Listening:
     server: Server
     thread: threading.Thread
 
-    def connect(self, timeout: float = 10.0) -> socket.socket:
+    def connect(self, timeout: float | None = None) -> socket.socket:
         return socket.create_connection(self.address, timeout=timeout)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.address[1]}"
 
-    def stop(self, timeout: float = 30.0) -> None:
+    def stop(self) -> None:
         """End it as a signal would."""
         self.server.should_exit = True
-        self.thread.join(timeout)
-        assert not self.thread.is_alive()
+        self.thread.join()
 
 
 @contextmanager
 def listening(
     *,
     endpoint: str = NO_ENGINE,
-    connect_timeout: float = 0.0,
+    connect_timeout: float | None = 0.0,
     connections: Connections | None = None,
     tls: ssl.SSLContext | None = None,
     tokenizer: TextTokenizer | None = None,
@@ -74,7 +73,7 @@ def listening(
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait()
     found = Listening(listener.getsockname(), servers[0], thread)
     try:
         yield found

@@ -82,7 +82,7 @@ class Door(threading.Thread):
     def __exit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.should_exit = True
-        self.join(10)
+        self.join()
         self._listener.close()
 
 

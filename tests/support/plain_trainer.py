@@ -17,6 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 from caesura.client.tensors import manifest
 from caesura.io_struct import InitWeightsUpdateGroupReqInput, UpdateWeightsFromDistributedReqInput
 
+from .waiting import PATIENCE_S
+
 Weights = dict[str, torch.Tensor]
 
 
@@ -37,14 +39,16 @@ def update_message(weights: Weights, **fields: object) -> UpdateWeightsFromDistr
 class PlainTrainer:
     """Rank 0 as trainers of the field make it: torch's private helper with a store of its own, none of our code."""
 
-    def __init__(self, name: str = "weight_update_group", world_size: int = 2, timeout_s: float = 10) -> None:
+    def __init__(
+        self, name: str = "weight_update_group", world_size: int = 2, timeout_s: float = PATIENCE_S
+    ) -> None:
         self.name, self.port, self.world_size = name, free_port(), world_size
         self.timeout = timedelta(seconds=timeout_s)
         self.group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
 
     def init_message(self, rank: int = 1, **fields: object) -> InitWeightsUpdateGroupReqInput:
-        values = {"group_name": self.name, "world_size": self.world_size, "timeout_s": 10.0, **fields}
+        values = {"group_name": self.name, "world_size": self.world_size, "timeout_s": PATIENCE_S, **fields}
         return InitWeightsUpdateGroupReqInput(
             master_address="127.0.0.1", master_port=self.port, rank_offset=rank, **values
         )
@@ -71,7 +75,7 @@ class PlainTrainer:
 
     def finish(self) -> None:
         assert self._thread is not None
-        self._thread.join(timeout=30)
+        self._thread.join()
         assert not self._thread.is_alive()
 
     def broadcast_each(self, weights: Weights) -> None:
@@ -91,6 +95,6 @@ class PlainTrainer:
 def broadcast_and_die(trainer: PlainTrainer, path: Path, num_tensors: int, joined: Event) -> None:
     """``joined``: the other rank has, so that it is the broadcasts that fail."""
     trainer.join()
-    joined.wait(60)
+    joined.wait()
     trainer.broadcast_each(dict(list(weights_of(path).items())[:num_tensors]))
     os.kill(os.getpid(), signal.SIGKILL)

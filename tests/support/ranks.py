@@ -16,6 +16,8 @@ from caesura.scheduler.parallel import process_group, shared_memory
 from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.weights.transports import disk
 
+from .waiting import PATIENCE_S
+
 ANSWER_S = 120.0
 """How long a test waits for its ranks: longer than any of them takes on a busy machine."""
 Job = Callable[..., Any]
@@ -33,7 +35,7 @@ class RankAlone:
 class Ranks:
     """``size`` processes of one group over shared memory, or gloo; this one is none of them."""
 
-    def __init__(self, size: int, timeout_s: float = 60.0, *, gloo: bool = False) -> None:
+    def __init__(self, size: int, timeout_s: float = PATIENCE_S, *, gloo: bool = False) -> None:
         context = multiprocessing.get_context(
             "forkserver"
         )  # torch is imported once, by a process without threads
@@ -86,7 +88,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join(10)
+            process.join()
 
     @staticmethod
     def _receive(pipe: Connection) -> Any:

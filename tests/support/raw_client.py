@@ -15,7 +15,9 @@ from caesura.io_struct import (
     encode,
 )
 
-PATIENCE_MS = 20_000
+from .waiting import PATIENCE_S
+
+PATIENCE_MS = int(1e3 * PATIENCE_S)
 
 
 class RawClient:

@@ -24,8 +24,7 @@ from caesura.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 
-_PATIENCE_S = 60.0
-"""For a trainer beside the loop that a busy machine delays."""
+from .waiting import PATIENCE_S as _PATIENCE_S
 
 
 class Roads:

@@ -43,6 +43,8 @@ from caesura.scheduler.forward import ForwardBatch, HostOutput
 from caesura.scheduler.loop import Step
 from caesura.scheduler.runner.sampler import SamplerOutput
 
+from .waiting import PATIENCE_S as _PATIENCE_S
+
 _MULTIPLIER = np.uint64(6364136223846793005)
 _INCREMENT = np.uint64(1442695040888963407)
 
@@ -50,8 +52,6 @@ _TORN = np.uint64(0xBAD57A7E)
 """A state that a step has begun to overwrite."""
 
 _MARK = b"\0everything before this has been taken in"
-_PATIENCE_S = 60.0
-"""For what only a busy machine delays: a message between two sockets, a thread beside the loop."""
 
 
 def cell(token: int, epoch: int) -> np.uint64:

@@ -14,8 +14,7 @@ from typing import Any
 from caesura.client import SchedulerClient
 
 from . import engine_template
-
-PATIENCE = 60.0
+from .waiting import PATIENCE_S as PATIENCE
 
 
 class Supervised:

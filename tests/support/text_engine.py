@@ -23,8 +23,7 @@ from caesura.io_struct import (
     GenerateReqInput,
 )
 
-PATIENCE = 30.0
-"""Seconds that no test should need."""
+from .waiting import PATIENCE_S as PATIENCE
 
 
 def run(endpoint, tokenizer, body, handler, **options):

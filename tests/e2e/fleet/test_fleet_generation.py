@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.checkpoints import make_checkpoint
 from support.tokenizers import make_byte_level
+from support.waiting import PATIENCE_S
 
 from caesura.client import (
     EngineDied,
@@ -36,7 +37,6 @@ DETERMINISTIC = best("linear", "cpu", torch.float32) != TORCH
 PROMPT = [5, 6, 7, 8]
 NEW = 60
 SEAM = 17
-PATIENCE_S = 90.0
 ATTEMPTS = 20
 SAMPLED = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=11, ignore_eos=True)
 LONG = msgspec.structs.replace(SAMPLED, max_new_tokens=600)

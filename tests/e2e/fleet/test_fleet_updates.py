@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from support.lanes import quick
+from support.waiting import PATIENCE_S
 
 from caesura.client import (
     InternalError,
@@ -27,7 +28,6 @@ from caesura.client.tensors import SharedTensors
 PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 LONG = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
-PATIENCE_S = 90.0
 
 
 @pytest.fixture(scope="module")

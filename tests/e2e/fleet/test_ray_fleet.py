@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from support.fleet_owner import ENGINE, killed_owner
+from support.waiting import PATIENCE_S
 
 from caesura.client import InvalidRequest, SamplingParams
 from caesura.client.fleet.members import Member
@@ -20,7 +21,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.filterwarn
 
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
-PATIENCE_S = 300.0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.plain_trainer import PlainTrainer, update_message, weights_of
+from support.waiting import PATIENCE_S
 
 from caesura.client import EngineDied, EngineRestarting, GroupError, InternalError, SamplingParams
 from caesura.client.fleet.members import EngineAddress
@@ -22,7 +23,6 @@ from caesura.client.replicas.fleet import ReplicaFleet
 from caesura.client.replicas.processes import ReplicaProcesses
 from caesura.io_struct import WeightUpdateReqOutput
 
-PATIENCE_S = 90.0
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 
 
@@ -117,7 +117,7 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
 
     async def body(fleet: ReplicaFleet) -> None:
         trainer.beside(trainer.join)
-        await join(fleet, trainer, broadcast_timeout_s=10 * PATIENCE_S)
+        await join(fleet, trainer, broadcast_timeout_s=PATIENCE_S)
         await asyncio.to_thread(trainer.finish)
         request = update_message(weights_of(Path(other_model)), group_name="group", weight_version="never")
         update = fleet.client.start(request, WeightUpdateReqOutput)
@@ -221,7 +221,7 @@ def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processe
     trainer = PlainTrainer(name="never", world_size=3)  # it does not come
 
     async def body(fleet: ReplicaFleet) -> None:
-        joining = asyncio.ensure_future(join(fleet, trainer, timeout_s=10 * PATIENCE_S))
+        joining = asyncio.ensure_future(join(fleet, trainer, timeout_s=PATIENCE_S))
         await fleet.members[0].client.status()  # behind its call to join
         kill(processes, 0)
         with pytest.raises(GroupError, match="replica-0 ended before all had joined"):

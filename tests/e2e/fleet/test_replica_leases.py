@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.plain_trainer import weights_of
+from support.waiting import PATIENCE_S
 
 from caesura.client import SamplingParams
 from caesura.client.process.supervisor import RestartPolicy
@@ -15,7 +16,6 @@ from caesura.client.replicas.fleet import ReplicaFleet
 from caesura.client.replicas.processes import ReplicaProcesses
 from caesura.io_struct.control import LeaseAction
 
-PATIENCE_S = 90.0
 SHORT_S, LONGER_S = 0.5, 3.0
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -83,7 +83,7 @@ def test_a_lease_ends_though_every_engine_that_knew_of_it_has_died(processes, ac
 
 def test_a_status_tells_a_pause_that_no_engine_knows_of(processes):
     async def body(fleet: ReplicaFleet) -> None:
-        await fleet.client.pause("retract", lease_s=10 * PATIENCE_S)
+        await fleet.client.pause("retract", lease_s=PATIENCE_S)
         await kill_all(processes, fleet)
         while not fleet.present:
             await asyncio.sleep(0.01)

@@ -97,7 +97,7 @@ def assert_close(found: list[float], expected: list[float], tolerance: float) ->
 def test_greedy_output_and_logprobs_are_those_of_transformers(tmp_path, family):
     served = Served(None, tmp_path, make_checkpoint(tmp_path, family, seed=5, tied=family == "llama"))
     with serve(tmp_path, "float32") as client:
-        outputs = client.generate(PROMPTS, GREEDY, return_logprob=True, timeout=60)
+        outputs = client.generate(PROMPTS, GREEDY, return_logprob=True)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.output_ids == served.greedy(prompt, 20)
         assert output.prompt_tokens == len(prompt)
@@ -110,7 +110,7 @@ def test_logprobs_of_sampled_tokens(float32, temperature):
     """Of the full vocabulary after temperature; raw ones before it; sampled ones after the filters."""
     params = SamplingParams(max_new_tokens=24, temperature=temperature, top_k=7, seed=3, ignore_eos=True)
     outputs = float32.client.generate(
-        PROMPTS, params, return_logprob=True, return_raw_logprob=True, return_sampled_logprob=True, timeout=60
+        PROMPTS, params, return_logprob=True, return_raw_logprob=True, return_sampled_logprob=True
     )
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = output.output_ids
@@ -123,7 +123,7 @@ def test_logprobs_of_sampled_tokens(float32, temperature):
 
 def test_bfloat16_is_close_to_float32_on_the_same_values(bfloat16):
     params = SamplingParams(max_new_tokens=24, seed=3, ignore_eos=True)
-    outputs = bfloat16.client.generate(PROMPTS, params, return_logprob=True, timeout=60)
+    outputs = bfloat16.client.generate(PROMPTS, params, return_logprob=True)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert_close(output.output_logprobs, bfloat16.logprobs(prompt, output.output_ids), 0.15)
     assert bfloat16.client.status().dtype == "bfloat16"
@@ -132,7 +132,7 @@ def test_bfloat16_is_close_to_float32_on_the_same_values(bfloat16):
 def test_a_seed_reproduces_its_tokens(float32):
     def sample(seed: int | None):
         params = SamplingParams(max_new_tokens=24, seed=seed, ignore_eos=True)
-        return float32.client.generate(PROMPTS[1], params, return_logprob=True, timeout=60)
+        return float32.client.generate(PROMPTS[1], params, return_logprob=True)
 
     first, again, other, drawn = sample(11), sample(11), sample(12), sample(None)
     assert (first.output_ids, first.seed) == (again.output_ids, 11)
@@ -147,7 +147,7 @@ def test_sample_i_depends_on_the_seed_and_i_only(float32):
 
     def samples(n: int):
         params = SamplingParams(max_new_tokens=16, seed=21, n=n, ignore_eos=True)
-        found = client.submit(PROMPTS[3], params).results(timeout=60)
+        found = client.submit(PROMPTS[3], params).results()
         assert [output.index for output in found] == list(range(n))
         return [output.output_ids for output in found]
 
@@ -157,19 +157,19 @@ def test_sample_i_depends_on_the_seed_and_i_only(float32):
     assert samples(3) == five[:3]
     assert samples(1) == five[:1]
     assert not all(handle.done() for handle in load), "the load was meant to last"
-    client.abort(abort_all=True, timeout=60)
-    assert {handle.result(timeout=60).finish_reason.type for handle in load} == {"abort"}
+    client.abort(abort_all=True)
+    assert {handle.result().finish_reason.type for handle in load} == {"abort"}
 
 
 def test_end_of_sequence_and_stop_ids(float32):
     prompt, client, eos = PROMPTS[0], float32.client, float32.eos
-    unstopped = client.generate(prompt, GREEDY, timeout=60).output_ids
+    unstopped = client.generate(prompt, GREEDY).output_ids
     until_eos = unstopped[: unstopped.index(eos) + 1]
     assert 4 < len(until_eos) < 20
 
     def generate(**fields: object):
         params = SamplingParams(max_new_tokens=20, temperature=0.0, **fields)
-        output = client.generate(prompt, params, timeout=60)
+        output = client.generate(prompt, params)
         return output.output_ids, output.finish_reason.type, output.finish_reason.matched
 
     assert generate() == (until_eos, "stop", eos)
@@ -184,17 +184,17 @@ def test_end_of_sequence_and_stop_ids(float32):
 
 def test_without_a_limit_it_runs_to_the_end_of_the_context(float32):
     params = SamplingParams(max_new_tokens=None, ignore_eos=True, seed=1)
-    output = float32.client.generate(PROMPTS[1], params, timeout=60)
+    output = float32.client.generate(PROMPTS[1], params)
     assert len(output.output_ids) == CONTEXT - len(PROMPTS[1])
     assert output.finish_reason.type == "length"
 
 
 def test_what_cannot_run_is_refused_by_name(float32):
     with pytest.raises(PromptTooLong) as too_long:
-        float32.client.generate(PROMPTS[1], SamplingParams(max_new_tokens=CONTEXT), timeout=60)
+        float32.client.generate(PROMPTS[1], SamplingParams(max_new_tokens=CONTEXT))
     assert too_long.value.detail["limit"] == CONTEXT
     with pytest.raises(InvalidRequest) as outside:
-        float32.client.generate([3, 97], timeout=60)
+        float32.client.generate([3, 97])
     assert (outside.value.detail["field"], outside.value.detail["position"]) == ("input_ids", 1)
 
 
@@ -203,12 +203,12 @@ def test_a_stream_is_the_result_in_pieces(float32):
     handle = float32.client.submit(PROMPTS[1], params, stream=True, return_logprob=True)
     ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
     logprobs: dict[int, list[float]] = {0: [], 1: [], 2: []}
-    deltas = list(handle.deltas(timeout=60))
+    deltas = list(handle.deltas())
     for delta in deltas:
         assert delta.start == len(ids[delta.index])
         ids[delta.index] += delta.output_ids
         logprobs[delta.index] += delta.output_logprobs
-    for output in handle.results(timeout=60):
+    for output in handle.results():
         assert ids[output.index] == output.output_ids
         assert logprobs[output.index] == output.output_logprobs
     assert len(deltas) > 24, "tokens were meant to come one by one"
@@ -216,30 +216,30 @@ def test_a_stream_is_the_result_in_pieces(float32):
 
 def test_the_asyncio_client_gets_the_same(float32):
     params = SamplingParams(max_new_tokens=16, seed=9, ignore_eos=True)
-    expected = float32.client.generate(PROMPTS, params, return_logprob=True, timeout=60)
+    expected = float32.client.generate(PROMPTS, params, return_logprob=True)
 
     async def ask():
         async with AsyncSchedulerClient(float32.client.endpoint) as client:
-            outputs = await client.generate(PROMPTS, params, return_logprob=True, timeout=60)
+            outputs = await client.generate(PROMPTS, params, return_logprob=True)
             handle = await client.submit(PROMPTS[0], params, stream=True)
             streamed = [token async for delta in handle for token in delta.output_ids]
-            return outputs, streamed, await client.status(timeout=60)
+            return outputs, streamed, await client.status()
 
     outputs, streamed, status = asyncio.run(ask())
     assert [output.output_ids for output in outputs] == [output.output_ids for output in expected]
     for output, other in zip(outputs, expected, strict=True):
         assert_close(output.output_logprobs, other.output_logprobs, 1e-4)
     assert streamed == expected[0].output_ids
-    assert status.pid == float32.client.status(timeout=60).pid
+    assert status.pid == float32.client.status().pid
 
 
 def test_many_at_once_are_what_each_is_alone(float32):
     """Continuous batching, chunked prefill and prefix sharing change no greedy token in float32."""
     client = float32.client
-    client.flush_cache(timeout_s=30, timeout=60)
+    client.flush_cache(timeout_s=30)
     prompts = [[3 + (i * i + j * 5) % 90 for j in range(1 + 9 * i)] for i in range(16)]
     prompts += [prompts[-1][:100], prompts[-1], prompts[-1] + [5]]
-    outputs = client.generate(prompts, GREEDY, return_logprob=True, timeout=60)
+    outputs = client.generate(prompts, GREEDY, return_logprob=True)
     assert sum(output.cached_tokens for output in outputs) > 0
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.output_ids == float32.greedy(prompt, 20)
@@ -247,11 +247,11 @@ def test_many_at_once_are_what_each_is_alone(float32):
 
 
 def test_status_and_spans_of_a_fresh_engine(float32):
-    output = float32.client.generate(PROMPTS[0], GREEDY, timeout=60)
+    output = float32.client.generate(PROMPTS[0], GREEDY)
     (span,) = output.weight_versions
     assert (span.version, span.epoch, span.start, span.end, span.stale_kv) == ("default", 0, 0, 20, False)
     assert output.output_logprobs is None
-    status = float32.client.status(timeout=60)
+    status = float32.client.status()
     assert (status.generation, status.weights, status.dtype, status.context_len) == (
         "running", "valid", "float32", CONTEXT,
     )  # fmt: skip
@@ -277,7 +277,7 @@ def test_the_example_of_the_documentation(tmp_path):
         client.pause("in_place")
         client.update_weights_from_disk(new, weight_version="1", flush_cache=False)
         report = client.continue_generation()
-        result = handle.result(timeout=30)
+        result = handle.result()
         status = client.status()
 
     assert len(out) == 2

@@ -223,27 +223,23 @@ def test_paused_and_updated_under_load_nothing_a_trainer_sees_changes(models):
     with engine as client:
         fill = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
         prompts = [[3 + i % 90] * PROMPT for i in range(FIRST_BATCH)]
-        client.generate(prompts, fill, return_logprob=True, return_routed_experts=True, timeout=120)
+        client.generate(prompts, fill, return_logprob=True, return_routed_experts=True)
         handles = [client.submit(prompt, **options) for prompt, options in map(job, range(REQUESTS))]
-        undisturbed = {number: handle.result(timeout=60) for number, handle in enumerate(handles)}
+        undisturbed = {number: handle.result() for number, handle in enumerate(handles)}
         client.flush_cache()
 
         handles, reserved, held = [], [], 0
         for number in range(REQUESTS):
             prompt, options = job(number)
             handles.append(client.submit(prompt, **options))
-            next(
-                client.submit(prompt[:4], fill, stream=True).deltas(timeout=60)
-            )  # steps have run since the last pause
-            held += client.pause("in_place", timeout=60).held_requests
-            update = client.update_weights_from_disk(
-                path, weight_version=str(number), flush_cache=False, timeout=60
-            )
+            next(client.submit(prompt[:4], fill, stream=True).deltas())  # steps have run since the last pause
+            held += client.pause("in_place").held_requests
+            update = client.update_weights_from_disk(path, weight_version=str(number), flush_cache=False)
             assert update.committed
-            client.continue_generation(timeout=60)
-            reserved.append(client.status(timeout=60).device_memory.reserved)
-        paused = {number: handle.result(timeout=60) for number, handle in enumerate(handles)}
-        assert client.status(timeout=60).weights_epoch == REQUESTS
+            client.continue_generation()
+            reserved.append(client.status().device_memory.reserved)
+        paused = {number: handle.result() for number, handle in enumerate(handles)}
+        assert client.status().weights_epoch == REQUESTS
     assert engine.returncode == 0
 
     assert held > REQUESTS, "the pauses were meant to find requests at work"

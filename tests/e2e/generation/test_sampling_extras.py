@@ -57,7 +57,7 @@ def served(tmp_path_factory):
 @pytest.mark.parametrize("penalty", [0.6, 1.2, 1.8])
 def test_repetition_penalty_equals_transformers(served, penalty):
     params = SamplingParams(max_new_tokens=24, temperature=0.0, repetition_penalty=penalty)
-    outputs = served.client.generate(PROMPTS, params, timeout=60)
+    outputs = served.client.generate(PROMPTS, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.output_ids == served.greedy(prompt, 24, repetition_penalty=penalty)
 
@@ -65,7 +65,7 @@ def test_repetition_penalty_equals_transformers(served, penalty):
 @pytest.mark.parametrize("least", [1, 2, 9])
 def test_min_new_tokens_equals_transformers(served, least):
     params = SamplingParams(max_new_tokens=12, temperature=0.0, min_new_tokens=least)
-    outputs = served.client.generate(PROMPTS, params, timeout=60)
+    outputs = served.client.generate(PROMPTS, params)
     expected = [served.greedy(prompt, 12, min_new_tokens=least) for prompt in PROMPTS]
     assert [output.output_ids for output in outputs] == expected
     unbound = served.client.generate(PROMPTS[0], SamplingParams(max_new_tokens=12, temperature=0.0))
@@ -77,7 +77,7 @@ def test_logit_bias_and_stop_ids(served):
     forced = SamplingParams(
         max_new_tokens=6, temperature=0.0, logit_bias={40: 100.0}, stop_token_ids=[40], min_new_tokens=2
     )
-    output = served.client.generate(PROMPTS[3], forced, timeout=60)
+    output = served.client.generate(PROMPTS[3], forced)
     assert 40 not in output.output_ids[:2]
     assert output.output_ids[2:] == [40]
     assert (output.finish_reason.type, output.finish_reason.matched) == ("stop", 40)
@@ -87,7 +87,7 @@ def test_min_p_keeps_the_likeliest(served):
     """1 leaves the best token alone, however hot the others are."""
     hot = SamplingParams(max_new_tokens=10, temperature=5.0, seed=3, min_p=1.0, ignore_eos=True)
     cold = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
-    found, best = (served.client.generate(PROMPTS, params, timeout=60) for params in (hot, cold))
+    found, best = (served.client.generate(PROMPTS, params) for params in (hot, cold))
     assert [output.output_ids for output in found] == [output.output_ids for output in best]
 
 
@@ -95,7 +95,7 @@ def inputs_of(served: Served, prompt: list[int], start: int, **options: Any):
     params = SamplingParams(max_new_tokens=3, temperature=0.5, seed=1, logit_bias={4: 2.0}, ignore_eos=True)
     return served.client.generate(
         prompt, params, return_logprob=True, logprob_start_len=start, top_logprobs_num=3,
-        token_ids_logprob=[8, 2, 77], timeout=60, **options,
+        token_ids_logprob=[8, 2, 77], **options,
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def test_no_prompt_logprobs(served, start):
 
 def test_samples_of_one_prompt_have_the_same_prompt_logprobs(served):
     outputs = served.client.generate(
-        LONG, SamplingParams(max_new_tokens=2, n=3), return_logprob=True, logprob_start_len=40, timeout=60
+        LONG, SamplingParams(max_new_tokens=2, n=3), return_logprob=True, logprob_start_len=40
     )
     rows = served.rows(LONG)
     expected = [rows[at, LONG[at + 1]].item() for at in range(40, 74)]
@@ -149,7 +149,7 @@ def test_pauses_change_no_number(served):
     """Retracted in the midst of its prompt and again while it decodes; the second time nothing of the prompt is asked again."""
     params = SamplingParams(max_new_tokens=60, temperature=0.0, repetition_penalty=1.3, ignore_eos=True)
     wanted = {"return_logprob": True, "logprob_start_len": 10, "top_logprobs_num": 2}
-    calm = served.client.generate(LONG, params, cache_salt="calm", **wanted, timeout=60)
+    calm = served.client.generate(LONG, params, cache_salt="calm", **wanted)
     for mode in ("retract", "in_place"):
         handle = served.client.submit(LONG, params, stream=True, cache_salt=mode, **wanted)
         served.client.pause(mode)
@@ -157,7 +157,7 @@ def test_pauses_change_no_number(served):
         next(iter(handle))
         served.client.pause(mode)
         served.client.continue_generation()
-        output = handle.result(timeout=60)
+        output = handle.result()
         assert output.output_ids == calm.output_ids
         assert output.output_logprobs == pytest.approx(calm.output_logprobs, abs=CLOSE)
         assert output.output_top_logprobs.ids == calm.output_top_logprobs.ids
@@ -171,7 +171,7 @@ def test_streams_carry_what_the_result_carries(served):
         PROMPTS[0], params, stream=True, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[1]
     )
     deltas = list(handle)
-    output = handle.result(timeout=60)
+    output = handle.result()
     assert sum(len(delta.output_top_logprobs) for delta in deltas) == 9
     assert [x for delta in deltas for x in delta.output_top_logprobs.ids] == output.output_top_logprobs.ids
     assert [
@@ -201,7 +201,7 @@ def test_streams_carry_what_the_result_carries(served):
 )
 def test_bad_parameters_are_refused_by_name(served, params, field):
     with pytest.raises(InvalidRequest) as refused:
-        served.client.generate([5], SamplingParams(**params), timeout=30)
+        served.client.generate([5], SamplingParams(**params))
     assert refused.value.detail["field"] == f"sampling_params.{field}"
 
 
@@ -219,4 +219,4 @@ def test_bad_parameters_are_refused_by_name(served, params, field):
 )
 def test_bad_wishes_are_refused_by_name(served, fields, named):
     with pytest.raises(InvalidRequest, match=named):
-        served.client.generate([5], return_logprob=True, timeout=30, **fields)
+        served.client.generate([5], return_logprob=True, **fields)

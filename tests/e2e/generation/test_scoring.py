@@ -42,8 +42,8 @@ def reference(tmp_path_factory):
 def alone(policy):
     """Anonymous memory of an engine without a reference."""
     with launch_scheduler(policy, **OPTIONS) as client:
-        client.generate(PROMPTS[0], PARAMS, timeout=60)
-        return client.status(timeout=60).device_memory.reserved
+        client.generate(PROMPTS[0], PARAMS)
+        return client.status().device_memory.reserved
 
 
 def by_transformers(path, ids: list[int], start: int, temperature: float) -> np.ndarray:
@@ -59,15 +59,15 @@ def test_finished_rollouts_are_scored(policy, reference, residency):
     with launch_scheduler(
         policy, reference_model_path=reference, reference_residency=residency, **OPTIONS
     ) as client:
-        outputs = client.generate(PROMPTS, PARAMS, timeout=60)
+        outputs = client.generate(PROMPTS, PARAMS)
         rollouts = [prompt + out.output_ids for prompt, out in zip(PROMPTS, outputs, strict=True)]
         starts = [len(prompt) for prompt in PROMPTS]
-        scores = client.score(rollouts, start=starts, temperature=0.8, timeout=60)
+        scores = client.score(rollouts, start=starts, temperature=0.8)
         for ids, start, found in zip(rollouts, starts, scores, strict=True):
             expected = by_transformers(reference, ids, start, 0.8)
             np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
-        client.pause(timeout=60)
-        assert client.score(rollouts[0], start=starts[0], temperature=0.8, timeout=60) == pytest.approx(
+        client.pause()
+        assert client.score(rollouts[0], start=starts[0], temperature=0.8) == pytest.approx(
             scores[0], abs=1e-5
         )
 
@@ -76,9 +76,9 @@ def test_finished_rollouts_are_scored(policy, reference, residency):
 def test_the_policy_as_its_own_reference(policy):
     """Where both are the same checkpoint, scores are the log-probabilities that the sampler gave."""
     with launch_scheduler(policy, reference_model_path=policy, **OPTIONS) as client:
-        outputs = client.generate(PROMPTS, PARAMS, return_logprob=True, timeout=60)
+        outputs = client.generate(PROMPTS, PARAMS, return_logprob=True)
         rollouts = [prompt + out.output_ids for prompt, out in zip(PROMPTS, outputs, strict=True)]
-        scores = client.score(rollouts, start=[len(p) for p in PROMPTS], temperature=0.8, timeout=60)
+        scores = client.score(rollouts, start=[len(p) for p in PROMPTS], temperature=0.8)
         for out, found in zip(outputs, scores, strict=True):
             np.testing.assert_allclose(found, out.output_logprobs, atol=1e-4, rtol=0)
 
@@ -89,20 +89,20 @@ def test_the_reference_is_in_memory_while_it_is_used(policy, reference, alone, r
     with launch_scheduler(
         policy, reference_model_path=reference, reference_residency=residency, **OPTIONS
     ) as client:
-        client.generate(PROMPTS[0], PARAMS, timeout=60)
-        size = client.status(timeout=60).reference.weights
+        client.generate(PROMPTS[0], PARAMS)
+        size = client.status().reference.weights
         assert size > 30 * MIB
         for _ in range(3):
-            rest = client.status(timeout=60)
+            rest = client.status()
             while residency != "resident" and rest.reference.device_bytes:  # it leaves behind the answer
-                rest = client.status(timeout=60)
+                rest = client.status()
             extra = rest.device_memory.reserved - alone
             if residency == "resident":
                 assert rest.reference.device_bytes == size
                 assert extra > 0.9 * size
             else:
                 assert extra < 0.4 * size, "what is left: workspaces, and Python's objects"
-            client.score(PROMPTS, start=1, timeout=60)
+            client.score(PROMPTS, start=1)
         assert psutil.Process(rest.pid).num_threads() < 12
 
 
@@ -127,9 +127,9 @@ def test_the_same_from_coroutines(policy, reference):
 def test_what_a_caller_gets_wrong(policy, reference):
     with launch_scheduler(policy, **OPTIONS) as client:
         with pytest.raises(Unsupported, match="no reference is loaded"):
-            client.score([1, 2, 3], start=1, timeout=60)
+            client.score([1, 2, 3], start=1)
         with pytest.raises(InvalidRequest, match="2 start for 1 sequences"):
-            client.score([[1, 2, 3]], start=[1, 2], timeout=60)
+            client.score([[1, 2, 3]], start=[1, 2])
     with pytest.raises(EngineError, match="nowhere") as caught:
         launch_scheduler(policy, reference_model_path=policy / "nowhere", **OPTIONS)
     assert caught.value.code in ("checkpoint_error", "unsupported_model")

@@ -53,7 +53,7 @@ def engine(model):
 
 def run(engine, tokenizer, body):
     async def main():
-        async with AsyncSchedulerClient(engine.endpoint) as client, asyncio.timeout(60):
+        async with AsyncSchedulerClient(engine.endpoint) as client:
             await body(TokenizerManager(client, tokenizer))
 
     asyncio.run(main())
@@ -220,7 +220,7 @@ def test_a_dead_engine_is_told_to_every_waiter(model, tmp_path):
 
     async def main(engine):
         client = AsyncSchedulerClient(engine.endpoint, connect_timeout=0.2)
-        async with client, asyncio.timeout(60):
+        async with client:
             await body(TokenizerManager(client, tokenizer), engine)
 
     with serve(model) as engine:

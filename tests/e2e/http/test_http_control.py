@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -17,6 +16,7 @@ import torch.multiprocessing
 from safetensors.torch import save
 from support.http_serve import ServedEngine, served
 from support.plain_trainer import PlainTrainer, Weights, weights_of
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_areal_distributed(server, trainer, other_model, others_checksum):
         trainer.finish()
     label = version(server)
     server.ok("/continue_generation", {})
-    waiting.join(20)
+    waiting.join()
     assert checksum(server) == others_checksum
     assert version(server) == label == "start"
     server.ok("/destroy_weights_update_group", {"group_name": trainer.name})
@@ -351,11 +351,9 @@ def test_what_waits_during_a_pause_counts_and_goes_on(server):
     found: list = []
     thread = threading.Thread(target=lambda: found.append(server.generate([5])))
     thread.start()
-    deadline = time.monotonic() + 20
-    while server.get("/get_load").json()[0]["num_waiting_reqs"] != 1:
-        assert time.monotonic() < deadline
+    eventually(lambda: server.get("/get_load").json()[0]["num_waiting_reqs"] == 1)
     server.ok("/continue_generation")
-    thread.join(20)
+    thread.join()
     assert len(found[0]["output_ids"]) == 8
 
 
@@ -429,17 +427,6 @@ def test_tensors_that_cannot_be_read_are_refused_by_name(server, tiny_model):
         body = {"serialized_named_tensors": payloads}
         assert server.post("/update_weights_from_tensor", body).status_code == 400
     assert checksum(server) == before
-
-
-def test_a_pause_over_http_is_quick(server):
-    """Most of it is the engine's own; no polling, no grace period."""
-    durations = []
-    for _ in range(20):
-        began = time.perf_counter()
-        server.ok("/pause_generation", {"mode": "in_place"})
-        durations.append(time.perf_counter() - began)
-        server.ok("/continue_generation", {"torch_empty_cache": False})
-    assert sorted(durations)[10] < 0.25
 
 
 def test_a_trace_of_steps_as_sglangs_clients_ask_for_it(tiny_model, tmp_path):

@@ -39,7 +39,6 @@ def test_curl_for_each_route(tmp_path):
             ["bash", str(EXAMPLES / "curl.sh")],
             capture_output=True,
             text=True,
-            timeout=120,
             env={**os.environ, "URL": engine.url, "MODEL": str(model), "KEY": "k1", "ADMIN_KEY": "k2"},
         )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr

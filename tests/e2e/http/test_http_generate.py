@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import threading
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, make_text_model, served
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -233,13 +233,11 @@ def in_background(call) -> tuple[threading.Thread, list]:
 
 
 def wait_for_load(server: ServedEngine, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        (load,) = server.get("/v1/loads?include=core").json()["loads"]
-        if load["num_running_reqs"] + load["num_waiting_reqs"] == count:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{load} never was {count}")
+    def load() -> int:
+        (found,) = server.get("/v1/loads?include=core").json()["loads"]
+        return found["num_running_reqs"] + found["num_waiting_reqs"]
+
+    eventually(lambda: load() == count)
 
 
 def test_an_abort_gives_what_there_is(server):
@@ -257,11 +255,11 @@ def test_an_abort_gives_what_there_is(server):
         assert server.post("/abort_request", {"rid": None}).status_code == 200
         wait_for_load(server, 3)
         server.post("/abort_request", {"rid": "a1"})
-        calls[0][0].join(20)
+        calls[0][0].join()
         wait_for_load(server, 2)
         server.post("/abort_request", {"abort_all": True})
         for thread, _ in calls:
-            thread.join(20)
+            thread.join()
         wait_for_load(server, 0)
         for _, (answer,) in calls:
             reason = answer["meta_info"]["finish_reason"]

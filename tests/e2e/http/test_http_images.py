@@ -80,7 +80,7 @@ def test_released_weights_become_valid_again_component_by_component(sd3):
 
 def post(server, **changes):
     body = {"prompt": "a red circle", "size": SIZE, **STEPS, **changes}
-    return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=None)
 
 
 def pixels(element):
@@ -125,7 +125,7 @@ def test_an_abort_answers_with_what_there_is(server):
     thread.start()
     eventually(lambda: server.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 2)
     server.post("/abort_request", {"rid": "long"})
-    thread.join(timeout=30)
+    thread.join()
     assert answers[0].status_code == 200, answers[0].text
     found = [(each["b64_json"], each["finish_reason"]) for each in answers[0].json()["data"]]
     assert found == [(None, "abort")] * 2
@@ -191,7 +191,7 @@ def test_what_cannot_be_done_is_400_and_names_the_field(server, changes, param):
     "body", [b"", b"[]", b"null", b"{", b'{"prompt": "a", "guidance_scale": NaN}', b"\xff\xfe", b"[" * 5000]
 )
 def test_bodies_that_are_no_request(server, body):
-    response = httpx.post(f"{server.url}/v1/images/generations", content=body, timeout=30)
+    response = httpx.post(f"{server.url}/v1/images/generations", content=body, timeout=None)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -254,7 +254,7 @@ def test_what_asks_for_nothing_passes(server):
 )
 def test_extremes_of_a_trajectory_are_400(server, changes):
     body = {"prompt": "a", "width": 16, "height": 16, "num_inference_steps": 2, **changes}
-    response = httpx.post(f"{server.url}/rollout/generate", content=json.dumps(body), timeout=60)
+    response = httpx.post(f"{server.url}/rollout/generate", content=json.dumps(body), timeout=None)
     assert response.status_code == 400, response.text
     field = next(iter(changes.get("extra_sampling_params", changes)))
     assert field.removeprefix("rollout_") in response.text, "the field is named"
@@ -264,7 +264,7 @@ def test_extremes_of_a_trajectory_are_400(server, changes):
     "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate"]
 )
 def test_routes_of_language_models_say_what_to_call(server, path):
-    response = httpx.post(f"{server.url}{path}", json={"prompt": "a", "messages": []}, timeout=30)
+    response = httpx.post(f"{server.url}{path}", json={"prompt": "a", "messages": []}, timeout=None)
     assert response.status_code == 400, response.text
     assert "/v1/images/generations" in response.text
     assert "unsupported" in response.text
@@ -284,7 +284,7 @@ def test_status_counts_images_by_stage(engine):
     eventually(lambda: engine.status().waiting_requests == 1)
     assert engine.status().images is not None
     engine.continue_generation()
-    handles[0].join(timeout=30)
+    handles[0].join()
     load = engine.status().images
     assert (load.encoding, load.denoising, load.decoding) == (0, 0, 0)
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +19,10 @@ from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, served
 from support.plain_trainer import PlainTrainer, weights_of
 from support.tokenizers import make_byte_level
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import NoSession, SchedulerClient
 
-PATIENCE_S = 60.0
 LONG = 1000
 PREFIX = list(range(5, 105))
 OCTETS = {"content-type": "application/octet-stream"}
@@ -62,9 +61,7 @@ def info(pair: ServedEngine) -> dict[str, Any]:
 
 
 def both_serve(pair: ServedEngine) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while {each["state"] for each in info(pair)["replicas"]} != {"serving"}:
-        assert time.monotonic() < deadline, info(pair)["replicas"]
+    eventually(lambda: {each["state"] for each in info(pair)["replicas"]} == {"serving"})
 
 
 def states(pair: ServedEngine, field: str) -> list[Any]:
@@ -142,9 +139,7 @@ def test_no_series_of_the_metrics_occurs_twice(pair):
     for killed in (False, True):
         if killed:
             os.kill(states(pair, "pid")[0], signal.SIGKILL)
-            deadline = time.monotonic() + PATIENCE_S
-            while info(pair)["replicas"][0]["state"] == "serving":
-                assert time.monotonic() < deadline
+            eventually(lambda: info(pair)["replicas"][0]["state"] != "serving")
             both_serve(pair)
         pair.generate([5, 6, 7])
         pair.ok("/pause_generation", {"mode": "retract"})
@@ -188,10 +183,8 @@ def test_a_key_stays_with_its_replica_and_a_prefix_where_it_is_cached(pair):
     threads = [threading.Thread(target=pair.generate, args=([number, 2],)) for number in range(5, 13)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + PATIENCE_S
-    while sum(waiting := states(pair, "waiting_requests")) < len(threads):
-        assert time.monotonic() < deadline
-    assert waiting == [4, 4]  # other prompts go to whoever has less to do
+    eventually(lambda: sum(states(pair, "waiting_requests")) == len(threads))
+    assert states(pair, "waiting_requests") == [4, 4]  # other prompts go to whoever has less to do
     pair.ok("/continue_generation")
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -242,11 +235,9 @@ def test_an_update_after_a_lease_has_ended_does_not_leave_a_pause(pair, models):
     """The engines go on by themselves, and nobody has asked the server since."""
     endpoints = [each["endpoint"] for each in info(pair)["replicas"]]
     pair.ok("/pause_generation", {"mode": "retract", "lease_s": 0.1, "on_lease_expiry": "continue"})
-    deadline = time.monotonic() + PATIENCE_S
     for endpoint in endpoints:
         with SchedulerClient(endpoint) as engine:
-            while engine.status(owner="").generation != "running":
-                assert time.monotonic() < deadline
+            eventually(lambda engine=engine: engine.status(owner="").generation == "running")
     updated = pair.ok("/update_weights_from_disk", {"model_path": models[1], "weight_version": "after"})
     assert updated["committed"]
     assert states(pair, "generation") == ["running", "running"]
@@ -356,9 +347,7 @@ def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
         pair.ok("/pause_generation", {"mode": "in_place"})
         victim = states(pair, "pid")[0]
         os.kill(victim, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_S
-        while info(pair)["replicas"][0]["state"] != "gone":
-            assert time.monotonic() < deadline
+        eventually(lambda: info(pair)["replicas"][0]["state"] == "gone")
         assert pair.get("/health").status_code == 200
         pair.ok("/continue_generation")
         body = {"model_path": models[1], "weight_version": "meanwhile"}

@@ -83,7 +83,7 @@ def test_experts_are_null_where_no_token_was_sampled(experts):
     eventually(lambda: experts.get("/get_load").json()[0]["num_waiting_reqs"] == 2)
     experts.post("/abort_request", {"abort_all": True})
     for thread in threads:
-        thread.join(20)
+        thread.join()
     experts.ok("/continue_generation", {})
     native, openai = sorted(answers, key=lambda answer: "choices" in answer)
     assert native["output_ids"] == []

@@ -31,43 +31,41 @@ def models(tmp_path_factory):
 def cold(models):
     """Tokens and checksum of an engine that was started from the second checkpoint."""
     with launch_scheduler(models[1], **OPTIONS) as client:
-        outputs = client.generate(PROMPTS, PARAMS, timeout=60)
-        return [output.output_ids for output in outputs], client.check_weights(timeout=60).total
+        outputs = client.generate(PROMPTS, PARAMS)
+        return [output.output_ids for output in outputs], client.check_weights().total
 
 
 @pytest.mark.slow
 @pytest.mark.executed
 def test_memory_and_tokens_come_back(models, cold):
     with launch_scheduler(models[0], **OPTIONS) as client:
-        process = psutil.Process(client.status(timeout=60).pid)
-        client.generate(PROMPTS, PARAMS, timeout=60)
-        sizes = client.status(timeout=60).device_memory
+        process = psutil.Process(client.status().pid)
+        client.generate(PROMPTS, PARAMS)
+        sizes = client.status().device_memory
         used = len(PROMPTS) * 200 / 16384 * sizes.kv_cache  # what these prompts have written of the pool
         expected = sizes.weights + used
         assert expected > 40 * MIB
-        client.pause(timeout=60)
-        client.flush_cache(timeout=60)
+        client.pause()
+        client.flush_cache()
         before = process.memory_info().rss
         for cycle in range(2):
-            released = client.release_memory(timeout=60)
+            released = client.release_memory()
             assert released.reserved_before - released.reserved_after > 0.95 * expected
             assert before - process.memory_info().rss > 0.95 * expected, f"cycle {cycle}"
             with pytest.raises(MemoryReleased):
-                client.check_weights(timeout=60)
-            client.resume_memory(["weights"], timeout=60)
+                client.check_weights()
+            client.resume_memory(["weights"])
             with pytest.raises(EngineError, match="their memory was released") as caught:
-                client.generate(PROMPTS[0], PARAMS, timeout=60)
+                client.generate(PROMPTS[0], PARAMS)
             assert caught.value.code == "weights_invalid"
             weights = load_file(models[1] / "model.safetensors").items()
-            assert client.update_weights_from_tensor(
-                weights, bucket_bytes=MIB, flush_cache=False, timeout=60
-            ).committed
-            client.continue_generation(timeout=60)
+            assert client.update_weights_from_tensor(weights, bucket_bytes=MIB, flush_cache=False).committed
+            client.continue_generation()
             handles = [client.submit(prompt, PARAMS) for prompt in PROMPTS]
-            assert client.status(timeout=60).step == client.status(timeout=60).step, "nothing is launched"
-            assert client.resume_memory(timeout=60).released_tags == []
-            assert [handle.result(timeout=60).output_ids for handle in handles] == cold[0]
-            assert client.check_weights(timeout=60).total == cold[1]
-            client.pause(timeout=60)
-            client.flush_cache(timeout=60)
+            assert client.status().step == client.status().step, "nothing is launched"
+            assert client.resume_memory().released_tags == []
+            assert [handle.result().output_ids for handle in handles] == cold[0]
+            assert client.check_weights().total == cold[1]
+            client.pause()
+            client.flush_cache()
             assert abs(process.memory_info().rss - before) < 0.1 * expected + 8 * MIB

@@ -36,10 +36,10 @@ def pause_amid_requests(client: SchedulerClient, prompt: list[int], params: Samp
     """Pause with a request in flight, after steps have run since the last pause; on a busy machine all requests may have
     ended when a pause arrives, which is then taken back."""
     while True:
-        next(client.submit(prompt, params, stream=True).deltas(timeout=60))
-        if client.pause("in_place", timeout=60).held_requests:
+        next(client.submit(prompt, params, stream=True).deltas())
+        if client.pause("in_place").held_requests:
             return
-        client.continue_generation(timeout=60)
+        client.continue_generation()
 
 
 @pytest.mark.slow
@@ -62,18 +62,18 @@ def test_two_hundred_updates_in_place(models):
             handles.append(client.submit(prompt, params, return_logprob=True))
             pause_amid_requests(client, prompt[:20], params)
             update = client.update_weights_from_disk(
-                models[(cycle + 1) % 2], weight_version=str(cycle), flush_cache=False, timeout=60
+                models[(cycle + 1) % 2], weight_version=str(cycle), flush_cache=False
             )
             assert update.changed_tensors == update.written_tensors
-            report = client.continue_generation(timeout=60)
+            report = client.continue_generation()
             assert report.freed == max(0, report.reserved_before - report.reserved_after)
-            reserved.append(client.status(timeout=60).device_memory.reserved)
+            reserved.append(client.status().device_memory.reserved)
         crossed = 0
         for handle in handles:
-            output = handle.result(timeout=60)
+            output = handle.result()
             tokens += len(output.output_ids)
             crossed += any(span.stale_kv for span in output.weight_versions)
-        status = client.status(timeout=60)
+        status = client.status()
         assert (status.weights_epoch, status.weight_version) == (CYCLES, str(CYCLES - 1))
         assert (status.kv.held, status.running_requests, status.waiting_requests) == (0, 0, 0)
         assert tokens == NEW_TOKENS * CYCLES

@@ -71,7 +71,7 @@ def outcomes(client: SchedulerClient) -> list[GenerateOutput | EngineOutOfMemory
     found: list[GenerateOutput | EngineOutOfMemory] = []
     for handle in handles:
         try:
-            found.append(handle.result(timeout=60))
+            found.append(handle.result())
         except EngineOutOfMemory as error:
             found.append(error)
     return found

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_config, make_checkpoint
 from support.raw_client import RawClient
 from support.scripted import EngineDriver, assert_error
+from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
 from caesura.client import (
@@ -51,7 +52,6 @@ from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.engine import Engine
 from caesura.scheduler.serving import command_queue
 
-PATIENCE = 60.0
 CONTEXT, POOL, VOCAB = 256, 128, 97
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 

@@ -17,6 +17,7 @@ import pytest
 import zmq
 from support.lanes import quick
 from support.raw_client import RawClient
+from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
 from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown, launch_scheduler
@@ -26,7 +27,6 @@ from caesura.io_struct.process_contract import EXIT_HUNG
 
 pytestmark = [pytest.mark.slow, pytest.mark.executed]  # its engines take seconds to start
 
-PATIENCE = 60.0
 ENDLESS = SamplingParams(max_new_tokens=240, temperature=0.0, ignore_eos=True)
 MAIN = "from caesura.scheduler.__main__ import main; main()"
 
@@ -139,7 +139,7 @@ def test_drained_by_a_signal_and_by_a_second_one_ended(tiny_model, endpoint):
                     extra.result(timeout=PATIENCE)
                 return True
 
-            eventually(refused, PATIENCE)
+            eventually(refused)
             assert not handle.done()
             engine.process.send_signal(signal.SIGTERM)
             assert handle.result(timeout=PATIENCE).finish_reason.type == "abort"

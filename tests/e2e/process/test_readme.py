@@ -61,7 +61,6 @@ def run(program: str, tmp_path: Path) -> tuple[str, str]:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=170,
         check=False,
         cwd=tmp_path,
     )

@@ -250,7 +250,7 @@ def test_http_says_what_may_be_tried_again_and_finds_the_new_engine(tiny_model, 
         assert refusal.json()["error"]["retryable"] is True
         assert int(refusal.headers["retry-after"]) >= 1
         assert "killed by signal 9" in refusal.json()["error"]["message"]
-        eventually(lambda: engine.get("/health").status_code == 200, PATIENCE)
+        eventually(lambda: engine.get("/health").status_code == 200)
         after = engine.get("/server_info").json()
         assert after["incarnation"] != before["incarnation"]
         assert (after["weights_epoch"], after["weight_version"]) == (2, "step-17")
@@ -345,6 +345,6 @@ def test_a_scheduler_with_keys_is_asked_with_keys(tiny_model, tmp_path):
     with supervised("--model", str(tiny_model), *door, *flags, "--hang-timeout", "4") as running:
         with SchedulerClient(running.endpoint, connect_timeout=PATIENCE, **own) as client:
             pid = client.status(timeout=PATIENCE).pid
-            eventually(lambda: client.status(timeout=PATIENCE).uptime_s > 8, PATIENCE)
+            eventually(lambda: client.status(timeout=PATIENCE).uptime_s > 8)
             assert client.status(timeout=PATIENCE).pid == pid
         assert running.end() == 0

@@ -60,4 +60,4 @@ def test_a_joined_rank_samples_what_one_rank_samples(joined, tiny_model):
 def test_it_ends_with_the_engine(joined):
     launched, worker = joined
     launched.close()
-    assert worker.wait(20) == 0
+    assert worker.wait() == 0

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens": 4096, "tp": 2, "log_level": "WARNING"}
 LONG = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
-SOON_S = 10.0
-"""For what takes a fraction of a second, on a machine that may be very busy."""
 
 
 @pytest.fixture
@@ -65,8 +63,8 @@ def test_a_worker_that_is_killed_ends_the_engine(launched, other_model, state):
     one.kill()
     for handle in handles:
         with pytest.raises(EngineDied, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
-            handle.result(timeout=SOON_S)
-    eventually(lambda: launched.returncode is not None, SOON_S)
+            handle.result()
+    eventually(lambda: launched.returncode is not None)
     assert launched.returncode == 1
     assert not is_alive(zero)
     assert not is_alive(one)
@@ -81,6 +79,6 @@ def test_workers_end_when_rank_0_is_killed(launched):
     eventually(lambda: client.status().running_requests == 1)
     zero.kill()
     with pytest.raises(EngineDied):
-        handle.result(timeout=SOON_S)
-    eventually(lambda: not is_alive(one), SOON_S)
+        handle.result()
+    eventually(lambda: not is_alive(one))
     assert shared_memory() <= before

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from support.plain_trainer import weights_of
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.tensors import WeightUpdateChain, clone_weights
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 60.0
 SMALL = 20_000
 """Bytes of a bucket: the tiny model is many of them."""
 
@@ -62,7 +61,7 @@ def test_an_engine_of_ranks_sends_its_weights_and_serves_on(engines, other_model
         client.update_weights_from_disk(path, weight_version=path.name)
     params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
     handle = engines[source].submit([5, 6, 7], sampling_params=params)
-    eventually(lambda: engines[source].status().running_requests, PATIENCE_S)
+    eventually(lambda: engines[source].status().running_requests)
     (reply,) = clone_weights(
         engines[source], [engines[target]], bucket_bytes=SMALL, timeout_s=PATIENCE_S, timeout=PATIENCE_S
     )

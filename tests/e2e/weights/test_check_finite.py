@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.parameter_server import ParameterServer
+from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
     SamplingParams,
@@ -23,7 +24,6 @@ from caesura.client.tensors import WeightUpdateGroup
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
 NAN, INF = float("nan"), float("inf")
-PATIENCE = 30.0
 NORM = "model.norm.weight"
 Q, K, DOWN = (
     f"model.layers.{layer}.{part}.weight"

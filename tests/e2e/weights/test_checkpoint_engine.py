@@ -1,7 +1,6 @@
 """An update that a parameter server drives over checkpoint-engine's protocol, against real engine processes."""
 
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -76,7 +75,7 @@ def start(
 
 def failure(update: "Future[WeightUpdateReqOutput]", code: str) -> EngineError:
     with pytest.raises(EngineError) as caught:
-        update.result(30)
+        update.result()
     assert caught.value.code == code, caught.value
     return caught.value
 
@@ -106,7 +105,7 @@ def test_a_whole_update_equals_a_cold_load(engine, pool, models, cold, paused, h
     with ParameterServer(half_bytes) as server:
         update = start(pool, engine, server, weight_version=f"v{half_bytes}")
         count = push(server, weights_of(models[1]))
-        reply = update.result(30)
+        reply = update.result()
     assert (count > 3) == (half_bytes == 20_000)
     assert reply.committed
     assert (reply.weights_epoch, reply.weight_version) == (epoch + 1, f"v{half_bytes}")
@@ -131,7 +130,7 @@ def test_the_buffer_is_let_go_before_the_commit_and_the_last_answer_comes_after_
         assert engine.status().weights_epoch == epoch
         assert server.ask(None) == ""
         assert engine.status().weights_epoch == epoch + 1
-        update.result(30)
+        update.result()
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -143,7 +142,7 @@ def test_a_part_of_the_weights_is_an_update_too(engine, pool, models, paused):
     with ParameterServer(4096) as server:
         update = start(pool, engine, server)
         push(server, {name: torch.full_like(weights_of(models[0])[name], 2.0)})
-        reply = update.result(30)
+        reply = update.result()
     assert (reply.committed, reply.written_tensors, reply.changed_tensors) == (True, 1, 1)
     assert engine.status().weights == "valid"
 
@@ -152,7 +151,7 @@ def test_it_joins_an_explicit_session(engine, pool, models, cold):
     with engine.weight_update(weight_version="session") as session, ParameterServer(20_000) as server:
         update = start(pool, engine, server)
         push(server, weights_of(models[1]))
-        assert not update.result(30).committed
+        assert not update.result().committed
         assert engine.status().weights == "updating"
     assert session.result.committed
     assert engine.check_weights("checksum").total == cold[1]
@@ -165,19 +164,17 @@ def test_generation_goes_on_while_the_server_is_silent(engine, pool, models):
         for said in (False, True):
             if said:
                 assert server.ask(server.handle) == ""
-            assert len(engine.generate(input_ids=[5, 6], sampling_params=PARAMS, timeout=20).output_ids) == 8
+            assert len(engine.generate(input_ids=[5, 6], sampling_params=PARAMS).output_ids) == 8
         waiting = None
         for bucket in server.buckets(weights_of(models[1])):
             assert server.ask(bucket) == ""
             waiting = waiting or engine.submit([7, 8], sampling_params=PARAMS)
-            before = time.monotonic()
             assert engine.status().weights == "updating"
-            assert time.monotonic() - before < 0.5
         assert not waiting.done()
         assert server.ask(None) == ""
         assert server.ask(None) == ""
-        update.result(30)
-        spans = waiting.result(timeout=20).weight_versions
+        update.result()
+        spans = waiting.result().weight_versions
     assert [span.epoch for span in spans] == [engine.status().weights_epoch]
 
 
@@ -196,13 +193,13 @@ def test_a_server_that_dies_in_mid_update_poisons(engine, pool, models, cold):
         assert server.ask(server.handle) == ""
         assert server.ask(next(server.buckets(weights_of(models[1])))) == ""
         while not update.done():
-            assert engine.status(timeout=5).weights in ("updating", "poisoned")
+            assert engine.status().weights in ("updating", "poisoned")
     failure(update, "deadline_exceeded")
     assert engine.status().weights == "poisoned"
     with ParameterServer(1 << 20) as server:
         update = start(pool, engine, server)
         push(server, weights_of(models[1]))
-        assert update.result(30).committed
+        assert update.result().committed
     assert engine.check_weights("checksum").total == cold[1]
 
 
@@ -223,7 +220,7 @@ def test_shutting_down_does_not_wait_for_the_server(models, pool):
     with ParameterServer(4096) as server:
         update = start(pool, launched.client, server)
         assert server.ask(server.handle) == ""
-        launched.client.shutdown(timeout=10)
+        launched.client.shutdown()
         failure(update, "shutting_down")
         assert eventually(lambda: launched.returncode is not None)
         launched.close()
@@ -241,7 +238,7 @@ def test_a_new_update_ends_the_talk_with_the_last_server(engine, pool, models):
         with ParameterServer(20_000) as server:
             update = start(pool, engine, server)
             push(server, weights_of(models[1]))
-            update.result(30)
+            update.result()
 
     succeed()
     succeed()
@@ -262,7 +259,7 @@ def test_poisoned_weights_still_need_every_parameter(engine, pool, models):
         with ParameterServer(1 << 20) as server:
             update = start(pool, engine, server)
             push(server, {name: weights[name] for name in names})
-            assert update.result(30).committed == committed
+            assert update.result().committed == committed
         assert engine.status().weights == ("valid" if committed else "poisoned")
 
 
@@ -335,7 +332,7 @@ def test_what_the_engine_refuses_the_server_hears(engine, pool, models):
         assert "flush_cache cannot be honoured" in text
         assert failure(update, "not_idle").message in text
     engine.pause("abort")
-    assert all(handle.result(timeout=20).finish_reason.type in ("abort", "length") for handle in handles)
+    assert all(handle.result().finish_reason.type in ("abort", "length") for handle in handles)
 
 
 def test_memory_that_is_not_sealed_or_not_ours_is_refused(engine, pool):
@@ -344,7 +341,7 @@ def test_memory_that_is_not_sealed_or_not_ours_is_refused(engine, pool):
             update = start(pool, engine, server)
             assert server.ask({**server.handle, **change}) != ""
             with pytest.raises(EngineError) as caught:
-                update.result(30)
+                update.result()
             assert caught.value.code in ("invalid_request", "malformed_message")
     assert engine.status().weights == "valid"
 

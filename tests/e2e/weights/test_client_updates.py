@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
 from caesura.client import (
@@ -29,7 +30,6 @@ from caesura.client.tensors.steps import tensor_steps
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
-PATIENCE = 30.0
 SMALL = 4096
 """Bytes of a bucket: every checkpoint here is many."""
 NORM = "model.norm.weight"

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import (
     AsyncControlClient,
@@ -43,7 +43,6 @@ from caesura.io_struct import (
 
 SMALL = 20_000
 """Bytes of a bucket: the tiny model is many of them."""
-PATIENCE_S = 60.0
 
 
 def launched(model: Path) -> LaunchedScheduler:

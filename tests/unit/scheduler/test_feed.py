@@ -22,7 +22,7 @@ class Source:
         for number in range(self._count):
             self.asked = number + 1
             if number == self._blocks_at:
-                self.unblock.wait(10)
+                self.unblock.wait()
             if number == self._fails_at:
                 raise OSError("the line is down")
             yield number
@@ -57,7 +57,7 @@ def test_never_further_ahead_than_allowed(ahead):
     feed, woken = start(source, ahead)
     eventually(lambda: source.asked == ahead)
     for released in range(1, 4):
-        assert woken.wait(10)
+        assert woken.wait()
         assert eventually(lambda: (item := feed.take()) is not None and item + 1) == released
         assert source.asked == ahead + released - 1
         feed.release()
@@ -72,7 +72,7 @@ def test_take_never_waits():
     assert not feed.ended
     assert not woken.is_set()
     source.unblock.set()
-    assert woken.wait(10)
+    assert woken.wait()
     assert feed.take() == 0
 
 
@@ -123,7 +123,7 @@ def test_what_is_broken_off_between_two_items_keeps_nothing():
     feed = Feed(items(), lambda: None)
     eventually(feed.take)
     feed.cancel()
-    assert let_go.wait(10)
+    assert let_go.wait()
 
 
 def test_wakeup_is_readable_from_set_to_clear():

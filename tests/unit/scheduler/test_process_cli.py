@@ -51,7 +51,7 @@ def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
         "process.tell = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.exit(process.run(EngineConfig(model_path=sys.argv[1]), None, None))\n"
     )
-    done = engine_template.run(program, str(tmp_path / "absent"), timeout=120)
+    done = engine_template.run(program, str(tmp_path / "absent"))
     assert done.returncode == 1
     assert "there is no such folder" in done.stderr
     assert "Traceback" not in done.stderr
@@ -213,7 +213,7 @@ def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
         eventually(lambda: (engine.scheduler.tick(None), engine.live)[1])  # hello, then the request
         os.close(writer)
         engine.scheduler.run()
-        assert handle.result(timeout=20).finish_reason.message == "the engine is shutting down"
+        assert handle.result().finish_reason.message == "the engine is shutting down"
     os.close(reader)
 
 

@@ -35,7 +35,7 @@ def door(tmp_path_factory) -> Iterator[TestClient]:
     folder = tmp_path_factory.mktemp("door")
     make_byte_level(folder, vocab_size=400)
     with FakeScheduler(f"ipc://{folder}/engine", agreeing) as engine:
-        client = AsyncSchedulerClient(engine.endpoint, connect_timeout=10)
+        client = AsyncSchedulerClient(engine.endpoint, connect_timeout=None)
         options = ServeOptions(allow_pickled_tensors=True, model_path=str(folder))
         manager = TokenizerManager(client, TextTokenizer.from_folder(folder), context_length=512)
         app = create_app(FrontEnd(manager=manager, options=options, metrics=Metrics()))

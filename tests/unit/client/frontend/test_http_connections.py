@@ -9,7 +9,7 @@ import httpx
 import pytest
 from support.fake_scheduler import FakeScheduler, answer, echo
 from support.http_server import Listening, listening
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client.frontend.connections import MAX_PIPELINED, Connections, Deadlines
 from caesura.io_struct import GenerateReqInput, Message, Request
@@ -109,7 +109,7 @@ def test_a_whole_request_has_no_deadline(tmp_path, before):
     with (
         FakeScheduler(f"ipc://{tmp_path}/engine", slow) as engine,
         listening(
-            endpoint=engine.endpoint, connect_timeout=5, connections=Connections(deadlines=SOON)
+            endpoint=engine.endpoint, connect_timeout=None, connections=Connections(deadlines=SOON)
         ) as server,
         server.connect() as peer,
     ):
@@ -124,7 +124,7 @@ def test_a_whole_request_has_no_deadline(tmp_path, before):
         assert found.count(b"HTTP/1.1 200 ") == before
         (message,) = answer(held[0])
         engine.push(message)
-        peer.settimeout(20)
+        peer.settimeout(None)
         assert peer.recv(20).startswith(b"HTTP/1.1 200 ")
 
 
@@ -133,7 +133,7 @@ def test_a_reader_that_takes_nothing_is_dropped():
     connections = Connections(deadlines=SOON)
     with listening(connections=connections) as server, socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        peer.settimeout(20)
+        peer.settimeout(None)
         peer.connect(server.address)
         page = b"GET /dashboard HTTP/1.1\r\nHost: localhost\r\n\r\n"
         state, sent = server.server.server_state, 0
@@ -178,7 +178,7 @@ def test_requests_behind_the_one_that_is_answered_are_few(tmp_path):
     request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with (
         FakeScheduler(f"ipc://{tmp_path}/engine", busy) as engine,
-        listening(endpoint=engine.endpoint, connect_timeout=5, connections=connections) as server,
+        listening(endpoint=engine.endpoint, connect_timeout=None, connections=connections) as server,
     ):
         with server.connect() as peer:
             peer.sendall(request + HEALTH * MAX_PIPELINED)
@@ -201,7 +201,7 @@ def test_where_all_have_requests_there_is_room_for_health_and_commands_only(tmp_
     request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with (
         FakeScheduler(f"ipc://{tmp_path}/engine", busy) as engine,
-        listening(endpoint=engine.endpoint, connect_timeout=5, connections=connections) as server,
+        listening(endpoint=engine.endpoint, connect_timeout=None, connections=connections) as server,
         contextlib.ExitStack() as stack,
     ):
         for _ in range(3):
@@ -217,9 +217,10 @@ def test_where_all_have_requests_there_is_room_for_health_and_commands_only(tmp_
             assert refused.headers["connection"] == "close"
 
 
-def test_it_ends_soon_whatever_its_connections_do():
+def test_it_ends_whatever_its_connections_do_without_waiting_for_them(monkeypatch):
+    monkeypatch.setattr("caesura.client.frontend.server.SHUTDOWN_S", PATIENCE_S)
     with listening(api_key="k") as server, contextlib.ExitStack() as stack:
         for sent in (b"", b"GET /hea", HEAD + b"Content-Length: 100\r\n\r\n{", HEALTH):
             stack.enter_context(server.connect()).sendall(sent)
         assert httpx.get(f"{server.url}/health").status_code == 503
-        server.stop(8)
+        server.stop()

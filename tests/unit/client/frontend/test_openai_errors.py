@@ -61,14 +61,14 @@ def post(tmp_path, handler, body: dict[str, object], path: str = "/v1/completion
     metrics = CountingMetrics()
 
     async def run() -> httpx.Response:
-        async with AsyncSchedulerClient(endpoint, connect_timeout=5) as client:
+        async with AsyncSchedulerClient(endpoint, connect_timeout=None) as client:
             manager = TokenizerManager(client, None)
             app = create_app(
                 FrontEnd(manager=manager, options=ServeOptions(model_path="/models/tiny"), metrics=metrics)
             )
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.post(path, content=msgspec.json.encode(body), timeout=20)
+                return await http.post(path, content=msgspec.json.encode(body), timeout=None)
 
     with FakeScheduler(endpoint, handler):
         return asyncio.run(run()), metrics

@@ -49,7 +49,7 @@ def test_a_pipe_that_nobody_reads_stops_nobody_and_its_loss_is_told(pipe):
         target=lambda: [stream.write(line) for _ in range(3 * MAX_QUEUED // 1024)], daemon=True
     )
     writing.start()
-    writing.join(20)
+    writing.join()
     assert not writing.is_alive()
     assert not stream.settle(0.0)
     kept = read_all(pipe[0], "not read in time\n")

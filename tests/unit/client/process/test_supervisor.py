@@ -12,6 +12,7 @@ import textwrap
 import psutil
 import pytest
 import support.fake_scheduler
+from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
     Busy,
@@ -32,7 +33,6 @@ from caesura.client.process.supervisor import Down, Ended, RestartPolicy, Servin
 from caesura.client.replicas.processes import ReplicaProcesses
 
 FAKE = support.fake_scheduler.__file__
-PATIENCE = 60.0
 QUICK = {"first_delay_s": 0.01, "longest_delay_s": 0.02, "hang_timeout_s": 0.0, "stop_timeout_s": 10.0}
 
 
@@ -200,7 +200,7 @@ def test_one_that_ignores_every_signal_is_killed_at_the_end(watch, caplog):
 
 def test_one_that_says_nothing_when_it_is_to_end_is_not_waited_for(watch, caplog, monkeypatch):
     monkeypatch.setattr(supervisor, "STOP_SILENCE_S", 0.3)
-    watched = watch("deaf", stop_timeout_s=10 * PATIENCE, hang_timeout_s=PATIENCE).begin()
+    watched = watch("deaf", stop_timeout_s=PATIENCE, hang_timeout_s=PATIENCE).begin()
     pid = watched.next(Serving).pid
     watched.supervisor.close()
     assert watched.next(Ended).error is None
@@ -209,7 +209,7 @@ def test_one_that_says_nothing_when_it_is_to_end_is_not_waited_for(watch, caplog
 
 
 def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
-    watched = watch(stop_timeout_s=10 * PATIENCE).begin()
+    watched = watch(stop_timeout_s=PATIENCE).begin()
     os.kill(watched.next(Serving).pid, signal.SIGSTOP)
     watched.supervisor.close()
     assert watched.next(Ended).error is None

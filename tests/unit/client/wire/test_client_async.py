@@ -3,11 +3,11 @@
 import asyncio
 import inspect
 import threading
-import time
 
 import pytest
 import torch
 from support.fake_scheduler import FakeScheduler, VanishError, answer, delta, echo, finished, results, rid_of
+from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
     AsyncGenerationHandle,
@@ -32,9 +32,6 @@ from caesura.io_struct import (
     GetStatusReqInput,
     UpdateWeightsFromIPCReqInput,
 )
-
-PATIENCE = 30.0
-"""Seconds that no test should need: a hang fails with a typed error instead of the test runner's timeout."""
 
 
 @pytest.fixture
@@ -117,10 +114,8 @@ def test_one_bad_prompt_aborts_the_rest_of_its_list(endpoint):
         return [] if isinstance(request, GenerateReqInput) else answer(request)
 
     async def body(client, fake):
-        began = time.monotonic()
         with pytest.raises(QueueFull):
             await client.generate([[1], [2]], rid="job", timeout=PATIENCE)
-        assert time.monotonic() - began < PATIENCE, "it waited for the prompts that had not failed"
         assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "job-0"
 
     run(endpoint, body, second_is_refused)

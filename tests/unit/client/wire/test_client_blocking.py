@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -19,6 +18,7 @@ from support.fake_scheduler import (
     results,
     rid_of,
 )
+from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
     EngineDied,
@@ -46,9 +46,6 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
 )
-
-PATIENCE = 30.0
-"""Seconds that no test should need: a hang fails with a typed error instead of the test runner's timeout."""
 
 
 @pytest.fixture
@@ -159,10 +156,8 @@ def test_one_bad_prompt_aborts_the_rest_of_its_list(endpoint):
         return [] if isinstance(request, GenerateReqInput) else answer(request)
 
     with FakeScheduler(endpoint, second_is_refused) as fake, SchedulerClient(endpoint) as client:
-        began = time.monotonic()
         with pytest.raises(QueueFull) as caught:
             client.generate([[1], [2]], rid="job", timeout=PATIENCE)
-        assert time.monotonic() - began < PATIENCE, "it waited for the prompts that had not failed"
         assert caught.value.__notes__ == ["prompt 1 of 2"]
         assert fake.next_request(AbortReq).rid == "job-0"
 

@@ -9,18 +9,18 @@ import psutil
 import pytest
 import support.fake_scheduler
 from support.fake_scheduler import FakeScheduler
+from support.waiting import PATIENCE_S as PATIENCE
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
 FAKE = support.fake_scheduler.__file__
-PATIENCE = 30.0
 
 BLOCKING = """
     import os, sys
     from caesura.client import SchedulerClient
     client = SchedulerClient(sys.argv[1])
     handle = client.submit([1], stream=True)
-    assert handle.result(30).output_ids == [1, 0]
+    assert handle.result().output_ids == [1, 0]
     def untouched():
         print("tensors were asked for")
         yield "name", None
@@ -45,11 +45,11 @@ BLOCKING = """
             except RuntimeError as error:
                 print(str(error).replace(str(os.getppid()), "N"))
         with SchedulerClient(sys.argv[1]) as own:
-            print(own.generate([7], timeout=30).output_ids)
+            print(own.generate([7]).output_ids)
         client.close()
         sys.exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    print(client.generate([2], timeout=30).output_ids, flush=True)
+    print(client.generate([2]).output_ids, flush=True)
     client.close()
 """
 
@@ -59,7 +59,7 @@ ASYNCIO = """
     client = AsyncSchedulerClient(sys.argv[1])
     async def use():
         handle = await client.submit([1])
-        assert (await handle.result(30)).output_ids == [1, 0]
+        assert (await handle.result()).output_ids == [1, 0]
         return handle
     async def misuse(handle):
         def untouched():
@@ -80,7 +80,7 @@ ASYNCIO = """
         asyncio.run(misuse(handle))
         sys.exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    print(loop.run_until_complete(client.generate([2], timeout=30)).output_ids)
+    print(loop.run_until_complete(client.generate([2])).output_ids)
     loop.run_until_complete(client.close())
     loop.close()
 """
@@ -88,7 +88,7 @@ ASYNCIO = """
 
 def run(program, *arguments):
     command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stderr == ""
     return done.stdout.splitlines()
 
@@ -122,7 +122,7 @@ LAUNCHER = """
                 launched.close()
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            print(client.generate([2], timeout=30).output_ids)
+            print(client.generate([2]).output_ids)
 """
 
 

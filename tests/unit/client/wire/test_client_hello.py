@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import zmq
 from support.fake_scheduler import FakeScheduler, status_reply, welcome
+from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import AsyncSchedulerClient, EngineDied, SchedulerClient, ShuttingDown, VersionMismatch
 from caesura.io_struct import (
@@ -19,7 +20,6 @@ from caesura.io_struct import (
     encode,
 )
 
-PATIENCE = 30.0
 OURS = ".".join(map(str, WIRE_VERSION))
 
 

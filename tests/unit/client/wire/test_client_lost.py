@@ -14,6 +14,7 @@ import pytest
 import support.fake_scheduler
 import zmq
 from support.fake_scheduler import FakeScheduler, VanishError, answer, status_reply
+from support.waiting import PATIENCE_S as PATIENCE
 
 import caesura.client.wire.link
 from caesura.client import AsyncSchedulerClient, EngineDied, SchedulerClient
@@ -28,7 +29,6 @@ from caesura.io_struct import (
 )
 
 FAKE = support.fake_scheduler.__file__
-PATIENCE = 30.0
 RECONNECTS_S = 0.6
 """Longer than libzmq waits before it would reconnect by itself; nothing here depends on how much longer."""
 
@@ -72,9 +72,7 @@ class Pumped:
 
     def until(self, happened):
         """Pump until then."""
-        give_up = time.monotonic() + PATIENCE
         while not happened():
-            assert time.monotonic() < give_up
             self.link.pump()
             time.sleep(0.002)
 
@@ -194,10 +192,10 @@ STOPPED = {
         lost = client.submit([1])
         print("pending", flush=True)
         try:
-            lost.result(30)
+            lost.result()
         except EngineDied as error:
             print(error.code)
-        print(client.generate([2], timeout=30).output_ids)
+        print(client.generate([2]).output_ids)
     """,
     "asyncio": """
         import asyncio, sys
@@ -207,10 +205,10 @@ STOPPED = {
             lost = await client.submit([1])
             print("pending", flush=True)
             try:
-                await lost.result(30)
+                await lost.result()
             except EngineDied as error:
                 print(error.code)
-            print((await client.generate([2], timeout=30)).output_ids)
+            print((await client.generate([2])).output_ids)
         asyncio.run(main())
     """,
 }
@@ -240,7 +238,7 @@ def vanish(request):
 
 
 def test_calls_to_an_engine_that_is_known_to_be_gone_fail_fast(endpoint):
-    with SchedulerClient(endpoint, connect_timeout=10 * PATIENCE) as client:
+    with SchedulerClient(endpoint, connect_timeout=PATIENCE) as client:
         with FakeScheduler(endpoint, vanish), pytest.raises(EngineDied, match="lost"):
             client.status(timeout=PATIENCE)
         for _ in range(5):
@@ -252,7 +250,7 @@ def test_calls_to_an_engine_that_is_known_to_be_gone_fail_fast(endpoint):
 
 def test_coroutines_share_the_wait_for_an_engine_that_is_gone(endpoint):
     async def main():
-        async with AsyncSchedulerClient(endpoint, connect_timeout=10 * PATIENCE) as client:
+        async with AsyncSchedulerClient(endpoint, connect_timeout=PATIENCE) as client:
             with FakeScheduler(endpoint, vanish), pytest.raises(EngineDied, match="lost"):
                 await client.status(timeout=PATIENCE)
             for _ in range(3):
@@ -302,7 +300,7 @@ def test_an_engine_that_is_stopped_is_not_waited_for_again_until_it_goes_on(endp
         try:
             assert child.stdout is not None
             assert child.stdout.readline()
-            with SchedulerClient(endpoint, connect_timeout=10 * PATIENCE, keepalive_timeout=0.3) as client:
+            with SchedulerClient(endpoint, connect_timeout=PATIENCE, keepalive_timeout=0.3) as client:
                 assert client.status(timeout=PATIENCE).pid == child.pid
                 os.kill(child.pid, signal.SIGSTOP)
                 os.waitpid(child.pid, os.WUNTRACED)
@@ -310,13 +308,12 @@ def test_an_engine_that_is_stopped_is_not_waited_for_again_until_it_goes_on(endp
                     with pytest.raises(EngineDied):
                         client.status(timeout=PATIENCE)
                 os.kill(child.pid, signal.SIGCONT)
-                give_up = time.monotonic() + PATIENCE
                 while True:
                     try:
                         assert client.status(timeout=PATIENCE).pid == child.pid
                         break
                     except EngineDied:
-                        assert time.monotonic() < give_up
+                        pass
         finally:
             child.kill()
 

@@ -135,7 +135,7 @@ def test_an_unknown_option_is_told_where_it_belongs(generate, option, sentence):
 
 def test_submit_takes_one_prompt(fake):
     with SchedulerClient(fake.endpoint) as client:
-        assert client.submit(torch.tensor([1, 2]), {"max_new_tokens": 1}).result(60).output_ids == [2, 1, 0]
+        assert client.submit(torch.tensor([1, 2]), {"max_new_tokens": 1}).result().output_ids == [2, 1, 0]
         with pytest.raises(InvalidRequest, match="submit takes one prompt, not a list of 2"):
             client.submit([[1], [2]])
         with pytest.raises(InvalidRequest, match="is text"):

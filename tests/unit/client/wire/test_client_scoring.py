@@ -31,11 +31,11 @@ def score(endpoint, handler, *args, **options):
 
     async def ask():
         async with AsyncSchedulerClient(endpoint) as client:
-            return await client.score(*args, timeout=30, **options)
+            return await client.score(*args, **options)
 
     with FakeScheduler(endpoint, handler) as fake:
         with SchedulerClient(endpoint) as client:
-            found = client.score(*args, timeout=30, **options)
+            found = client.score(*args, **options)
         assert asyncio.run(ask()) == found
         sent = [fake.next_request(ScoreReqInput) for _ in range(2)]
         assert sent[0].input_ids == sent[1].input_ids

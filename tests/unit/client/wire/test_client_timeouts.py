@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_scheduler import FakeScheduler
+from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
     AsyncControlClient,
@@ -18,7 +19,6 @@ from caesura.client import (
 )
 from caesura.io_struct import GetStatusReqInput
 
-PATIENCE = 30.0
 NO_TIME = [float("nan"), "5", True, [1]]
 PAST = [-1.0, float("-inf"), 0, -(2**63), np.float32(-1)]
 FOR_EVER = [float("inf"), 2**63, 2.0**63, 1e300, 10**400, None, np.float64(1e300)]

@@ -37,7 +37,6 @@ def test_the_kernel_in_the_interpreter():
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=170,
     )
     assert done.returncode == 0, done.stdout
 

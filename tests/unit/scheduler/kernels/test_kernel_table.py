@@ -121,7 +121,7 @@ def test_a_library_of_other_sources_is_not_called(loading, tmp_path):
     source, library = tmp_path / "old.c", tmp_path / "old.so"
     source.write_text("int caesura_abi(void) { return -1; }")
     try:
-        subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
+        subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True)
     except FileNotFoundError:
         pytest.skip("no C compiler")
     loading.setattr(native, "_find", lambda: library)
@@ -155,7 +155,7 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels():
         "files = {line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}\n"
         "print(before == after, sum('libgomp' in name or 'libomp' in name or 'libiomp' in name for name in files))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("True 1\n", "")
 
 

@@ -3,6 +3,7 @@
 import gc
 import sys
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from caesura.io_struct import CaesuraError
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.layers.parameters import Parameter
 from caesura.scheduler.memory import residency
+from caesura.scheduler.memory.device_cache import DeviceCache
 from caesura.scheduler.memory.device_memory import empty_device_cache
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.residency import (
@@ -180,6 +182,18 @@ def test_a_shortage_is_found_before_anything_is_taken(monkeypatch, backend):
     monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 6000)
     exhaust(manager.resume(["weights", "kv_cache"]))
     weights.fill_(2.0)
+
+
+def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back(monkeypatch):
+    """They are given back before anything asks how much is free."""
+    free = [0]
+    module = SimpleNamespace(memory_reserved=lambda: 0, empty_cache=lambda: free.append(4000))
+    manager = ComponentResidencyManager(CPU, device_cache=DeviceCache(module))
+    with manager.component("weights"):
+        allocate((1000,), torch.float32, CPU)
+    exhaust(manager.release(["weights"]))
+    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: free[-1])
+    exhaust(manager.resume(["weights"]))
 
 
 def test_an_allocator_that_refuses_half_way_leaves_nothing_taken():

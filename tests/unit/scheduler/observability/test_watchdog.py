@@ -6,11 +6,11 @@ import sys
 import textwrap
 
 import pytest
+from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.io_struct.process_contract import EXIT_HUNG
 from caesura.scheduler.observability.watchdog import Heartbeat
 
-PATIENCE = 60.0
 SCRIPT = """
     import ctypes, os, sys, threading, time
     from caesura.scheduler.observability import log

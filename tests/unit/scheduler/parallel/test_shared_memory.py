@@ -9,6 +9,7 @@ import torch
 from support import rank_jobs
 from support.ranks import Ranks
 from support.sanitized import run_sanitized
+from support.waiting import PATIENCE_S
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode
@@ -33,7 +34,7 @@ def mortal() -> Iterator[Callable[..., Ranks]]:
     """Groups whose ranks a test kills."""
     made: list[Ranks] = []
 
-    def make(size: int, timeout_s: float = 60.0) -> Ranks:
+    def make(size: int, timeout_s: float = PATIENCE_S) -> Ranks:
         made.append(Ranks(size, timeout_s))
         return made[-1]
 
@@ -100,7 +101,7 @@ def test_who_waits_for_a_killed_rank_is_told(mortal: Callable[..., Ranks]) -> No
     for rank, (seconds, error) in zip((0, 2), ranks.results([0, 2]), strict=True):
         assert seconds < 30.0, "half of what it would wait for a rank that lives"
         assert error.startswith(f"{rank} 1 its process has ended") or "has seen another one fail" in error
-    ranks.processes[1].join(10)
+    ranks.processes[1].join()
 
 
 def test_all_are_told_of_one_that_gives_up_and_can_begin_anew(mortal: Callable[..., Ranks]) -> None:

@@ -115,7 +115,7 @@ def test_a_client_with_an_authorized_key_is_heard(keys, tmp_path, kind):
         served(endpoint, server_keys(keys)) as server,
         contextlib.closing(ControlClient(server.router.endpoint, **client_options(keys, keys))) as client,
     ):
-        client.shutdown(timeout=20)
+        client.shutdown()
 
 
 def test_the_engines_key_may_be_given_as_text(keys):
@@ -125,7 +125,7 @@ def test_the_engines_key_may_be_given_as_text(keys):
         served("tcp://127.0.0.1:0", server_keys(keys)) as server,
         contextlib.closing(ControlClient(server.router.endpoint, **options)) as client,
     ):
-        client.shutdown(timeout=20)
+        client.shutdown()
 
 
 def test_an_unknown_key_a_wrong_server_key_and_no_key_are_refused_and_told_why(keys):
@@ -203,7 +203,7 @@ def test_keys_added_and_removed_count_from_the_next_connection_on(keys, tmp_path
         assert "not among" in refused(server.router.endpoint, **options)
         (tmp_path / "clients" / "new.key").write_text((keys / "clients" / "client.key").read_text())
         with contextlib.closing(ControlClient(server.router.endpoint, **options)) as client:
-            client.shutdown(timeout=20)
+            client.shutdown()
         (tmp_path / "clients" / "new.key").unlink()
         assert "not among" in refused(server.router.endpoint, **options)
 
@@ -219,7 +219,7 @@ def test_a_client_that_was_refused_is_heard_once_its_key_is_there(keys, tmp_path
         with pytest.raises(EngineDied, match="not among"):
             client.shutdown()
         (tmp_path / "clients" / "new.key").write_text((keys / "clients" / "client.key").read_text())
-        client.shutdown(timeout=20)
+        client.shutdown()
 
 
 def test_authorized_keys_that_cannot_be_read_admit_nobody(keys, tmp_path):
@@ -257,7 +257,7 @@ def test_with_keys_an_address_of_this_host_is_served(keys):
         with contextlib.closing(
             ControlClient(server.router.endpoint, **client_options(keys, keys))
         ) as client:
-            client.shutdown(timeout=20)
+            client.shutdown()
         assert "asks for keys" in refused(server.router.endpoint)
 
 
@@ -365,7 +365,7 @@ def test_a_fifo_among_the_authorized_keys_stops_nobody(keys, tmp_path):
         with contextlib.closing(
             ControlClient(server.router.endpoint, **client_options(keys, keys))
         ) as client:
-            client.shutdown(timeout=20)
+            client.shutdown()
 
 
 def test_a_silent_stranger_is_not_heard(keys):
@@ -377,5 +377,5 @@ def test_a_silent_stranger_is_not_heard(keys):
         with contextlib.closing(
             ControlClient(server.router.endpoint, **client_options(keys, keys))
         ) as client:
-            client.shutdown(timeout=20)
+            client.shutdown()
         eventually(lambda: server.heard == 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.lagging_streams import LaggingDevice
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
@@ -78,15 +78,17 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Nccl]]:
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
     """A trainer's."""
-    yield TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    yield TCPStore(
+        "127.0.0.1", 0, 3, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S)
+    )
 
 
 def group(
     store: TCPStore,
     rank: int = 1,
     *,
-    timeout_s: float = 20.0,
-    broadcast_timeout_s: float = 20.0,
+    timeout_s: float = PATIENCE_S,
+    broadcast_timeout_s: float = PATIENCE_S,
     write_stream: WriteStream | None = None,
     wake: Callable[[], None] = lambda: None,
 ) -> Group:
@@ -125,7 +127,7 @@ def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPS
 
 def test_broadcasts_have_a_timeout_of_their_own(store: TCPStore) -> None:
     """NCCL looks at its own, not at an operation's. The store's holds for the first broadcast, in which the ranks meet."""
-    eventually(group(store, timeout_s=5.0, broadcast_timeout_s=77.0).joined)
+    eventually(group(store, broadcast_timeout_s=77.0).joined)
     assert Nccl.made[0].timeout == timedelta(seconds=77)
 
 
@@ -141,7 +143,7 @@ def test_a_group_that_is_left_is_aborted(store: TCPStore) -> None:
     left = group(store)
     eventually(left.joined)
     left.kill("the group was destroyed")
-    assert Nccl.made[0].aborted.wait(20)
+    assert Nccl.made[0].aborted.wait()
 
 
 def test_a_trainer_that_died_before_its_first_broadcast(
@@ -161,13 +163,13 @@ def test_a_trainer_that_died_before_its_first_broadcast(
 
     def given_up() -> bool:
         assert next(pieces) is None
-        assert woken.wait(20), "nobody would look again"
+        assert woken.wait(), "nobody would look again"
         woken.clear()
         return False
 
     with pytest.raises(CaesuraError, match=r"a broadcast did not come within 0.1 s; the group is dead"):
         eventually(given_up)
-    assert Nccl.made[0].aborted.wait(20)
+    assert Nccl.made[0].aborted.wait()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lagging_streams import LaggingDevice, Stream
 from support.properties import examples
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -23,7 +23,7 @@ from caesura.scheduler.weights.transports.reception import broadcasts, plans_of
 from caesura.scheduler.weights.transports.transmission import Relay, Transmission
 from caesura.scheduler.weights.write_stream import WriteStream
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=PATIENCE_S)
 
 
 class Outgoing:
@@ -78,7 +78,7 @@ def worker() -> Iterator[Worker]:
 
 
 def transmission_of(
-    backend: Any, device: LaggingDevice, nbytes: int, worker: Worker, timeout_s: float = 20.0
+    backend: Any, device: LaggingDevice, nbytes: int, worker: Worker, timeout_s: float = PATIENCE_S
 ) -> Transmission:
     def broken(reason: str) -> CaesuraError:
         return CaesuraError(ErrorCode.GROUP_ERROR, reason)

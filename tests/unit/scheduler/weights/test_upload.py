@@ -182,7 +182,7 @@ def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
 
     pieces = uploader.pieces(Counted(open_checkpoint(folder), Workspace()), 2048, never)
     next(pieces)
-    assert all_read.wait(20)
+    assert all_read.wait()
     pieces.close()
     assert len(reads) == BUCKETS
 

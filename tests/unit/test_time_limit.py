@@ -1,0 +1,78 @@
+"""The limit of tests ends those that hang, and does not count the time in which the machine does nothing for them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import time_limit
+
+TESTS = Path(__file__).parents[1]
+LIMIT_S = 1.0
+
+
+def pytest_on(tmp_path: Path, source: str) -> subprocess.Popen:
+    """A pytest of its own on a file with ``source``, each of whose tests has :data:`LIMIT_S`."""
+    (tmp_path / "test_it.py").write_text(source)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "support.time_limit", "-p", "no:cacheprovider", "-q"]
+    return subprocess.Popen(
+        [*command, f"--timeout={LIMIT_S}", "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_test_whose_machine_stands_still_for_longer_than_its_limit_passes(tmp_path):
+    source = "import os, signal\ndef test_stopped():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    sum(range(1000))\n"
+    child = pytest_on(tmp_path, source)
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    began = time.monotonic()
+    while time.monotonic() < began + 3 * LIMIT_S:
+        time.sleep(0.1)
+    os.kill(child.pid, signal.SIGCONT)
+    output, _ = child.communicate()
+    assert (child.returncode, "1 passed" in output) == (0, True), output
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_is_ended_and_so_is_its_teardown(tmp_path):
+    source = """
+import threading, pytest
+@pytest.fixture
+def hangs():
+    yield
+    threading.Event().wait()
+def test_hangs(hangs):
+    threading.Event().wait()
+"""
+    child = pytest_on(tmp_path, source)
+    output, _ = child.communicate()
+    assert child.returncode == 1
+    assert "1 failed, 1 error" in output
+    assert output.count("Failed: Timeout") >= 2
+
+
+def test_the_limit_of_a_busy_machine_is_as_many_times_longer_as_its_work_is(request, monkeypatch):
+    alarms, ended = {}, []
+    monkeypatch.setattr(time_limit.signal, "signal", lambda number, handler: alarms.update({number: handler}))
+    monkeypatch.setattr(time_limit.signal, "setitimer", lambda *timer: None)
+    monkeypatch.setattr(
+        time_limit.pytest_timeout, "timeout_sigalrm", lambda item, settings: ended.append(item)
+    )
+    monkeypatch.setattr(time_limit.slowness, "measure", lambda: 4.0)
+    time_limit.pytest_timeout_set_timer(
+        request.node, time_limit.pytest_timeout.Settings(20.0, "signal", False, False)
+    )
+    for _ in range(4 * time_limit.ALARMS - 1):
+        alarms[signal.SIGALRM](signal.SIGALRM, None)
+    assert ended == []
+    alarms[signal.SIGALRM](signal.SIGALRM, None)
+    assert ended == [request.node]
