@@ -206,29 +206,39 @@ class Fleet:
             await self.pause_members(mode, self._dispatcher.serving, timeout)
             self.paused_mode = mode
 
-    async def continue_generation(self, *, timeout: float | None = PAUSE_S) -> None:
-        """Continue all members."""
+    async def continue_generation(
+        self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S
+    ) -> None:
+        """Continue all members, which empty their device caches first unless ``torch_empty_cache`` is False."""
         async with self.lock:
-            await self.continue_members(timeout)
+            await self.continue_members(timeout, torch_empty_cache=torch_empty_cache)
 
     @contextlib.asynccontextmanager
     async def paused(
-        self, mode: PauseMode = "in_place", *, timeout: float | None = PAUSE_S
+        self,
+        mode: PauseMode = "in_place",
+        *,
+        torch_empty_cache: bool = True,
+        timeout: float | None = PAUSE_S,
     ) -> AsyncIterator[None]:
-        """All members are paused in this block, and continue after it."""
+        """Pause all members in this block, and continue them after it."""
         await self.pause(mode, timeout=timeout)
         try:
             yield
         finally:
-            await self.continue_generation(timeout=timeout)
+            await self.continue_generation(torch_empty_cache=torch_empty_cache, timeout=timeout)
 
-    async def flush_cache(self, *, timeout: float | None = PAUSE_S) -> None:
-        """Flush the prefix cache of every member.
+    async def flush_cache(self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S) -> None:
+        """Flush the prefix cache of every member, and empty its device cache unless ``torch_empty_cache`` is False.
 
         Raises:
             EngineError: of the first that refused.
         """
-        answers = await everywhere(self._dispatcher.serving, lambda each: each.client.flush_cache(), timeout)
+        answers = await everywhere(
+            self._dispatcher.serving,
+            lambda each: each.client.flush_cache(torch_empty_cache=torch_empty_cache),
+            timeout,
+        )
         for member, error in answers.out.items():
             self.drop(member, error, "it does not answer")
         self._dispatcher.router.forget()
@@ -242,6 +252,7 @@ class Fleet:
         transport: Transport | None = None,
         weight_version: str | int | None = None,
         pause_mode: PauseMode = "in_place",
+        torch_empty_cache: bool = True,
         deadline_s: float = 600.0,
     ) -> FleetUpdate:
         """Give all members the same new weights: all of them commit, or none does.
@@ -253,6 +264,7 @@ class Fleet:
             model_path: a checkpoint folder that every engine can read, for the transport ``disk``.
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
+            torch_empty_cache: empty the members' device caches before they continue, if the update has paused them.
             deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the others go on.
 
         Raises:
@@ -265,7 +277,9 @@ class Fleet:
             load = self._loader.load(weights, flush_cache=mode != "in_place")
             session = FleetSession(verify=self.verify)
             work = asyncio.ensure_future(
-                self._update(session, load, label(weight_version), source, mode, deadline_s)
+                self._update(
+                    session, load, label(weight_version), source, mode, deadline_s, empty=torch_empty_cache
+                )
             )
             try:
                 return await asyncio.shield(work)
@@ -283,6 +297,8 @@ class Fleet:
         source: Source,
         mode: PauseMode,
         deadline_s: float,
+        *,
+        empty: bool,
     ) -> FleetUpdate:
         """:meth:`update`, whose caller holds :attr:`lock`."""
         paused_here = self.paused_mode is None
@@ -293,14 +309,14 @@ class Fleet:
         except (FleetUpdateFailed, asyncio.CancelledError) as error:
             await self.after_failure()
             if paused_here:
-                await self.continue_members(PAUSE_S)
+                await self.continue_members(PAUSE_S, torch_empty_cache=empty)
             if isinstance(error, FleetUpdateFailed):
                 error.serving = [member.name for member in self._dispatcher.serving]
                 error.detail["serving"] = error.serving
             raise
         self.committed(done, source)
         if paused_here:
-            await self.continue_members(PAUSE_S)
+            await self.continue_members(PAUSE_S, torch_empty_cache=empty)
         self._dispatcher.admitted()
         return FleetUpdate(
             epoch=self._dispatcher.epoch,
@@ -451,10 +467,12 @@ class Fleet:
             self.drop(member, error, "it does not pause")
         return answers
 
-    async def continue_members(self, timeout: float | None) -> None:
-        """Continue all that serve. Its caller holds :attr:`lock`."""
+    async def continue_members(self, timeout: float | None, *, torch_empty_cache: bool) -> None:
+        """Continue all that serve. The caller holds :attr:`lock`."""
         answers = await everywhere(
-            self._dispatcher.serving, lambda member: member.client.continue_generation(force=True), timeout
+            self._dispatcher.serving,
+            lambda member: member.client.continue_generation(force=True, torch_empty_cache=torch_empty_cache),
+            timeout,
         )
         self.paused_mode = None
         self._leases.hold(())

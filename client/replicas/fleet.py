@@ -169,7 +169,7 @@ class ReplicaFleet(Fleet):
         if self.awaits_update:
             logger.error("cannot continue: only an update makes the weights valid again; staying paused")
             return
-        await self.continue_members(PAUSE_S)
+        await self.continue_members(PAUSE_S, torch_empty_cache=True)  # as an engine whose lease expires
         self.dispatcher.admitted()
 
     def position(self, member: Member) -> int:

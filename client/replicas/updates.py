@@ -385,7 +385,8 @@ class Updates:
             self._forget()
         await fleet.after_failure()
         if opened.paused_here:
-            await fleet.continue_members(PAUSE_S)
+            # The engines have emptied their caches at the commit, if the update asked for that.
+            await fleet.continue_members(PAUSE_S, torch_empty_cache=False)
         fleet.dispatcher.admitted()
 
     async def _still_open(self) -> None:

@@ -24,6 +24,7 @@ from contextlib import suppress
 import zmq
 
 from ..exceptions import EngineDied, EngineError, VersionMismatch
+from . import context
 from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
 from .endpoints import check_endpoint, nobody_at
 from .hello import hello_frame, incarnation_in
@@ -130,7 +131,7 @@ class Link:
         """The engine went by a silence, and has not answered since."""
         self._unheard: str | None = None
         """Why the last handshake failed, where that can be told. It outlives a next try that nobody answers in time."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = context.acquire()
         self._patience: float | None = None
         """Until when what is held waits."""
         self._retry_at: float | None = None
@@ -138,7 +139,11 @@ class Link:
         """When a loss is reported, if its explanation has not come before."""
         self._silence: float | None = None
         """When an engine that has sent nothing until then counts as hung."""
-        self._open(connect=True)
+        try:
+            self._open(connect=True)
+        except BaseException:
+            context.release()
+            raise
 
     @property
     def deadline(self) -> float | None:
@@ -197,7 +202,7 @@ class Link:
     def close(self) -> None:
         """Close without lingering; unsent messages are dropped."""
         self._close_sockets()
-        self._context.term()
+        context.release()
 
     def _open(self, *, connect: bool) -> None:
         self._connected = self._disconnected = self._ready = False

@@ -33,8 +33,11 @@ HEARTBEAT_MS = 10_000
 """Over tcp, how often ZeroMQ sends a heartbeat to a silent peer."""
 DEAD_PEER_MS = 60_000
 """Over tcp, a peer that sends nothing for so long counts as gone; the peer applies the same timeout to the engine."""
-MAX_RESERVE = 1024
-"""Most descriptors that are reserved for other uses than connections; the reserve is a quarter of the process's limit."""
+MAX_RESERVE = 8192
+"""Most descriptors that are kept from new connections; the reserve is half of the process's limit.
+
+ZeroMQ accepts connections until the endpoint is shut, so as many as can connect before this thread runs must fit.
+"""
 RECHECK_MS = 1000
 """How often a shut endpoint is checked for whether it can be opened."""
 _DOMAIN = b"caesura"
@@ -184,7 +187,7 @@ class _DescriptorGuard:
         if self.is_shut and accepted:  # they were on their way; it is looked again when something has ended
             return
         used, limit = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        reserve = min(limit // 4, MAX_RESERVE)
+        reserve = min(limit // 2, MAX_RESERVE)
         self._accepted_since, self._free_descriptors = 0, limit - reserve - used
         if not self.is_shut and self._free_descriptors <= 0:
             self._endpoint.shut()

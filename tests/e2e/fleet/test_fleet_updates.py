@@ -125,6 +125,27 @@ def test_every_transport_updates_all_members(engines, tensors, other_model, tran
     run(engines, body)
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_members_empty_their_device_caches_as_asked(engines, other_model, asks):
+    def emptied(cause: str) -> list[bool]:
+        last = [[e for e in each.memory_history().events if e.cause == cause][-1] for each in engines]
+        return [event.returned is not None for event in last]
+
+    async def body(fleet: Fleet) -> None:
+        async with fleet.paused(torch_empty_cache=asks):
+            pass
+        assert emptied("continue") == [asks] * 2
+        await fleet.pause()
+        await fleet.continue_generation(torch_empty_cache=not asks)
+        assert emptied("continue") == [not asks] * 2
+        await fleet.update(model_path=other_model, torch_empty_cache=asks)
+        assert emptied("continue") == [asks] * 2
+        await fleet.flush_cache(torch_empty_cache=asks)
+        assert emptied("flush") == [asks] * 2
+
+    run(engines, body)
+
+
 def test_a_refusal_by_one_member_updates_nobody(engines, tensors):
     async def body(fleet: Fleet) -> None:
         first, second = fleet.members

@@ -119,6 +119,25 @@ def in_flight(pair: ServedEngine, ids: list[int]) -> Iterator[list[dict[str, Any
             assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_replicas_empty_their_device_caches_as_asked(pair, models, asks):
+    def emptied(cause: str) -> list[bool]:
+        last = []
+        for each in info(pair)["replicas"]:
+            with SchedulerClient(each["endpoint"]) as engine:
+                last.append([event for event in engine.memory_history().events if event.cause == cause][-1])
+        return [event.returned is not None for event in last]
+
+    pair.ok("/pause_generation", {"mode": "abort"})
+    pair.ok("/continue_generation", {"torch_empty_cache": asks})
+    assert emptied("continue") == [asks] * 2
+    assert pair.post(f"/flush_cache?torch_empty_cache={str(asks).lower()}").status_code == 200
+    assert emptied("flush") == [asks] * 2
+    pair.ok("/update_weights_from_disk", {"model_path": models[1], "torch_empty_cache": asks})
+    assert emptied("update_commit") == [asks] * 2
+    assert emptied("continue") == [False] * 2, "the commit has done what was asked"
+
+
 def test_the_server_says_what_is_behind_its_port(pair):
     found = info(pair)
     assert (found["dp_size"], found["tp_size"], len({*states(pair, "pid")})) == (2, 1, 2)

@@ -26,6 +26,8 @@ def test_over_http(engine, other_model, asks):
         server.ok("/pause_generation", {"mode": "abort"})
         server.ok("/continue_generation", {"torch_empty_cache": asks})
         assert emptied(engine, "continue") is asks
+        assert server.post(f"/flush_cache?torch_empty_cache={str(asks).lower()}").status_code == 200
+        assert emptied(engine, "flush") is asks
         body = {"model_path": str(other_model), "torch_empty_cache": asks}
         server.ok("/update_weights_from_disk", body)
         assert emptied(engine, "update_commit") is asks

@@ -91,3 +91,43 @@ def test_more_connects_than_descriptors_neither_end_nor_occupy_the_engine(child)
     if child.endpoint.startswith("ipc://"):
         left = os.listdir(Path(child.endpoint.removeprefix("ipc://")).parent)
         assert left == ["s.sock.lock"]
+
+
+FLOOD = """
+import socket, sys
+held = []
+for _ in range(int(sys.argv[2])):
+    asking = socket.socket(socket.AF_UNIX)
+    asking.setblocking(False)
+    try:
+        asking.connect(sys.argv[1])
+    except OSError:  # the backlog is full, or the endpoint is shut
+        asking.close()
+    else:
+        held.append(asking)
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_connect_as_fast_as_they_can_do_not_end_the_engine(tmp_path):
+    limit = 4096
+    command = [sys.executable, str(CHILD), f"ipc://{tmp_path}/s.sock", str(limit)]
+    with contextlib.ExitStack() as processes:
+        engine = processes.enter_context(piped(command))
+        endpoint = engine.stdout.readline().strip()
+        with RawClient(endpoint) as old:
+            cpu_seconds(old)
+            flood = [sys.executable, "-c", FLOOD, endpoint.removeprefix("ipc://"), "20000"]
+            crowd = [processes.enter_context(piped(flood)) for _ in range(4)]
+            held = [int(each.stdout.readline()) for each in crowd]
+            assert sum(held) >= limit // 4
+            cpu_seconds(old)
+            assert engine.poll() is None
+
+
+def piped(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
