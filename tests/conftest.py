@@ -1,6 +1,7 @@
 """Fixtures shared by all tests, and what makes a run repeatable: one thread, one Hypothesis profile."""
 
 import gc
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ if engine_template.is_wanted():
 
 
 late_lines.install()
-launch_scheduler.__kwdefaults__["startup_timeout"] = PATIENCE_S
+inspect.unwrap(launch_scheduler).__kwdefaults__["startup_timeout"] = PATIENCE_S
 
 
 def pytest_sessionfinish() -> None:

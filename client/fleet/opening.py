@@ -76,7 +76,7 @@ async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> 
         if member not in same:
             fleet.dispatcher.fence(member, f"it has {status.weights} weights {status.weight_version!r}")
     _begin(fleet, same, statuses, Source(updated=True))
-    await fleet.continue_members(ABORT_S)
+    await fleet.continue_members(ABORT_S, torch_empty_cache=True)
 
 
 def _begin(

@@ -149,7 +149,12 @@ def where(name: str, *folders: str) -> set[str]:
 @pytest.mark.parametrize(
     ("recipe", "name", "folders", "tests"),
     [
-        ("sampling parameter", "min_p", ["io_struct", "scheduler", "client", "integrations"], {"test_min_p.py"}),
+        (
+            "sampling parameter",
+            "min_p",
+            ["io_struct", "scheduler", "client", "integrations"],
+            {"test_min_p.py"},
+        ),
         (
             "HTTP route",
             "weights_checker",

@@ -394,9 +394,7 @@ def test_a_replica_that_is_told_to_end_loses_none_of_many_requests(models):
             return pair.ok("/generate", body, timeout=PATIENCE_S)
 
         answers = [pool.submit(ask, 20 + number) for number in range(8)]
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(count == 4 for count in states(pair, "running_requests")):
-            assert time.monotonic() < deadline
+        eventually(lambda: all(count == 4 for count in states(pair, "running_requests")))
         os.kill(states(pair, "pid")[0], signal.SIGTERM)
         found = [answer.result(PATIENCE_S) for answer in answers]
         assert [len(answer["output_ids"]) for answer in found] == [LONG] * 8
