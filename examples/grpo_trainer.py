@@ -16,11 +16,10 @@ from caesura.client import (
     AsyncSchedulerClient,
     GenerateOutput,
     SamplingParams,
-    importance_weights,
     launch_scheduler,
     oldest_epoch,
 )
-from caesura.client.tensors import checkpoint_tensors
+from caesura.client.tensors import checkpoint_tensors, importance_weights
 
 VOCABULARY, LENGTHS, SAMPLES, TEMPERATURE = 8, (16, 16, 16, 192), 8, 1.0
 IN_FLIGHT, GROUPS_PER_STEP, MAX_STALENESS = 8, 8, 4
@@ -80,12 +79,8 @@ def loss_of(policy: PreTrainedModel, group: Group, epoch: int) -> torch.Tensor:
     rewards = group.rewards()
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     logprobs = learner_logprobs(policy, group)
-    limits = {"epoch": epoch, "max_staleness": MAX_STALENESS}
-    weights = [
-        importance_weights(now.tolist(), output.output_logprobs or [], output.weight_versions, **limits)
-        for now, output in zip(logprobs, group.outputs, strict=True)
-    ]
-    return -(torch.tensor(weights) * advantages[:, None] * logprobs).mean()
+    weights = importance_weights(logprobs, group.outputs, epoch=epoch, max_staleness=MAX_STALENESS)
+    return -(weights * advantages[:, None] * logprobs).mean()
 
 
 def learn(

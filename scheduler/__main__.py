@@ -89,11 +89,11 @@ class _Command(click.Command):
         except click.NoSuchOption as error:
             given = error.option_name.lstrip("-").replace("-", "_")
             names = [option.lstrip("-").replace("-", "_") for each in self.params for option in each.opts]
-            if (instead := advice(given, names)) is not None:
-                raise click.UsageError(f"No such option {error.option_name!r}: {instead}", ctx) from error
-            if (meant := other_name(given, names)) is not None:
-                error.possibilities = ["--" + meant.replace("_", "-")]
-            raise
+            if (hint := advice(given, names)) is None and (meant := other_name(given, names)) is not None:
+                hint = f"did you mean --{meant.replace('_', '-')}?"
+            if hint is None:
+                raise
+            raise click.UsageError(f"No such option {error.option_name!r}: {hint}", ctx) from error
 
 
 def command() -> click.Command:

@@ -233,7 +233,7 @@ def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
     return given if isinstance(given, TextTokenizer) else TextTokenizer.from_folder(os.fspath(given))
 
 
-def _prompts(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+def _prompts(given: Any) -> tuple[list[Prompt], bool]:
     """The prompts, and whether the caller passed one rather than several."""
     if isinstance(given, str):
         return [given], True

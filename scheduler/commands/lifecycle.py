@@ -243,10 +243,7 @@ class Lifecycle:
         """Pause at a step boundary; see the module's invariants and docs/reference/lifecycle.md."""
         if request.lease_s is not None and request.owner is None:
             raise CaesuraError(
-                ErrorCode.INVALID_REQUEST,
-                "lease_s needs an owner: any name, whose commands renew the lease",
-                field="owner",
-                value=None,
+                ErrorCode.INVALID_REQUEST, "lease_s needs an owner: any name", field="owner", value=None
             )
         if self._generation == "running":
             self._generation = "pausing"

@@ -1,5 +1,7 @@
 """The pages for people: short lines, references and links that lead somewhere, and a definition for every invariant that is cited."""
 
+import ast
+import importlib
 import inspect
 import re
 from collections import Counter
@@ -133,6 +135,16 @@ def test_the_reference_lists_every_field_of_parameters_and_results():
         table = generated.partition(f"### {kind.__name__}\n")[2].partition("###")[0]
         listed = re.findall(r"^\| `(\w+)` \| `[^`]+`.* \| [^|]+ \|$", table.replace("\\|", "/"), re.MULTILINE)
         assert listed == list(inspect.get_annotations(kind))
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_blocks_are_python_and_import_what_there_is(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        tree = compile(block, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("caesura.client"):
+                module = importlib.import_module(node.module)
+                assert [each.name for each in node.names if not hasattr(module, each.name)] == []
 
 
 def where(name: str, *folders: str) -> set[str]:

@@ -22,7 +22,8 @@ def public_objects(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 PUBLIC = sorted(
-    {(name, value) for module in (client, tensors, text, fleet) for name, value in public_objects(module)}
+    {(name, value) for module in (client, tensors, text, fleet) for name, value in public_objects(module)},
+    key=lambda each: (each[0], each[1].__module__),
 )
 
 

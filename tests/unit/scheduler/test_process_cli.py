@@ -220,9 +220,9 @@ def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     "option,meant",
     [
-        ("--tensor-parallel-size", "Did you mean '--tp'?"),
-        ("--mem-fraction-static", "Did you mean '--kv-memory-fraction'?"),
-        ("--model-path", "Did you mean '--model'?"),
+        ("--tensor-parallel-size", ": did you mean --tp?"),
+        ("--mem-fraction-static", ": did you mean --kv-memory-fraction?"),
+        ("--model-path", ": did you mean --model?"),
         ("--disable-radix-cache", ": turn prefix_cache off"),
     ],
 )
