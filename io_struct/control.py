@@ -364,7 +364,7 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """By source; unused sources are left out."""
     emptied: list[EmptyCacheTotal] = []
     """Times that the device allocator's cache was emptied, by place."""
-    queue_s: Distribution = Distribution()
+    queue_time: Distribution = Distribution()
     """Seconds from arrival to the first scheduled step, of finished samples."""
     latency_s: Distribution = Distribution()
     """Seconds from arrival to the end, of finished samples."""

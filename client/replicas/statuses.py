@@ -167,7 +167,7 @@ def _counted(statuses: Iterable[GetStatusReqOutput]) -> dict[str, Any]:
             pauses=_grouped([each for one in totals for each in one.pauses], "mode"),
             updates=_grouped([each for one in totals for each in one.updates], "source"),
             emptied=_grouped([each for one in totals for each in one.emptied], "place"),
-            queue_s=_distribution([each.queue_s for each in totals]),
+            queue_time=_distribution([each.queue_time for each in totals]),
             latency_s=_distribution([each.latency_s for each in totals]),
             staleness=_distribution([each.staleness for each in totals]),
         ),

@@ -14,7 +14,7 @@ class SampleTotals:
 
     def count(self, result: GenerateReqOutput | GenerateImagesReqOutput) -> None:
         """Count a finished sample. One without a token has no staleness."""
-        self._queue.observe(result.queue_s)
+        self._queue.observe(result.queue_time)
         self._latency.observe(result.e2e_latency)
         if spans := result.weight_versions:
             self._staleness.observe(spans[-1].epoch - spans[0].epoch)
@@ -22,7 +22,7 @@ class SampleTotals:
     def totals(self) -> dict[str, Distribution]:
         """Return the histograms as fields of :class:`~caesura.io_struct.control.EngineTotals`."""
         return {
-            "queue_s": self._queue.distribution(),
+            "queue_time": self._queue.distribution(),
             "latency_s": self._latency.distribution(),
             "staleness": self._staleness.distribution(),
         }

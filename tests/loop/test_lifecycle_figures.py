@@ -238,8 +238,8 @@ def test_the_totals_count_staleness_and_duration_of_every_sample(driver, other_m
     driver.call(PauseGenerationReqInput(mode="abort"))
     totals = driver.status().totals
     assert totals.staleness == Distribution(counts=[1, 0, 1, *[0] * 7], sum=2.0)
-    assert sum(totals.queue_s.counts) == sum(totals.latency_s.counts) == 2
-    assert totals.queue_s.sum <= totals.latency_s.sum
+    assert sum(totals.queue_time.counts) == sum(totals.latency_s.counts) == 2
+    assert totals.queue_time.sum <= totals.latency_s.sum
 
 
 def test_a_sample_without_a_token_has_no_staleness(driver):

@@ -87,7 +87,7 @@ class EngineWatch:
         if self._status is None:
             return {}
         totals = self._status.totals
-        counted = {"in the queue": totals.queue_s, "whole sample": totals.latency_s}
+        counted = {"in the queue": totals.queue_time, "whole sample": totals.latency_s}
         return {name: Histogram(SECONDS, each) for name, each in counted.items() if each.counts}
 
     def replicas(self) -> list[ReplicaView]:
@@ -309,9 +309,9 @@ def _totals(families: Families, status: GetStatusReqOutput) -> None:
     runs = {stage.name: stage.count for stage in status.stages}
     counter("stage_seconds", "Time by stage; update.* are the stages of weight updates.", stages, ("stage",))
     counter("stage_runs", "Runs by stage.", runs, ("stage",))
-    if totals.queue_s.counts:
+    if totals.queue_time.counts:
         text = "Time of finished samples from arrival to the first scheduled step."
-        families.histogram("queue_time_seconds", text, Histogram(SECONDS, totals.queue_s))
+        families.histogram("queue_time_seconds", text, Histogram(SECONDS, totals.queue_time))
         text = "Time of finished samples from arrival to the end, in the engine."
         families.histogram("sample_latency_seconds", text, Histogram(SECONDS, totals.latency_s))
         text = "Weight commits between the first and the last token of finished samples."

@@ -184,7 +184,7 @@ def test_it_shows_how_long_samples_take_and_an_update_by_stage(engine, page, oth
         )
         return page.browser.execute_script(script, table)
 
-    engine.generate([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True), timeout=60)
+    engine.generate([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
     page.until(lambda: {"in the queue", "whole sample"} <= set(first_cells("latencies")))
     assert first_cells("staleness")[:2] == ["none", "1 update"]
     with paused(engine):

@@ -53,7 +53,7 @@ def engine(server):
 
 def test_released_weights_become_valid_again_component_by_component(sd3):
     options = ("--model", str(sd3), "--enable-memory-saver", "--weights-root", str(sd3))
-    with served(*options) as found, httpx.Client(base_url=found.url, timeout=60) as http:
+    with served(*options) as found, httpx.Client(base_url=found.url, timeout=PATIENCE_S) as http:
 
         def ok(path, **body):
             answer = http.post(path, json=body)

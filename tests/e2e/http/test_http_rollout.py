@@ -65,7 +65,7 @@ def rollouts(server, **changes: Any) -> list[dict[str, Any]]:
 def test_the_defaults_of_python_are_those_of_http(server):
     """Noise on every step, so a trainer that says nothing of it has log-probabilities."""
     body = {"prompt": "a", "seed": 7, "width": 16, "height": 16, "num_inference_steps": 4}
-    response = httpx.post(f"{server.url}/rollout/generate", json=body, timeout=60)
+    response = httpx.post(f"{server.url}/rollout/generate", json=body, timeout=PATIENCE_S)
     (over_http,) = plain(msgspec.msgpack.decode(response.content))
     endpoint = server.announced.split("(engine ")[1].split(")")[0]
     with SchedulerClient(endpoint) as engine:
@@ -74,7 +74,7 @@ def test_the_defaults_of_python_are_those_of_http(server):
     found = torch.tensor(np.array(in_python.log_probs), dtype=torch.float32)
     assert torch.equal(found, over_http["rollout_log_probs"])
     assert (over_http["rollout_log_probs"] != 0).all()
-    evaluated = httpx.post(f"{server.url}/rollout/generate", json={**body, "rollout": False}, timeout=60)
+    evaluated = httpx.post(f"{server.url}/rollout/generate", json={**body, "rollout": False}, timeout=PATIENCE_S)
     (picture,) = plain(msgspec.msgpack.decode(evaluated.content))
     assert not torch.equal(picture["generated_output"], over_http["generated_output"])
 

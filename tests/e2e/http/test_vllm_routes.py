@@ -75,7 +75,7 @@ def test_keep_computes_requests_again_with_the_new_weights(served, http, step_7)
     http.post("/update_weights", json={"weight_dir": step_7}).raise_for_status()
     http.post("/resume").raise_for_status()
     assert http.get("/is_paused").json() == {"is_paused": False}
-    assert not any(span.stale_kv for span in handle.result(timeout=60).weight_versions)
+    assert not any(span.stale_kv for span in handle.result().weight_versions)
 
 
 def test_wait_lets_requests_end(served, http):
@@ -83,7 +83,7 @@ def test_wait_lets_requests_end(served, http):
     handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
     next(iter(handle))
     assert http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
-    result = handle.result(timeout=60)
+    result = handle.result()
     assert (result.finish_reason.type, len(result.output_ids)) == ("length", 400)
     assert served.engine.status().kv.cached == 0
     refused = http.post("/inference/v1/generate", json={"token_ids": PROMPT})

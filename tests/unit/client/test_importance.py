@@ -57,7 +57,7 @@ def output(logprobs, spans):
         cached_tokens=0,
         seed=0,
         num_retractions=0,
-        queue_s=0.0,
+        queue_time=0.0,
         e2e_latency=0.0,
     )
 

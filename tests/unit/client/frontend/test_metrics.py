@@ -46,7 +46,7 @@ TOTALS = EngineTotals(
     pauses=[PauseTotal(mode="in_place", count=3, seconds=4.5)],
     updates=[UpdateTotal(source="disk", committed=2, failed=1)],
     emptied=[EmptyCacheTotal(place="continue", count=3, freed_bytes=4096)],
-    queue_s=Distribution(counts=[0, 0, 4, *[0] * 17], sum=0.02),
+    queue_time=Distribution(counts=[0, 0, 4, *[0] * 17], sum=0.02),
     latency_s=Distribution(counts=[*[0] * 9, 4, *[0] * 10], sum=4.0),
     staleness=Distribution(counts=[3, 1, *[0] * 8], sum=1.0),
 )

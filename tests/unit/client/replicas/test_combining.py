@@ -116,4 +116,4 @@ def test_histograms_of_samples_are_added():
     none = EngineTotals()
     found = total(status(totals=one), status(totals=one), status(totals=none), serving=[0, 1, 2])
     assert found.totals.staleness == Distribution(counts=[6, 2], sum=2.0)
-    assert found.totals.queue_s == Distribution()
+    assert found.totals.queue_time == Distribution()
