@@ -16,7 +16,7 @@ from support.http_serve import served
 from caesura.client import CaesuraError, SchedulerClient, launch_scheduler
 
 PICTURE = Path(__file__).parent / "images" / "dashboard.png"
-SIZE = (1120, 1560)
+SIZE = (1120, 1950)
 CYCLES = 4
 SAMPLING = {"max_new_tokens": 96, "temperature": 1.0, "ignore_eos": True}
 

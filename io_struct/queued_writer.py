@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol, TextIO
 
 MAX_QUEUED = 1 << 20
@@ -26,19 +27,26 @@ class TimedLines(Protocol):
         """Seconds until the next lines are due; None means that there are none."""
 
     def take(self) -> list[str]:
-        """The lines that are due."""
+        """The lines that are due, without their ends."""
 
 
 class QueuedWriter:
     """Writes to ``target``, a stream or a descriptor; ``timed`` adds lines of its own when they are due."""
 
-    def __init__(self, target: TextIO | int, timed: TimedLines | None = None) -> None:
+    def __init__(
+        self,
+        target: TextIO | int,
+        timed: TimedLines | None = None,
+        as_line: Callable[[str], str] = "{}\n".format,
+    ) -> None:
+        """``as_line`` makes a line of what the writer has to say itself, and of what ``timed`` says."""
         self._stream = target if not isinstance(target, int) else None
         self._descriptor = target if isinstance(target, int) else None
         if self._stream is not None:
             with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream of Python's own
                 self._descriptor = self._stream.fileno()
         self._timed = timed
+        self._as_line = as_line
         self._pieces: deque[str] = deque()
         self._queued = 0
         self._dropped = 0
@@ -86,7 +94,7 @@ class QueuedWriter:
                 self._busy = False
                 if self._dropped:
                     dropped, self._dropped = self._dropped, 0
-                    self._append(f"… {dropped} characters dropped: the log was not read in time\n")
+                    self._append(self._as_line(f"{dropped} characters dropped: the log was not read in time"))
                 self._changed.notify_all()
 
     def _take(self) -> str | None:
@@ -97,7 +105,7 @@ class QueuedWriter:
                     return None
                 self._changed.wait(self._timed.due_s() if self._timed else None)
                 for line in self._timed.take() if self._timed else ():
-                    self._append(line)
+                    self._append(self._as_line(line))
             text = "".join(self._pieces)
             self._pieces.clear()
             self._busy = True

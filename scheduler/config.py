@@ -182,6 +182,10 @@ class EngineConfig:
     temporary directory, made when the first trace starts."""
     log_level: str = "INFO"
     """Minimum severity of log records: DEBUG, INFO, WARNING or ERROR."""
+    log_format: Literal["text", "json"] = "text"
+    """Format of log lines. json: one object per line, with time, level, replica, rank, logger and message."""
+    log_name: str = ""
+    """Name of this engine in its log lines. caesura serve --replicas sets it to replica-0, replica-1, and so on."""
     shutdown_mode: Literal["abort", "drain"] = "abort"
     """What SIGTERM or a shutdown message does to unfinished requests. abort: end them at once; drain: let them finish
     within drain_timeout_s."""

@@ -126,7 +126,7 @@ def _last_words(reason: str) -> None:
 def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitStack) -> Engine:
     """Build the engine. Every error is raised as a CaesuraError, so that the launcher gets a reason."""
     try:
-        log.configure(config.log_level)
+        log.configure(config.log_level, log_format=config.log_format, name=config.log_name)
     except ValueError as error:
         raise _refused("log_level", config.log_level, error) from error
     logger.info("caesura %s, pid %d: loading %s", __version__, os.getpid(), config.model_path)

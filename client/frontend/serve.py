@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ...io_struct import private_directory
+from ...io_struct.json_log import JsonFormatter
 from ...io_struct.text import LOG_PREFIX, LOG_TIME
 from ..exceptions import EngineError, InvalidRequest
 from ..process.launch import LaunchedScheduler, engine_command
 from ..process.notify import notify
 from ..process.stderr import Repeats, queued_stderr
-from ..process.supervise import restart_options, status_of, stop_timeout_s, supervised
+from ..process.supervise import log_format_option, restart_options, status_of, stop_timeout_s, supervised
 from ..process.supervisor import RestartPolicy, Supervisor
 from ..replicas.processes import ReplicaProcesses
 from ..wire.async_client import AsyncSchedulerClient
@@ -182,6 +183,7 @@ _NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[
 )
 @click.option("--restart", is_flag=True, help="Restart the scheduler when it dies or hangs.")
 @restart_options
+@log_format_option
 @click.pass_context
 def serve(context: click.Context, /, **given: Any) -> None:
     """Start a scheduler and an HTTP server with SGLang's and OpenAI's APIs.
@@ -250,6 +252,13 @@ class Settings:
     max_restarts: int
     restart_window: float
     hang_timeout: float
+    log_format: str
+
+    @property
+    def engine_arguments(self) -> list[str]:
+        """Options of the scheduler, or of each."""
+        model = ["--model", str(self.model)]
+        return [*model, *self.scheduler_arguments, "--log-format", self.log_format]
 
 
 def _raise_descriptor_limit() -> None:
@@ -263,14 +272,15 @@ def _raise_descriptor_limit() -> None:
 def run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
     """Everything until the end; the exit status."""
     _raise_descriptor_limit()
-    with queued_stderr():
-        _configure_log()
+    json = JsonFormatter("serve") if settings.log_format == "json" else None
+    with queued_stderr(None if json is None else json.wrap):
+        _configure_log(json or PrintableFormatter(f"{LOG_PREFIX} %(name)s: %(message)s", LOG_TIME))
         return _run(settings, listener, server_class)
 
 
-def _configure_log() -> None:
+def _configure_log(formatter: logging.Formatter) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter(f"{LOG_PREFIX} %(name)s: %(message)s", LOG_TIME))
+    handler.setFormatter(formatter)
     handler.addFilter(Repeats())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
@@ -300,8 +310,8 @@ def _launch(settings: Settings) -> Launched:
     if settings.restart:
         return _started(settings, _supervisor(settings))
     directory = private_directory.make()
-    command = engine_command("--model", str(settings.model))
-    command += ["--endpoint", f"ipc://{directory}/{private_directory.SOCKET}", *settings.scheduler_arguments]
+    command = engine_command(*settings.engine_arguments)
+    command += ["--endpoint", f"ipc://{directory}/{private_directory.SOCKET}"]
     return LaunchedScheduler(
         command,
         directory=directory,
@@ -337,7 +347,7 @@ def _replicas(settings: Settings) -> ReplicaProcesses:
 
 
 def _restarts(settings: Settings) -> tuple[list[str], RestartPolicy]:
-    arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
+    arguments = settings.engine_arguments
     policy = RestartPolicy(
         max_restarts=settings.max_restarts,
         window_s=settings.restart_window,

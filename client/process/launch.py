@@ -404,6 +404,8 @@ def launch_scheduler(
     log_stats_interval_s: float | None = None,
     profile_dir: str | os.PathLike[str] | None = None,
     log_level: str | None = None,
+    log_format: Literal["text", "json"] | None = None,
+    log_name: str | None = None,
     shutdown_mode: Literal["abort", "drain"] | None = None,
     drain_timeout_s: float | None = None,
     watchdog_timeout_s: float | None = None,

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic
 
 from ...io_struct.queued_writer import FLUSH_S, QueuedWriter
@@ -24,14 +24,21 @@ _MAX_PLACES = 1024
 
 
 class QueuedStream(io.TextIOBase):
-    """A text stream over a descriptor, written by a :class:`QueuedWriter`."""
+    """A text stream over a descriptor, written by a :class:`QueuedWriter`; ``as_line`` makes what is written of each line."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, as_line: Callable[[str], str] | None = None) -> None:
         self._descriptor = descriptor
-        self._writer = QueuedWriter(descriptor)
+        self._as_line = as_line
+        self._begun = ""
+        self._lock = threading.Lock()
+        self._writer = (
+            QueuedWriter(descriptor)
+            if as_line is None
+            else QueuedWriter(descriptor, as_line=lambda text: f"{as_line(text)}\n")
+        )
 
     def writable(self) -> bool:
         """As of every such stream."""
@@ -49,21 +56,29 @@ class QueuedStream(io.TextIOBase):
         """``text`` goes out, or is dropped and counted; at once either way."""
         if not isinstance(text, str):  # that is how others find out what kind of stream this is
             raise TypeError(f"write() takes a str, not {type(text).__name__}")
-        self._writer.put(text)
+        if self._as_line is None:
+            self._writer.put(text)
+            return len(text)
+        with self._lock:
+            *lines, self._begun = (self._begun + text).split("\n")
+            for line in filter(None, lines):
+                self._writer.put(f"{self._as_line(line)}\n")
         return len(text)
 
     def settle(self, timeout_s: float) -> bool:
         """Whether all has gone out, waiting for up to ``timeout_s``. ``flush`` does not wait: others call it with every line."""
+        if self._begun:
+            self.write("\n")
         return self._writer.flush(timeout_s)
 
 
 @contextlib.contextmanager
-def queued_stderr() -> Iterator[None]:
+def queued_stderr(as_line: Callable[[str], str] | None = None) -> Iterator[None]:
     """Within it ``sys.stderr`` is a :class:`QueuedStream`; where there is none, nothing changes."""
     before = sys.stderr
     try:
         before.flush()
-        stream = QueuedStream(before.fileno())
+        stream = QueuedStream(before.fileno(), as_line)
     except (OSError, ValueError, AttributeError):  # closed, or a stream of Python's own
         yield
         return

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from ...io_struct import private_directory
+from ...io_struct.json_log import JsonFormatter
 from ...io_struct.text import LOG_PREFIX, LOG_TIME
 from ..exceptions import EngineDied, EngineError
 from ..wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
@@ -63,6 +64,15 @@ def restart_options(command: CommandT) -> CommandT:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Format of log lines, of the scheduler too. json: one object per line, with time, level and replica.",
+)
 
 
 def supervised(
@@ -173,6 +183,7 @@ def status_of(error: EngineError | None) -> int:
     type=click.FloatRange(0),
     help="Seconds between SIGTERM and SIGKILL when this command ends.  [default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
 )
+@log_format_option
 @click.pass_context
 def supervise(
     context: click.Context,
@@ -185,6 +196,7 @@ def supervise(
     hang_timeout: float,
     startup_timeout: float,
     stop_timeout: float | None,
+    log_format: str,
 ) -> None:
     """Run a scheduler and restart it when it dies or hangs.
 
@@ -200,14 +212,17 @@ def supervise(
         stop_timeout_s=stop_timeout_s(context.args) if stop_timeout is None else stop_timeout,
     )
     supervisor = supervised(
-        context.args,
+        [*context.args, "--log-format", log_format],
         endpoint,
         policy,
         curve_server_key=curve_server_key,
         curve_client_key_file=curve_client_key_file,
     )
-    with queued_stderr():
-        logging.basicConfig(format=f"{LOG_PREFIX} supervise: %(message)s", datefmt=LOG_TIME)
+    json = JsonFormatter("supervise") if log_format == "json" else None
+    with queued_stderr(None if json is None else json.wrap):
+        handler = logging.StreamHandler()
+        handler.setFormatter(json or logging.Formatter(f"{LOG_PREFIX} supervise: %(message)s", LOG_TIME))
+        logging.basicConfig(handlers=[handler])
         logging.getLogger(__package__).setLevel(logging.INFO)
         status = _run(supervisor)
     context.exit(status)

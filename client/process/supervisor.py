@@ -133,6 +133,7 @@ class Supervisor:
     ) -> None:
         ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
         self._name = name
+        self._logger = logging.LoggerAdapter(logger, {"replica": "" if name == THE_ONLY_ONE else name})
         self._environment = environment
         self.endpoint = endpoint
         """Where clients connect, restarts or not; exact once a scheduler has served (port 0 is a real one then)."""
@@ -234,7 +235,7 @@ class Supervisor:
                 client.status(timeout=STOP_SILENCE_S)
             except TimedOut:
                 if not child.wait(0.0):
-                    logger.warning(
+                    self._logger.warning(
                         "%s has neither ended nor answered for %g s after SIGTERM, and is killed",
                         self._name, STOP_SILENCE_S,
                     )  # fmt: skip
@@ -264,7 +265,7 @@ class Supervisor:
                 self._run_once()
             except _Failure as failure:
                 if self._stopping.is_set():
-                    logger.warning("%s, which was to end, %s", self._name, failure)
+                    self._logger.warning("%s, which was to end, %s", self._name, failure)
                     return None
                 if failure.final is not None:
                     return failure.final
@@ -287,7 +288,7 @@ class Supervisor:
         delay = policy.delay(len(self._restarts))
         self._restarts.append(now)
         self._num_restarts += 1
-        logger.warning(
+        self._logger.warning(
             "%s %s; restart %d of %d within %g s, in %.1f s",
             self._name, reason, len(self._restarts), policy.max_restarts, policy.window_s, delay,
         )  # fmt: skip
@@ -360,7 +361,7 @@ class Supervisor:
             raise _Failure(f"did not answer its status for {patience:g} s and was killed")
         if child.process.returncode != 0:
             raise _Failure(_exit_of(child))
-        logger.info("%s %s", self._name, how_it_ended(0))
+        self._logger.info("%s %s", self._name, how_it_ended(0))
 
     def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
         """False as soon as it has been silent for ``patience`` seconds.

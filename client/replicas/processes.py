@@ -58,7 +58,7 @@ class ReplicaProcesses:
             Replica(
                 f"replica-{index}",
                 supervised(
-                    place.arguments,
+                    [*place.arguments, "--log-name", f"replica-{index}"],
                     None,
                     policy,
                     curve_server_key=curve_server_key,

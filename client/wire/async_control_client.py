@@ -19,6 +19,7 @@ from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYT
 from ..exceptions import NoSession, TimedOut, is_answer
 from .async_channel import wait_for
 from .async_command_client import AsyncCommandClient
+from .figures import figures
 from .options import (
     CheckerAction,
     SessionOptions,
@@ -393,6 +394,13 @@ class AsyncControlClient(AsyncCommandClient):
         """
         request = wire.GetStatusReqInput(id=id_of(message_id), owner=owner)
         return await self._call(request, wire.GetStatusReqOutput, timeout)
+
+    async def metrics(self, *, timeout: float | None = None) -> dict[str, float]:
+        """Return the engine's figures as ``{"caesura/…": number}``, for ``wandb.log`` or a trainer's own log.
+
+        Like a status, it is answered in every state; it renews no lease.
+        """
+        return figures(await self.status(owner="", timeout=timeout))
 
     async def memory_history(
         self,

@@ -20,6 +20,7 @@ from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYT
 from ..exceptions import NoSession, TimedOut, is_answer
 from .channel import wait_for
 from .command_client import CommandClient
+from .figures import figures
 from .options import (
     CheckerAction,
     SessionOptions,
@@ -394,6 +395,13 @@ class ControlClient(CommandClient):
         """
         request = wire.GetStatusReqInput(id=id_of(message_id), owner=owner)
         return self._call(request, wire.GetStatusReqOutput, timeout)
+
+    def metrics(self, *, timeout: float | None = None) -> dict[str, float]:
+        """Return the engine's figures as ``{"caesura/…": number}``, for ``wandb.log`` or a trainer's own log.
+
+        Like a status, it is answered in every state; it renews no lease.
+        """
+        return figures(self.status(owner="", timeout=timeout))
 
     def memory_history(
         self,

@@ -13,8 +13,9 @@ import sys
 import threading
 from dataclasses import dataclass
 from time import monotonic
-from typing import TextIO
+from typing import Literal, TextIO
 
+from ...io_struct.json_log import JsonFormatter
 from ...io_struct.queued_writer import FLUSH_S, QueuedWriter
 from ...io_struct.text import LOG_PREFIX, LOG_TIME, printable
 
@@ -28,10 +29,12 @@ _MAX_SITES = 1024
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-08-01 12:00:00.123 INFO scheduler.loop: message``; with the rank if it is not 0."""
+    """``2026-08-01 12:00:00.123 INFO scheduler.loop: message``; with the engine's name, and the rank if it is not 0."""
 
-    def __init__(self, rank: int = 0) -> None:
-        where = f" rank{rank}" if rank else ""
+    def __init__(self, rank: int = 0, name: str = "") -> None:
+        where = "".join(
+            f" {part}" for part in (printable(name).replace("%", "%%"), f"rank{rank}" if rank else "") if part
+        )
         super().__init__(
             f"{LOG_PREFIX}{where} %(caesura_module)s: %(message)s",
             LOG_TIME,
@@ -82,7 +85,7 @@ class Repeats:
         return max(0.0, min(held) + REPEAT_WINDOW_S - monotonic()) if held else None
 
     def take(self, *, everything: bool = False) -> list[str]:
-        """Summary lines of call sites whose window is over, or of all; resets their counts."""
+        """Return summaries of call sites whose window is over, or of all; resets their counts."""
         now, lines = monotonic(), []
         with self._lock:
             for (name, line), site in list(self._sites.items()):
@@ -90,7 +93,7 @@ class Repeats:
                     del self._sites[name, line]
                     where = f"{name.removeprefix('caesura.')} line {line}"
                     more = site.count - REPEATS
-                    lines.append(f"… {more} more like these from {where} within {now - site.since:.0f} s\n")
+                    lines.append(f"{more} more like these from {where} within {now - site.since:.0f} s")
         return lines
 
 
@@ -109,7 +112,7 @@ class LogHandler(logging.Handler):
         super().__init__()
         self.name = _HANDLER_NAME
         self._repeats = Repeats()
-        self._writer = QueuedWriter(stream, self._repeats)
+        self._writer = QueuedWriter(stream, self._repeats, self._notice)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the record's line, unless its call site has reached the limit."""
@@ -123,13 +126,20 @@ class LogHandler(logging.Handler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         """A line without the record's arguments; the default implementation would write to stderr and block."""
-        self._writer.put(f"a log record of {record.name} line {record.lineno} could not be formatted\n")
+        self._writer.put(
+            self._notice(f"a log record of {record.name} line {record.lineno} could not be formatted")
+        )
 
     def flush(self) -> None:
         """Write what is queued, within a bounded time; also called at the interpreter's exit."""
         for line in self._repeats.take(everything=True):
-            self._writer.put(line)
+            self._writer.put(self._notice(line))
         self._writer.flush(FLUSH_S)
+
+    def _notice(self, text: str) -> str:
+        """Return a line of the log itself, in the format of all lines."""
+        record = logging.makeLogRecord({"name": __name__, "levelname": "WARNING", "msg": text})
+        return self.format(record) + "\n"
 
     def close(self) -> None:
         """Idempotent."""
@@ -137,13 +147,21 @@ class LogHandler(logging.Handler):
         self._writer.close()
 
 
-def configure(level: str | int, rank: int = 0, stream: TextIO | None = None) -> None:
+def configure(
+    level: str | int,
+    rank: int = 0,
+    stream: TextIO | None = None,
+    *,
+    log_format: Literal["text", "json"] = "text",
+    name: str = "",
+) -> None:
     """Send the records of loggers below ``caesura`` to stderr.
 
     Args:
         level: a name or number of :mod:`logging`.
         rank: shown in every line if it is not 0.
         stream: None means the current ``sys.stderr``.
+        name: the engine's name, shown in every line unless empty.
 
     Raises:
         ValueError: unknown level.
@@ -154,7 +172,9 @@ def configure(level: str | int, rank: int = 0, stream: TextIO | None = None) -> 
         logger.removeHandler(old)
         old.close()
     handler = LogHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(LineFormatter(rank))
+    handler.setFormatter(
+        JsonFormatter("scheduler", name, rank) if log_format == "json" else LineFormatter(rank, name)
+    )
     logger.addHandler(handler)
     logger.propagate = False  # a root handler would print every line again
 

@@ -142,7 +142,8 @@ def run(line: Line, device: str | None) -> int:
         start, _ = line.hear()
         if not isinstance(start, Start):
             return 0
-        log.configure(start.config.log_level, line.rank)
+        config = start.config
+        log.configure(config.log_level, line.rank, log_format=config.log_format, name=config.log_name)
         wakeup = Wakeup()
         try:
             rank = Rank(start, line.rank, device, line, wakeup.set)

@@ -55,7 +55,7 @@ def test_a_pipe_that_nobody_reads_stops_nobody_and_its_loss_is_told(pipe):
     kept = read_all(pipe[0], "not read in time\n")
     lines = kept.splitlines()
     assert set(lines[:-1]) == {line.strip()}
-    dropped = int(lines[-1].split()[1])
+    dropped = int(lines[-1].split()[0])
     assert dropped + 1024 * (len(lines) - 1) == 1024 * (3 * MAX_QUEUED // 1024)
     stream.write("afterwards\n")
     assert read_all(pipe[0], "afterwards\n")

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
@@ -41,6 +42,38 @@ def test_the_rank_is_shown_where_it_is_not_zero(stream):
     logging.getLogger("caesura.x").warning("hello")
     log.flush()
     assert " WARNING rank3 x: hello\n" in stream.getvalue()
+
+
+def test_the_name_is_shown_where_there_is_one(stream):
+    log.configure("INFO", rank=1, stream=stream, name="replica-0 100%")
+    logging.getLogger("caesura.x").warning("hello")
+    log.flush()
+    assert " WARNING replica-0 100% rank1 x: hello\n" in stream.getvalue()
+
+
+def test_a_line_of_json_has_time_level_and_replica_whatever_was_logged(stream):
+    log.configure("INFO", rank=1, stream=stream, log_format="json", name="replica-0")
+    logger = logging.getLogger("caesura.scheduler.loop")
+    logger.info("held %d\n\x1b\ud800", 3)
+    try:
+        int("x")
+    except ValueError:
+        logger.exception("failed")
+    logger.info("%d", "no number")
+    for _ in range(log.REPEATS + 2):
+        logger.warning("again")
+    log.flush()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    for line in lines:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+        assert (line["process"], line["replica"], line["rank"]) == ("scheduler", "replica-0", 1)
+    first, second, third, *repeated = lines
+    assert (first["level"], first["logger"], first["message"]) == (
+        "INFO", "scheduler.loop", r"held 3\n\x1b\ud800"
+    )  # fmt: skip
+    assert second["traceback"][0].startswith("Traceback")
+    assert "could not be formatted" in third["message"]
+    assert repeated[-1]["message"].startswith("2 more like these")
 
 
 def test_a_traceback_is_indented(stream):
@@ -132,7 +165,7 @@ def test_an_unread_log_blocks_nobody_and_says_what_was_lost(pipe):
     while "characters dropped" not in text:
         text += os.read(reader, 1 << 20).decode()
     kept = [line for line in text.splitlines() if line.endswith("....")]
-    (dropped,) = re.findall("… ([0-9]+) characters dropped", text)
+    (dropped,) = re.findall(" ([0-9]+) characters dropped", text)
     assert len(kept) + int(dropped) / len(kept[0] + "\n") == 30_000
     logger.info("heard again")
     while "heard again\n" not in text:
@@ -153,7 +186,7 @@ def test_a_call_site_that_repeats_a_warning_says_how_often(stream, monkeypatch):
     assert text.count("said ") == 100
     assert "another" in text
     written = text.count("malformed")
-    held = sum(int(count) for count in re.findall("… ([0-9]+) more like these from x line", text))
+    held = sum(int(count) for count in re.findall(" ([0-9]+) more like these from x line", text))
     assert (written % log.REPEATS, written + held) == (0, 1000)
 
 
