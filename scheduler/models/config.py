@@ -28,7 +28,7 @@ from .config_attention import parse_ropes, parse_windows, refused_attention, rop
 from .config_delta import DeltaConfig
 from .config_mla import MlaConfig, parse_mla, parse_num_mtp_layers
 from .config_moe import MoeConfig
-from .config_reader import ConfigReader
+from .config_reader import MAX_TOKEN_ID, ConfigReader
 from .family import Family
 from .multimodal import LANGUAGE_MODELS, language_config
 from .quantization import is_mxfp4, parse_quantization
@@ -165,6 +165,8 @@ def parse_model_config(
     architecture = _architecture(config)
     family = families()[architecture]
     config = {**family.absent, **config}
+    reader = ConfigReader(config, source)
+    num_heads = reader.count("num_attention_heads")
     unsupported = _unsupported_fields(config, family)
     if unsupported:
         names = ", ".join(f"{name} = {config.get(name)!r}" for name in unsupported)
@@ -173,8 +175,6 @@ def parse_model_config(
             f"{source} asks for what this engine does not do: {names}",
             fields=unsupported,
         )
-    reader = ConfigReader(config, source)
-    num_heads = reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
     bias = family.attention_bias
     mla = parse_mla(config, reader, config.get(rope_source(config)) or {}) if family.latent else None
@@ -213,8 +213,11 @@ def parse_model_config(
     )
     if result.num_heads % result.num_kv_heads:
         raise reader.invalid("num_key_value_heads", "does not divide num_attention_heads")
-    if result.rotary_dim % 2:
-        raise reader.invalid("qk_rope_head_dim" if mla else "head_dim", "is odd")
+    if result.rotary_dim % 2 or not result.rotary_dim:
+        partial = "head_dim" if result.rotary_dim == head_dim else "partial_rotary_factor"
+        field = "qk_rope_head_dim" if mla else partial
+        rotated = f"rotates {result.rotary_dim} elements of head_dim = {head_dim}"
+        raise reader.invalid(field, f"{rotated}, which is not a positive even number")
     return result
 
 
@@ -291,7 +294,7 @@ def _eos(reader: ConfigReader, *configs: dict[str, Any]) -> tuple[int, ...]:
         for token in value if isinstance(value, list) else [value]:
             if token is None:
                 continue
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise reader.invalid("eos_token_id", f"= {token!r} is not a token id")
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN_ID:
+                raise reader.invalid("eos_token_id", f"= {token!r:.40} is not a token id")
             ids[token] = None
     return tuple(ids)

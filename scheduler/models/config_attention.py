@@ -50,7 +50,7 @@ def parse_windows(
     elif len(types) == num_layers:
         slides = [kind == "sliding_attention" for kind in types]
     else:
-        raise reader.invalid("layer_types", f"names {len(types)} of {num_layers} layers")
+        raise reader.invalid("layer_types", f"names {len(types)} layers, num_hidden_layers is {num_layers}")
     return tuple(window if sliding else None for sliding in slides)
 
 
@@ -144,12 +144,15 @@ def _rope(
         return parse_yarn(parameters, reader, theta, context)
     if rope_type == "llama3":
         original = "original_max_position_embeddings"
+        low, high = (reader.positive(parameters, name) for name in ("low_freq_factor", "high_freq_factor"))
+        if low >= high:
+            raise reader.invalid("low_freq_factor", f"= {low:g} is not below high_freq_factor = {high:g}")
         return RopeParameters(
             theta=theta,
             rope_type="llama3",
             factor=reader.positive(parameters, "factor"),
-            low_freq_factor=reader.positive(parameters, "low_freq_factor"),
-            high_freq_factor=reader.positive(parameters, "high_freq_factor"),
-            original_max_position_embeddings=int(reader.positive(parameters, original, context)),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position_embeddings=reader.integer(parameters.get(original), original, context),
         )
     return RopeParameters(theta=theta)

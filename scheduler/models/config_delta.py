@@ -36,7 +36,7 @@ def parse_delta(config: dict[str, Any], reader: ConfigReader, num_layers: int) -
     elif len(types) == num_layers:
         layers = tuple(kind == LINEAR_ATTENTION for kind in types)
     else:
-        raise reader.invalid("layer_types", f"names {len(types)} of {num_layers} layers")
+        raise reader.invalid("layer_types", f"names {len(types)} layers, num_hidden_layers is {num_layers}")
     if all(layers) or not any(layers):
         raise reader.invalid("layer_types", "has no layer of full attention, or none of linear attention")
     key_heads = reader.count("linear_num_key_heads", 16)

@@ -74,8 +74,8 @@ def parse_yarn(
         theta=theta,
         rope_type="yarn",
         factor=reader.positive(rope, "factor"),
-        original_max_position_embeddings=int(
-            reader.positive(rope, "original_max_position_embeddings", context)
+        original_max_position_embeddings=reader.integer(
+            rope.get("original_max_position_embeddings"), "original_max_position_embeddings", context
         ),
         beta_fast=reader.positive(rope, "beta_fast", 32.0),
         beta_slow=reader.positive(rope, "beta_slow", 1.0),
@@ -102,7 +102,7 @@ def parse_deepseek_v2_moe(config: dict[str, Any], reader: ConfigReader, num_laye
         intermediate_size=width,
         normalize=False,
         sparse_layers=_sparse_layers(config, reader, num_layers, 0),
-        shared_size=_count_or_zero(config, reader, "n_shared_experts", 2) * width,
+        shared_size=reader.count_or_zero("n_shared_experts", 2) * width,
         grouped=True,
         num_groups=reader.count("n_group") if grouped else 1,
         top_groups=reader.count("topk_group") if grouped else 1,
@@ -120,7 +120,7 @@ def parse_deepseek_v3_moe(config: dict[str, Any], reader: ConfigReader, num_laye
         intermediate_size=width,
         normalize=True if normalize is None else bool(normalize),
         sparse_layers=_sparse_layers(config, reader, num_layers, 3),
-        shared_size=_count_or_zero(config, reader, "n_shared_experts", 1) * width,
+        shared_size=reader.count_or_zero("n_shared_experts", 1) * width,
         grouped=True,
         scoring="sigmoid",
         num_groups=reader.count("n_group", 8),
@@ -147,7 +147,7 @@ def parse_glm4_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int
 
 def parse_num_mtp_layers(config: dict[str, Any], reader: ConfigReader) -> int:
     """Layers of multi-token prediction that the checkpoint carries behind the others; nothing said means none."""
-    return _count_or_zero(config, reader, "num_nextn_predict_layers", 0)
+    return reader.count_or_zero("num_nextn_predict_layers", 0)
 
 
 def refused_by_v2(config: dict[str, Any]) -> list[str]:
@@ -163,7 +163,7 @@ def refused_by_v3(config: dict[str, Any]) -> list[str]:
 def _refused(config: dict[str, Any], done: dict[str, tuple[object, ...]]) -> list[str]:
     found = [name for name, values in done.items() if config.get(name, values[0]) not in values]
     if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
-        found.append("num_key_value_heads")
+        found += ["num_attention_heads", "num_key_value_heads"]
     if config.get("attention_bias") and config.get("q_lora_rank", 0) is None:
         found.append("attention_bias")
     return found
@@ -172,21 +172,16 @@ def _refused(config: dict[str, Any], done: dict[str, tuple[object, ...]]) -> lis
 def _sparse_layers(
     config: dict[str, Any], reader: ConfigReader, num_layers: int, first: int
 ) -> tuple[bool, ...]:
-    first = _count_or_zero(config, reader, "first_k_dense_replace", first)
+    first = reader.count_or_zero("first_k_dense_replace", first)
     step = reader.count("moe_layer_freq", 1)
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
-
-
-def _count_or_zero(config: dict[str, Any], reader: ConfigReader, name: str, absent: int) -> int:
-    """A count that may be 0, which null means, too."""
-    return reader.count(name, absent) if config.get(name, absent) else 0
 
 
 def _checked(moe: MoeConfig, reader: ConfigReader) -> MoeConfig:
     """Refuse numbers that contradict each other."""
     in_group = moe.num_experts // moe.num_groups
     if moe.num_experts % moe.num_groups or (moe.group_score == "top2" and in_group < 2):
-        raise reader.invalid("n_group", f"= {moe.num_groups} for {moe.num_experts} experts")
+        raise reader.invalid("n_group", f"= {moe.num_groups} for n_routed_experts = {moe.num_experts}")
     if moe.top_groups > moe.num_groups:
         raise reader.invalid("topk_group", f"= {moe.top_groups} of {moe.num_groups} groups")
     if moe.top_k > moe.top_groups * in_group:

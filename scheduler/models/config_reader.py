@@ -3,14 +3,26 @@
 Invariant: a value of the wrong type or range is a CHECKPOINT_ERROR that names its field.
 """
 
-import sys
 from typing import Any
 
 from ...io_struct import CaesuraError
 from ..files import checkpoint_error
 
-MAX_COUNT = 2**31 - 1
-"""No size of a model is larger."""
+MAX_COUNT = 2**20
+"""No size of a model is larger, but for these."""
+_MAX_COUNTS = {
+    "num_hidden_layers": 2**12,
+    "num_nextn_predict_layers": 2**12,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**27,
+    "original_max_position_embeddings": 2**27,
+    "sliding_window": 2**31 - 1,
+    "max_window_layers": 2**31 - 1,
+}
+_NUMBERS = (1e-6, 1e6)
+_BOUNDS = {"rms_norm_eps": (1e-30, 1.0), "rope_theta": (2.0, 1e18), "rope_local_base_freq": (2.0, 1e18)}
+"""Least and largest value of other numbers, and of these."""
+MAX_TOKEN_ID = 2**31 - 1
 
 
 class ConfigReader:
@@ -26,28 +38,32 @@ class ConfigReader:
 
     def count(self, name: str, default: int | None = None) -> int:
         """A positive integer; absent or null gives ``default``, or an error without one."""
-        value = self._config.get(name)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
-            raise self.invalid(name, f"= {value!r:.40} is not a positive integer below 2**31")
+        return self.integer(self._config.get(name), name, default)
+
+    def integer(self, value: object, name: str, default: int | None = None) -> int:
+        """``value``, which field ``name`` has, as a positive integer; null gives ``default``, or an error without one."""
+        value, most = default if value is None else value, _MAX_COUNTS.get(name, MAX_COUNT)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.invalid(name, f"= {value!r:.40} is not a positive integer of at most {most}")
         return value
+
+    def count_or_zero(self, name: str, absent: int) -> int:
+        """An integer that may be 0, which null means, too; ``absent`` where the config lacks it."""
+        value = self._config.get(name, absent)
+        return 0 if value is None or value == 0 else self.integer(value, name)
 
     def count_or(self, name: str, absent: int | None, null: int) -> int:
         """A positive integer; ``absent`` (None: as null) where the config lacks it, ``null`` where it says null."""
         return self.count(name, null if name in self._config or absent is None else absent)
 
     def positive(self, where: dict[str, Any], name: str, default: float | None = None) -> float:
-        """A positive finite number in ``where``."""
+        """A positive number in ``where``, of a size that computes; absent or null gives ``default``, or an error without."""
         value = where.get(name)
         if value is None:
             value = default
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 < value <= sys.float_info.max
-        ):
-            raise self.invalid(name, f"= {value!r} is not a positive number")
+        least, most = _BOUNDS.get(name, _NUMBERS)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise self.invalid(name, f"= {value!r:.40} is not a number from {least:g} to {most:g}")
         return float(value)
 
     def invalid(self, field: str, reason: str) -> CaesuraError:

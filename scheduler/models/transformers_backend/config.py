@@ -14,6 +14,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ....io_struct import CaesuraError, ErrorCode
@@ -21,6 +22,8 @@ from ...dtypes import NAMES
 from ...files import checkpoint_error
 from ...layers.rotary import RopeParameters
 from ..config import ModelConfig
+from ..config_attention import rope_source
+from ..config_reader import ConfigReader
 from .probe import FOREIGN_FAILURES, refused
 
 _NOT_FORWARD = frozenset({
@@ -31,9 +34,16 @@ _NOT_FORWARD = frozenset({
     "transformers_version", "use_cache",
 })  # fmt: skip
 """Fields of config classes that change no logit, or that an update may change."""
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+_COUNTS = ("head_dim", "num_experts", "num_local_experts", "num_experts_per_tok")
+_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+_ROTARY = (
+    "rope_theta", "factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+)  # fmt: skip
+"""Numbers that config classes take as they are, if they are there: these and those of rotary parameters."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_FAILURES = (*FOREIGN_FAILURES, StrictDataclassError)
-"""What a config class raises for values that it does not take."""
+FAILURES = (*FOREIGN_FAILURES, StrictDataclassError)
+"""What config classes and modules raise for values that they do not take."""
 
 
 def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
@@ -48,13 +58,15 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
     kind = model_class(config)
     if not kind._supports_attention_backend:
         raise refused(kind.__name__, "its attention does not go through transformers' AttentionInterface")
+    reader = ConfigReader(config, source)
+    _check_numbers(config, reader)
     try:
         read = _from_dict(kind, config)
         text = read.get_text_config(decoder=True)
         if text is not read:
             raise refused(kind.__name__, "it is multimodal, and the engine does not know its language model")
         values = _values(read)
-    except _FAILURES as error:
+    except FAILURES as error:
         raise checkpoint_error(source, f"is not valid: {error}") from error
     _refuse(kind.__name__, config, text)
     heads = _count(text, source, "num_attention_heads")
@@ -69,7 +81,9 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
         num_heads=heads,
         num_kv_heads=_count(text, source, "num_key_value_heads", heads),
         head_dim=head_dim,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
+        rms_norm_eps=reader.positive(
+            {"rms_norm_eps": getattr(text, "rms_norm_eps", None)}, "rms_norm_eps", 1e-6
+        ),
         rope=RopeParameters(),
         local_rope=None,
         rotary_dim=head_dim,
@@ -138,6 +152,10 @@ def _refuse(name: str, config: dict[str, Any], text: PreTrainedConfig) -> None:
         asked["add_cross_attention"] = True
     if config.get("quantization_config") is not None:
         asked["quantization_config"] = config["quantization_config"]
+    for field in _ACTIVATIONS:
+        value = getattr(text, field, None)
+        if isinstance(value, str) and value not in ACT2FN:
+            asked[field] = value
     layer_types = getattr(text, "layer_types", None) or []
     if any(kind not in _LAYER_TYPES for kind in layer_types):
         asked["layer_types"] = sorted(set(layer_types) - set(_LAYER_TYPES))
@@ -150,14 +168,26 @@ def _refuse(name: str, config: dict[str, Any], text: PreTrainedConfig) -> None:
         )
 
 
+def _check_numbers(config: dict[str, Any], reader: ConfigReader) -> None:
+    for name in _COUNTS:
+        reader.count_or_zero(name, 0)
+    rope = config.get(rope_source(config))
+    sets = [rope, *rope.values()] if isinstance(rope, dict) else []
+    for where, names in ((config, _POSITIVE), *((each, _ROTARY) for each in sets if isinstance(each, dict))):
+        for name in names:
+            if where.get(name) is not None:
+                reader.positive(where, name)
+        original = "original_max_position_embeddings"
+        if where.get(original) is not None:
+            reader.integer(where[original], original)
+
+
 def _count(text: PreTrainedConfig, source: str, name: str, default: int | None = None) -> int:
     value = getattr(text, name, None)
-    value = default if value is None else value
-    if isinstance(value, list):  # per layer
-        value = max(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise checkpoint_error(source, f"is not valid: {name} = {value!r} is not a positive integer")
-    return value
+    reader = ConfigReader({}, source)
+    if isinstance(value, list) and value:  # per layer
+        return max(reader.integer(each, name) for each in value)
+    return reader.integer(value, name, default)
 
 
 def _context(text: PreTrainedConfig, source: str) -> int:

@@ -17,20 +17,28 @@ from transformers import PreTrainedModel
 
 from ..config import ModelConfig
 from .attention import IMPLEMENTATION
-from .config import read_config
+from .config import FAILURES, read_config
 from .experts import IMPLEMENTATION as EXPERTS
 from .probe import refused
 
 
 def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The module of this config on the meta device, with the engine's attention and experts."""
-    read = read_config(config)
+    """The module of this config on the meta device, with the engine's attention and experts.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, transformers' modules do not take the config.
+    """
     kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
     options = {"experts_implementation": EXPERTS} if kind._can_set_experts_implementation() else {}
-    with torch.device("meta"):
-        module: PreTrainedModel = kind._from_config(
-            read, dtype=dtype, attn_implementation=IMPLEMENTATION, **options
-        )
+    try:
+        read = read_config(config)
+        with torch.device("meta"):
+            module: PreTrainedModel = kind._from_config(
+                read, dtype=dtype, attn_implementation=IMPLEMENTATION, **options
+            )
+    except FAILURES as error:
+        reason = f"its modules cannot be built: {type(error).__name__}: {error}"
+        raise refused(config.architecture, reason) from error
     module.eval()
     module.requires_grad_(False)
     return module

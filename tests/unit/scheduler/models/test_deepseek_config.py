@@ -180,7 +180,7 @@ def test_layers_with_experts() -> None:
         ({**V2, "scoring_func": "sigmoid"}, ["scoring_func"]),
         ({**V2, "topk_method": "noaux_tc"}, ["topk_method"]),
         ({**V2, "norm_topk_prob": True}, ["norm_topk_prob"]),
-        ({"num_key_value_heads": 2}, ["num_key_value_heads"]),
+        ({"num_key_value_heads": 2}, ["num_attention_heads", "num_key_value_heads"]),
         ({"attention_bias": True, "q_lora_rank": None}, ["attention_bias"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["rope_scaling"]),
         ({"mlp_bias": True}, ["mlp_bias"]),
