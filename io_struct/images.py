@@ -29,7 +29,8 @@ class SdeParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     """How a step adds noise, and what its log-probability is."""
 
     type: SdeType = "sde"
-    """``ode``: no noise, so no log-probabilities either. ``sde``: Flow-GRPO. ``cps``: coefficients preserving. ``dance``: DanceGRPO."""
+    """``ode``: no noise, so no log-probabilities either. ``sde``: Flow-GRPO. ``cps``: coefficients
+    preserving. ``dance``: DanceGRPO."""
     noise_level: float = 0.7
     """The noise level of ``sde``, ``cps`` and ``dance``: 0 to 100, and at most 1 for ``cps``."""
     steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = None
@@ -82,8 +83,8 @@ class GenerateImagesReqInput(Request, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples. Sample ``i`` uses the noise of ``(seed, i)``."""
     sde: SdeParams = SdeParams()
-    """Noise and log-probabilities of the steps. By default every step adds noise: ``type`` ``ode`` is for images that nothing
-    is learned from."""
+    """Noise and log-probabilities of the steps. By default every step adds noise: ``type`` ``ode`` is for
+    images that nothing is learned from."""
     return_steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = []
     """Steps whose latents (before and after) and log-probabilities are returned. None means all; empty, none."""
     return_embeds: bool = True

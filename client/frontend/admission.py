@@ -1,6 +1,7 @@
 """Admission of generations while vLLM's ``/pause`` drains the engine, and during pauses that refuse new ones.
 
-Invariant: a pause that has ended elsewhere (its lease, a client of the socket) refuses nothing, since the engine is asked.
+Invariant: a pause that has ended elsewhere (its lease, a client of the socket) refuses nothing, since the
+engine is asked.
 """
 
 import asyncio

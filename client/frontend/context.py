@@ -38,7 +38,8 @@ class ServeOptions:
     admin_key: str | None = field(default=None, repr=False)
     """Key of admin routes. None means ``api_key``, if there is one."""
     weights_root: str | None = None
-    """Folder that must contain every ``model_path`` of an update. None means the default of :attr:`update_root`."""
+    """Folder that must contain every ``model_path`` of an update. None means the default of
+    :attr:`update_root`."""
     enable_memory_saver: bool = False
     """Release the engine's memory when a client of this server asks for it."""
     allow_pickled_tensors: bool = False
@@ -64,8 +65,9 @@ class ServeOptions:
 
     @property
     def update_root(self) -> str:
-        """The weights root that is enforced; empty: nothing is loaded from disk. By default it is the directory that the
-        model's own folder lies in, or that folder alone where the directory is the root of the file system."""
+        """The weights root that is enforced; empty: nothing is loaded from disk. By default it is the
+        directory that the model's own folder lies in, or that folder alone where the directory is the root of
+        the file system."""
         if self.weights_root or not self.model_path:
             return self.weights_root or ""
         folder = os.path.realpath(self.model_path)

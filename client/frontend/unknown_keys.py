@@ -31,7 +31,8 @@ class UnknownKeys:
         self._lock = Lock()
 
     def note(self, route: str, body: bytes, kind: type[msgspec.Struct], ignored: frozenset[str]) -> None:
-        """Log the keys of ``body``, which has been read, beyond the fields of ``kind`` and the ``ignored`` ones.
+        """Log the keys of ``body``, which has been read, beyond the fields of ``kind`` and the ``ignored``
+        ones.
 
         Raises:
             InvalidRequest: a key is not UTF-8, which decoders of ``kind`` pass over.

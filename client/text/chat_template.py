@@ -2,9 +2,11 @@
 
 Invariants:
 - A template is code of the checkpoint's author, and is not trusted: it runs in a process of its own
-  (``template_worker.py``) that the kernel ends when it takes too much, and in Jinja's sandbox there. Any failure of it is an
-  :class:`~..exceptions.InvalidRequest` of the conversation, and the next one has a new process.
-- Threads that render at the same time have a process each. A process is used again, and ends with its ``ChatTemplate``.
+  (``template_worker.py``) that the kernel ends when it takes too much, and in Jinja's sandbox there. Any
+  failure of it is an :class:`~..exceptions.InvalidRequest` of the conversation, and the next one has a new
+  process.
+- Threads that render at the same time have a process each. A process is used again, and ends with its
+  ``ChatTemplate``.
 - Keys of messages whose value is null are left out.
 """
 

@@ -3,10 +3,10 @@
 Started by its path, so nothing of the package is imported here.
 
 Invariants:
-- The kernel limits memory and CPU time, whatever a template does and also after the parent has ended. The process ends when
-  its connection is closed.
-- Templates run in Jinja's immutable sandbox and get what transformers gives them (``apply_chat_template``): the same globals,
-  filters and extensions.
+- The kernel limits memory and CPU time, whatever a template does and also after the parent has ended. The
+  process ends when its connection is closed.
+- Templates run in Jinja's immutable sandbox and get what transformers gives them (``apply_chat_template``):
+  the same globals, filters and extensions.
 """
 
 import json

@@ -260,7 +260,8 @@ def finished_fields(samples: Sequence[Sample], label: str, *, with_spans: bool) 
     lists in the order of the choices.
 
     Args:
-        label: the engine's weight version, for samples without a token; ``weight_version`` is the newest of all.
+        label: the engine's weight version, for samples without a token; ``weight_version`` is the newest of
+            all.
         with_spans: add ``weight_versions`` to the metadata, as SGLang does. OpenAI's metadata has texts only.
     """
     spans = [sample.output.weight_versions for sample in samples]

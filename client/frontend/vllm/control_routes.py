@@ -3,8 +3,9 @@
 The routes and their answers are those of vLLM 0.33 and prime-rl 0.8.0 (src/prime_rl/utils/client.py,
 src/prime_rl/inference/vllm/server.py).
 
-Invariants: each command is one of SGLang's routes or several; what another try cannot mend is 4xx, which prime-rl does not
-repeat. A pause that clears the cache leaves no KV of the weights before, neither a request's nor the prefix cache's.
+Invariants: each command is one of SGLang's routes or several; what another try cannot mend is 4xx, which
+prime-rl does not repeat. A pause that clears the cache leaves no KV of the weights before, neither a
+request's nor the prefix cache's.
 """
 
 from collections.abc import Coroutine

@@ -5,7 +5,8 @@ Request and answer are as prime-rl's client (``renderers.client``, 0.1.12) sends
 Invariants:
 - ``sampling_params`` are read as the fields of ``/v1/completions``, which has vLLM's names; they are honoured, ignored and refused
   as there. Without ``max_tokens`` a sample may fill the context.
-- ``prompt_logprobs`` and ``logprob_token_ids`` are read here. Stop strings cut the tokens, since there is no text.
+- ``prompt_logprobs`` and ``logprob_token_ids`` are read here. Stop strings cut the tokens, since there is no
+  text.
 - Tokens are named ``token_id:17`` in logprobs, and each output token has one.
 - In ``routed_experts`` the key ``data`` comes first: the client cuts it out of the raw answer.
 """

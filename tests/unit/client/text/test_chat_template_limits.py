@@ -1,4 +1,5 @@
-"""Templates that do not end, or make much of little: each is refused as the conversation's fault, and the next is rendered."""
+"""Templates that do not end, or make much of little: each is refused as the conversation's fault, and the
+next is rendered."""
 
 import gc
 import os
@@ -38,7 +39,7 @@ def started() -> Callable[[], psutil.Process | None]:
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{% for a in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
         "{{ lipsum(n=10**9) }}",
-        "{% set big = ('a' * 10**7) %}{% for a in range(99999) %}{{ big.translate({97: 'b'})|length }}{% endfor %}",
+        "{% set big = ('a' * 10**7) %}{% for a in range(99999) %}{{ big.translate({97: 98})|length }}{% endfor %}",
         "{{ (10 ** (10 ** 9 + messages|length))|string|length }}",
         "{% for a in range(99999) %}{{ ('x' * (10**7 + a))|replace('x', 'y')|length }}{% endfor %}",
     ],
