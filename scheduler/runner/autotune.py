@@ -6,7 +6,8 @@ Invariants:
 - Rows read and write the scratch page only. No page, no slot's last token, no seed and no statistic changes.
 - Running out of memory here is a warning: a warm-up is never the reason why an engine does not start.
 - Nothing is measured to choose among kernels: FlashInfer's tuner knows none of the operations that the engine calls
-  (attention, and FP8 products with scales by block, whose kernels follow from shapes alone).
+  (attention, and FP8 products with scales by block, whose kernels follow from shapes alone), and on the CPU no choice is
+  faster for a shape (docs/explanation/kernels.md).
 """
 
 from dataclasses import dataclass, replace
