@@ -134,15 +134,16 @@ class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
     released_tags: list[MemoryTag]
     """All tags that are released now. ``cuda_graph`` is never among them where no graphs are captured."""
     freed_bytes: dict[MemoryTag, int]
-    """Bytes that this call gave back, by tag. On a CPU, pages of the KV pool that no request has written are not
-    among them."""
+    """Bytes that this call gave back, by tag. On a CPU, pages of the KV pool that nothing has written to are
+    not among them."""
     reserved_before: int
     """Bytes reserved by the device allocator before the release."""
     reserved_after: int
     """Bytes reserved afterwards; the same if everything was released already."""
     weights_kept: bool | None = None
-    """True: a copy on the host keeps the values of the released weights (``weights_cpu_backup``), and a resume restores
-    them. False: they are dropped, and a complete update is needed after the resume. None: no weights are released."""
+    """True: a copy on the host keeps the values of the released weights (``weights_cpu_backup``), and a
+    resume restores them. False: they are dropped, and a complete update is needed after the resume. None: no
+    weights are released."""
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):

@@ -109,7 +109,7 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     stages: StageTimes
     """Time spent in this call, by stage (for ``end``: in the session)."""
     durable: bool | None = None
-    """True: the state file has this commit, so a restart goes on from it. False: it could not be written, so a
+    """True: the state file has this commit, so a restart goes on from it. False: it could not be written: a
     restart begins with ``invalid`` weights. None: nothing is committed, or there is no state file."""
     relay_error: str | None = None
     """Why the engines behind this one (``relay_to``) did not get everything. None: they did, or there are none."""

@@ -2,15 +2,15 @@
 
 Invariants:
 - I12: an epoch names one state of the weights, across restarts, full disks and owners that die.
-- The record is written before a commit is acknowledged and before a token is sampled under it. Just before the
-  commit, one byte of the old record is overwritten in place, which needs no space on the disk: it marks the record
-  as superseded until the new one replaces it. A commit that cannot be marked is refused. One that is marked and not
-  recorded stands, and its reply says so.
-- A start that does not know which weights were committed last begins invalid, above every epoch that was given out:
-  after a superseded record at :data:`_UNRECORDED` more, after a file that is no record at the number of
+- The record is written before a commit is acknowledged and before a token is sampled under it. Just before
+  the commit, one byte of the old record is overwritten in place, which needs no space on the disk: it marks
+  the record as superseded until the new one replaces it. A commit that cannot be marked is refused. One that
+  is marked and not recorded stands, and its reply says so.
+- A start that does not know which weights were committed last begins invalid, above every epoch that was
+  given out: after a superseded record at :data:`_UNRECORDED` more, after a file that is no record at the number of
   milliseconds since 1970.
-- The file is replaced atomically: a reader finds the old record, marked or not, or the new one. A background thread
-  calls fsync, which matters only if the host loses power.
+- The file is replaced atomically: a reader finds the old record, marked or not, or the new one. A background
+  thread calls fsync, which matters only if the host loses power.
 - A folder is loaded again only if its files are those that were committed.
 - Only one engine writes a file at a time, which a lock file ensures.
 """
@@ -97,7 +97,7 @@ class WeightsFile:
         """Take the lock and read the record.
 
         Raises:
-            CaesuraError: ``state_file_error`` if another engine holds the lock, or if a file cannot be opened.
+            CaesuraError: ``state_file_error`` if another engine holds the lock, or a file cannot be opened.
         """
         self._config = config
         self._path = config.state_file
@@ -188,8 +188,8 @@ class WeightsFile:
         """Mark the record as out of date, just before a commit.
 
         Raises:
-            CaesuraError: ``state_file_error`` if it cannot be marked: after a restart the weights before this commit
-                would be served under its epoch.
+            CaesuraError: ``state_file_error`` if it cannot be marked: after a restart the weights before this
+                commit would be served under its epoch.
         """
         if self._path is None:
             return

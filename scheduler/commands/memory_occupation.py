@@ -149,9 +149,10 @@ class MemoryOccupation:
             lifecycle.set_released(lifecycle.released - tags)
             self._history.note("resume", ", ".join(sorted(tags)))
             missing = ", ".join(sorted(lifecycle.released))
+            rest = missing and f"; no step runs before {missing} is back"
             logger.info(
                 "resume_memory: %s, weights are %s%s",
-                ", ".join(sorted(tags)), lifecycle.weights, missing and f"; no step runs before {missing} is back",
+                ", ".join(sorted(tags)), lifecycle.weights, rest,
             )  # fmt: skip
         return ResumeMemoryOccupationReqOutput(
             id=request.id, released_tags=sorted(lifecycle.released), resumed_bytes=self._sizes(tags)

@@ -6,8 +6,8 @@ Invariants:
   cannot.
 - Reading the weights yields between slices, so status and abort are answered meanwhile; without ``check_finite`` the
   commit of an engine of one rank does not yield.
-- I12: the record of the state file is marked as superseded before the epoch changes, so that no restart gives that
-  epoch to other weights.
+- I12: the record of the state file is marked as superseded before the epoch changes, so that no restart gives
+  that epoch to other weights.
 - A commit that raises has left the weights half new; the caller aborts the session, which poisons them.
 """
 

@@ -4,8 +4,8 @@ Invariants:
 - A step counts as done when every rank has said so: what one rank could not do, none has done.
 - After a failure, every step that was under way has ended on every rank before the failure is raised, and the group begins anew.
   So recovery may launch the next step at once.
-- Captured graphs hold the connections of the group (NCCL's communicator): all ranks drop them with the group, and
-  capture them again with the next one. Not run on several GPUs.
+- Captured graphs hold the connections of the group (NCCL's communicator): all ranks drop them with the group,
+  and capture them again with the next one. Not run on several GPUs.
 - The failure that is raised is that of the rank that failed by itself, not of those that have waited for it in vain.
 """
 

@@ -277,8 +277,8 @@ def uncommitted(reply: WeightUpdateReqOutput | None) -> str:
             "has been written."
         )
     return (
-        f"Written, not committed yet: session {reply.session_id} is open. /end_weight_update commits it; if it "
-        "was not begun, /continue_generation, /flush_cache and the last parameter do, too."
+        f"Written, not committed yet: session {reply.session_id} is open. /end_weight_update commits it; "
+        "if it was not begun, /continue_generation, /flush_cache and the last parameter do, too."
     )
 
 

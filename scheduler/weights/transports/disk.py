@@ -98,8 +98,8 @@ class Checkpoint:
 
     @property
     def local_digest(self) -> str:
-        """:attr:`digest` with inodes and times of change: differs for files that were replaced with size and date
-        kept, and for a copy of the folder."""
+        """:attr:`digest` with inodes and times of change: differs for files that were replaced with size and
+        date kept, and for a copy of the folder."""
         facts = [(file.identity[1], file.changed_ns) for file in self._files]
         return hashlib.sha256(f"{self.digest}{facts}".encode()).hexdigest()
 

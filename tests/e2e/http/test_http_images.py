@@ -16,7 +16,7 @@ from support.http_serve import make_text_model, served
 pytest.importorskip("diffusers")
 from PIL import Image
 from support.pipelines import make_sd3
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import SchedulerClient
 

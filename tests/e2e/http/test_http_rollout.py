@@ -14,7 +14,7 @@ from caesura.client import SchedulerClient
 
 pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.slow  # its engine takes seconds to start
 
@@ -74,7 +74,9 @@ def test_the_defaults_of_python_are_those_of_http(server):
     found = torch.tensor(np.array(in_python.log_probs), dtype=torch.float32)
     assert torch.equal(found, over_http["rollout_log_probs"])
     assert (over_http["rollout_log_probs"] != 0).all()
-    evaluated = httpx.post(f"{server.url}/rollout/generate", json={**body, "rollout": False}, timeout=PATIENCE_S)
+    evaluated = httpx.post(
+        f"{server.url}/rollout/generate", json={**body, "rollout": False}, timeout=PATIENCE_S
+    )
     (picture,) = plain(msgspec.msgpack.decode(evaluated.content))
     assert not torch.equal(picture["generated_output"], over_http["generated_output"])
 

@@ -19,7 +19,7 @@ from litestar.testing import TestClient
 from support.fake_scheduler import FakeScheduler, answer
 from support.http_server import listening
 from support.tokenizers import make_byte_level
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend import app as app_module
@@ -252,7 +252,9 @@ def test_a_template_that_does_not_end_holds_up_nobody_else(tmp_path, monkeypatch
 
     def chat(content: str) -> httpx.Response:
         messages = [{"role": "user", "content": content}]
-        return httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages}, timeout=60)
+        return httpx.post(
+            f"{server.url}/v1/chat/completions", json={"messages": messages}, timeout=PATIENCE_S
+        )
 
     with (
         FakeScheduler(endpoint, answer),
@@ -268,6 +270,6 @@ def test_a_template_that_does_not_end_holds_up_nobody_else(tmp_path, monkeypatch
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert not harmful.done()
         busy.send_signal(signal.SIGXCPU)  # as the kernel does when the time is over
-        refused = harmful.result(60)
+        refused = harmful.result()
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
     assert "CPU time" in refused.json()["error"]["message"]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.fake_scheduler import FakeScheduler, answer, echo, status_reply
 from support.http_server import listening
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.io_struct import (
     ContinueGenerationReqInput,
@@ -64,7 +64,7 @@ def fake(engine, tmp_path) -> Iterator[FakeScheduler]:
 @pytest.fixture
 def http(fake) -> Iterator[httpx.Client]:
     served = listening(endpoint=fake.endpoint, connect_timeout=10.0)
-    with served as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with served as server, httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -115,8 +115,8 @@ def test_wait_pauses_when_all_requests_have_ended(http, fake, engine, threads):
     assert refused(http)
     assert engine.mode is None
     engine.end_all(fake)
-    assert answer.result(30).json()["output_ids"] == [7, 6, 5, 0]
-    assert paused.result(30).json() == {"status": "paused"}
+    assert answer.result().json()["output_ids"] == [7, 6, 5, 0]
+    assert paused.result().json() == {"status": "paused"}
     assert engine.mode == "retract"
     assert refused(http)
     assert http.post("/resume").json() == {"status": "resumed"}
@@ -129,10 +129,10 @@ def test_a_resume_ends_the_drain(http, fake, engine, threads):
     answer = generating(http, fake, threads)
     paused = draining(http, threads)
     http.post("/resume").raise_for_status()
-    assert (paused.result(30).status_code, paused.result(30).json()["error"]["code"]) == (400, "busy")
+    assert (paused.result().status_code, paused.result().json()["error"]["code"]) == (400, "busy")
     assert not is_paused(http)
     engine.end_all(fake)
-    assert answer.result(30).status_code == 200
+    assert answer.result().status_code == 200
     assert engine.mode is None
 
 
@@ -141,11 +141,11 @@ def test_another_pause_ends_the_drain_where_requests_stay(http, fake, engine, th
     paused = draining(http, threads)
     kept = {"mode": "keep", "clear_cache": False}
     assert http.post("/pause", json=kept).json() == {"status": "paused"}
-    assert paused.result(30).json()["error"]["code"] == "busy"
+    assert paused.result().json()["error"]["code"] == "busy"
     assert engine.mode == "in_place"
     assert http.post("/pause", params={"mode": "wait"}).json()["error"]["code"] == "not_idle"
     engine.end_all(fake)
-    assert answer.result(30).status_code == 200
+    assert answer.result().status_code == 200
 
 
 def test_a_drain_ends_with_its_client(http, fake, engine, threads):
@@ -155,7 +155,7 @@ def test_a_drain_ends_with_its_client(http, fake, engine, threads):
         eventually(lambda: is_paused(http))
     eventually(lambda: not is_paused(http))
     engine.end_all(fake)
-    assert answer.result(30).status_code == 200
+    assert answer.result().status_code == 200
     assert engine.mode is None
 
 
@@ -173,7 +173,7 @@ def test_keep_queues_new_requests(http, fake, engine, threads):
     assert is_paused(http)
     answer = generating(http, fake, threads)
     engine.end_all(fake)
-    assert answer.result(30).status_code == 200
+    assert answer.result().status_code == 200
 
 
 @pytest.mark.parametrize(
