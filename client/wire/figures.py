@@ -34,7 +34,7 @@ def figures(status: GetStatusReqOutput) -> dict[str, float]:
     }
     found |= {f"samples/{reason}": count for reason, count in totals.finished_requests.items()}
     found |= {f"stage_s/{stage.name}": stage.total_s for stage in status.stages}
-    found |= _summary("queue_s", totals.queue_s, SECONDS)
+    found |= _summary("queue_time", totals.queue_time, SECONDS)
     found |= _summary("latency_s", totals.latency_s, SECONDS)
     found |= _summary("staleness_epochs", totals.staleness, EPOCHS)
     return {f"{PREFIX}{name}": float(value) for name, value in found.items() if value is not None}
