@@ -85,20 +85,29 @@ async def catch_up(
     if status.released_tags:  # whoever released it says when it is needed again
         raise MemoryReleased(f"{member.name} has released {', '.join(status.released_tags)}")
     labelled = status.weights == "valid" and status.weight_version == label
-    as_started = not source.updated and status.model_path == source.model_path
-    if not (labelled and (as_started or (current and status.session is None))):
+    as_started = not (source.updated or status.totals.updates) and status.model_path == source.model_path
+    if not (
+        labelled and (as_started or (status.session is None and (current or await _equal(member, donor))))
+    ):
         await _bring(member, donor, source, label, copy)
         status = await member.client.status(owner="", timeout=ASK_S)
     if status.weights != "valid" or status.weight_version != label:
         raise WeightsInvalid(
             f"{member.name} has {status.weights} weights {status.weight_version!r} instead of {label!r}"
         )
-    if verify == "checksums" and donor is not None:
-        own = (await member.client.check_weights("checksum", timeout=RELOAD_S)).total
-        expected = (await donor.client.check_weights("checksum", timeout=RELOAD_S)).total
-        if own != expected:
-            raise WeightsInvalid(f"{member.name} has other weights than {donor.name} under the same label")
+    if verify == "checksums" and donor is not None and not await _equal(member, donor):
+        raise WeightsInvalid(f"{member.name} has other weights than {donor.name} under the same label")
     return status
+
+
+async def _equal(member: Member, donor: Member | None) -> bool:
+    """Return True if ``member`` has the weights of ``donor``, as one that has restored them when it was restarted."""
+    if donor is None:
+        return False
+    with suppress(EngineError):
+        own = await member.client.check_weights("checksum", timeout=RELOAD_S)
+        return own.total == (await donor.client.check_weights("checksum", timeout=RELOAD_S)).total
+    return False
 
 
 async def _bring(member: Member, donor: Member | None, source: Source, label: str, copy: Copy) -> None:

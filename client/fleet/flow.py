@@ -4,6 +4,7 @@ Invariants:
 - The caller sees one :class:`Generation`: every token once, in order, and one result per sample, whoever sampled its tokens.
 - At most one engine at a time is followed for a sample: only the loss of the attempt that has it makes it wait
   for another. What an engine sends after it was given up is ignored.
+- A token is passed on only if the fleet has committed the epoch that sampled it. An engine with another epoch is fenced.
 - A sample is continued from the tokens that had arrived, on weights that are at least as new as those that sampled them.
 - What the caller did (an abort) and what is wrong with the request itself end it; the end of an engine does not.
 """
@@ -16,7 +17,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...io_struct import AbortReq, AbortReqOutput, ErrorCode, FinishReason, GenerateReqInput, new_id
+from ...io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    DeltaWeights,
+    ErrorCode,
+    FinishReason,
+    GenerateReqInput,
+    WeightVersionSpan,
+    new_id,
+)
 from ..exceptions import (
     EngineDied,
     EngineError,
@@ -33,7 +43,7 @@ from ..wire.async_channel import Deltas, Result
 from ..wire.connection import Generation
 from ..wire.results import GenerateOutput, TokenDelta
 from .joining import Part, continuation, ended_here, joined
-from .members import Member
+from .members import Member, foreign_commit
 
 if TYPE_CHECKING:
     from .dispatch import Dispatcher
@@ -74,21 +84,43 @@ class _Attempt:
         self.left = set(self.bases)
         """The samples that have not ended here."""
         self.given_up = False
+        self.tail: TokenDelta | None = None
+        """The last tokens of a sample, without details: the result, which follows at once, says which weights sampled them."""
         member.load += len(samples)
 
     def on_tokens(self, delta: TokenDelta) -> None:
-        if not self.given_up:
-            base = len(self.bases[delta.index])
-            self.flow.on_tokens(replace(delta, start=delta.start + base), self.member)
+        if delta.details is None:
+            self.tail = delta
+        elif self._knows(delta.details.weights):
+            self._pass_on(delta)
 
     def on_finished(self, output: GenerateOutput) -> None:
+        tail, self.tail = self.tail, None
+        if not self._knows(output.weight_versions):
+            return
+        if tail is not None:
+            self._pass_on(tail)
         self.leave(output.index)
+        self.flow.on_finished(self, output)
+
+    def _pass_on(self, delta: TokenDelta) -> None:
+        base = len(self.bases[delta.index])
+        self.flow.on_tokens(replace(delta, start=delta.start + base), self.member)
+
+    def _knows(self, weights: Iterable[DeltaWeights | WeightVersionSpan]) -> bool:
+        """Return True if tokens of ``weights`` may be passed on; fence the member if somebody else has committed them."""
         if not self.given_up:
-            self.flow.on_finished(self, output)
+            foreign = next((each for each in weights if not self.member.has_given(each.epoch)), None)
+            if foreign is not None:
+                self.flow.on_foreign(self.member, foreign)
+        return not self.given_up
 
     def on_end(self, waiter: Result) -> None:
         """The member has answered all of it, or cannot any more."""
         error = waiter.exception() if not waiter.cancelled() else None
+        output = error.output if isinstance(error, EngineError) else None
+        if output is not None and not self._knows(output.weight_versions):
+            return
         left = sorted(self.left)
         for index in left:
             self.leave(index)
@@ -226,9 +258,13 @@ class Flow:
     def on_tokens(self, delta: TokenDelta, member: Member) -> None:
         """New tokens of one sample, at their place in the whole output."""
         sample = self._samples[delta.index]
-        if delta.details is not None:  # without: the tail of a sample, whose result follows at once
+        if delta.details is not None:
             sample.part.add(delta, member.fleet_epoch)
         self.generation.deliver(delta if self._request.stream_details else replace(delta, details=None))
+
+    def on_foreign(self, member: Member, weights: DeltaWeights | WeightVersionSpan) -> None:
+        """``member`` has sampled with weights that somebody else has committed; that gives up all its attempts."""
+        self._dispatcher.fence(member, foreign_commit(weights.version, weights.epoch))
 
     def on_finished(self, attempt: _Attempt, output: GenerateOutput) -> None:
         """One sample has ended, or its engine has ended it for reasons of its own."""

@@ -4,7 +4,8 @@ Invariants:
 - Only a member in state ``serving`` is given requests. It serves the fleet's weights; whoever admits it has made sure of that.
 - Every request to a member names the newest weights epoch that the fleet knows of it. An engine that was restarted at the same
   endpoint has an older one, or none that is valid, and refuses: it is never taken for its predecessor.
-- Epochs count an engine's own commits. The fleet counts its own, and each member has the table from one to the other.
+- Epochs count an engine's own commits. The fleet counts its own, and each member has the table from one to the other. An
+  epoch that is not in the table is of weights that somebody else has committed: no token of it is passed on (``flow.py``).
 """
 
 import bisect
@@ -110,8 +111,17 @@ class Member:
         at = bisect.bisect_right(self._epochs, epoch, key=lambda pair: pair[0])
         return self._epochs[max(0, at - 1)][1] if self._epochs else 0
 
+    def has_given(self, epoch: int) -> bool:
+        """Return True if the fleet has given this member the weights that its ``epoch`` names."""
+        return any(own == epoch for own, _ in self._epochs)
+
     def own_epoch(self, fleet_epoch: int | None) -> int | None:
         """The least epoch of this member with weights that are as new as ``fleet_epoch``; None if it has none yet."""
         wanted = -1 if fleet_epoch is None else fleet_epoch
         newer = [own for own, of_fleet in self._epochs if of_fleet >= wanted]
         return max(newer[0], self.epoch) if newer else None
+
+
+def foreign_commit(version: str, epoch: int) -> str:
+    """Return the reason why a member that has these weights does not serve."""
+    return f"weights {version!r} (its epoch {epoch}) were committed on its own socket, not by this fleet"

@@ -4,6 +4,8 @@ Invariants:
 - A replica that dies is out at once; its supervisor restarts it at the same endpoint, and it serves again only with the fleet's
   weights.
 - A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the weights valid again.
+- A replica that somebody has updated or paused on its own socket is out from the next look on, and brought back like one that has
+  lost its weights. Tokens that it has sampled meanwhile are not passed on (``fleet/flow.py``).
 - Nobody is brought back while a weight session is open, while memory is released, or while the weights were lost on purpose: the
   trainer's next update gives them to all.
 
@@ -23,7 +25,7 @@ from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInval
 from ..fleet.catching_up import RELOAD_S
 from ..fleet.channel import FleetClient
 from ..fleet.fleet import ASK_S, PAUSE_S, Fleet
-from ..fleet.members import EngineAddress, Member
+from ..fleet.members import EngineAddress, Member, foreign_commit
 from ..fleet.reports import MemberStatus
 from ..fleet.two_phase import Answers, everywhere
 from ..process.supervisor import Down, Ended, Serving, State
@@ -99,7 +101,7 @@ class ReplicaFleet(Fleet):
         """
         found = self.dispatcher.serving or self.present
         if not found:
-            raise EngineRestarting(f"no replica is there now: {self._reasons()}")
+            raise EngineRestarting(f"no replica is there now: {self.reasons()}")
         return found
 
     @property
@@ -121,7 +123,7 @@ class ReplicaFleet(Fleet):
     @property
     def needs_care(self) -> bool:
         """Whether :meth:`heal` may have something to do."""
-        return super().needs_care or self.lease is not None
+        return super().needs_care or self.lease is not None or bool(self._changed_by_others())
 
     async def heal(self) -> list[str]:
         """As :meth:`Fleet.heal`, also after a pause that its lease has ended."""
@@ -129,7 +131,25 @@ class ReplicaFleet(Fleet):
             with suppress(EngineError):
                 await self.combined("")
             await self._end_lease()
+        if self._changed_by_others():
+            async with self.lock:  # what was seen may have been a command of this server, half done
+                await everywhere(list(self._changed_by_others()), self.ask, ASK_S)
+                for member, reason in self._changed_by_others().items():
+                    self.dispatcher.fence(member, reason)
         return await super().heal()
+
+    def _changed_by_others(self) -> dict[Member, str]:
+        """Replicas that serve though somebody has updated or paused them, as far as their last status tells, with the reason."""
+        found = {}
+        for member in self.dispatcher.serving:
+            status = member.status
+            if status is None:
+                continue
+            if status.weights_epoch != member.epoch:
+                found[member] = foreign_commit(status.weight_version, status.weights_epoch)
+            elif self.may_heal and status.generation != "running":
+                found[member] = "it was paused on its own socket, not by this fleet"
+        return found
 
     def paused_by(self, request: PauseGenerationReqInput) -> None:
         """Replicas have been paused; its caller holds :attr:`lock`."""
@@ -211,7 +231,7 @@ class ReplicaFleet(Fleet):
         """
         members = self.present
         if not members:
-            raise EngineRestarting(f"no replica is there now: {self._reasons()}")
+            raise EngineRestarting(f"no replica is there now: {self.reasons()}")
         pauses = self.pauses
         answers = await self._statuses(members, owner)
         if (
@@ -335,5 +355,6 @@ class ReplicaFleet(Fleet):
             if member.name in await self.heal():
                 logger.warning("%s serves again", member.name)
 
-    def _reasons(self) -> str:
-        return "; ".join(f"{member.name}: {member.reason}" for member in self.members)
+    def reasons(self) -> str:
+        """Why replicas do not serve, by name; empty if all do."""
+        return "; ".join(f"{member.name}: {member.reason}" for member in self.members if not member.serves)

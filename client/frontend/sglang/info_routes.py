@@ -34,11 +34,13 @@ async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
         status = await front.health.check()
     except CaesuraError as error:
         return engine_error(error, 503)
+    fleet = front.fleet
     serves = status.generation == "running" and status.weights == "valid" and status.memory == "resident"
-    if ready and not serves:
+    out = "" if fleet is None or not ready else fleet.reasons()
+    if ready and not (serves and (fleet is None or fleet.dispatcher.serving)):
         what = f"not ready: generation {status.generation}, weights {status.weights}, memory {status.memory}"
-        return json_response(error_object(what, 503), 503)
-    return Response(b"", media_type="text/plain")
+        return json_response(error_object("; ".join([what, *([out] if out else [])]), 503), 503)
+    return Response(out.encode(), media_type="text/plain")
 
 
 @get(["/health", "/health_generate"], opt={"access": "open"})

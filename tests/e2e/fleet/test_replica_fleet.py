@@ -14,7 +14,14 @@ import pytest
 from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.waiting import PATIENCE_S
 
-from caesura.client import EngineDied, EngineRestarting, GroupError, InternalError, SamplingParams
+from caesura.client import (
+    AsyncControlClient,
+    EngineDied,
+    EngineRestarting,
+    GroupError,
+    InternalError,
+    SamplingParams,
+)
 from caesura.client.fleet.members import EngineAddress
 from caesura.client.process.supervisor import RestartPolicy
 from caesura.client.replicas import fleet as replica_fleet
@@ -287,6 +294,40 @@ def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_
             trainer.close()
 
 
+@pytest.mark.parametrize("restores", [True, False], ids=["from its folder", "not"])
+def test_a_restarted_replica_is_copied_to_only_if_it_has_not_restored_the_weights(
+    processes, tiny_model, other_model, monkeypatch, restores
+):
+    copied: list[str] = []
+    copy = Copies.copy
+
+    def counted(self: Copies, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+        copied.append(target.name)
+        copy(self, donor, target, owner)
+
+    monkeypatch.setattr(Copies, "copy", counted)
+
+    async def body(fleet: ReplicaFleet) -> None:
+        if restores:
+            await fleet.client.update_weights_from_disk(other_model, weight_version="second")
+        else:
+            await fleet.client.update_weights_from_tensor(
+                weights_of(Path(other_model)), weight_version="second"
+            )
+        restarted = fleet.members[0]
+        kill(processes, 0)
+        while restarted.state != "gone":
+            await asyncio.sleep(0.01)
+        while not restarted.serves:
+            await asyncio.sleep(0.01)
+        assert copied == ([] if restores else ["replica-0"])
+        status = await restarted.client.status()
+        assert (status.weight_version, status.totals.updates == []) == ("second", restores)
+        await fleet.client.check_weights("checksum")  # which compares them
+
+    run(processes, tiny_model, body)
+
+
 def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, other_model, monkeypatch):
     """One that has come back during a pause is not copied to again after it."""
     begun, go = threading.Semaphore(0), threading.Event()
@@ -304,8 +345,8 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
 
         async def until_copying() -> None:
             go.clear()
-            fleet.dispatcher.fence(away, "it has lost its weights")
-            away.restarted()
+            async with AsyncControlClient(away.address.endpoint) as stranger:
+                await stranger.update_weights_from_disk(tiny_model, weight_version="foreign")
             assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
 
         await fleet.client.update_weights_from_disk(other_model, weight_version="second")
