@@ -8,20 +8,21 @@ Invariants:
 
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from ...io_struct import private_directory
 from ...io_struct.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
 from ..exceptions import EndpointInUse
 from ..process.launch import LaunchedScheduler, launch_scheduler
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PORT_TRIES = 5
 
@@ -60,7 +61,7 @@ class EngineActor:
             startup_timeout: seconds until the engine must be ready.
         """
         self._start = secrets.token_hex(8)
-        self._folder = Path(tempfile.mkdtemp(prefix="caesura-keys-"))
+        self._folder: Path | None = None
         node_ip = _node_ip()
         try:
             if node_ip == driver_ip:
@@ -69,7 +70,7 @@ class EngineActor:
             else:
                 server_key, self._engine = self._beyond(model, options, client_key, node_ip, startup_timeout)
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_keys()
             raise
         self._replica = Replica(self._engine.endpoint, server_key, self._engine.pid, self._start, node_ip)
         self._ends = False
@@ -83,7 +84,7 @@ class EngineActor:
         """End the engine in order; the actor is its owner's to kill."""
         self._ends = True
         self._engine.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_keys()
 
     def _beyond(
         self, model: str, options: Mapping[str, Any], client_key: str, node_ip: str, startup_timeout: float
@@ -94,22 +95,19 @@ class EngineActor:
         files = {
             f"server{SECRET_SUFFIX}": key_file(public, secret),
             f"actor{SECRET_SUFFIX}": key_file(own, own_secret),
-            f"clients/actor{PUBLIC_SUFFIX}": key_file(own),
-            f"clients/fleet{PUBLIC_SUFFIX}": key_file(client_key.encode()),
+            f"actor{PUBLIC_SUFFIX}": key_file(own),
+            f"fleet{PUBLIC_SUFFIX}": key_file(client_key.encode()),
         }
-        (self._folder / "clients").mkdir()
-        for name, text in files.items():
-            with open(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(text)
+        self._folder = folder = private_directory.make_with(files)
         for attempt in range(PORT_TRIES):
             try:
                 engine = launch_scheduler(
                     model,
                     endpoint=f"tcp://{node_ip}:{_free_port(node_ip)}",
-                    curve_secret_key_file=self._folder / f"server{SECRET_SUFFIX}",
-                    curve_authorized_clients=self._folder / "clients",
+                    curve_secret_key_file=folder / f"server{SECRET_SUFFIX}",
+                    curve_authorized_clients=folder,
                     curve_server_key=public.decode(),
-                    curve_client_key_file=self._folder / f"actor{SECRET_SUFFIX}",
+                    curve_client_key_file=folder / f"actor{SECRET_SUFFIX}",
                     startup_timeout=startup_timeout,
                     **options,
                 )
@@ -124,8 +122,12 @@ class EngineActor:
         while self._engine.returncode is None:
             self._engine.wait(1.0)
         if not self._ends:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_keys()
             os._exit(1)  # Ray starts another actor, which starts another engine
+
+    def _remove_keys(self) -> None:
+        if self._folder is not None:
+            private_directory.remove(self._folder)
 
 
 def _node_ip() -> str:
