@@ -6,8 +6,8 @@ Invariants:
   the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
 - What a killed process left is removed by the next :func:`make`: only directories with the names that it makes (a dash
   behind the prefix is somebody else's, who may not have put anything in yet), of this user, of mode 0700, whose locks
-  are all free, and of these only the files that an engine makes. Anything else in it stays, and so does the directory
-  then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
+  are all free, and of these only the files that an engine makes, and files of keys beside a lock. Anything else in it
+  stays, and so does the directory then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
 """
 
 import contextlib
@@ -16,8 +16,10 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+from .key_files import PUBLIC_SUFFIX, SECRET_SUFFIX
 from .process_contract import MAX_IPC_PATH, SHUT_SUFFIX
 
 PREFIX = "caesura-"
@@ -41,6 +43,16 @@ def make() -> Path:
         path = _make_fresh()
     remove_stale(os.path.dirname(path))
     return Path(path)
+
+
+def make_with(files: Mapping[str, str]) -> Path:
+    """A fresh directory with these files of keys, text by name, which only this user can read."""
+    path = make()
+    (path / LOCK).touch()  # so that the files go with the directory if this process is killed
+    for name, text in files.items():
+        with open(os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+    return path
 
 
 def _make_fresh() -> str:
@@ -100,6 +112,10 @@ def _is_made_here(name: str) -> bool:
     return name.startswith(PREFIX) and "-" not in name.removeprefix(PREFIX)
 
 
+def _is_ours(name: str) -> bool:
+    return name in _OURS or name.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX))
+
+
 def _remove_if_stale(path: str) -> None:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     directory = os.open(path, flags | os.O_DIRECTORY)
@@ -110,7 +126,7 @@ def _remove_if_stale(path: str) -> None:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = set(os.listdir(directory))
         locks = found & {LOCK, STATE_LOCK}
-        if (locks or not found) and found <= _OURS:
+        if (locks or not found) and all(map(_is_ours, found)):
             with contextlib.ExitStack() as opened:
                 for name in locks:
                     lock = os.open(name, flags, dir_fd=directory)

@@ -36,6 +36,8 @@ class Sizes:
     """``kv_memory_fraction``"""
 
 
+_NOT_SERVED = ("mps",)
+"""Kinds of devices whose modules in torch lack what a step needs."""
 _PIPELINE_SIZES = Sizes(16, 512, 0.5)
 """Of image pipelines, whose rows are large everywhere: one is thousands of tokens."""
 _CPU_SIZES = Sizes(256, 512, 0.5)
@@ -72,7 +74,8 @@ class EngineConfig:
     """Data type of computation: float32, bfloat16 or float16 (or fp32, bf16, fp16, and SGLang's float and half). auto: the
     data type of the checkpoint."""
     device: str = "auto"
-    """Device to run on: cpu, cuda, and so on. auto: the accelerator if there is one, else cpu."""
+    """Device to run on: cpu, cuda, and so on; mps is not served. auto: the accelerator if there is one that is served, else
+    cpu."""
     num_threads: int | None = None
     """CPU threads within an operation. The default is torch's, shared out among the ranks of this host."""
     tp: int = 1
@@ -252,7 +255,10 @@ class EngineConfig:
         device = self.device
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator(check_available=True)
-            device = accelerator.type if accelerator is not None else "cpu"
+            kind = "cpu" if accelerator is None else accelerator.type
+            device = "cpu" if kind in _NOT_SERVED else kind
+        if torch.device(device).type in _NOT_SERVED:
+            raise _invalid("device", device, "is not served: its first step fails; use cpu")
         device = _with_index(device)
         endpoint = self.endpoint
         if endpoint is None:
@@ -284,7 +290,7 @@ def _with_index(device: str) -> str:
     """``cuda`` as ``cuda:0``, whichever is current: streams and process groups are made for one device, not for a kind."""
     kind = torch.device(device)
     current = getattr(torch.get_device_module(kind), "current_device", None)
-    if kind.type == "cpu" or ":" in device or current is None:  # MPS has one device and no index
+    if kind.type == "cpu" or ":" in device or current is None:
         return device
     return f"{kind.type}:{current()}"
 

@@ -8,20 +8,21 @@ Invariants:
 
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from ...io_struct import private_directory
 from ...io_struct.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
 from ..exceptions import EndpointInUse
 from ..process.launch import LaunchedScheduler, launch_scheduler
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PORT_TRIES = 5
 
@@ -61,7 +62,7 @@ class EngineActor:
         """
         self._start = secrets.token_hex(8)
         self._client_key = client_key
-        self._folder = Path(tempfile.mkdtemp(prefix="caesura-keys-"))
+        self._folder: Path | None = None
         node_ip = _node_ip()
         try:
             if node_ip == driver_ip:
@@ -70,7 +71,7 @@ class EngineActor:
             else:
                 server_key, self._engine = self._beyond(model, options, client_key, node_ip, startup_timeout)
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_keys()
             raise
         self._replica = Replica(self._engine.endpoint, server_key, self._engine.pid, self._start, node_ip)
         self._ends = False
@@ -79,7 +80,7 @@ class EngineActor:
     def replica(self, client_key: str) -> Replica:
         """Return where the engine listens, and have it accept ``client_key`` instead of a former fleet's."""
         if self._replica.server_key is not None and client_key != self._client_key:
-            self._write(f"clients/fleet{PUBLIC_SUFFIX}", key_file(client_key.encode()))
+            self._authorize(client_key)
         self._client_key = client_key
         return self._replica
 
@@ -93,7 +94,7 @@ class EngineActor:
         """End the engine in order; the actor is its owner's to kill."""
         self._ends = True
         self._engine.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_keys()
 
     def _beyond(
         self, model: str, options: Mapping[str, Any], client_key: str, node_ip: str, startup_timeout: float
@@ -104,21 +105,19 @@ class EngineActor:
         files = {
             f"server{SECRET_SUFFIX}": key_file(public, secret),
             f"actor{SECRET_SUFFIX}": key_file(own, own_secret),
-            f"clients/actor{PUBLIC_SUFFIX}": key_file(own),
-            f"clients/fleet{PUBLIC_SUFFIX}": key_file(client_key.encode()),
+            f"actor{PUBLIC_SUFFIX}": key_file(own),
+            f"fleet{PUBLIC_SUFFIX}": key_file(client_key.encode()),
         }
-        (self._folder / "clients").mkdir()
-        for name, text in files.items():
-            self._write(name, text)
+        self._folder = folder = private_directory.make_with(files)
         for attempt in range(PORT_TRIES):
             try:
                 engine = launch_scheduler(
                     model,
                     endpoint=f"tcp://{node_ip}:{_free_port(node_ip)}",
-                    curve_secret_key_file=self._folder / f"server{SECRET_SUFFIX}",
-                    curve_authorized_clients=self._folder / "clients",
+                    curve_secret_key_file=folder / f"server{SECRET_SUFFIX}",
+                    curve_authorized_clients=folder,
                     curve_server_key=public.decode(),
-                    curve_client_key_file=self._folder / f"actor{SECRET_SUFFIX}",
+                    curve_client_key_file=folder / f"actor{SECRET_SUFFIX}",
                     startup_timeout=startup_timeout,
                     **options,
                 )
@@ -129,19 +128,24 @@ class EngineActor:
                 return public.decode(), engine
         raise AssertionError("unreachable")
 
-    def _write(self, name: str, text: str) -> None:
-        """Put a key file into place whole: the engine may read it at any time."""
-        part = self._folder / "part"
+    def _authorize(self, client_key: str) -> None:
+        """Put the key file of the fleet's clients into place whole: the engine may read it at any time."""
+        assert self._folder is not None
+        part = self._folder / f"part{SECRET_SUFFIX}"
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
-        part.replace(self._folder / name)
+            file.write(key_file(client_key.encode()))
+        part.replace(self._folder / f"fleet{PUBLIC_SUFFIX}")
 
     def _watch(self) -> None:
         while self._engine.returncode is None:
             self._engine.wait(1.0)
         if not self._ends:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_keys()
             os._exit(1)  # Ray starts another actor, which starts another engine
+
+    def _remove_keys(self) -> None:
+        if self._folder is not None:
+            private_directory.remove(self._folder)
 
 
 def _node_ip() -> str:

@@ -10,19 +10,17 @@ Invariants:
 import asyncio
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import ray
 import zmq
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...io_struct import private_directory
 from ...io_struct.key_files import SECRET_SUFFIX, key_file
 from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
 from .dispatch import DEFAULT_PATIENCE_S
@@ -31,6 +29,9 @@ from .members import EngineAddress, Member
 from .opening import Adopt
 from .ray_engine import EngineActor, Replica
 from .two_phase import Verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class RolloutFleet(Fleet):
             await self._end(name)
         folder, self._folder = self._folder, None
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            private_directory.remove(folder)
 
     async def scale(self, replicas: int) -> None:
         """Have so many replicas from now on. New ones are brought to the fleet's weights before they serve; what the ones that
@@ -223,10 +224,7 @@ class RolloutFleet(Fleet):
     def _make_keys(self) -> None:
         public, secret = zmq.curve_keypair()
         self._client_key = public.decode()
-        self._folder = Path(tempfile.mkdtemp(prefix="caesura-fleet-"))
-        path = self._folder / f"client{SECRET_SUFFIX}"
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(key_file(public, secret))
+        self._folder = private_directory.make_with({f"client{SECRET_SUFFIX}": key_file(public, secret)})
 
     def _address(self, slot: _Slot, replica: Replica) -> EngineAddress:
         slot.replica = replica

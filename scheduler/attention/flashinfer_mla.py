@@ -22,6 +22,7 @@ from torch import Tensor
 from ..cache.pool import MLAPool
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention
 from ..kernels.forms import PLAIN, AttentionForm
+from ..memory.device_module import nvidia_generation
 from .flashinfer import HostMemory, multiprocessors, why_not_for
 from .mla import LatentBackend
 from .page_lists import Lists, PageLists
@@ -46,8 +47,7 @@ def why_not(device: torch.device, dtype: torch.dtype, latent: int, rope: int) ->
 
 def kernels_of(device: torch.device) -> tuple[str, ...]:
     """Those of :data:`KERNELS` that are made for ``device``."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return KERNELS if hopper else KERNELS[1:]
+    return KERNELS if nvidia_generation(device) == 9 else KERNELS[1:]
 
 
 def serves_prefill(num_heads: int, max_rows: int, max_tokens: int, device: torch.device) -> bool:

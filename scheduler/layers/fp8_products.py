@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..kernels import trial
+from ..memory.device_module import nvidia_generation
 from ..memory.workspace import Workspace
 from . import fp8_scaled
 from .fp8_scaled import BLOCK, FlashInferExperts, Grouped
@@ -101,7 +102,7 @@ def _first(
 ) -> _Kind:
     """The first for this device that agrees."""
     reasons = []
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+    major = nvidia_generation(device)
     for capabilities, kind in kinds:
         if major not in capabilities:
             continue

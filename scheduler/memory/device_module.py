@@ -161,6 +161,14 @@ def device_module_for(device: torch.device | str) -> DeviceModule:
     return HOST if device.type == "cpu" else BoundDeviceModule(torch.get_device_module(device), device)
 
 
+def nvidia_generation(device: torch.device) -> int | None:
+    """Major compute capability of an NVIDIA device, 9 for Hopper; None for others. ROCm calls its devices cuda, and an MI300's
+    capability is 9.4."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)[0]
+
+
 def streams_of(module: DeviceModule) -> StreamModule | None:
     """``module``, where it has streams."""
     return cast("StreamModule", module) if hasattr(module, "Stream") else None

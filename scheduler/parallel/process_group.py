@@ -15,6 +15,7 @@ NCCL's way is written against torch 2.13 and has not been run on several GPUs.
 """
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -139,11 +140,16 @@ class ProcessGroup:
 
 
 def listen(host: str, port: int, size: int, timeout_s: float = TIMEOUT_S) -> tuple[Store, str]:
-    """Where the ranks find each other, by rank 0: its store, and the address ``host:port`` for the others; port 0 is any."""
-    store = TCPStore(
-        host, port, size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
-    return store, f"{host}:{store.port}"
+    """Where the ranks find each other, by rank 0: its store, and the address ``host:port`` for the others; port 0 is any.
+
+    By itself torch listens on all addresses of the host, so it is given a socket that listens at ``host`` alone.
+    """
+    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server((host, port), family=family, backlog=size)
+    port = listener.getsockname()[1]
+    options = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+    store = TCPStore(host, port, size, is_master=True, master_listen_fd=listener.detach(), **options)
+    return store, f"{host}:{port}"
 
 
 def join(

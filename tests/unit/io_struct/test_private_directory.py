@@ -133,6 +133,9 @@ def test_only_our_own_kind_is_touched(parent):
     opened = left_by_the_dead(parent, "caesura-open")
     opened.chmod(0o755)
     foreign = left_by_the_dead(parent, "other-dead")
+    left_by_the_dead(
+        parent, "caesura-keys", "server.key_secret", "client.key"
+    )  # by hand: no lock beside them
     another = parent / "caesura-fleet-ab12cd34"  # of something else of ours, before it has put anything in
     another.mkdir(mode=0o700)
     target = left_by_the_dead(parent, "target")
@@ -159,11 +162,12 @@ def test_somebody_elses_stays(parent):
     assert path.exists()
 
 
-def test_a_killed_process_leaves_it_to_the_next(parent):
+@pytest.mark.parametrize("made", ["p.make()", "p.make_with({'server.key_secret': 'x', 'fleet.key': 'y'})"])
+def test_a_killed_process_leaves_it_to_the_next(parent, made):
     script = (
         "import tempfile, sys, time; from caesura.io_struct import private_directory as p\n"
         f"tempfile.tempdir = {str(parent)!r}\n"
-        "d = p.make(); (d / p.SOCKET).touch(); (d / p.LOCK).touch(); print(d, flush=True); time.sleep(3600)"
+        f"d = {made}; print(d, flush=True); time.sleep(3600)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,5 +1,7 @@
 """An impossible configuration is refused by field name, before anything is allocated."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,16 +53,26 @@ class SecondOfTwo:
 
 
 @pytest.mark.parametrize(
-    ("device", "resolved"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("mps", "mps"), ("cpu", "cpu")]
+    ("device", "resolved"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("xpu", "xpu"), ("cpu", "cpu")]
 )
 def test_a_device_is_one_device(tmp_path, monkeypatch, device, resolved):
     """torch.cuda.set_device, which NCCL's groups need, takes no device without an index, and a stream would be of device 0."""
-    modules = {"cuda": SecondOfTwo(), "mps": object(), "cpu": torch.cpu}
+    modules = {"cuda": SecondOfTwo(), "xpu": object(), "cpu": torch.cpu}
     monkeypatch.setattr(torch, "get_device_module", lambda of: modules[torch.device(of).type])
     found = EngineConfig(model_path="m", device=device, endpoint="ipc:///tmp/x", num_threads=1).resolve()
     assert found.device == resolved
     use_device(found.device)
     assert modules["cuda"].chosen == ([torch.device(resolved)] if device.startswith("cuda") else [])
+
+
+def test_mps_is_refused_by_name_and_never_chosen(monkeypatch):
+    found = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    config = EngineConfig(model_path="m", endpoint="ipc:///tmp/x")
+    assert config.resolve().device == "cpu"
+    with pytest.raises(CaesuraError, match="device = 'mps' is not served") as refused:
+        replace(config, device="mps").resolve()
+    assert refused.value.detail["field"] == "device"
 
 
 class Card:
@@ -100,7 +112,7 @@ def test_a_larger_card_does_more_at_once(monkeypatch, gigabytes, expected):
 
 def test_sizes_of_the_cpu_and_of_what_tells_nothing(monkeypatch):
     assert sizes_on(monkeypatch, torch.cpu, "cpu") == Sizes(256, 512, 0.5)
-    assert sizes_on(monkeypatch, object(), "mps") == Sizes(256, 2048, 0.8)
+    assert sizes_on(monkeypatch, object(), "xpu") == Sizes(256, 2048, 0.8)
 
 
 def test_resolving_decides_everything_and_changes_nothing(tmp_path, monkeypatch):

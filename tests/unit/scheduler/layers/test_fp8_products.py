@@ -10,6 +10,7 @@ from support.recorded_graphs import without_compiled_kernels
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError
+from caesura.scheduler.attention.flashinfer_mla import kernels_of
 from caesura.scheduler.kernels import trial
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import fp8_block, fp8_products, fp8_scaled
@@ -143,6 +144,16 @@ def test_without_any_library_the_engine_is_refused_by_name(libraries, capability
         CaesuraError, match=r"FP8 experts need FlashInfer .* deep_gemm: a product with it fails"
     ):
         Experts("e", "m.experts", 4, 256, 128, place=place)
+
+
+def test_an_amd_card_of_the_same_capability_is_no_hopper(capability, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    device = torch.device("cuda", 0)
+    with pytest.raises(CaesuraError, match="Hopper and Blackwell only"):
+        dense_for(device)
+    assert kernels_of(device) == ("fa2",)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert kernels_of(device) == ("fa3", "fa2")
 
 
 def test_an_accelerator_that_is_no_cuda_device_is_refused(capability):

@@ -1,5 +1,6 @@
 """Collectives over gloo have the bits of those over shared memory, and fail as they do."""
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def test_a_rank_that_computes_otherwise_is_refused() -> None:
     with pytest.raises(CaesuraError, match="would sample other tokens than rank 0") as caught:
         process_group.join(address, 1, 2, CPU, torch.float32)
     assert caught.value.code == ErrorCode.UNSUPPORTED
+
+
+def test_ranks_find_each_other_at_one_address_alone() -> None:
+    _, address = process_group.listen("127.0.0.1", 0, 2)
+    port = int(address.rpartition(":")[2])
+    socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))  # of this host as well
 
 
 def test_a_rank_whose_others_do_not_come_is_told() -> None:
