@@ -65,10 +65,11 @@ def main() -> int:
         check_compose(work)
         buildah = Buildah(work / "storage")
         make_base(buildah, work)
-        for target in ("engine", "serve", "demo"):
+        for target in ("engine", "serve", "demo", "ray"):
             buildah.build(target, pip_settings(work))
         try_images(buildah, Path(temporary))
         try_demo(buildah, Path(temporary))
+        try_ray(buildah)
     print("images: ok")
     return 0
 
@@ -215,6 +216,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
             continue
         except ProcessLookupError:
             return
+
+
+def try_ray(buildah: Buildah) -> None:
+    """Ray's programs are where a login shell looks, and the manifest's trainer finds what it imports."""
+    container = container_of(buildah, "ray", ())
+    print(run(*container.command("bash", "-lc", "ray --version && python examples/ray_trainer.py --help")))
+    buildah("rm", container.name)
 
 
 def container_of(buildah: Buildah, target: str, mounts: tuple[str, ...]) -> Container:

@@ -64,6 +64,10 @@ def test_the_manifest_asks_ray_for_what_the_trainer_asks_for():
         assert options.gpus <= int(container["resources"]["limits"]["nvidia.com/gpu"])
         assert options.cpus <= int(container["resources"]["limits"]["cpu"])
         assert {each["mountPath"] for each in container["volumeMounts"]} == {options.shared_folder}
+        for kind in ("livenessProbe", "readinessProbe"):  # else KubeRay's call wget
+            python, flag, program = container[kind]["exec"]["command"]
+            assert (python, flag) == ("/opt/caesura/bin/python", "-c")
+            compile(program, kind, "exec")
 
 
 def test_an_option_that_there_is_not_would_be_found():
