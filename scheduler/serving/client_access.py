@@ -6,6 +6,7 @@ Invariants:
 - The authorized keys are read for each handshake, so added and removed files take effect without a restart.
 - The endpoint is shut before the process runs out of descriptors, and opened again when enough are free. Without descriptors
   ZeroMQ would abort the process, or keep a core busy with retries.
+- ZeroMQ's I/O thread cannot get ahead of this one: it waits once about 1,000 accepted connections have not been looked at.
 - The thread reads every event that ZeroMQ reports until it is told to stop; no exception ends it.
 """
 
@@ -33,11 +34,9 @@ HEARTBEAT_MS = 10_000
 """Over tcp, how often ZeroMQ sends a heartbeat to a silent peer."""
 DEAD_PEER_MS = 60_000
 """Over tcp, a peer that sends nothing for so long counts as gone; the peer applies the same timeout to the engine."""
-MAX_RESERVE = 8192
-"""Most descriptors that are kept from new connections; the reserve is half of the process's limit.
-
-ZeroMQ accepts connections until the endpoint is shut, so as many as can connect before this thread runs must fit.
-"""
+MAX_RESERVE = 1536
+"""Descriptors that connections leave free, or half of the process's limit if that is less. More than ZeroMQ can accept
+before this thread has looked: 1,002, when it waits for room in the pipe of its events, and the backlog of the endpoint."""
 RECHECK_MS = 1000
 """How often a shut endpoint is checked for whether it can be opened."""
 _DOMAIN = b"caesura"
@@ -115,16 +114,16 @@ class Access:
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self._events = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # no limit: a full pipe would block ZeroMQ's I/O thread
+        # With 1,000 of ZeroMQ's own: its I/O thread waits when so many have not been read.
+        self._events.setsockopt(zmq.RCVHWM, 1)
         self._events.connect(address)
         self._thread = threading.Thread(target=self._run, name="caesura-access", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread, before ``router`` is closed; after this no client is accepted. Idempotent."""
-        if self._thread.is_alive():
-            self._router.disable_monitor()
-            self._thread.join()
+        """Close ``router``, whose last event ends the thread; after this no client is accepted. Idempotent."""
+        self._router.close()  # disable_monitor would wait with the GIL for an I/O thread that waits for this thread
+        self._thread.join()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -178,6 +177,13 @@ class _DescriptorGuard:
         self._endpoint = endpoint
         self._free_descriptors = 0
         self._accepted_since = 0
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit < 2 * MAX_RESERVE:
+            logger.warning(
+                "%d descriptors are few: many connections at once can end the engine; allow %d (ulimit -Hn)",
+                limit,
+                2 * MAX_RESERVE,
+            )
 
     def note_accepted(self, accepted: int) -> None:
         """Count accepted connections, and check the free descriptors if they may have run short."""

@@ -15,7 +15,6 @@ import errno
 import fcntl
 import ipaddress
 import os
-import resource
 import socket
 import stat
 import struct
@@ -26,8 +25,8 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...io_struct.process_contract import MAX_IPC_PATH, SHUT_SUFFIX
 
 MAX_PORT = 65535
-MAX_LISTEN_BACKLOG = 128
-"""Most connections that the kernel completes before ZeroMQ accepts them, where the limit of descriptors is not low."""
+LISTEN_BACKLOG = 128
+"""Most connections that the kernel completes before ZeroMQ accepts them; these are accepted even if the endpoint is shut."""
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_RET = 0x06
 
@@ -60,7 +59,7 @@ class Endpoint:
         Raises:
             CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
         """
-        router.setsockopt(zmq.BACKLOG, _listen_backlog())
+        router.setsockopt(zmq.BACKLOG, LISTEN_BACKLOG)
         router.setsockopt(zmq.IPV6, int("[" in self.address))
         if self._listener is not None:
             router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))
@@ -174,16 +173,11 @@ def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
     return f"[{address}]" if address.version == 6 else str(address), int(port)
 
 
-def _listen_backlog() -> int:
-    """Return the backlog, which is accepted even if the endpoint is shut: an eighth of the limit of descriptors."""
-    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, MAX_LISTEN_BACKLOG)
-
-
 def _listener(endpoint: str, host: str, port: int) -> socket.socket:
     """A listening socket. ZeroMQ gets a duplicate of it; the engine keeps its own to set the filter that drops connections."""
     family = socket.AF_INET6 if "[" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=_listen_backlog())
+        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
         raise _not_bound(endpoint, error.errno, str(error.strerror)) from error
     listener.setblocking(False)

@@ -1,6 +1,7 @@
-"""A Router in a process with few descriptors: ``python crowded_router.py ENDPOINT LIMIT``.
+"""A Router in a process with few descriptors: ``python crowded_router.py ENDPOINT LIMIT [held]``.
 
-Echoes message sizes; prints its endpoint, then on the end of its input the CPU seconds that it took.
+Echoes message sizes and the CPU seconds that it took; prints its endpoint. ``held``: the thread that counts connections
+waits at the first one until a line has come on stdin. Ends with its input.
 """
 
 import resource
@@ -17,10 +18,25 @@ def main() -> None:
     limit = int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     client_access.HANDSHAKE_MS = 120_000  # a crowd that says nothing stays
+    ended, counts = threading.Event(), threading.Event()
+    count = client_access._DescriptorGuard.note_accepted
+
+    def held(guard: client_access._DescriptorGuard, accepted: int) -> None:
+        if accepted:
+            counts.wait()
+        count(guard, accepted)
+
+    def read() -> None:
+        sys.stdin.readline()
+        counts.set()
+        sys.stdin.read()
+        ended.set()
+
+    if sys.argv[3:] == ["held"]:
+        client_access._DescriptorGuard.note_accepted = held  # type: ignore[method-assign]
     router = Router(sys.argv[1], lambda _: None)
     print(router.endpoint, flush=True)
-    ended = threading.Event()
-    threading.Thread(target=lambda: sys.stdin.read() or ended.set(), daemon=True).start()
+    threading.Thread(target=read, daemon=True).start()
     while not ended.is_set():
         router.socket.poll(20)
         for client, header, _ in router.receive():

@@ -233,7 +233,8 @@ def test_authorized_keys_that_cannot_be_read_admit_nobody(keys, tmp_path):
 
 def test_without_its_thread_an_engine_with_keys_admits_nobody(keys):
     with contextlib.closing(Router("tcp://127.0.0.1:0", lambda _: None, server_keys(keys))) as router:
-        router._access.close()
+        router.socket.disable_monitor()  # the thread ends with the last event
+        router._access._thread.join()
         message = refused(router.endpoint, **client_options(keys, keys))
         assert "broke the handshake off" in message
         assert not router.socket.poll(0)
