@@ -147,8 +147,15 @@ def listen(host: str, port: int, size: int, timeout_s: float = TIMEOUT_S) -> tup
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server((host, port), family=family, backlog=size)
     port = listener.getsockname()[1]
-    options = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
-    store = TCPStore(host, port, size, is_master=True, master_listen_fd=listener.detach(), **options)
+    store = TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     return store, f"{host}:{port}"
 
 

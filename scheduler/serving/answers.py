@@ -165,7 +165,7 @@ class Answers:
             try:
                 self._take(exchange, answer)
                 place = _FORGOTTEN if exchange.remaining else self._store(exchange)
-            except MemoryError:
+            except (MemoryError, TypeError, ValueError):  # it cannot be encoded
                 logger.exception("an answer to message %s is not stored", exchange.message_ids[0])
                 self._lose(exchange)
         if exchange.remaining == 0:

@@ -55,6 +55,7 @@ def test_the_start_is_the_first_event(driver, tiny_model):
     assert parts.weights == pytest.approx(driver.status().device_memory.weights, rel=0.5)
     pool = driver.status().device_memory.kv_cache
     assert parts.kv == pytest.approx(pool, rel=0.02), "a warm engine holds the first pages, here all"
+    assert parts.answers == driver.engine.answers.nbytes > driver.config.result_bytes, "there from the start"
     assert sum(getattr(parts, tag) for tag in parts.__struct_fields__) == event.reserved
 
 
