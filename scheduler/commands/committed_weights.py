@@ -72,6 +72,8 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The folder that contains the weights; None if they came over a transport other than disk."""
     digest: str | None
     """Digest of that folder's files."""
+    other_components: bool = False
+    """True if updates since the engine's start have brought components that ``source`` does not contain."""
     lost: str | None = None
     """Why it is unknown which weights were committed last; None if this record says it."""
     time: float
@@ -104,6 +106,7 @@ class WeightsFile:
         self._record: WeightsRecord | None = None
         self._lock: int | None = None
         self._syncer: _Syncer | None = None
+        self._other_components = False
         self.durable: bool | None = None
         """Whether the file has the last commit; None without a file."""
         if self._path is not None:
@@ -218,10 +221,12 @@ class WeightsFile:
             from_disk = session.source == "disk" and session.model_path is not None
             source = os.path.abspath(session.model_path or "") if from_disk else None
             digest, lost = session.digest if from_disk else None, None
+        self._other_components |= session.wrote_other_component
         record = msgspec.structs.replace(
             self._record,
             weights_epoch=stamp.epoch,
             committed_epoch=stamp.epoch,
+            other_components=self._other_components,
             weight_version=stamp.version,
             updated=True,
             source=source,
@@ -317,6 +322,8 @@ def _why_lost(record: WeightsRecord) -> str | None:
     """Why the weights of ``record`` cannot be loaded again; None if they can."""
     if record.source is None:
         return "they had come over a transport, which leaves no copy"
+    if record.other_components:
+        return f"components beside that of {record.source} had been updated, too"
     try:
         digest = open_checkpoint(record.source).local_digest
     except CaesuraError as error:

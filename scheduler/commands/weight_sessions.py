@@ -69,6 +69,8 @@ class Session:
     """The last folder that was loaded; None if none was."""
     digest: str | None = None
     """Digest of that folder's files (``Checkpoint.local_digest``)."""
+    wrote_other_component: bool = False
+    """True once a call has written a component other than the model's first, which no restart restores."""
     route: Route | None = None
     """Route of the last call; None before the first call."""
     flush: bool = False

@@ -234,7 +234,9 @@ class WeightUpdates:
                 self._maps.end_session()
             raise
         inner = source.inner if isinstance(source, ComponentSource) else source
-        if isinstance(inner, DiskSource) and component in (None, *self._model.components[:1]):
+        if component not in (None, *self._model.components[:1]):
+            session.wrote_other_component = True
+        elif isinstance(inner, DiskSource):
             session.model_path, session.digest = inner.path, inner.local_digest
         work = self.load(source, session, stages)
         return (yield from self.run_and_commit(request.id, session, stages, started, work))

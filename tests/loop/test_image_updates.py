@@ -192,3 +192,17 @@ def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         assert driver.status().weights == "invalid", "the VAE's update is in no record"
         assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3))).weights == "valid"
+
+
+def test_a_restart_does_not_take_other_components_for_those_that_were_committed(sd3, other_sd3, tmp_path):
+    """The transformer's folder is on record, but the VAE that was committed before it is not."""
+    state = str(tmp_path / "state.json")
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3 / "vae"), component="vae"))
+        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), weight_version="v5"))
+        assert (reply.committed, reply.durable) == (True, True)
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        assert driver.status().weights == "invalid"
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), weight_version="v6"))
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        assert (driver.status().weights, driver.status().weight_version) == ("valid", "v6")
