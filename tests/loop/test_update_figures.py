@@ -63,7 +63,7 @@ def test_the_reply_to_a_whole_update(driver, other_model, clock, caplog, flush):
     assert all(getattr(reply.stages, name) > 0 for name in STAGES)
     assert 0 < reply.stages.total <= reply.stages.receive, "the folder was opened before this clock was read"
     line = next(line for line in caplog.messages if line.startswith("weight update"))
-    megabytes, milliseconds = (float(re.search(rf"([\d.]+) {unit}", line)[1]) for unit in ("MB", "ms"))
+    megabytes, milliseconds = (float(re.search(rf"([\d.]+) {unit}", line)[1]) for unit in ("MiB", "ms"))
     assert f"{count} tensors" in line
     assert f"{reply.changed_tensors} changed, committed, epoch 1, version 'new'" in line
     assert megabytes == pytest.approx(nbytes / 2**20, abs=0.05)
