@@ -42,7 +42,7 @@ SETTLED = 10
 FLAT_FROM, FLAT_TURNS = 100, 1000
 """The engine promises at most 2 MB of growth over that many turns, from that turn on."""
 BLOCK = 25
-"""Turns of which the least counts for that: what an update in flight holds for a moment is no growth."""
+"""Turns of which the greatest counts for that: readings move by a bucket, which a message may hold for a moment."""
 PLOTTED_POINTS = 200
 LINE = "#2f6fed"
 STYLE: dict[str, Any] = {
@@ -157,9 +157,9 @@ def settled_growth(values: Sequence[int]) -> tuple[int, int]:
 
 def most_growth(values: Sequence[int]) -> int:
     """Most bytes that were gained over :data:`FLAT_TURNS` turns or fewer, from turn :data:`FLAT_FROM` on."""
-    least = [min(values[turn : turn + BLOCK]) for turn in range(FLAT_FROM - 1, len(values), BLOCK)]
+    peaks = [max(values[turn : turn + BLOCK]) for turn in range(FLAT_FROM - 1, len(values), BLOCK)]
     blocks = FLAT_TURNS // BLOCK
-    return max((max(least[at : at + blocks + 1]) - each for at, each in enumerate(least)), default=0)
+    return max((max(peaks[at : at + blocks + 1]) - each for at, each in enumerate(peaks)), default=0)
 
 
 def as_table(found: dict[Transport, Series]) -> Table:
