@@ -95,6 +95,10 @@ class Fleet:
         """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member up to date."""
         self._addresses = [EngineAddress.of(each) for each in members]
         self._keepalive_timeout = keepalive_timeout
+        if lease_s is not None and not lease_s > 0:
+            raise InvalidRequest(
+                f"lease_s = {lease_s!r} must be a positive number of seconds, or None", field="lease_s"
+            )
         self._lease_s, self._adopt = lease_s, adopt
         self._leases = LeaseRenewal(self.owner, lease_s)
         self._look_interval_s = look_interval_s
@@ -201,9 +205,16 @@ class Fleet:
         return (await self.client.abort(rid, abort_all=abort_all)).aborted
 
     async def pause(self, mode: PauseMode = "in_place", *, timeout: float | None = PAUSE_S) -> None:
-        """Pause all members. One that does not answer in time is fenced."""
+        """Pause all members. One that does not answer in time is fenced.
+
+        Raises:
+            EngineError: of the first that refused; the fleet is then in the state of before.
+        """
         async with self.lock:
-            await self.pause_members(mode, self._dispatcher.serving, timeout)
+            answers = await self.pause_members(mode, self._dispatcher.serving, timeout)
+            if answers.failed and self.paused_mode is None:
+                await self.continue_members(timeout, torch_empty_cache=False)
+            Answers(failed=answers.failed).raise_first()
             self.paused_mode = mode
 
     async def continue_generation(

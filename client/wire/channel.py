@@ -104,7 +104,11 @@ class ThreadChannel:
             watch=lambda socket: self._poller.register(socket, zmq.POLLIN),
             unwatch=lambda socket: self._poller.unregister(socket),
         )
-        self._wake_read, self._wake_write = os.pipe()
+        try:
+            self._wake_read, self._wake_write = os.pipe()
+        except OSError:
+            self._link.close()
+            raise
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._poller.register(self._wake_read, zmq.POLLIN)

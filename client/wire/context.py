@@ -40,7 +40,7 @@ def release() -> None:
     with _lock:
         _users -= 1
         if _users == 0 and _context is not None:
-            _context.term()
+            _context.destroy(linger=0)  # term() would wait for ever for a socket that was left open
             _context = None
 
 

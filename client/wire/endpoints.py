@@ -7,6 +7,8 @@ import os
 import stat
 from typing import Any
 
+import zmq
+
 from ...io_struct.field_errors import shown
 from ...io_struct.process_contract import MAX_IPC_PATH, SHUT_SUFFIX
 from ..exceptions import InvalidRequest
@@ -25,6 +27,18 @@ def check_endpoint(endpoint: Any) -> None:
         host, _, port = place.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise _refused(endpoint, "must be tcp://HOST:PORT with a port from 1 to 65535")
+
+
+def connect_to(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Connect ``socket``.
+
+    Raises:
+        InvalidRequest: ZeroMQ does not take the address.
+    """
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise _refused(endpoint, f"cannot be connected to: {error}") from error
 
 
 def nobody_at(endpoint: str) -> str:

@@ -19,14 +19,14 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import zmq
 
 from ..exceptions import EngineDied, EngineError, VersionMismatch
 from . import context
 from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
-from .endpoints import check_endpoint, nobody_at
+from .endpoints import check_endpoint, connect_to, nobody_at
 from .hello import hello_frame, incarnation_in
 
 EXIT_GRACE_S = 1.0
@@ -201,15 +201,26 @@ class Link:
 
     def close(self) -> None:
         """Close without lingering; unsent messages are dropped."""
-        self._close_sockets()
-        context.release()
+        try:
+            self._close_sockets()
+        finally:
+            context.release()
 
     def _open(self, *, connect: bool) -> None:
         self._connected = self._disconnected = self._ready = False
         self._refusal: EngineError | None = None
         self._try_failed = self._was_cut_off = False
         self._tried_at = time.monotonic()
+        with ExitStack() as failed:
+            self._make_sockets(failed, connect=connect)
+            failed.pop_all()
+        self._watch(self._dealer)
+        self._watch(self._monitor)
+
+    def _make_sockets(self, failed: ExitStack, *, connect: bool) -> None:
+        """``failed`` closes what was made if this raises."""
         self._dealer = self._context.socket(zmq.DEALER)
+        failed.callback(self._dealer.close, linger=0)
         self._dealer.linger = 0
         # Unlimited here: a caller's request is refused by the engine, never dropped or blocked by the socket.
         self._dealer.sndhwm = 0
@@ -218,13 +229,12 @@ class Link:
         # libzmq reserves identities that begin with a zero byte.
         self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
         self._monitor = self._dealer.get_monitor_socket(MONITORED)
+        failed.callback(self._monitor.close, linger=0)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         configure(self._dealer, self.endpoint, self._keys)
         if connect:
-            self._dealer.connect(self.endpoint)
+            connect_to(self._dealer, self.endpoint)
             self._hand_over((hello_frame(),))
-        self._watch(self._dealer)
-        self._watch(self._monitor)
 
     def _forget_times(self) -> None:
         self._patience = self._retry_at = self._settle_at = self._silence = None

@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -305,15 +306,17 @@ def read_record(path: str) -> WeightsRecord | None:
 
     Raises:
         msgspec.DecodeError, UnicodeDecodeError, RecursionError: the file is no record of this format.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is no regular file")
         raw = file.read(_MAX_BYTES + 1)
-    if raw is None or len(raw) > _MAX_BYTES:
+    if len(raw) > _MAX_BYTES:
         raise msgspec.ValidationError(f"it has more than {_MAX_BYTES} bytes")
     return msgspec.json.decode(raw, type=WeightsRecord)
 

@@ -405,6 +405,16 @@ def test_a_file_that_cannot_be_written_refuses_the_start(tiny_model, tmp_path):
         assert caught.value.code == "state_file_error"
 
 
+def test_what_is_no_regular_file_is_refused_and_left_alone(tiny_model, tmp_path):
+    """Replacing it, as a record is, would take /dev/null away from a machine where the engine runs as root."""
+    path = tmp_path / "weights.json"
+    os.mkfifo(path)
+    with pytest.raises(CaesuraError, match="is no regular file") as caught:
+        refused_start(tiny_model, path, tmp_path)
+    assert caught.value.code == "state_file_error"
+    assert path.is_fifo()
+
+
 def test_a_commit_stands_when_its_record_cannot_be_written(start, folder, tmp_path, caplog):
     with start() as driver:
         (tmp_path / ".weights.json.new").mkdir()

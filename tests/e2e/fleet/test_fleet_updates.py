@@ -13,6 +13,7 @@ from support.lanes import quick
 from support.waiting import PATIENCE_S
 
 from caesura.client import (
+    EngineError,
     InternalError,
     InvalidRequest,
     SamplingParams,
@@ -307,6 +308,39 @@ def test_pauses_hold_all_members_and_newcomers(engines, tensors, launch):
         assert len(fleet.members) == 2
 
     run(engines, body)
+
+
+@pytest.mark.parametrize(("mode", "lease_s"), [("bogus", 60.0), ("in_place", 1e9)])
+def test_a_pause_that_engines_refuse_is_no_pause(engines, mode, lease_s):
+    """Else a trainer would take the devices of engines that compute on."""
+
+    async def body(fleet: Fleet) -> None:
+        with pytest.raises(EngineError, match=r"mode|lease_s"):
+            await fleet.pause(mode)
+        assert fleet.paused_mode is None
+        assert [engine.status(owner="").generation for engine in engines] == ["running"] * 2
+        assert len((await fleet.generate(PROMPT, GREEDY)).output_ids) == 8
+
+    run(engines, body, lease_s=lease_s)
+
+
+def test_a_member_that_refuses_a_pause_ends_it_for_all(engines, monkeypatch):
+    async def body(fleet: Fleet) -> None:
+        async def refuses(*_args: Any, **_options: Any) -> Any:
+            raise InvalidRequest("it refuses")
+
+        monkeypatch.setattr(fleet.members[1].client, "pause", refuses)
+        with pytest.raises(InvalidRequest, match="it refuses"):
+            await fleet.pause()
+        assert [engine.status(owner="").generation for engine in engines] == ["running"] * 2
+
+    run(engines, body)
+
+
+@pytest.mark.parametrize("lease_s", [0, -1.0, float("nan")])
+def test_a_lease_that_is_no_duration_is_refused(lease_s):
+    with pytest.raises(InvalidRequest, match="lease_s"):
+        Fleet(lease_s=lease_s)
 
 
 def test_an_update_that_is_cancelled_before_its_commit_is_aborted(engines, tensors):

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from contextlib import ExitStack
 
 import zmq
@@ -66,3 +68,31 @@ def test_more_connections_than_zeromq_allows_by_default():
             each.close(linger=0)
     finally:
         context.release()
+
+
+SHORT_OF_DESCRIPTORS = """
+import os, resource, sys
+import zmq
+from caesura.client import SchedulerClient
+
+first = SchedulerClient(sys.argv[1])
+before, soft, hard = len(os.listdir("/proc/self/fd")), *resource.getrlimit(resource.RLIMIT_NOFILE)
+for more in range(9):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1 + more, hard))
+    try:
+        SchedulerClient(sys.argv[1]).close()
+    except (OSError, zmq.ZMQError):
+        print("refused")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+first.close()
+SchedulerClient(sys.argv[1]).close()
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_a_connection_that_cannot_be_made_leaves_nothing(tmp_path):
+    """Too few descriptors for its sockets, or for the pipe of a blocking client."""
+    command = [sys.executable, "-c", SHORT_OF_DESCRIPTORS, f"ipc://{tmp_path}/nobody"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    *refusals, threads_left = ended.stdout.split()
+    assert (len(refusals) > 3, threads_left) == (True, "1"), (ended.stdout, ended.stderr)

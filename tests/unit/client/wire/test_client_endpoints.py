@@ -107,6 +107,7 @@ def test_a_scheduler_that_listens_is_found_after_all(tmp_path):
         ("tcp://localhost", "must be tcp://HOST:PORT with a port from 1 to 65535"),
         ("tcp://localhost:99999", "must be tcp://HOST:PORT with a port from 1 to 65535"),
         ("ipc://" + "x" * 200, "is too long: an ipc:// path has at most 107 bytes"),
+        ("tcp://a b:5", "cannot be connected to: Invalid argument"),
     ],
 )
 def test_an_address_that_is_none_is_refused_in_a_sentence(endpoint, sentence):
