@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import zmq
+
 from ...io_struct import RenewPauseLeaseReqInput, RenewPauseLeaseReqOutput
 from ..exceptions import EngineError
 from ..wire.control_client import ControlClient
@@ -59,9 +61,12 @@ class LeaseRenewal:
                 for address in paused:
                     if address in asked and not asked[address].done():
                         continue  # it has not answered yet
-                    if address not in clients:
-                        clients[address] = ControlClient(address.endpoint, owner=self._owner, **address.keys)
-                    with suppress(EngineError):  # the fleet notices itself who is gone
+                    # The fleet notices itself who is gone; without descriptors the next round tries again.
+                    with suppress(EngineError, OSError, zmq.ZMQError):
+                        if address not in clients:
+                            clients[address] = ControlClient(
+                                address.endpoint, owner=self._owner, **address.keys
+                            )
                         asked[address] = clients[address].start(
                             RenewPauseLeaseReqInput(), RenewPauseLeaseReqOutput
                         )

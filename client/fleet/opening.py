@@ -64,12 +64,16 @@ async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> 
     statuses: dict[Member, GetStatusReqOutput] = answers.replies
     for member, error in (answers.failed | answers.out).items():
         fleet.drop(member, error, "it does not answer")
-    whole = [member for member, status in statuses.items() if status.weights == "valid"]
+    valid = [member for member, status in statuses.items() if status.weights == "valid"]
+    checks = await everywhere(valid, lambda member: member.client.check_weights("checksum"), RELOAD_S)
+    lost = answers.failed | answers.out | checks.failed | checks.out
+    for member, error in (checks.failed | checks.out).items():
+        fleet.drop(member, error, "its weights cannot be compared")
+        del statuses[member]
+    whole = list(checks.replies)
     if not whole and not (statuses and adopt == "any"):
-        raise _nobody(statuses, answers.failed | answers.out)
+        raise _nobody(statuses, lost)
     newest = max(whole, key=lambda member: statuses[member].weights_epoch, default=None)
-    checks = await everywhere(whole, lambda member: member.client.check_weights("checksum"), RELOAD_S)
-    checks.raise_first()
     found = {member: (statuses[member].weight_version, checks.replies[member].total) for member in whole}
     same = {member: statuses[member] for member in whole if newest and found[member] == found[newest]}
     for member, status in statuses.items():

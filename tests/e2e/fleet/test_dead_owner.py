@@ -10,8 +10,17 @@ import pytest
 from support.fleet_owner import killed_owner
 from support.lanes import quick
 
-from caesura.client import InvalidRequest, SamplingParams, SchedulerClient, WeightsInvalid, launch_scheduler
-from caesura.client.fleet import Fleet
+from caesura.client import (
+    AsyncSchedulerClient,
+    EngineDied,
+    InvalidRequest,
+    SamplingParams,
+    SchedulerClient,
+    WeightsInvalid,
+    launch_scheduler,
+)
+from caesura.client.fleet import EngineAddress, Fleet
+from caesura.client.fleet.leases import LeaseRenewal
 from caesura.io_struct import GetStatusReqOutput
 
 pytestmark = pytest.mark.slow
@@ -174,3 +183,41 @@ def test_a_pause_lasts_while_its_fleet_lives_though_its_event_loop_is_busy(engin
         assert {status.generation for status in statuses(engines)} == {"running"}
 
     run(engines, body)
+
+
+def test_a_member_that_cannot_be_connected_to_does_not_end_the_leases_of_others(engines, tmp_path):
+    """The file of its keys may be gone, as where they are exchanged."""
+    bad = EngineAddress("tcp://127.0.0.1:9", f"{tmp_path}/gone", f"{tmp_path}/gone_too")
+    engines[0].pause("in_place", owner="trainer", lease_s=PATIENCE_S)
+    renewal = LeaseRenewal("trainer", SHORT_S)
+    try:
+        renewal.hold([bad, EngineAddress(engines[0].endpoint)])
+        left = [engines[0].status(owner="").lease_left_s]
+
+        def renewed(status: GetStatusReqOutput) -> bool:
+            left.append(status.lease_left_s)
+            return left[-1] > left[-2]
+
+        for _ in range(2):
+            until(engines[0], renewed)
+    finally:
+        renewal.close()
+        engines[0].continue_generation(force=True)
+
+
+def test_an_engine_that_ends_while_it_is_adopted_does_not_keep_the_others_from_it(engines, monkeypatch):
+    """Between its status and the checksum of its weights."""
+    check = AsyncSchedulerClient.check_weights
+
+    async def ended(client: AsyncSchedulerClient, *args: Any, **options: Any) -> Any:
+        if client.endpoint == engines[1].endpoint:
+            raise EngineDied("it has ended")
+        return await check(client, *args, **options)
+
+    monkeypatch.setattr(AsyncSchedulerClient, "check_weights", ended)
+
+    async def body(fleet: Fleet) -> None:
+        assert fleet.members[0].serves
+        assert len((await fleet.generate(PROMPT, GREEDY)).output_ids) == 8
+
+    run(engines, body, adopt=True)
