@@ -23,6 +23,9 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_MESSAGE_CHARACTERS = 1000
+"""Characters of an error that a template raises."""
+
 
 class _GenerationBlocks(jinja2.ext.Extension):
     """``{% generation %}`` marks text of the assistant for training; here only its body is rendered."""
@@ -86,11 +89,17 @@ class Worker:
             if name not in self._compiled:
                 self._compiled[name] = self._environment.from_string(self._sources[name])
         except jinja2.TemplateSyntaxError as error:
-            return {"invalid": str(error)}
+            return {"invalid": _message(error)}
         text = self._compiled[name].render(variables)
+        text.encode()  # a template can write surrogates, which no text has
         if len(text) > self._max_characters:
             return {"error": f"the prompt is over the limit of {self._max_characters} characters"}
         return {"text": text}
+
+
+def _message(error: Exception) -> str:
+    """Return the message of ``error``, which may be a template's: short, and text that can be encoded."""
+    return str(error)[:MAX_MESSAGE_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
 def main(descriptor: int) -> None:
@@ -111,7 +120,7 @@ def main(descriptor: int) -> None:
         except MemoryError:
             answer = json.dumps({"error": "the template needs too much memory"}).encode()
         except Exception as error:  # noqa: BLE001  what templates raise on messages they were not written for
-            answer = json.dumps({"error": str(error)}).encode()
+            answer = json.dumps({"error": _message(error)}).encode()
         connection.send_bytes(answer)
 
 

@@ -149,3 +149,18 @@ def test_a_template_has_a_size(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("x" * (MAX_TEMPLATE_CHARACTERS + 1))
     with pytest.raises(CheckpointError, match="limit"):
         TextTokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('\\ud800') }}", "{{ '\\ud800' }}", "{{ '\\ud800' | nothing }}"]
+)
+def test_surrogates_of_a_template_are_refused_in_words_that_can_be_encoded(source):
+    with pytest.raises((InvalidRequest, CheckpointError)) as refused:
+        ChatTemplate({"default": source}, {}).render(ASK)
+    assert refused.value.message.encode()
+
+
+def test_a_long_error_of_a_template_is_cut():
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate({"default": "{{ raise_exception('x' * 10**7) }}"}, {}).render(ASK)
+    assert len(refused.value.message) < 2000
