@@ -24,8 +24,8 @@ def test_engines_and_their_server_log_objects_that_name_the_replica(tiny_model):
     with served(*arguments) as server:
         os.kill(server.engine_pid, signal.SIGKILL)
         restarted = re.compile(r"caesura:engine_restarts_total\{.*\} 1.0")
-        eventually(lambda: restarted.search(server.get("/metrics").text), PATIENCE)
-        _, error = server.stop(timeout=PATIENCE)
+        eventually(lambda: restarted.search(server.get("/metrics").text))
+        _, error = server.stop()
     lines = parsed(error.splitlines())
     assert {(line["process"], line["replica"]) for line in lines} >= {
         ("scheduler", "replica-0"), ("scheduler", "replica-1")
