@@ -10,8 +10,9 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from ..exceptions import EngineDied, TimedOut
 from ..wire.async_client import AsyncSchedulerClient
@@ -20,6 +21,9 @@ from ..wire.options import ConnectionOptions, seconds
 from ..wire.prompts import Sampling, per_prompt_sampling, require_known_options, sampling, sequences
 from .tokenizer import TextTokenizer
 from .tokenizer_manager import Chunk, GenerationRequest, TokenizerManager
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Prompt = str | Sequence[int]
 """One prompt: text, or token ids."""
@@ -149,9 +153,10 @@ class TextClient:
         self._text = AsyncTextClient(endpoint, tokenizer, **connection)
         self.tokenizer = self._text.tokenizer
         """The tokenizer; its ``render_chat`` makes a prompt of a conversation."""
-        self._closing = threading.Lock()
+        self._submitting = threading.RLock()  # a stream may be finalized by the thread that holds it
+        self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="caesura-text", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="caesura-text", daemon=True)
         self._thread.start()
 
     def generate(
@@ -190,19 +195,21 @@ class TextClient:
             while (chunk := self._run(following)) is not None:
                 yield chunk
         finally:
-            if self._process.is_here and not self._loop.is_closed():
-                self._run(chunks.aclose)
+            if self._process.is_here:
+                with suppress(EngineDied):
+                    ending = self._submit(chunks.aclose)
+                    if threading.current_thread() is not self._thread:  # which finalizes what it collects
+                        ending.result()
 
     def close(self) -> None:
         """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
         if not self._process.is_here:
             return
-        with self._closing:
-            if not self._loop.is_closed():
-                self._run(self._end)
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
+        with self._submitting:
+            if not self._closed:
+                self._submit(self._end)
+                self._closed = True
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -214,19 +221,31 @@ class TextClient:
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         self._process.require()
-        if self._loop.is_closed():
-            raise EngineDied("this client is closed")
-        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        future = self._submit(work)
         try:
             return future.result()
         except BaseException:  # an interrupted wait aborts what it waited for
             future.cancel()
             raise
 
+    def _submit(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> "Future[ResultT]":
+        """Start ``work`` in the loop; after :meth:`_end` was submitted, nothing is."""
+        with self._submitting:
+            if self._closed:
+                raise EngineDied("this client is closed")
+            return asyncio.run_coroutine_threadsafe(work(), self._loop)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
     async def _end(self) -> None:
-        await self._text.close()
-        if others := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(others)  # they raise that the client is closed
+        try:
+            await self._text.close()
+            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)  # they raise that the client is closed
+        finally:
+            self._loop.stop()
 
 
 def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
