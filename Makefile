@@ -14,8 +14,8 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest
 SPREAD  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching tests/unit/scheduler/cache \
-	tests/unit/scheduler/serving tests/unit/client/wire tests/loop/test_scripted_loop.py
+CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/scheduling tests/unit/scheduler/cache \
+	tests/unit/scheduler/messaging tests/unit/client/connection tests/loop/test_scripted_loop.py
 
 # Set in many containers: then every engine that a test starts compiles this project's modules anew, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -65,7 +65,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	mkdir -p .check && ln -sfn .. .check/caesura
-	cd .check && ../$(BIN)/mypy --config-file ../pyproject.toml -p caesura.io_struct -p caesura.client -p caesura.scheduler -p caesura.integrations && ../$(BIN)/mypy --config-file ../pyproject.toml ../docs ../tests ../benchmarks ../examples
+	cd .check && ../$(BIN)/mypy --config-file ../pyproject.toml -p caesura.io_struct -p caesura.process -p caesura.transfer -p caesura.client -p caesura.scheduler -p caesura.integrations && ../$(BIN)/mypy --config-file ../pyproject.toml ../docs ../tests ../benchmarks ../examples
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -105,7 +105,7 @@ gpu:
 gpu-wheels:
 	$(PYTHON) benchmarks/gpu/fetch_wheels.py $(WHEELS_ARGS)
 
-# An hour or so. make mutation MUTATION_ARGS="--module scheduler/batching/output_processor.py --seed 3"
+# An hour or so. make mutation MUTATION_ARGS="--module scheduler/scheduling/output_processor.py --seed 3"
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mutation]'
 	$(BIN)/python benchmarks/mutation.py $(MUTATION_ARGS)

@@ -48,14 +48,14 @@ from safetensors.torch import load_file
 from weight_update import MODELS
 
 from caesura.client import ControlClient, launch_scheduler
-from caesura.client.tensors import (
+from caesura.client.trainer import (
     SharedTensors,
     WeightUpdateChain,
     WeightUpdateGroup,
     clone_weights,
     update_from_shared,
 )
-from caesura.client.tensors.group import whole
+from caesura.client.trainer.group import whole
 
 MIB = 1 << 20
 SIZES = {**MODELS, "tiny": SHAPES["tiny"]}

@@ -1,7 +1,7 @@
 """Would the tests notice? Small changes are made in a copy of the tree, one at a time, and the nearest tests are run.
 
     python benchmarks/mutation.py --per-module 40 --seed 1 --json mutants.json     # needs the extra `mutation`
-    python benchmarks/mutation.py --module scheduler/batching/output_processor.py --again mutants.json    # the survivors of that run
+    python benchmarks/mutation.py --module scheduler/scheduling/output_processor.py --again mutants.json    # the survivors of that run
 
 Changes are cosmic-ray's (operators, comparisons, numbers, booleans, loops, exceptions, negated conditions), drawn by seed. Left
 out of the draw by rule: annotations, decorators, type aliases, tests of TYPE_CHECKING, signatures but for defaults. A first run finds out which test executes
@@ -49,7 +49,7 @@ class Tests:
 
 
 MODULES = {
-    "scheduler/commands/lifecycle.py": Tests(
+    "scheduler/control/lifecycle.py": Tests(
         near=(
             "tests/loop/test_lifecycle_figures.py",
             "tests/loop/test_leases.py",
@@ -58,7 +58,7 @@ MODULES = {
         ),
         wide=("tests/loop/test_scripted_loop.py", "tests/loop/test_restarts.py", "tests/loop/test_lifecycle_table.py"),
     ),
-    "scheduler/commands/weight_updates.py": Tests(
+    "scheduler/control/weight_updates.py": Tests(
         near=(
             "tests/loop/test_update_figures.py",
             "tests/loop/test_sessions.py",
@@ -80,7 +80,7 @@ MODULES = {
         near=("tests/unit/scheduler/memory/test_residency.py", "tests/unit/scheduler/memory/test_residency_strategies.py"),
         wide=("tests/loop/test_occupation.py",),
     ),
-    "scheduler/batching/output_processor.py": Tests(
+    "scheduler/scheduling/output_processor.py": Tests(
         near=("tests/loop/test_result_figures.py", "tests/loop/test_accidents.py", "tests/loop/test_scripted_loop.py"),
         wide=(
             "tests/loop/test_failures.py",

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from caesura.client import EngineError, LaunchedScheduler, SamplingParams, launch_scheduler
-from caesura.client.process.launch import worker_command
+from caesura.client.launch.launcher import worker_command
 
 
 @dataclass(frozen=True)

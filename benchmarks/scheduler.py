@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from caesura.io_struct import GenerateReqInput, SamplingParams, encode
-from caesura.scheduler.batching.batcher import Batcher
-from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.engine import Engine
-from caesura.scheduler.forward import ForwardBatch, HostOutput
+from caesura.scheduler.execution.forward import ForwardBatch, HostOutput
+from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine import Engine
+from caesura.scheduler.scheduling.batcher import Batcher
 
 SHAPE = Shape(
     num_hidden_layers=1,

@@ -36,14 +36,14 @@ from rich.console import Console
 from rich.table import Table
 
 from caesura.client import SamplingParams, launch_scheduler
-from caesura.scheduler.build import build_components, build_runner
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.execution.autotune import WarmUp
+from caesura.scheduler.execution.build import build_components, build_runner
+from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.layers.logits_processor import autotune_dummy_run_mode
 from caesura.scheduler.memory.device_memory import empty_device_cache, is_out_of_memory
 from caesura.scheduler.memory.device_module import device_module_for
 from caesura.scheduler.memory.residency import ComponentResidencyManager
-from caesura.scheduler.runner.autotune import WarmUp
-from caesura.scheduler.runner.model_runner import ModelRunner
+from caesura.scheduler.runtime.config import EngineConfig
 
 Run = Literal["dummy", "logits", "autotune"]
 RUNS: dict[Run, str] = {

@@ -9,6 +9,15 @@ from ..io_struct import (
     TensorSpec,
     WeightVersionSpan,
 )
+from .connection.async_client import AsyncSchedulerClient
+from .connection.async_control_client import AsyncControlClient
+from .connection.async_handle import AsyncGenerationHandle
+from .connection.control_client import ControlClient
+from .connection.handle import GenerationHandle
+from .connection.images import ImageOutput, ImageTensor
+from .connection.options import WeightUpdate
+from .connection.results import GenerateOutput, TokenDelta, TokenLogprobs
+from .connection.scheduler_client import SchedulerClient
 from .exceptions import (
     AnswerForgotten,
     Busy,
@@ -49,16 +58,7 @@ from .exceptions import (
     raise_for,
 )
 from .importance import importance_weights, oldest_epoch
-from .process.launch import LaunchedScheduler, launch_scheduler
-from .wire.async_client import AsyncSchedulerClient
-from .wire.async_control_client import AsyncControlClient
-from .wire.async_handle import AsyncGenerationHandle
-from .wire.control_client import ControlClient
-from .wire.handle import GenerationHandle
-from .wire.images import ImageOutput, ImageTensor
-from .wire.options import WeightUpdate
-from .wire.results import GenerateOutput, TokenDelta, TokenLogprobs
-from .wire.scheduler_client import SchedulerClient
+from .launch.launcher import LaunchedScheduler, launch_scheduler
 
 __all__ = [
     "AnswerForgotten",

@@ -21,14 +21,14 @@ from rich.text import Text
 from ..io_struct import MAX_TRACE_STEPS, CaesuraError, Message
 from ..io_struct.control import MAX_DURATION_S
 from ..io_struct.text import printable
+from .connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from .connection.scheduler_client import SchedulerClient
 from .exceptions import TimedOut
-from .frontend.serve import serve
 from .keygen import keygen
-from .process.launch import engine_command, worker_command
-from .process.supervise import supervise
+from .launch.launcher import engine_command, worker_command
+from .launch.supervise import supervise
+from .serve.command import serve
 from .status_rows import MIB, status_rows
-from .wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
-from .wire.scheduler_client import SchedulerClient
 
 ENDPOINT_VARIABLE = "CAESURA_ENDPOINT"
 Command = Callable[..., None]
@@ -347,9 +347,9 @@ def memory(
     last: int,
 ) -> None:
     """Show the engine's memory history: device memory over time, with pauses and updates."""
-    from .frontend.pages.document import write_page
     from .memory_view import fetch, watch
     from .memory_view.live import events
+    from .serve.pages.document import write_page
 
     with _client(endpoint) as client:
         record = fetch(client, timeout=timeout)

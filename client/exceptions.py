@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from ..io_struct import CaesuraError, ErrorCode, ErrorReply, WeightUpdateReqOutput
 
 if TYPE_CHECKING:
-    from .wire.images import ImageOutput
-    from .wire.results import GenerateOutput
+    from .connection.images import ImageOutput
+    from .connection.results import GenerateOutput
 
 
 RETRYABLE = frozenset(

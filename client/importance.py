@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import exp
 
 from ..io_struct import WeightVersionSpan
-from .wire.results import GenerateOutput
+from .connection.results import GenerateOutput
 
 LARGEST_EXPONENT = 60.0
 """Beyond every reasonable ``clip_max``, and far from overflow."""

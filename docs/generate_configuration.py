@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 from generated_parts import update
 
-from caesura.client.frontend.serve import serve
-from caesura.client.process.supervise import supervise
+from caesura.client.launch.supervise import supervise
+from caesura.client.serve.command import serve
 from caesura.scheduler.__main__ import command
 
 DOCUMENT = Path(__file__).parent / "reference" / "configuration.md"

@@ -18,7 +18,7 @@ from generated_parts import update
 
 from caesura import client, io_struct
 from caesura.client import text
-from caesura.client.wire.results import TokenDetails
+from caesura.client.connection.results import TokenDetails
 
 DOCUMENT = Path(__file__).parent / "reference" / "python.md"
 PARAMETERS = (client.SamplingParams, client.SdeParams, client.TensorSpec)

@@ -16,21 +16,36 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "contributing" / "structures.md"
 
 FLOORS = (
-    ("files", "config", "dtypes", "background", "libraries", "shutdown"),
+    (
+        "runtime.files",
+        "runtime.config",
+        "runtime.dtypes",
+        "runtime.background",
+        "runtime.libraries",
+        "runtime.shutdown",
+    ),
     ("memory",),
-    ("observability", "guard", "timers"),
+    ("runtime.log", "runtime.watchdog", "observability", "runtime.guard", "runtime.timers"),
     ("cache",),
-    ("kernels", "parallel", "forward"),
+    ("kernels", "parallel", "execution.forward"),
     ("attention", "layers"),
     ("models",),
     ("weights",),
-    ("runner",),
-    ("batching", "images", "backends", "operations", "build", "stepping", "ranks"),
-    ("commands", "serving"),
-    ("housekeeping", "loop", "core", "image_core", "engine", "process", "__main__"),
+    ("execution",),
+    (
+        "scheduling.stepping",
+        "scheduling",
+        "images",
+        "attention.backends",
+        "execution.kernel_report",
+        "execution.build",
+        "executor",
+    ),
+    ("control", "scoring", "messaging"),
+    ("runtime", "__main__"),
 )
-"""The modules and packages of ``scheduler/`` from the ground up. A file imports from floors below its own, from its own package,
-and from modules to its left; ``tests/architecture/test_layers.py`` checks it."""
+"""The modules and packages of ``scheduler/`` from the ground up. A file imports only from floors below its own, from modules
+to its left, and from its own entry. ``package.module`` places one module apart from the rest of its package."""
 
 
 def floors() -> str:
@@ -62,7 +77,8 @@ def summary_of(path: Path) -> str:
 
 
 def _place(name: str) -> str:
-    return f"`{name}/`" if (ROOT / "scheduler" / name).is_dir() else f"`{name}`"
+    path = name.replace(".", "/")
+    return f"`{path}/`" if (ROOT / "scheduler" / path).is_dir() else f"`{path}`"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -84,6 +100,8 @@ def _files(folder: Path) -> Iterator[Path]:
 PARTS = {
     "floors": floors,
     "io_struct": lambda: modules("io_struct"),
+    "process": lambda: modules("process"),
+    "transfer": lambda: modules("transfer"),
     "scheduler": lambda: modules("scheduler"),
     "client": lambda: modules("client"),
     "integrations": lambda: modules("integrations"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("io_struct", "scheduler", "client", "integrations")
+PRODUCT = ("io_struct", "process", "transfer", "scheduler", "client", "integrations")
 TREES = (*PRODUCT, "tests", "benchmarks", "examples", "docs")
 WIDTH = 110
 LONG = 60

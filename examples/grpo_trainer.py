@@ -19,7 +19,7 @@ from caesura.client import (
     launch_scheduler,
     oldest_epoch,
 )
-from caesura.client.tensors import checkpoint_tensors, importance_weights
+from caesura.client.trainer import checkpoint_tensors, importance_weights
 
 VOCABULARY, LENGTHS, SAMPLES, TEMPERATURE = 8, (16, 16, 16, 192), 8, 1.0
 IN_FLIGHT, GROUPS_PER_STEP, MAX_STALENESS = 8, 8, 4

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from caesura.client import SamplingParams, oldest_epoch
 from caesura.client.fleet import Fleet
 from caesura.client.fleet.ray_fleet import Placement, RolloutFleet
-from caesura.client.tensors import checkpoint_tensors
+from caesura.client.trainer import checkpoint_tensors
 
 
 async def roll_out(fleet: Fleet, groups: asyncio.Queue[Group], rng: random.Random) -> None:

@@ -12,21 +12,21 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
-from .shutdown import end_on_stop_signals
+from .runtime.shutdown import end_on_stop_signals
 
 if __name__ == "__main__":
     end_on_stop_signals()  # importing torch takes seconds
 
-from .libraries import settings
+from .runtime.libraries import settings
 
 os.environ.update(settings())
 
 from ..io_struct import CaesuraError
 from ..io_struct.field_errors import advice, other_name
-from . import config as config_module
-from .config import EngineConfig
-from .observability import log
-from .process import refusal, run, tell
+from .runtime import config as config_module
+from .runtime import log
+from .runtime.config import EngineConfig
+from .runtime.process import refusal, run, tell
 
 _RENAMED = {"model_path": "model"}
 _ALSO = {"weights_cpu_backup": "--enable-weights-cpu-backup"}

@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# As in an engine (scheduler/libraries.py): tests count the memory of this process, too.
+# As in an engine (scheduler/runtime/libraries.py): tests count the memory of this process, too.
 os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
 
 import pytest

@@ -6,7 +6,7 @@ import torch
 from gpu.run import Run
 from harness.in_process import EngineDriver, driver, tokens_of
 
-from caesura.client.wire.results import read_floats
+from caesura.client.connection.results import read_floats
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,

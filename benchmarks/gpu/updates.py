@@ -14,7 +14,7 @@ from memory_over_updates import settled_growth
 from safetensors.torch import load_file
 
 from caesura.client import SamplingParams, SchedulerClient
-from caesura.client.tensors import WeightUpdateGroup
+from caesura.client.trainer import WeightUpdateGroup
 
 BUCKET_BYTES = 64 << 20
 HOST_TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor", "ipc", "ipc-shared", "distributed")

@@ -14,7 +14,7 @@ import torch
 import zmq
 from torch.distributed import BroadcastOptions, HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from caesura.client.tensors import as_frames, buckets
+from caesura.client.trainer import as_frames, buckets
 
 from .transports import Weights
 

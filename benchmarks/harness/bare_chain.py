@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from caesura.client.tensors import WeightUpdateGroup
+from caesura.client.trainer import WeightUpdateGroup
 
 _HOST = "127.0.0.1"
 _LIMIT = timedelta(seconds=300)

@@ -19,8 +19,9 @@ import torch
 from safetensors import safe_open
 
 from caesura.client import SamplingParams, SchedulerClient
-from caesura.client.process.launch import LaunchedScheduler
-from caesura.io_struct import PauseGenerationReqOutput, PauseMode, private_directory
+from caesura.client.launch.launcher import LaunchedScheduler
+from caesura.io_struct import PauseGenerationReqOutput, PauseMode
+from caesura.process import private_directory
 
 from .load import Load
 from .transports import Trainer

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from caesura.client import ControlClient
-from caesura.client.tensors import SharedTensors, WeightUpdateGroup
-from caesura.client.wire.options import UpdateOptions
+from caesura.client.connection.options import UpdateOptions
+from caesura.client.trainer import SharedTensors, WeightUpdateGroup
 from caesura.io_struct import WeightUpdateReqOutput
 
 Transport = Literal["disk", "tensor", "ipc", "ipc-shared", "distributed"]

@@ -19,11 +19,11 @@ import unasync
 CLIENT = Path(__file__).parents[1]
 COMMAND = "python client/_blocking/generate.py"
 SOURCES = {
-    "wire/async_command_client.py": "wire/command_client.py",
-    "wire/async_control_client.py": "wire/control_client.py",
-    "wire/async_client.py": "wire/scheduler_client.py",
-    "wire/async_handle.py": "wire/handle.py",
-    "tensors/async_driving.py": "tensors/driving.py",
+    "connection/async_command_client.py": "connection/command_client.py",
+    "connection/async_control_client.py": "connection/control_client.py",
+    "connection/async_client.py": "connection/scheduler_client.py",
+    "connection/async_handle.py": "connection/handle.py",
+    "trainer/async_driving.py": "trainer/driving.py",
 }
 """What is written by hand, and what becomes of it."""
 WORDS = {

@@ -11,8 +11,8 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 from ...io_struct import GetStatusReqOutput
+from ..connection.control_client import ControlClient
 from ..exceptions import EngineError, MemoryReleased, WeightsInvalid
-from ..wire.control_client import ControlClient
 from .loading import own_address
 from .members import EngineAddress, Member
 from .two_phase import Verify
@@ -45,7 +45,7 @@ Copy = Callable[[EngineAddress, EngineAddress, str | None], None]
 
 def copy_here(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
     """A :data:`Copy` within this process, which then has torch."""
-    from ..tensors import clone_weights
+    from ..trainer import clone_weights
 
     with ExitStack() as stack:
         clients = [

@@ -18,13 +18,13 @@ from ...io_struct import (
     Request,
     ScoreReqInput,
 )
+from ..connection.async_channel import Channel, Deltas, Result
+from ..connection.async_client import AsyncSchedulerClient
+from ..connection.connection import Generation, Sink
+from ..connection.fork import Process
+from ..connection.images import ImageGeneration
+from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, Unsupported, error_for
-from ..wire.async_channel import Channel, Deltas, Result
-from ..wire.async_client import AsyncSchedulerClient
-from ..wire.connection import Generation, Sink
-from ..wire.fork import Process
-from ..wire.images import ImageGeneration
-from ..wire.options import ConnectionOptions
 from .dispatch import Dispatcher
 from .members import Member
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from ...io_struct import GenerateReqInput, encode
+from ..connection.async_channel import Deltas, Result
+from ..connection.connection import Generation, Sink
 from ..exceptions import (
     DuplicateRid,
     EngineDied,
@@ -25,8 +27,6 @@ from ..exceptions import (
     ShuttingDown,
     error_for,
 )
-from ..wire.async_channel import Deltas, Result
-from ..wire.connection import Generation, Sink
 from .flow import Flow
 from .members import Member, State
 from .router import Router, current_routing_key

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import GetStatusReqOutput, PauseMode, new_id
+from ..connection.async_handle import AsyncGenerationHandle
+from ..connection.options import GenerateOptions, folder_of, label
+from ..connection.prompts import Ids, Prompts, Sampling
 from ..exceptions import EngineDied, EngineError, InvalidRequest
-from ..wire.async_handle import AsyncGenerationHandle
-from ..wire.options import GenerateOptions, folder_of, label
-from ..wire.prompts import Ids, Prompts, Sampling
 from .catching_up import Source, catch_up, copy_here
 from .channel import FleetChannel, FleetClient
 from .dispatch import DEFAULT_PATIENCE_S, Dispatcher
@@ -34,7 +34,7 @@ from .router import routed_by
 from .two_phase import Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
 
 if TYPE_CHECKING:
-    from ..tensors import NamedTensors
+    from ..trainer import NamedTensors
 
 logger = logging.getLogger(__name__)
 

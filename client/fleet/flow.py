@@ -27,6 +27,9 @@ from ...io_struct import (
     WeightVersionSpan,
     new_id,
 )
+from ..connection.async_channel import Deltas, Result
+from ..connection.connection import Generation
+from ..connection.results import GenerateOutput, TokenDelta
 from ..exceptions import (
     EngineDied,
     EngineError,
@@ -39,9 +42,6 @@ from ..exceptions import (
     WeightsInvalid,
     WeightsPoisoned,
 )
-from ..wire.async_channel import Deltas, Result
-from ..wire.connection import Generation
-from ..wire.results import GenerateOutput, TokenDelta
 from .joining import Part, continuation, ended_here, joined
 from .members import Member, foreign_commit
 

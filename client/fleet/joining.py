@@ -20,7 +20,7 @@ from ...io_struct import (
     SamplingParams,
     WeightVersionSpan,
 )
-from ..wire.results import GenerateOutput, TokenDelta, TokenLogprobs, joined_masks
+from ..connection.results import GenerateOutput, TokenDelta, TokenLogprobs, joined_masks
 
 EpochOf = Callable[[int], int]
 """From an engine's weights epoch to the fleet's."""

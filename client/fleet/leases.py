@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from ...io_struct import RenewPauseLeaseReqInput, RenewPauseLeaseReqOutput
+from ..connection.control_client import ControlClient
 from ..exceptions import EngineError
-from ..wire.control_client import ControlClient
 from .members import EngineAddress
 
 if TYPE_CHECKING:

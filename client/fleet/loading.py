@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..connection.control_client import ControlClient
+from ..connection.options import folder_of
 from ..exceptions import EngineError, GroupError, InvalidRequest
-from ..wire.control_client import ControlClient
-from ..wire.options import folder_of
 from .members import EngineAddress, Member
 from .two_phase import Load, everywhere
 
 if TYPE_CHECKING:
-    from ..tensors import NamedTensors, WeightUpdateGroup
+    from ..trainer import NamedTensors, WeightUpdateGroup
 
 Transport = Literal["disk", "tensor", "ipc", "distributed"]
 LOOPBACK = "127.0.0.1"
@@ -55,7 +55,7 @@ class Weights:
             )
         if named_tensors is None:
             return Weights(transport, model_path=folder_of(model_path))
-        from ..tensors import SharedTensors
+        from ..trainer import SharedTensors
 
         keeps = isinstance(named_tensors, SharedTensors | Mapping)
         return Weights(transport, tensors=named_tensors if keeps else list(named_tensors))
@@ -146,7 +146,7 @@ class Broadcast:
         return list(group.update(tensors, session_id=session, timeout=timeout, flush_cache=flush_cache))
 
     def _joined(self, addresses: list[EngineAddress], timeout: float) -> "WeightUpdateGroup":
-        from ..tensors import WeightUpdateGroup
+        from ..trainer import WeightUpdateGroup
 
         endpoints = [address.endpoint for address in addresses]
         if self._group is not None and list(self._clients) == endpoints:

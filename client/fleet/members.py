@@ -13,8 +13,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..wire.async_client import AsyncSchedulerClient
-from ..wire.options import ConnectionOptions
+from ..connection.async_client import AsyncSchedulerClient
+from ..connection.options import ConnectionOptions
 
 if TYPE_CHECKING:
     from ...io_struct import GetStatusReqOutput

@@ -2,7 +2,7 @@
 
 Invariants:
 - The engine's life is the actor's: an engine that ends takes the actor's process with it, so that Ray restarts both, and an
-  actor that is killed takes the engine (its lifeline, ``process/launch.py``).
+  actor that is killed takes the engine (its lifeline, ``launch/launcher.py``).
 - Beyond its own host an engine listens with CURVE keys only. Its secret key is made here and stays here.
 """
 
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from ...io_struct import private_directory
-from ...io_struct.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
+from ...process import private_directory
+from ...process.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
 from ..exceptions import EndpointInUse
-from ..process.launch import LaunchedScheduler, launch_scheduler
+from ..launch.launcher import LaunchedScheduler, launch_scheduler
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,8 +20,8 @@ import zmq
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...io_struct import private_directory
-from ...io_struct.key_files import SECRET_SUFFIX, key_file
+from ...process import private_directory
+from ...process.key_files import SECRET_SUFFIX, key_file
 from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
 from .dispatch import DEFAULT_PATIENCE_S
 from .fleet import KEEPALIVE_TIMEOUT_S, LEASE_S, LOOK_INTERVAL_S, Fleet

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...io_struct import Message, Request
+from ..connection.async_channel import wait_for
 from ..exceptions import EngineError, EngineRestarting, error_for
 from ..fleet.members import Member
 from ..fleet.two_phase import Answers
-from ..wire.async_channel import wait_for
 from .combining import combined
 
 RequestT = TypeVar("RequestT", bound=Request)

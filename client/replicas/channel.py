@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...io_struct import AbortReq, Message, Request
+from ..connection.async_channel import Result
 from ..fleet.channel import FleetChannel
 from ..fleet.dispatch import Dispatcher
-from ..wire.async_channel import Result
 
 if TYPE_CHECKING:
     from .commands import Commands

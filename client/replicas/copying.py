@@ -13,7 +13,7 @@ from ...io_struct import CaesuraError
 from ..exceptions import InternalError
 from ..fleet.catching_up import RELOAD_S, copy_here
 from ..fleet.members import EngineAddress
-from ..process.child_log import how_it_ended
+from ..launch.child_log import how_it_ended
 
 
 class Copies:

@@ -28,7 +28,7 @@ from ..fleet.fleet import ASK_S, PAUSE_S, Fleet
 from ..fleet.members import EngineAddress, Member, foreign_commit
 from ..fleet.reports import MemberStatus
 from ..fleet.two_phase import Answers, everywhere
-from ..process.supervisor import Down, Ended, Serving, State
+from ..launch.supervisor import Down, Ended, Serving, State
 from .channel import CommandChannel
 from .commands import Commands
 from .copying import Copies

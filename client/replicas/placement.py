@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..exceptions import InvalidRequest
-from ..process.supervise import has_option, option_value
+from ..launch.supervise import has_option, option_value
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED_FRACTION = 0.5

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from ..connection.curve import KeyOrFile
 from ..exceptions import EngineDied, EngineError
-from ..process.supervise import supervised
-from ..process.supervisor import Ended, Listener, RestartPolicy, Serving, State, Supervisor
-from ..wire.curve import KeyOrFile
+from ..launch.supervise import supervised
+from ..launch.supervisor import Ended, Listener, RestartPolicy, Serving, State, Supervisor
 from .placement import placed, ranks_of
 
 ReplicaListener = Callable[[str, State], None]

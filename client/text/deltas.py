@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ..wire.results import TokenDelta, TokenDetails, TokenLogprobs, joined_masks
+from ..connection.results import TokenDelta, TokenDetails, TokenLogprobs, joined_masks
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from ...io_struct import RoutedExperts
-from ..wire.results import GenerateOutput
+from ..connection.results import GenerateOutput
 from .detokenizer import Detokenizer
 from .stop_strings import StopMatcher, StopStrings
 from .tokenizer import TextTokenizer

@@ -14,11 +14,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
+from ..connection.async_client import AsyncSchedulerClient
+from ..connection.fork import Process
+from ..connection.options import ConnectionOptions, seconds
+from ..connection.prompts import Sampling, per_prompt_sampling, require_known_options, sampling, sequences
 from ..exceptions import EngineDied, TimedOut
-from ..wire.async_client import AsyncSchedulerClient
-from ..wire.fork import Process
-from ..wire.options import ConnectionOptions, seconds
-from ..wire.prompts import Sampling, per_prompt_sampling, require_known_options, sampling, sequences
 from .tokenizer import TextTokenizer
 from .tokenizer_manager import Chunk, GenerationRequest, TokenizerManager
 
@@ -52,7 +52,7 @@ class AsyncTextClient:
     """Text over a connection to one engine, for coroutines of one event loop.
 
     ``tokenizer`` is a model folder with a ``tokenizer.json``, or a :class:`TextTokenizer`. The other keywords are those of
-    :class:`~caesura.client.wire.options.ConnectionOptions`.
+    :class:`~caesura.client.connection.options.ConnectionOptions`.
     """
 
     def __init__(

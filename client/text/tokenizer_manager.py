@@ -21,13 +21,13 @@ from itertools import chain
 from typing import Any
 
 from ...io_struct import AbortReq, AbortReqOutput, FinishReason, GenerateReqInput, SamplingParams
+from ..connection.async_channel import Channel, Deltas, Result
+from ..connection.async_client import AsyncSchedulerClient
+from ..connection.connection import Generation
+from ..connection.prompts import token_ids
+from ..connection.request_limits import check_limits
+from ..connection.results import GenerateOutput, TokenDelta
 from ..exceptions import EngineError, InvalidRequest, PromptTooLong
-from ..wire.async_channel import Channel, Deltas, Result
-from ..wire.async_client import AsyncSchedulerClient
-from ..wire.connection import Generation
-from ..wire.prompts import token_ids
-from ..wire.request_limits import check_limits
-from ..wire.results import GenerateOutput, TokenDelta
 from .deltas import joined, part
 from .sample_text import SampleText, cut
 from .stop_strings import StopStrings, shared_stop_strings

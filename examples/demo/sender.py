@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from caesura.client import CaesuraError, ControlClient
-from caesura.client.tensors import NamedTensors, WeightUpdateGroup
+from caesura.client.trainer import NamedTensors, WeightUpdateGroup
 from caesura.io_struct import WeightUpdateReqOutput
 
 from .messages import Push

@@ -140,7 +140,7 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from caesura.client.tensors import checkpoint_tensors
+    from caesura.client.trainer import checkpoint_tensors
 
     from .learner import Learner
     from .policy import CheckpointWriter, build_policy

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..cache.state_pool import StatePool, StateShape
-from ..forward import AttentionBackend, ForwardBatch, FusedAttention, StateSegment, StateStep
+from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, StateSegment, StateStep
 from ..kernels.attention import PagedStep
 from ..kernels.delta import NO_STATE, Segments
 from ..kernels.forms import PLAIN, AttentionForm

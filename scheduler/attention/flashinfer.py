@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import torch_name
-from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
 from ..kernels.forms import PLAIN, AttentionForm, FormKind
+from ..runtime.dtypes import torch_name
 from .flashinfer_forms import FormWrappers, Sizes, why_no_kernels
 from .fused_store import fused_store
 from .page_lists import Lists, PageLists

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..forward import ForwardBatch
+from ..execution.forward import ForwardBatch
 from ..kernels.forms import AttentionForm, FormKind
 from .page_lists import Lists, PageLists
 

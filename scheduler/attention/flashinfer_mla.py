@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..forward import AttentionBackend, ForwardBatch, FusedAttention
+from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention
 from ..kernels.forms import PLAIN, AttentionForm
 from ..memory.device_module import nvidia_generation
 from .flashinfer import HostMemory, multiprocessors, why_not_for

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..forward import ForwardBatch, KVPool
+from ..execution.forward import ForwardBatch, KVPool
 from ..kernels.between import Elementwise, elementwise_for
 from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..forward import ForwardBatch, FusedAttention
+from ..execution.forward import ForwardBatch, FusedAttention
 from ..kernels.forms import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows

@@ -9,11 +9,11 @@ Invariants:
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..config import PAGE_SIZE
-from ..forward import ForwardBatch, FusedAttention
+from ..execution.forward import ForwardBatch, FusedAttention
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.forms import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
+from ..runtime.config import PAGE_SIZE
 
 _PART_HEADS = 12
 """Query heads that attend together, at most: as many as a decode step keeps in registers, in two turns."""

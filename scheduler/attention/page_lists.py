@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..forward import ForwardBatch
+from ..execution.forward import ForwardBatch
 
 _INTS_PER_LINE = 16
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..config import PAGE_SIZE
-from ..forward import ForwardBatch, FusedAttention, KVPool
+from ..execution.forward import ForwardBatch, FusedAttention, KVPool
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.elementwise import rope_store
 from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from ..memory.workspace import Workspace
+from ..runtime.config import PAGE_SIZE
 
 
 class PagedCpuBackend:

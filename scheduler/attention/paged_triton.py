@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
 from ..kernels import TRITON, best
 from ..kernels.between import Elementwise, elementwise_for
 from ..kernels.forms import PLAIN, AttentionForm, HeadNorms

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..forward import ForwardBatch, FusedAttention, KVPool
+from ..execution.forward import ForwardBatch, FusedAttention, KVPool
 from ..kernels.forms import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows

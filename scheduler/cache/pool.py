@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..config import PAGE_SIZE
 from ..memory import residency
+from ..runtime.config import PAGE_SIZE
 
 if TYPE_CHECKING:
     from .state_pool import StatePool

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import PAGE_SIZE
-from ..dtypes import torch_name
 from ..memory import residency
 from ..memory.device_module import DeviceModule, streams_of
+from ..runtime.config import PAGE_SIZE
+from ..runtime.dtypes import torch_name
 
 STAGED_PAGES = 256
 """Pages that one copy to the host takes: 4,096 tokens, 1.5 MB for 48 layers of 8 experts in a byte each."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput, TensorSpec
-from ..batching.live_requests import LiveRequests
-from ..dtypes import DTYPES
+from ..runtime.dtypes import DTYPES
+from ..scheduling.live_requests import LiveRequests
 from ..weights.source import BufferSource
 from .family import MAX_IDS, Embeds, Family, invalid
 from .flow import problem_of

@@ -19,11 +19,11 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import DTYPES
-from ..files import PIPELINE_INDEX, checkpoint_error, read_small
 from ..layers.movable_parameter import MovableSlot
 from ..layers.parameters import Parameter, WeightSlot
 from ..memory.offload import Movable
+from ..runtime.dtypes import DTYPES
+from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_small
 from ..weights.transports.disk import Checkpoint, open_checkpoint
 
 _MAX_INDEX_BYTES = 1 << 20

@@ -23,7 +23,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..files import checkpoint_error
+from ..runtime.files import checkpoint_error
 
 Embeds = dict[str, Tensor]
 """Embeddings by name, of one prompt without a batch dimension, or of several with one."""

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ...io_struct import ErrorCode, FinishReason, GenerateImagesReqOutput, ResultTensor
-from ..batching.live_requests import LiveRequests
-from ..batching.request import WeightStamp
-from ..dtypes import NAMES
 from ..memory.device_memory import is_out_of_memory
 from ..memory.mapped_results import in_a_mapping
+from ..runtime.dtypes import NAMES
+from ..scheduling.live_requests import LiveRequests
+from ..scheduling.request import WeightStamp
 from .batcher import ImageBatch, ImageBatcher
 from .outbox import ImageOutbox
 from .request import ImageRequest, Phase

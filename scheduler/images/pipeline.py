@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..config import EngineConfig
-from ..dtypes import by_torch_name
-from ..files import is_pipeline
 from ..layers.parameters import WeightSlot
 from ..memory.residency import ComponentResidencyManager
 from ..memory.workspace import Workspace
+from ..runtime.config import EngineConfig
+from ..runtime.dtypes import by_torch_name
+from ..runtime.files import is_pipeline
 from ..weights.components import ComponentSource
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint

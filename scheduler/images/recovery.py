@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...io_struct import StepFailures
-from ..batching.step_recovery import MAX_BUILDS, Failure
 from ..memory.device_cache import DeviceCache
+from ..scheduling.step_recovery import MAX_BUILDS, Failure
 from .batcher import ImageBatch, ImageBatcher
 from .outputs import ImageOutputs
 from .request import ImageRequest

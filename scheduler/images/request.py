@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ...io_struct import GenerateImagesReqInput, SdeParams, WeightVersionSpan
-from ..batching.request import WeightStamp
+from ..scheduling.request import WeightStamp
 
 Embeds = dict[str, Tensor]
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...io_struct import Residency
-from ..config import EngineConfig
 from ..memory.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy, Strategy
 from ..memory.residency import ComponentResidencyManager, ComponentUse
 from ..observability.stage_profiler import StageProfiler
+from ..runtime.config import EngineConfig
 from .batcher import Kind
 from .blocks import Blocks
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import PAGE_SIZE
 from ..memory.workspace import Workspace
+from ..runtime.config import PAGE_SIZE
 from . import native
 from .forms import PLAIN, AttentionForm
 from .native import FLOAT, INT, POINTER, SIZE

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..config import PAGE_SIZE
 from ..memory.workspace import ALIGNMENT, Workspace
+from ..runtime.config import PAGE_SIZE
 from . import native
 from .attention import PagedStep
 from .collectives import Collective

@@ -11,7 +11,7 @@ Everything is of one dtype of :data:`~.native.FLOATS`, on the CPU.
 import torch
 from torch import Tensor
 
-from ..config import PAGE_SIZE
+from ..runtime.config import PAGE_SIZE
 from . import native
 from .forms import Bend, HeadNorms
 from .native import FLOAT, INT, POINTER, SIZE

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..dtypes import NAMES
+from ..runtime.dtypes import NAMES
 
 VARIABLE = "CAESURA_KERNELS"
 

@@ -1,4 +1,4 @@
-"""Sampling, filtered or not, in one compiled call; the definitions are those of ``runner/sampler.py``."""
+"""Sampling, filtered or not, in one compiled call; the definitions are those of ``execution/sampler.py``."""
 
 from collections.abc import Sequence
 

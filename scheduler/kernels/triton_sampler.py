@@ -1,4 +1,4 @@
-"""Sampling in Triton, filtered or not, in two launches; the definitions are those of ``runner/sampler.py``.
+"""Sampling in Triton, filtered or not, in two launches; the definitions are those of ``execution/sampler.py``.
 
 Invariants:
 - Every decision is the device's: a launch depends on the number of rows and on nothing else of a step, so that a graph can

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..forward import AttentionBackend
+from ..execution.forward import AttentionBackend
 from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from .linear import Linear, QKVLinear
 from .norm import RMSNorm, normalize

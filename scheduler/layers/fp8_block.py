@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..dtypes import torch_name
 from ..kernels.experts import Groups
 from ..kernels.linear import FP8
 from ..memory.workspace import Workspace
+from ..runtime.dtypes import torch_name
 from . import fp8_products
 from .fp8_products import Dense
 from .fp8_scaled import BLOCK, Grouped

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..attention.delta_rule import HybridBackend
 from ..cache.state_pool import StateShape
-from ..forward import AttentionBackend
+from ..execution.forward import AttentionBackend
 from ..kernels.delta import DeltaPlaces, DeltaWeights, Segments, delta_for
 from .linear import Linear
 from .norm import RMSNorm, normalize

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..forward import AttentionBackend
+from ..execution.forward import AttentionBackend
 from ..kernels import TORCH, TRITON, best
 from ..kernels import linear as kernel
 from ..kernels.between import Latents, latents_for

@@ -111,7 +111,7 @@ class ResidencyEvent:
 
 
 class ComponentResidencyManager:
-    """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory (``runner/graphs.py``).
+    """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory (``execution/graphs.py``).
 
     A request is a stretch of work that uses components, in stages:
 

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..forward import AttentionBackend, ForwardBatch
+from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.forms import AttentionForm
 from ..layers.moe import RoutedExperts
 from ..layers.parameters import WeightSlot

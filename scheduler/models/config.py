@@ -20,10 +20,10 @@ import msgspec
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..dtypes import by_torch_name
-from ..files import checkpoint_error, read_small, require_folder
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
+from ..runtime.dtypes import by_torch_name
+from ..runtime.files import checkpoint_error, read_small, require_folder
 from .config_attention import parse_ropes, parse_windows, refused_attention, rope_source, rotary_dim
 from .config_delta import DeltaConfig
 from .config_mla import MlaConfig, parse_mla, parse_num_mtp_layers

@@ -6,7 +6,7 @@ Invariant: a value of the wrong type or range is a CHECKPOINT_ERROR that names i
 from typing import Any
 
 from ...io_struct import CaesuraError
-from ..files import checkpoint_error
+from ..runtime.files import checkpoint_error
 
 MAX_COUNT = 2**20
 """No size of a model is larger, but for these."""

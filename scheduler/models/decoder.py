@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from ..forward import AttentionBackend, ForwardBatch
+from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.forms import AttentionForm, Bend
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding, OutputHead

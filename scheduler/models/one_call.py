@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..forward import ForwardBatch
+from ..execution.forward import ForwardBatch
 from ..kernels import TORCH, best
 from ..kernels.attention import PagedStep
 from ..kernels.decoder import Angles, DecoderKernel

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ...io_struct import MAX_TRACE_STEPS, CaesuraError, ErrorCode, StartProfileReqInput
-from ..background import Task
+from ..runtime.background import Task
 from .stage_profiler import StageProfiler
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from ...io_struct import TensorSpec
-from ..dtypes import DTYPES, NAMES
 from ..layers.parameters import HalfSlot, TensorSlot
 from ..models.base import Weights
+from ..runtime.dtypes import DTYPES, NAMES
 from .account import Account
 from .misfits import Misfits
 from .pieces import NamedSpec, WeightPiece

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
-from ..dtypes import DTYPES
+from ..runtime.dtypes import DTYPES
 from .pieces import NamedSpec, WeightPiece
 
 

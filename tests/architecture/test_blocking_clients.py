@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from caesura.client import AsyncSchedulerClient, SchedulerClient
-from caesura.client.wire.options import GenerateOptions
+from caesura.client.connection.options import GenerateOptions
 from caesura.io_struct import GenerateReqInput
 
 CLIENT = Path(__file__).parents[2] / "client"
@@ -38,12 +38,12 @@ def test_the_blocking_clients_are_those_of_the_generator(generator):
 
 
 def test_a_change_of_a_source_is_noticed(generator):
-    changed = source("wire/async_handle.py").replace(
+    changed = source("connection/async_handle.py").replace(
         "return self._future.done()", "return not self._future.done()"
     )
-    written = generator.generate("wire/async_handle.py", changed)
-    assert written != source("wire/handle.py")
-    assert written == source("wire/handle.py").replace(
+    written = generator.generate("connection/async_handle.py", changed)
+    assert written != source("connection/handle.py")
+    assert written == source("connection/handle.py").replace(
         "return self._future.done()", "return not self._future.done()"
     )
 
@@ -53,7 +53,7 @@ def test_a_change_of_a_source_is_noticed(generator):
 )
 def test_what_has_no_blocking_form_is_refused(generator, line):
     with pytest.raises(ValueError, match=r"async_handle\.py: .* has no blocking form"):
-        generator.generate("wire/async_handle.py", f"{source('wire/async_handle.py')}\n{line}\n")
+        generator.generate("connection/async_handle.py", f"{source('connection/async_handle.py')}\n{line}\n")
 
 
 def test_every_word_of_the_table_is_used(generator):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from caesura.client import launch_scheduler
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.runtime.config import EngineConfig
 
 
 def test_the_client_imports_neither_torch_nor_the_engine():

@@ -22,7 +22,18 @@ from caesura.io_struct import ErrorCode
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
-FOLDERS = ("io_struct", "scheduler", "client", "integrations", "tests", "examples", "benchmarks", "docs")
+FOLDERS = (
+    "io_struct",
+    "process",
+    "transfer",
+    "scheduler",
+    "client",
+    "integrations",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+)
 MAX_LINE = 120
 URL = re.compile(r"https?://\S+")
 PATH = re.compile(r"`([\w./-]+\.(?:py|cpp))`")
@@ -72,7 +83,7 @@ def leaves(nav: list) -> Iterator[str]:
 
 def cited() -> Iterator[tuple[str, str]]:
     """Where a docstring or comment cites an invariant, and which."""
-    for folder in ("scheduler", "client", "io_struct", "integrations"):
+    for folder in ("scheduler", "client", "io_struct", "process", "transfer", "integrations"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for prose in PROSE.findall(path.read_text(encoding="utf-8")):
                 yield from ((str(path.relative_to(ROOT)), number) for number in INVARIANT.findall(prose))
@@ -164,13 +175,13 @@ def where(name: str, *folders: str) -> set[str]:
         (
             "sampling parameter",
             "min_p",
-            ["io_struct", "scheduler", "client", "integrations"],
+            ["io_struct", "process", "transfer", "scheduler", "client", "integrations"],
             {"test_min_p.py"},
         ),
         (
             "HTTP route",
             "weights_checker",
-            ["client/frontend"],
+            ["client/serve"],
             {"test_http_schema.py", "test_http_auth.py", "test_http_control.py"},
         ),
     ],
@@ -208,7 +219,7 @@ def test_every_cited_invariant_is_defined():
 
 def test_what_these_checks_find(files):
     assert overlong("a\n" + "b" * 121 + "\n| " + "c" * 121 + "\nhttps://" + "d" * 121) == [2]
-    text = "`loop.py` `scheduler/loop.py` `models/NAME.py` `cpu/linear.cpp` `circle.py` `heduler/loop.py`"
+    text = "`loop.py` `scheduler/runtime/loop.py` `models/NAME.py` `cpu/linear.cpp` `circle.py` `heduler/loop.py`"
     assert missing(text, files) == ["circle.py", "heduler/loop.py"]
     page = "# A `b`: c\n[1](#a-b-c) [2](#a) [3](../README.md) [4](README.md) `[5](x)` [6](https://x)\n"
     page += "```python\nhandlers[7](x)\n# no heading\n```\n[8](#no-heading) [9](#d)\n## D\n## D\n"

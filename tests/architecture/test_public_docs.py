@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from caesura import client
-from caesura.client import fleet, tensors, text
+from caesura.client import fleet, text
+from caesura.client import trainer as tensors
 
 
 def public_objects(module: Any) -> Iterator[tuple[str, Any]]:

@@ -11,14 +11,14 @@ import msgspec
 from litestar.exceptions import ClientException
 
 from caesura.client.exceptions import InvalidRequest, Unsupported
-from caesura.client.frontend.exchange import read_control
-from caesura.client.frontend.openai import schema
-from caesura.client.frontend.openai.common import common_fields, rids_for, sampling_params
-from caesura.client.frontend.openai.completions import _prompts
-from caesura.client.frontend.openai.schema import decode_chat, decode_completion
-from caesura.client.frontend.sglang import control_schema, generate_schema
-from caesura.client.frontend.sglang.generate_schema import decode_body, plan_job
-from caesura.client.frontend.sglang.tensor_payload import DeviceTensors, Part, read_pickled, read_safetensors
+from caesura.client.serve.exchange import read_control
+from caesura.client.serve.openai import schema
+from caesura.client.serve.openai.common import common_fields, rids_for, sampling_params
+from caesura.client.serve.openai.completions import _prompts
+from caesura.client.serve.openai.schema import decode_chat, decode_completion
+from caesura.client.serve.sglang import control_schema, generate_schema
+from caesura.client.serve.sglang.generate_schema import decode_body, plan_job
+from caesura.client.serve.sglang.tensor_payload import DeviceTensors, Part, read_pickled, read_safetensors
 from caesura.io_struct import CaesuraError, encode
 
 MAX_BATCH = 64

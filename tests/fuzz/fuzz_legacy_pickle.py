@@ -3,7 +3,7 @@
 import sys
 
 from caesura.io_struct import CaesuraError
-from caesura.io_struct.legacy_pickle import MAX_DEPTH, MAX_VALUES, Call, Global, parse
+from caesura.transfer.legacy_pickle import MAX_DEPTH, MAX_VALUES, Call, Global, parse
 
 PLAIN = (bool, int, float, str, bytes, type(None), Global)
 

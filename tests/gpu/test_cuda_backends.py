@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from caesura.scheduler.backends import Choice, Shape, choose, failure_of
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.attention.backends import Choice, Shape, choose, failure_of
+from caesura.scheduler.runtime.config import EngineConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import torch
 from support.checkpoints import make_checkpoint
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.client.wire.results import read_floats
+from caesura.client.connection.results import read_floats
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,

@@ -13,8 +13,8 @@ from support.parameter_server import CudaParameterServer
 
 from caesura.client import launch_scheduler
 from caesura.client.exceptions import EngineError
-from caesura.client.tensors import buckets
-from caesura.client.tensors.cuda_ipc import CudaBucket
+from caesura.client.trainer import buckets
+from caesura.client.trainer.cuda_ipc import CudaBucket
 from caesura.io_struct import UpdateWeightsFromIPCReqInput, WeightUpdateReqOutput
 
 pytestmark = [

@@ -7,7 +7,7 @@ from support.checkpoints import make_checkpoint
 from support.replay import chosen_experts, output_logprobs
 from support.scripted import EngineDriver
 
-from caesura.client.wire.results import decode_output
+from caesura.client.connection.results import decode_output
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,

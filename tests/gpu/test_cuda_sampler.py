@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from caesura.scheduler import kernels
-from caesura.scheduler.forward import SamplingBatch
-from caesura.scheduler.runner import sampler as sampler_module
-from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
+from caesura.scheduler.execution import sampler as sampler_module
+from caesura.scheduler.execution.forward import SamplingBatch
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 
 pytestmark = [
     pytest.mark.gpu,

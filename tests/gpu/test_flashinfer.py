@@ -9,7 +9,7 @@ from support.forward_batches import Row, forward_batch
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.forward import ForwardBatch
+from caesura.scheduler.execution.forward import ForwardBatch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from support.forward_batches import Row, forward_batch
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend, kernels_of
 from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.cache.pool import MLAPool
-from caesura.scheduler.forward import ForwardBatch
+from caesura.scheduler.execution.forward import ForwardBatch
 
 pytestmark = [
     pytest.mark.gpu,

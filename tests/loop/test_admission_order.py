@@ -10,7 +10,7 @@ from caesura.io_struct import (
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
 )
-from caesura.scheduler.config import PAGE_SIZE
+from caesura.scheduler.runtime.config import PAGE_SIZE
 
 PREFIX = [3 + i * 7 % 90 for i in range(4 * PAGE_SIZE)]
 """A prompt that takes two steps of 32 tokens."""

@@ -8,7 +8,7 @@ from support.checkpoints import make_checkpoint
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.client.wire.results import read_floats
+from caesura.client.connection.results import read_floats
 from caesura.io_struct import (
     CaesuraError,
     ContinueGenerationReqInput,
@@ -21,11 +21,11 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler import backends, build
-from caesura.scheduler.attention import flashinfer, flashinfer_mla, fused_store
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.attention import backends, flashinfer, flashinfer_mla, fused_store
+from caesura.scheduler.execution import build
 from caesura.scheduler.memory import residency
 from caesura.scheduler.memory.device_module import device_module_for
+from caesura.scheduler.runtime.config import EngineConfig
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 SIZES = 5

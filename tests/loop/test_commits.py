@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 from support.buckets_by_hand import Sender
 from support.scripted import EngineDriver, assert_error
 
-from caesura.client.tensors.buckets import as_frames, buckets
+from caesura.client.trainer.buckets import as_frames, buckets
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -32,7 +32,7 @@ def driver(tiny_model):
 def checking(tiny_model, monkeypatch):
     """It checks, one short slice to a tick."""
     monkeypatch.setattr(finite, "_SLICE_ELEMENTS", 2000)
-    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.messaging.command_queue.SLICE_S", 0.0)
     with EngineDriver(str(tiny_model), check_finite=True) as driver:
         yield driver
 

@@ -14,9 +14,9 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     SamplingParams,
 )
-from caesura.scheduler.forward import ForwardBatch
-from caesura.scheduler.runner.logit_edits import SpecialSampler
-from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
+from caesura.scheduler.execution.forward import ForwardBatch
+from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 
 VOCAB, EOS, NEW = 97, (2,), 14
 PARAMS = [

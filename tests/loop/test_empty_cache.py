@@ -109,7 +109,7 @@ def test_a_failed_step_empties_once(driver, allocator):
 
 def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.loop.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.runtime.loop.monotonic", lambda: now[0])
     idle = driver.config.idle_empty_s
     driver.generate([5, 6, 7], 4)
     driver.run_until_idle()
@@ -133,7 +133,7 @@ def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch)
 def test_a_pause_is_never_emptied_however_long_it_lasts(driver, allocator, monkeypatch, mode):
     """Nor is a continue that opted out, before the engine has been idle for as long as ever."""
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.loop.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.runtime.loop.monotonic", lambda: now[0])
     idle = driver.config.idle_empty_s
     driver.tick(2)
     driver.call(Pause(mode=mode))

@@ -22,9 +22,9 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler import engine
-from caesura.scheduler.ranks.others import Alone
-from caesura.scheduler.runner.model_runner import ModelRunner
+from caesura.scheduler.execution.model_runner import ModelRunner
+from caesura.scheduler.executor.others import Alone
+from caesura.scheduler.runtime import engine
 
 MIB = 1 << 20
 

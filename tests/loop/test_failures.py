@@ -41,9 +41,9 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.batching import sampling_inputs
-from caesura.scheduler.config import PAGE_SIZE
-from caesura.scheduler.forward import ForwardBatch
+from caesura.scheduler.execution.forward import ForwardBatch
+from caesura.scheduler.runtime.config import PAGE_SIZE
+from caesura.scheduler.scheduling import sampling_inputs
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,10 @@ from support.lanes import every
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.client.wire.results import read_floats
+from caesura.client.connection.results import read_floats
 from caesura.io_struct import FlushCacheReqInput, GenerateReqInput, SamplingParams
-from caesura.scheduler import build
 from caesura.scheduler.attention import flashinfer
-from caesura.scheduler.runner import model_runner, staging
+from caesura.scheduler.execution import build, model_runner, staging
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 

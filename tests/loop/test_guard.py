@@ -19,9 +19,9 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     RenewPauseLeaseReqInput,
 )
-from caesura.scheduler import engine, housekeeping, loop, timers
 from caesura.scheduler.cache.manager import LedgerError
-from caesura.scheduler.serving import command_queue, dispatcher
+from caesura.scheduler.messaging import command_queue, dispatcher
+from caesura.scheduler.runtime import engine, housekeeping, loop, timers
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])

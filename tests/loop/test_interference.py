@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 from support.scripted import EngineDriver, assert_error
 
-from caesura.client.tensors import SharedTensors, as_frames, buckets, manifest
+from caesura.client.trainer import SharedTensors, as_frames, buckets, manifest
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
@@ -27,7 +27,7 @@ from caesura.scheduler.weights.transports.ipc import KEPT
 @pytest.fixture
 def driver(tiny_model, monkeypatch):
     monkeypatch.setattr(
-        "caesura.scheduler.serving.command_queue.SLICE_S", 0.0
+        "caesura.scheduler.messaging.command_queue.SLICE_S", 0.0
     )  # one piece per tick, as for a large model
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     with EngineDriver(str(tiny_model)) as driver:
@@ -117,7 +117,7 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
 def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     """Its owner is not silent; the lease that ran out meanwhile does not even wake the loop."""
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.commands.lifecycle.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.control.lifecycle.monotonic", lambda: now[0])
     driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
     driver.send(
         InitWeightsUpdateGroupReqInput(

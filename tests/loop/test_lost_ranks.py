@@ -19,8 +19,8 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.guard import EngineEndsError
-from caesura.scheduler.ranks.workers import Workers
+from caesura.scheduler.executor.workers import Workers
+from caesura.scheduler.runtime.guard import EngineEndsError
 
 pytestmark = pytest.mark.slow  # a worker takes seconds to start
 

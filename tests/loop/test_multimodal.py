@@ -23,7 +23,7 @@ from support.multimodal_checkpoints import (
 from support.plain_trainer import PlainTrainer, update_message
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.client.tensors import SharedTensors
+from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
     CaesuraError,
     ContinueGenerationReqInput,

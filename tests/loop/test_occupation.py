@@ -28,7 +28,7 @@ from caesura.io_struct import (
 )
 from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
 from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
-from caesura.scheduler.commands.memory_occupation import MemoryOccupation
+from caesura.scheduler.control.memory_occupation import MemoryOccupation
 from caesura.scheduler.memory import residency
 from caesura.scheduler.memory.residency import MEMORY_TAGS, StorageComponent
 

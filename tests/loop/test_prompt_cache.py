@@ -18,8 +18,8 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import tensors_of
 
-from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.images.prompts import ENTRY_BYTES
+from caesura.scheduler.runtime.config import EngineConfig
 
 LENGTH = 6
 ONE = ENTRY_BYTES + 4 * ((8 + LENGTH) * 40 + 24)

@@ -19,7 +19,7 @@ from support.properties import examples
 from support.protocol_model import Protocol, Sender
 from support.scripted import EngineDriver, assert_error
 
-from caesura.client.tensors import as_frames, buckets
+from caesura.client.trainer import as_frames, buckets
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,

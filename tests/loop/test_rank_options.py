@@ -13,7 +13,7 @@ from support.lanes import quick
 from support.plain_trainer import free_port, weights_of
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.client.tensors import SharedTensors
+from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
     CaesuraError,
     ContinueGenerationReqInput,
@@ -31,10 +31,10 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
     new_id,
 )
+from caesura.scheduler.executor import rank_zero
+from caesura.scheduler.executor.messages import Keep, Resume, Write
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.memory import host_copy
-from caesura.scheduler.ranks import rank_zero
-from caesura.scheduler.ranks.messages import Keep, Resume, Write
 
 pytestmark = pytest.mark.slow  # workers take seconds to start
 

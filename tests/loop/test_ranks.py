@@ -15,7 +15,7 @@ from support.rank_updates import UPDATES, by_disk, by_ipc, checksums
 from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 from support.state_table import STATES, TABLE, Recipes
 
-from caesura.client.tensors import SharedTensors
+from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -30,8 +30,8 @@ from caesura.io_struct import (
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromIPCReqInput,
 )
-from caesura.scheduler.ranks import rank_zero, runner
-from caesura.scheduler.ranks.messages import Abandon, Write
+from caesura.scheduler.executor import rank_zero, runner
+from caesura.scheduler.executor.messages import Abandon, Write
 
 pytestmark = pytest.mark.slow  # its workers take seconds to start
 

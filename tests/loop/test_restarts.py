@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.full_disk import full_disk, small_disk
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.client.tensors import as_frames, buckets
+from caesura.client.trainer import as_frames, buckets
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,
@@ -26,8 +26,8 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
     encode,
 )
-from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.engine import Engine
+from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine import Engine
 
 PROMPT = [5, 6, 7]
 

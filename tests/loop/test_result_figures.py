@@ -14,7 +14,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightVersionSpan,
 )
-from caesura.scheduler.batching.request import OutputArrays, Request, RequestTable
+from caesura.scheduler.scheduling.request import OutputArrays, Request, RequestTable
 
 VOCAB = 97
 PROMPT = [3 + i * 7 % 90 for i in range(20)]

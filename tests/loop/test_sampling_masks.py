@@ -18,10 +18,10 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.batching import output_processor
-from caesura.scheduler.forward import ForwardBatch
-from caesura.scheduler.runner.logit_edits import SpecialSampler
-from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
+from caesura.scheduler.execution.forward import ForwardBatch
+from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
+from caesura.scheduler.scheduling import output_processor
 
 VOCAB, KINDS, NEW = 97, 3, 14
 PARAMS = [

@@ -27,7 +27,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
 )
-from caesura.scheduler.commands import scoring
+from caesura.scheduler.scoring import scoring
 
 RESIDENCIES = ["resident", "offload", "layerwise"]
 VOCAB = 97
@@ -450,7 +450,7 @@ def test_a_reference_that_cannot_come_is_a_typed_error(tiny_model, reference, ju
 
 def test_the_pool_of_the_policy_leaves_room_for_what_is_still_to_come(tiny_model, reference, monkeypatch):
     """The pool takes a share of what is free after loading, less what the reference will need."""
-    from caesura.scheduler import build
+    from caesura.scheduler.execution import build
 
     sizes = {}
     for residency in RESIDENCIES:

@@ -9,8 +9,8 @@ from support.scripted import EngineDriver
 from transformers import AutoModelForCausalLM
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.config import DtypeName, EngineConfig
-from caesura.scheduler.dtypes import SHORT_NAMES
+from caesura.scheduler.runtime.config import DtypeName, EngineConfig
+from caesura.scheduler.runtime.dtypes import SHORT_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 PROMPT = [5, 6, 7, 8]

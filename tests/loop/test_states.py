@@ -19,7 +19,7 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.batching import sampling_inputs
+from caesura.scheduler.scheduling import sampling_inputs
 
 VOCAB = 97
 

@@ -9,8 +9,8 @@ from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import DestroyWeightsUpdateGroupReqInput, UpdateWeightFromDiskReqInput
-from caesura.scheduler.ranks.messages import Read, Write, decode_call, encode
-from caesura.scheduler.ranks.workers import Workers
+from caesura.scheduler.executor.messages import Read, Write, decode_call, encode
+from caesura.scheduler.executor.workers import Workers
 
 pytestmark = pytest.mark.slow  # workers take seconds to start
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from support.scripted import EngineDriver, assert_error, one_piece_per_slice
 from support.waiting import eventually
 
-from caesura.client.tensors import manifest
+from caesura.client.trainer import manifest
 from caesura.io_struct import (
     EndWeightUpdateReqInput,
     GetMemoryHistoryReqInput,
@@ -30,7 +30,7 @@ def driver(tiny_model):
 def clock(monkeypatch):
     """Stands still, so that all time of an update is what was measured of its parts."""
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.commands.weight_updates.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.control.weight_updates.monotonic", lambda: now[0])
     return now
 
 

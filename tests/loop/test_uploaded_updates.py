@@ -7,7 +7,7 @@ import torch
 from support.lagging_streams import LaggingDevice
 from support.scripted import EngineDriver
 
-from caesura.client.tensors import SharedTensors, as_frames, buckets
+from caesura.client.trainer import SharedTensors, as_frames, buckets
 from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -15,7 +15,8 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
     encode,
 )
-from caesura.scheduler import build, engine
+from caesura.scheduler.execution import build
+from caesura.scheduler.runtime import engine
 from caesura.scheduler.weights.transports.disk import open_checkpoint
 from caesura.scheduler.weights.upload import Uploader
 from caesura.scheduler.weights.write_stream import WriteStream

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
-from caesura.client.tensors.buckets import as_frames, buckets
+from caesura.client.trainer.buckets import as_frames, buckets
 from caesura.io_struct import Message, UpdateWeightsFromTensorReqInput, WeightUpdateReqOutput, encode
 
 

@@ -10,8 +10,8 @@ import threading
 import time
 
 from caesura.io_struct import AbortReqOutput
-from caesura.scheduler.serving import client_access
-from caesura.scheduler.serving.router_socket import Router
+from caesura.scheduler.messaging import client_access
+from caesura.scheduler.messaging.router_socket import Router
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from caesura.client.process import launch as engines
-from caesura.scheduler.ranks import launch as workers
+from caesura.client.launch import launcher as engines
+from caesura.scheduler.executor import launch as workers
 
 VARIABLE = "CAESURA_TEST_FORK"
 """Not set, or empty: every process is executed."""
@@ -36,20 +36,20 @@ LARGEST = 160_000
 MOST_DESCRIPTORS = 64
 READY = b"ready"
 CLI = "from caesura.client.cli import main; main()"
-_ENGINE, _WORKER = "caesura.scheduler", "caesura.scheduler.ranks"
+_ENGINE, _WORKER = "caesura.scheduler", "caesura.scheduler.executor"
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 PATIENCE = 3
 """Starts in a row before which this process may differ from the one that started the template: a test's change is soon undone."""
 _ALWAYS = (
     "click",
-    "caesura.scheduler.process",
+    "caesura.scheduler.runtime.process",
     "caesura.scheduler.models.qwen3",
-    "caesura.scheduler.ranks.worker",
+    "caesura.scheduler.executor.worker",
 )
 _COMMAND_LINE = (
     "caesura.client.cli",
-    "caesura.client.frontend.app",
-    "caesura.client.frontend.server",
+    "caesura.client.serve.app",
+    "caesura.client.serve.server",
     "caesura.client.text.tokenizer_manager",
     "uvloop",
     "litestar.plugins.attrs",

@@ -11,7 +11,7 @@ from caesura.scheduler.attention.mla_cpu import LatentCpuBackend
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
-from caesura.scheduler.forward import AttentionBackend, ForwardBatch, SamplingBatch
+from caesura.scheduler.execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from caesura.scheduler.layers.sharding import head_windows
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import ModelBackend, load_model_config

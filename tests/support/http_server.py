@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from caesura.client import AsyncSchedulerClient
-from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
-from caesura.client.frontend.connections import Connections
-from caesura.client.frontend.pages.metrics import Metrics
-from caesura.client.frontend.server import Server
+from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
+from caesura.client.serve.connections import Connections
+from caesura.client.serve.pages.metrics import Metrics
+from caesura.client.serve.server import Server
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import TokenizerManager
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from caesura.client.process import launch
+from caesura.client.launch import launcher as launch
 
 
 class LateLines:

@@ -16,8 +16,8 @@ from support.tokenizers import make_byte_level
 from support.waiting import eventually
 
 from caesura.client import AsyncSchedulerClient, SchedulerClient, launch_scheduler
-from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
-from caesura.client.frontend.pages.metrics import Metrics
+from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
+from caesura.client.serve.pages.metrics import Metrics
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import TokenizerManager
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
-from caesura.client.tensors import manifest
+from caesura.client.trainer import manifest
 from caesura.io_struct import InitWeightsUpdateGroupReqInput, UpdateWeightsFromDistributedReqInput
 
 from .waiting import PATIENCE_S

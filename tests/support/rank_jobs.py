@@ -10,10 +10,10 @@ import torch
 from support.forward_batches import PagedModel, Row, Sequence, forward_batch, greedy_sampling, load_model
 from torch import Tensor
 
-from caesura.scheduler.build import build_components, build_runner
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.execution.build import build_components, build_runner
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 from caesura.scheduler.parallel.group import RankLostError, TensorParallel
+from caesura.scheduler.runtime.config import EngineConfig
 
 
 def logits_of(

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from caesura.client.tensors import SharedTensors
+from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,

@@ -12,7 +12,7 @@ from support.parameter_server import ParameterServer
 from support.plain_trainer import PlainTrainer, Weights, update_message, weights_of
 from support.scripted import EngineDriver
 
-from caesura.client.tensors import Bucket, SharedBucket, SharedTensors, as_frames, buckets, manifest
+from caesura.client.trainer import Bucket, SharedBucket, SharedTensors, as_frames, buckets, manifest
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,

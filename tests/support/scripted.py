@@ -37,11 +37,11 @@ from caesura.io_struct import (
     encode,
 )
 from caesura.scheduler.cache.routing import RoutingPool
-from caesura.scheduler.config import PAGE_SIZE, EngineConfig
-from caesura.scheduler.engine import Engine
-from caesura.scheduler.forward import ForwardBatch, HostOutput
-from caesura.scheduler.loop import Step
-from caesura.scheduler.runner.sampler import SamplerOutput
+from caesura.scheduler.execution.forward import ForwardBatch, HostOutput
+from caesura.scheduler.execution.sampler import SamplerOutput
+from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
+from caesura.scheduler.runtime.engine import Engine
+from caesura.scheduler.runtime.loop import Step
 
 from .waiting import PATIENCE_S as _PATIENCE_S
 
@@ -329,13 +329,13 @@ class _Replies(dict[str, Message]):
 
 def open_checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a thread beside the loop: how many steps run meanwhile would depend on how busy the machine is."""
-    monkeypatch.setattr("caesura.scheduler.background.in_thread", lambda run: run())
+    monkeypatch.setattr("caesura.scheduler.runtime.background.in_thread", lambda run: run())
 
 
 def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations let the loop turn after every piece of their work."""
-    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
-    monkeypatch.setattr("caesura.scheduler.commands.memory_occupation.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.messaging.command_queue.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.control.memory_occupation.SLICE_S", 0.0)
 
 
 class EngineDriver:

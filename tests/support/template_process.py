@@ -30,7 +30,7 @@ from io import TextIOWrapper
 from types import ModuleType
 from typing import Any, NoReturn
 
-from caesura.scheduler.libraries import settings
+from caesura.scheduler.runtime.libraries import settings
 
 from . import engine_template
 from .engine_template import CODE, LARGEST, MODULE, MOST_DESCRIPTORS, READY

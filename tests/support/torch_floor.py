@@ -22,7 +22,7 @@ _METHODS = "torch.Tensor"
 
 def sources() -> list[Path]:
     """Modules that run where torch does."""
-    return sorted([*ROOT.glob("scheduler/**/*.py"), *ROOT.glob("client/tensors/**/*.py")])
+    return sorted([*ROOT.glob("scheduler/**/*.py"), *ROOT.glob("client/trainer/**/*.py")])
 
 
 def used(source: str) -> tuple[set[str], set[str]]:

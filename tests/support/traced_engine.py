@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from caesura.scheduler import backends, build, kernels
-from caesura.scheduler.attention import flashinfer
-from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.forward import ForwardBatch, InputTokens, SamplingBatch, SpecialRows
+from caesura.scheduler import kernels
+from caesura.scheduler.attention import backends, flashinfer
+from caesura.scheduler.execution import build, graphs
+from caesura.scheduler.execution.forward import ForwardBatch, InputTokens, SamplingBatch, SpecialRows
+from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.layers import experts, fp8_products
 from caesura.scheduler.models.config import parse_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.runner import graphs
-from caesura.scheduler.runner.model_runner import ModelRunner
+from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.weights.loaded_model import LoadedModel
 from caesura.scheduler.weights.loader import WeightLoader
 

@@ -30,8 +30,8 @@ import zmq
 from safetensors.torch import load_file
 
 from caesura.client import EngineDied, SamplingParams, SchedulerClient, TimedOut
-from caesura.client.tensors import WeightUpdateGroup
-from caesura.client.wire.options import UpdateOptions
+from caesura.client.connection.options import UpdateOptions
+from caesura.client.trainer import WeightUpdateGroup
 from caesura.io_struct import CaesuraError, GenerateReqInput, PauseMode, encode, new_id
 
 Transport = Literal["disk", "tensor", "ipc", "distributed"]

@@ -36,8 +36,8 @@ def follow_clock(file: Path) -> None:
 
 def main() -> None:
     follow_clock(Path(sys.argv[1]))
-    from caesura.scheduler import housekeeping
     from caesura.scheduler.__main__ import main as run_scheduler
+    from caesura.scheduler.runtime import housekeeping
 
     housekeeping.KEEPALIVE_S = KEEPALIVE_S
     run_scheduler(sys.argv[2:])

@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from caesura.client import Busy, EngineDied, EngineError, GroupError, SchedulerClient, TimedOut
-from caesura.client.process.launch import LaunchedScheduler
-from caesura.io_struct import (
-    EndWeightUpdateReqInput,
-    GetStatusReqOutput,
-    WeightUpdateReqOutput,
-    private_directory,
-)
+from caesura.client.launch.launcher import LaunchedScheduler
+from caesura.io_struct import EndWeightUpdateReqInput, GetStatusReqOutput, WeightUpdateReqOutput
+from caesura.process import private_directory
 
 from .actors import Errand, perform
 from .fault_engine import set_clock
@@ -48,7 +44,7 @@ UNLABELLED = "default"
 
 _processes = multiprocessing.get_context("forkserver")
 # What takes long to import. Not the actors' own module, which a fork server does not find: it has no sys.path of ours.
-_processes.set_forkserver_preload(["safetensors.torch", "caesura.client.tensors"])
+_processes.set_forkserver_preload(["safetensors.torch", "caesura.client.trainer"])
 
 
 class Gone(Exception):  # noqa: N818  it says what happened

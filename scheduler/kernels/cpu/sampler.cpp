@@ -1,4 +1,4 @@
-// One token per row of logits, with its log-probabilities: what runner/sampler.py does, whose docstring has the definitions and
+// One token per row of logits, with its log-probabilities: what execution/sampler.py does, whose docstring has the definitions and
 // why the cumulative sum has two levels. Rows with top-k, top-p or min-p take the steps of sampler_filter.h after the second.
 //
 //     logits   | block 0: 256 entries | block 1 | ...          read once from memory, then from the cache

@@ -1,5 +1,5 @@
 // The draw of a row that uses top-k, top-p or min-p: a part of sampler.cpp, which includes it before its instruction sets and
-// within each. runner/sampler.py has the definitions.
+// within each. execution/sampler.py has the definitions.
 //
 //     largest       scaled logits, descending                                      reach
 //     | bucket 0 | bucket 1 | ...  | bucket e: the kept end within it | ...          |     everything else is not looked at

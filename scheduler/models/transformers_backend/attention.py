@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from ...forward import AttentionBackend
+from ...execution.forward import AttentionBackend
 from ...kernels.forms import AttentionForm, HeadNorms
 
 IMPLEMENTATION = "caesura"

@@ -18,9 +18,9 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ....io_struct import CaesuraError, ErrorCode
-from ...dtypes import NAMES
-from ...files import checkpoint_error
 from ...layers.rotary import RopeParameters
+from ...runtime.dtypes import NAMES
+from ...runtime.files import checkpoint_error
 from ..config import ModelConfig
 from ..config_attention import rope_source
 from ..config_reader import ConfigReader

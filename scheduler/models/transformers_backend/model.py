@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from ...forward import AttentionBackend, ForwardBatch
+from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels.forms import AttentionForm
 from ...layers.logits_processor import LogitsProcessor
 from ...layers.parameters import Layer, Placement

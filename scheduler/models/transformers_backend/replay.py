@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...forward import AttentionBackend, ForwardBatch
+from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels.between import elementwise_for
 from ...kernels.forms import AttentionForm
 from .fusion import Rotations, Sizes, fuse_attention, fuse_gates

@@ -21,9 +21,9 @@ from torch import Tensor
 from ...attention.paged_cpu import PagedCpuBackend
 from ...attention.sdpa import SdpaBackend
 from ...cache.pool import MHAPool
-from ...config import PAGE_SIZE
-from ...forward import AttentionBackend, ForwardBatch, SamplingBatch
+from ...execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ...kernels import TORCH, best
+from ...runtime.config import PAGE_SIZE
 from .probe import refused
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ....io_struct import (
     TensorSpec,
     UpdateWeightsFromDistributedReqInput,
 )
-from ...dtypes import DTYPES
+from ...runtime.dtypes import DTYPES
 
 _MAX_BYTES = 1 << 62  # beyond, neither torch nor a reply can hold the number
 

@@ -29,9 +29,9 @@ import msgspec
 import zmq
 
 from ....io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
-from ....io_struct.legacy_pickle import MAX_BYTES, Call, Global, parse
-from ....io_struct.safetensors import DTYPES, NAMES_BY_TORCH
-from ...background import Wakeup
+from ....transfer.legacy_pickle import MAX_BYTES, Call, Global, parse
+from ....transfer.safetensors import DTYPES, NAMES_BY_TORCH
+from ...runtime.background import Wakeup
 
 _ADDRESS = re.compile(r"ipc://.{1,107}|tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}")
 _LINGER_MS = 1000

@@ -7,7 +7,7 @@ Invariants:
 - Each piece is checked to have arrived whole, from the very file whose header was read.
 
 The safetensors library maps files or reads them whole and offers no read at an offset, hence a parser of our own
-(``io_struct/safetensors.py``).
+(``transfer/safetensors.py``).
 """
 
 import hashlib
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from ....io_struct import CaesuraError, ErrorCode
-from ....io_struct.safetensors import LENGTH_BYTES, SafetensorsError, header_length, parse_header
-from ...dtypes import DTYPES
-from ...files import checkpoint_error, open_regular, read_small, require_folder
+from ....transfer.safetensors import LENGTH_BYTES, SafetensorsError, header_length, parse_header
 from ...memory.workspace import Workspace
 from ...models.config import ModelBackend, ModelConfig, config_difference, load_model_config
+from ...runtime.dtypes import DTYPES
+from ...runtime.files import checkpoint_error, open_regular, read_small, require_folder
 from ..loader import WeightLoader
 from ..pieces import WeightPiece
 from ..upload import Fill, Place, Uploader

@@ -36,7 +36,7 @@ from ....io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
-from ...background import Feed, Worker
+from ...runtime.background import Feed, Worker
 from ..pieces import WeightPiece
 from ..source import cut
 from ..write_stream import WriteStream

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....io_struct import CaesuraError
-from ...background import Feed
 from ...memory.device_module import DeviceEvent
+from ...runtime.background import Feed
 from ..write_stream import WriteStream
 
 SHARED_BYTES = 32 << 20

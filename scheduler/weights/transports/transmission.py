@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from ....io_struct import CaesuraError
-from ...background import Task
 from ...memory.device_module import DeviceEvent
+from ...runtime.background import Task
 from ..write_stream import WriteStream
 from .reception import GRACE_S, broadcast_options
 

@@ -24,7 +24,7 @@ from caesura.client import (
 from caesura.client.fleet import Fleet, FleetUpdateFailed
 from caesura.client.fleet.catching_up import Source
 from caesura.client.fleet.members import Member
-from caesura.client.tensors import SharedTensors
+from caesura.client.trainer import SharedTensors
 
 PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)

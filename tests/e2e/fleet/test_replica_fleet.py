@@ -23,7 +23,7 @@ from caesura.client import (
     SamplingParams,
 )
 from caesura.client.fleet.members import EngineAddress
-from caesura.client.process.supervisor import RestartPolicy
+from caesura.client.launch.supervisor import RestartPolicy
 from caesura.client.replicas import fleet as replica_fleet
 from caesura.client.replicas.copying import Copies
 from caesura.client.replicas.fleet import ReplicaFleet

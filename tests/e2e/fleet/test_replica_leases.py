@@ -11,7 +11,7 @@ from support.plain_trainer import weights_of
 from support.waiting import PATIENCE_S
 
 from caesura.client import SamplingParams
-from caesura.client.process.supervisor import RestartPolicy
+from caesura.client.launch.supervisor import RestartPolicy
 from caesura.client.replicas.fleet import ReplicaFleet
 from caesura.client.replicas.processes import ReplicaProcesses
 from caesura.io_struct.control import LeaseAction

@@ -17,7 +17,7 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.tensors import WeightUpdateGroup, manifest
+from caesura.client.trainer import WeightUpdateGroup, manifest
 
 pytest.importorskip("diffusers")
 from support.pipelines import make_sd3

@@ -13,7 +13,7 @@ from support.replay import chosen_experts, output_logprobs
 from support.scripted import EngineDriver
 
 from caesura.client import SamplingParams, launch_scheduler
-from caesura.client.wire.results import GenerateOutput, decode_output
+from caesura.client.connection.results import GenerateOutput, decode_output
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,

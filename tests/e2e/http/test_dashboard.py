@@ -25,11 +25,11 @@ from support.browser import browsing, chromium
 from support.waiting import eventually
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
-from caesura.client.frontend.auth import AuthMiddleware
-from caesura.client.frontend.context import FrontEnd, ServeOptions
-from caesura.client.frontend.pages import dashboard, metrics
-from caesura.client.frontend.pages.metrics import Metrics
 from caesura.client.memory_view import fetch
+from caesura.client.serve.auth import AuthMiddleware
+from caesura.client.serve.context import FrontEnd, ServeOptions
+from caesura.client.serve.pages import dashboard, metrics
+from caesura.client.serve.pages.metrics import Metrics
 
 KEY = "a key for users"
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support.openai_server import CONTEXT, GREEDY, NAME, Served, messages, serve_openai, with_ids
 
 from caesura.client import SamplingParams
-from caesura.client.frontend.openai.logprobs import TokenText
+from caesura.client.serve.openai.logprobs import TokenText
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import ENCODE_INLINE
 

@@ -23,8 +23,8 @@ from support.lanes import quick
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
-from caesura.client.frontend.listening import OPEN_TO_ALL
-from caesura.client.frontend.watch import interrupted_by_signals
+from caesura.client.serve.listening import OPEN_TO_ALL
+from caesura.client.serve.watch import interrupted_by_signals
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
@@ -159,7 +159,7 @@ def test_a_parent_that_is_killed_leaves_nothing_behind(tiny_model):
 
 ENGINE_THAT_IS_NEVER_ASKED = """
 import asyncio, os
-from caesura.client.wire.async_client import AsyncSchedulerClient
+from caesura.client.connection.async_client import AsyncSchedulerClient
 async def status(self, **options):
     os.write(2, b"asking\\n")
     await asyncio.Event().wait()

@@ -14,8 +14,8 @@ import pytest
 from support.scripted import EngineDriver
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, launch_scheduler
-from caesura.client.frontend.pages.document import PageData
 from caesura.client.memory_view import fetch
+from caesura.client.serve.pages.document import PageData
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
@@ -159,7 +159,7 @@ def test_a_failed_step(driver):
 
 def test_idleness_is_noted_once(driver, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.loop.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.runtime.loop.monotonic", lambda: now[0])
     driver.generate([5, 6, 7], 4)
     driver.run_until_idle()
     for _ in range(3):

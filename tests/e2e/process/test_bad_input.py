@@ -48,9 +48,9 @@ from caesura.io_struct import (
     UpdateWeightsFromCheckpointEngineReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.engine import Engine
-from caesura.scheduler.serving import command_queue
+from caesura.scheduler.messaging import command_queue
+from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine import Engine
 
 CONTEXT, POOL, VOCAB = 256, 128, 97
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)

@@ -21,9 +21,9 @@ from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
 from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown, launch_scheduler
-from caesura.client.wire.options import this_process
+from caesura.client.connection.options import this_process
 from caesura.io_struct import ShutdownReqInput
-from caesura.io_struct.process_contract import EXIT_HUNG
+from caesura.process.contract import EXIT_HUNG
 
 pytestmark = [pytest.mark.slow, pytest.mark.executed]  # its engines take seconds to start
 
@@ -367,7 +367,7 @@ def test_a_cancelled_start_whose_cleanup_hangs_is_cut_off(tiny_model, endpoint):
 
 HANGS = """
     import ctypes, threading
-    from caesura.scheduler.runner.model_runner import ModelRunner
+    from caesura.scheduler.execution.model_runner import ModelRunner
     def execute(self, batch):
         {}
     ModelRunner.execute = execute
@@ -412,7 +412,7 @@ def test_an_idle_engine_is_not_taken_for_a_hung_one(tiny_model, endpoint):
 
 def test_a_loop_that_fails_tells_everybody_and_why(tiny_model, endpoint):
     prelude = """
-        from caesura.scheduler.loop import Scheduler
+        from caesura.scheduler.runtime.loop import Scheduler
         def tick(self, ongoing, tick=Scheduler.tick):
             if self._live:
                 raise MemoryError("no more")
@@ -433,7 +433,7 @@ def test_a_loop_that_fails_tells_everybody_and_why(tiny_model, endpoint):
 def test_a_thread_that_fails_ends_the_engine(tiny_model, endpoint):
     prelude = """
         import threading
-        from caesura.scheduler.serving.dispatcher import Dispatcher
+        from caesura.scheduler.messaging.dispatcher import Dispatcher
         def reap(self):
             if self._generations._live:
                 def fail(): raise MemoryError("no more")

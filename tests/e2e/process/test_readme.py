@@ -21,7 +21,7 @@ PARTS = """
 from transformers import AutoModelForCausalLM
 
 from caesura.client import ControlClient, launch_scheduler
-from caesura.client.tensors import checkpoint_tensors
+from caesura.client.trainer import checkpoint_tensors
 
 policy = AutoModelForCausalLM.from_pretrained("/tmp/tiny-new")
 with (

@@ -31,7 +31,7 @@ from caesura.client import (
     VersionMismatch,
     launch_scheduler,
 )
-from caesura.client.process.launch import LaunchedScheduler
+from caesura.client.launch.launcher import LaunchedScheduler
 from caesura.io_struct import (
     WIRE_VERSION,
     AbortReqOutput,
@@ -47,7 +47,7 @@ from caesura.io_struct import (
     WeightUpdateReqOutput,
     encode,
 )
-from caesura.scheduler.serving import router_socket, send_queues
+from caesura.scheduler.messaging import router_socket, send_queues
 
 LONG = SamplingParams(max_new_tokens=3000, temperature=0.0, ignore_eos=True)
 SHORT = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
@@ -225,7 +225,7 @@ def test_a_second_scheduler_is_refused_and_the_first_keeps_serving(client, launc
 
 def test_a_client_of_another_major_version_is_told_both(client, launched, monkeypatch):
     assert client.incarnation == client.status(timeout=PATIENCE).incarnation
-    monkeypatch.setattr("caesura.client.wire.hello.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
+    monkeypatch.setattr("caesura.client.connection.hello.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
     ours = ".".join(map(str, WIRE_VERSION))
     with SchedulerClient(launched.endpoint) as other:
         for call in (other.status, other.pause):

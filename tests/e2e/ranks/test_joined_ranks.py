@@ -11,7 +11,7 @@ from support.plain_trainer import free_port
 
 from caesura.client import SamplingParams, launch_scheduler
 from caesura.client.keygen import keygen
-from caesura.client.process.launch import LaunchedScheduler, worker_command
+from caesura.client.launch.launcher import LaunchedScheduler, worker_command
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from support.waiting import eventually
 
 from caesura.client import SamplingParams, launch_scheduler
 from caesura.client.exceptions import EngineDied, EngineError
-from caesura.client.process.launch import LaunchedScheduler
+from caesura.client.launch.launcher import LaunchedScheduler
 
 pytestmark = pytest.mark.slow
 

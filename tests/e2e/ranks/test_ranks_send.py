@@ -8,7 +8,7 @@ from support.plain_trainer import weights_of
 from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
-from caesura.client.tensors import WeightUpdateChain, clone_weights
+from caesura.client.trainer import WeightUpdateChain, clone_weights
 
 pytestmark = pytest.mark.slow
 

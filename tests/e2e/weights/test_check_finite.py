@@ -19,7 +19,7 @@ from caesura.client import (
     WeightsPoisoned,
     launch_scheduler,
 )
-from caesura.client.tensors import WeightUpdateGroup
+from caesura.client.trainer import WeightUpdateGroup
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 

@@ -25,8 +25,8 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.tensors import SharedBuckets, SharedTensors, WeightUpdateGroup, manifest
-from caesura.client.tensors.steps import tensor_steps
+from caesura.client.trainer import SharedBuckets, SharedTensors, WeightUpdateGroup, manifest
+from caesura.client.trainer.steps import tensor_steps
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 

@@ -19,7 +19,7 @@ from support.scripted import EngineDriver, assert_error
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
-from caesura.client.tensors import rendezvous
+from caesura.client.trainer import rendezvous
 from caesura.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     DestroyWeightsUpdateGroupReqOutput,

@@ -12,7 +12,7 @@ from support.properties import examples
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
-from caesura.client.tensors import SharedTensors, WeightUpdateGroup, manifest
+from caesura.client.trainer import SharedTensors, WeightUpdateGroup, manifest
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BLOCKS = (16, 32)

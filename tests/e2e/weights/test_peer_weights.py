@@ -29,9 +29,9 @@ from caesura.client import (
     WeightsPoisoned,
     launch_scheduler,
 )
-from caesura.client.tensors import clone_weights
-from caesura.client.tensors.chain import join_links
-from caesura.client.tensors.rendezvous import make_store
+from caesura.client.trainer import clone_weights
+from caesura.client.trainer.chain import join_links
+from caesura.client.trainer.rendezvous import make_store
 from caesura.io_struct import (
     SendWeightsReqInput,
     SendWeightsReqOutput,

@@ -14,7 +14,7 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.tensors import SharedTensors, WeightUpdateGroup
+from caesura.client.trainer import SharedTensors, WeightUpdateGroup
 
 TRANSPORTS = ("disk", "tensor", "ipc", "ipc, shared", "distributed", "tensor, asyncio", "ipc, asyncio")
 

@@ -21,7 +21,7 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.tensors import SharedTensors, WeightUpdateChain, clone_weights, update_from_shared
+from caesura.client.trainer import SharedTensors, WeightUpdateChain, clone_weights, update_from_shared
 
 Engines = list[SchedulerClient]
 

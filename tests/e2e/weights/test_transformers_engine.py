@@ -13,7 +13,7 @@ from support.foreign_comparison import prompt
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
-from caesura.client.tensors import SharedTensors, WeightUpdateGroup
+from caesura.client.trainer import SharedTensors, WeightUpdateGroup
 
 ARCHITECTURE = "Olmo3ForCausalLM"
 OPTIONS = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens": 1024, "check_ledger": True}

@@ -18,7 +18,7 @@ from support.waiting import eventually
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
-from caesura.client.tensors import (
+from caesura.client.trainer import (
     SharedBucket,
     SharedTensors,
     WeightUpdateGroup,

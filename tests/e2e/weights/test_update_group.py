@@ -20,7 +20,7 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.tensors import WeightUpdateGroup
+from caesura.client.trainer import WeightUpdateGroup
 from caesura.io_struct import InitWeightsUpdateGroupReqOutput, WeightUpdateReqOutput
 
 

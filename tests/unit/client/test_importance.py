@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from caesura.client import FinishReason, GenerateOutput, WeightVersionSpan, importance_weights, tensors
+from caesura.client import FinishReason, GenerateOutput, WeightVersionSpan, importance_weights
+from caesura.client import trainer as tensors
 
 SPANS = [
     WeightVersionSpan(version="a", epoch=1, start=0, end=2, stale_kv=False),

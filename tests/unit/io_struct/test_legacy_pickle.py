@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.properties import examples
 
 from caesura.io_struct import CaesuraError
-from caesura.io_struct.legacy_pickle import MAX_BYTES, MAX_DEPTH, Call, Global, parse
+from caesura.transfer.legacy_pickle import MAX_BYTES, MAX_DEPTH, Call, Global, parse
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from caesura.io_struct import private_directory
-from caesura.io_struct.private_directory import LOCK, SOCKET, STATE_FILE, STATE_LOCK
+from caesura.process import private_directory
+from caesura.process.private_directory import LOCK, SOCKET, STATE_FILE, STATE_LOCK
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from caesura.io_struct.safetensors import (
+from caesura.scheduler.runtime import dtypes
+from caesura.transfer.safetensors import (
     DTYPES,
     LENGTH_BYTES,
     NAMES_BY_TORCH,
@@ -19,7 +20,6 @@ from caesura.io_struct.safetensors import (
     header_length,
     parse_header,
 )
-from caesura.scheduler import dtypes
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

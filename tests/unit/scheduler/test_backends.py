@@ -10,13 +10,12 @@ import torch
 from support import fake_flashinfer
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler import backends
-from caesura.scheduler.attention import flashinfer, flashinfer_mla, paged_triton
-from caesura.scheduler.backends import Choice, Shape, choose
-from caesura.scheduler.build import load_model
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.attention import backends, flashinfer, flashinfer_mla, paged_triton
+from caesura.scheduler.attention.backends import Choice, Shape, choose
+from caesura.scheduler.execution.build import load_model
+from caesura.scheduler.execution.kernel_report import what_serves
 from caesura.scheduler.kernels import TORCH
-from caesura.scheduler.operations import what_serves
+from caesura.scheduler.runtime.config import EngineConfig
 
 CPU = torch.device("cpu")
 HEADS = Shape(device=CPU, dtype=torch.float32, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)

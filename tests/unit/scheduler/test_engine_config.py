@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.config import EngineConfig, Sizes
 from caesura.scheduler.memory.device_module import use_device
+from caesura.scheduler.runtime.config import EngineConfig, Sizes
 
 
 @pytest.mark.parametrize(

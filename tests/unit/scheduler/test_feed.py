@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import eventually
 
-from caesura.scheduler.background import Feed, Wakeup, Worker
+from caesura.scheduler.runtime.background import Feed, Wakeup, Worker
 
 
 class Source:

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from support.checkpoints import make_checkpoint
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.files import MAX_REASON
 from caesura.scheduler.models import config as model_config
 from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.runtime.files import MAX_REASON
 from caesura.scheduler.weights.transports import disk
 from caesura.scheduler.weights.transports.disk import open_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from caesura.scheduler import libraries
+from caesura.scheduler.runtime import libraries
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 ADVISED = """

@@ -12,11 +12,11 @@ from support.architectures import tiny_model as tiny_architecture
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 
 from caesura.client import launch_scheduler
-from caesura.scheduler import operations
-from caesura.scheduler.build import load_model
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.execution import kernel_report as operations
+from caesura.scheduler.execution.build import load_model
+from caesura.scheduler.execution.kernel_report import Serving, what_serves
 from caesura.scheduler.kernels import OPERATIONS, TORCH, native
-from caesura.scheduler.operations import Serving, what_serves
+from caesura.scheduler.runtime.config import EngineConfig
 
 needs_kernels = pytest.mark.skipif(native.why_not() is not None, reason=f"no kernels: {native.why_not()}")
 ISA = native.isa()

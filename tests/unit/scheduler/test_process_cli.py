@@ -14,10 +14,10 @@ from support.waiting import eventually
 from caesura.client import SamplingParams, SchedulerClient
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler import __main__ as command_line
-from caesura.scheduler import build
-from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.process import _start, refusal, tell
-from caesura.scheduler.shutdown import Shutdown
+from caesura.scheduler.execution import build
+from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.process import _start, refusal, tell
+from caesura.scheduler.runtime.shutdown import Shutdown
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
     program = (
         "import os, signal, sys\n"
         "from caesura.scheduler import process\n"
-        "from caesura.scheduler.config import EngineConfig\n"
+        "from caesura.scheduler.runtime.config import EngineConfig\n"
         "process.tell = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.exit(process.run(EngineConfig(model_path=sys.argv[1]), None, None))\n"
     )

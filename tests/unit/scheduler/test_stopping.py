@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.shutdown import FATAL_SIGNALS, Shutdown, name_fatal_signals
+from caesura.scheduler.runtime.shutdown import FATAL_SIGNALS, Shutdown, name_fatal_signals
 
 LONG = 3600.0
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from caesura.scheduler import timers
-from caesura.scheduler.guard import Guard
-from caesura.scheduler.timers import HOLD_OFF_S, Timer, Timers
+from caesura.scheduler.runtime import timers
+from caesura.scheduler.runtime.guard import Guard
+from caesura.scheduler.runtime.timers import HOLD_OFF_S, Timer, Timers
 
 
 @pytest.fixture

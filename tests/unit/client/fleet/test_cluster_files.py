@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from caesura.client.keygen import keygen
-from caesura.client.process.supervise import supervise
-from caesura.scheduler.config import EngineConfig
+from caesura.client.launch.supervise import supervise
+from caesura.scheduler.runtime.config import EngineConfig
 
 CLUSTER = Path(__file__).parents[4] / "examples" / "cluster"
 SCRIPT = CLUSTER / "engines.sbatch"

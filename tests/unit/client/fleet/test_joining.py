@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from caesura.client.connection.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs
 from caesura.client.fleet.joining import Part, continuation, joined
-from caesura.client.wire.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs
 from caesura.io_struct import (
     DeltaWeights,
     FinishReason,

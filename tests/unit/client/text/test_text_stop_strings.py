@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.tokenizers import LINES, make_byte_level, make_sentencepiece, pieces
 
 from caesura.client import GenerateOutput
+from caesura.client.connection.results import TokenLogprobs
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.text import StopMatcher, StopStrings, TextTokenizer, output_text
 from caesura.client.text.sample_text import SampleText, cut
-from caesura.client.wire.results import TokenLogprobs
 from caesura.io_struct import FinishReason, RoutedExperts, WeightVersionSpan
 
 few = st.text("ab🎉\ufffd", max_size=24)

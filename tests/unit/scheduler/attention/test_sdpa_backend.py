@@ -15,7 +15,7 @@ from torch import Tensor
 from caesura.scheduler.attention import sdpa
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.forward import ForwardBatch
+from caesura.scheduler.execution.forward import ForwardBatch
 from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
 
 PAGE = 16

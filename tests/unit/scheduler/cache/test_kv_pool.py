@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
-from caesura.scheduler.forward import KVPool
+from caesura.scheduler.execution.forward import KVPool
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 
 LAYERS, PAGES, HEADS, SIZE, PAGE = 3, 7, 2, 4, 16

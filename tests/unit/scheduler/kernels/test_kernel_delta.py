@@ -17,7 +17,7 @@ from torch import Tensor
 
 from caesura.scheduler.attention.delta_rule import HybridBackend
 from caesura.scheduler.cache.state_pool import StatePool, StateShape
-from caesura.scheduler.forward import AttentionBackend, StateSegment, StateStep
+from caesura.scheduler.execution.forward import AttentionBackend, StateSegment, StateStep
 from caesura.scheduler.kernels.delta import LARGEST_HEAD, delta_for
 from caesura.scheduler.layers.gated_delta import DeltaShape, GatedDelta, places_of
 from caesura.scheduler.layers.parameters import Placement

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from support.properties import examples
 
-from caesura.scheduler.forward import SamplingBatch
+from caesura.scheduler.execution.forward import SamplingBatch
+from caesura.scheduler.execution.sampler import Sampler, noise
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.sampling import RowSampler
-from caesura.scheduler.runner.sampler import Sampler, noise
 
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 DTYPES = native.FLOATS

@@ -12,10 +12,10 @@ from support.kernels import instruction_sets, threads
 from support.properties import examples
 from support.sanitized import run_sanitized
 
-from caesura.scheduler.forward import SamplingBatch
+from caesura.scheduler.execution.forward import SamplingBatch
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.sampling import RowSampler
-from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
 
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 DTYPES = native.FLOATS

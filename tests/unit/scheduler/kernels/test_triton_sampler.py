@@ -15,11 +15,11 @@ import torch
 from support.recorded_graphs import RecordingDevice
 
 from caesura.scheduler import kernels
-from caesura.scheduler.forward import SamplingBatch
+from caesura.scheduler.execution import sampler as sampler_module
+from caesura.scheduler.execution.forward import SamplingBatch
+from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.kernels import native
-from caesura.scheduler.runner import sampler as sampler_module
-from caesura.scheduler.runner.logit_edits import SpecialSampler
-from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")

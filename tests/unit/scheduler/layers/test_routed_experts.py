@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_scheduler import finished
 
+from caesura.client.connection.results import decode_output
 from caesura.client.exceptions import InternalError
-from caesura.client.wire.results import decode_output
 from caesura.io_struct import RoutedExperts
 from caesura.scheduler.cache import routing
 from caesura.scheduler.cache.routing import RoutingPool

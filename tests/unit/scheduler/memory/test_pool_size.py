@@ -7,10 +7,10 @@ import torch
 from support.checkpoints import make_checkpoint
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler import build
-from caesura.scheduler.build import build_pool, kv_bytes_per_token, load_model, step_bytes
 from caesura.scheduler.cache.window_pages import storage_pages
-from caesura.scheduler.config import PAGE_SIZE, EngineConfig
+from caesura.scheduler.execution import build
+from caesura.scheduler.execution.build import build_pool, kv_bytes_per_token, load_model, step_bytes
+from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "deepseek-v3"])

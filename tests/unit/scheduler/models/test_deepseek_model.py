@@ -19,9 +19,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
 from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.mla_cpu import LatentCpuBackend
-from caesura.scheduler.build import build_components, build_runner, kv_bytes_per_token
 from caesura.scheduler.cache.pool import MLAPool
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.execution.build import build_components, build_runner, kv_bytes_per_token
 from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.mla import UpProjection
 from caesura.scheduler.layers.parameters import Placement
@@ -29,6 +28,7 @@ from caesura.scheduler.memory.residency import MEMORY_TAGS, ComponentResidencyMa
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.pieces import WeightPiece
 

@@ -24,10 +24,10 @@ from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
-from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import config_difference, load_model_config, parse_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.pieces import WeightPiece
 

@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.execution.kernel_report import why_torch
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Placement
@@ -27,7 +27,7 @@ from caesura.scheduler.models.base import CausalLM, ForeignModel
 from caesura.scheduler.models.config import config_difference, load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.models.transformers_backend.products import SharedProduct
-from caesura.scheduler.operations import why_torch
+from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
@@ -408,7 +408,7 @@ def test_native_models_import_nothing_of_transformers(tmp_path: Path) -> None:
         "import sys, torch\n"
         "from caesura.scheduler.models.config import load_model_config\n"
         "from caesura.scheduler.models.registry import build_model\n"
-        "import caesura.scheduler.process\n"
+        "import caesura.scheduler.runtime.process\n"
         f"build_model(load_model_config({str(tmp_path)!r}, 'auto'), torch.float32, torch.device('cpu'))\n"
         "assert not [name for name in sys.modules if name.partition('.')[0] == 'transformers']\n"
     )

@@ -10,8 +10,9 @@ import re
 import pytest
 from support.waiting import eventually
 
-from caesura.scheduler.observability import log, stage_profiler
+from caesura.scheduler.observability import stage_profiler
 from caesura.scheduler.observability.stage_profiler import StageProfiler, StageTotal
+from caesura.scheduler.runtime import log
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def stream():
 
 def test_a_record_is_one_line_with_time_level_and_module(stream):
     log.configure("info", stream=stream)
-    logging.getLogger("caesura.scheduler.loop").info("held %d\nERROR forged", 3)
-    logging.getLogger("caesura.scheduler.loop").debug("below the level")
+    logging.getLogger("caesura.scheduler.runtime.loop").info("held %d\nERROR forged", 3)
+    logging.getLogger("caesura.scheduler.runtime.loop").debug("below the level")
     log.flush()
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO scheduler\.loop: held 3\\nERROR forged\n",
@@ -53,7 +54,7 @@ def test_the_name_is_shown_where_there_is_one(stream):
 
 def test_a_line_of_json_has_time_level_and_replica_whatever_was_logged(stream):
     log.configure("INFO", rank=1, stream=stream, log_format="json", name="replica-0")
-    logger = logging.getLogger("caesura.scheduler.loop")
+    logger = logging.getLogger("caesura.scheduler.runtime.loop")
     logger.info("held %d\n\x1b\ud800", 3)
     try:
         int("x")

@@ -8,13 +8,13 @@ import textwrap
 import pytest
 from support.waiting import PATIENCE_S as PATIENCE
 
-from caesura.io_struct.process_contract import EXIT_HUNG
-from caesura.scheduler.observability.watchdog import Heartbeat
+from caesura.process.contract import EXIT_HUNG
+from caesura.scheduler.runtime.watchdog import Heartbeat
 
 SCRIPT = """
     import ctypes, os, sys, threading, time
     from caesura.scheduler.observability import log
-    from caesura.scheduler.observability.watchdog import Heartbeat, Watchdog, exit_within
+    from caesura.scheduler.runtime.watchdog import Heartbeat, Watchdog, exit_within
     log.configure("INFO")
     heartbeat = Heartbeat()
     watchdog = Watchdog(heartbeat, 0.8)

@@ -14,7 +14,6 @@ from support.properties import examples
 from support.ranks import RankAlone
 from torch import Tensor
 
-from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.layers.attention import Attention, AttentionShape
 from caesura.scheduler.layers.embedding import Embedding
 from caesura.scheduler.layers.experts import ExpertNames, Experts
@@ -25,6 +24,7 @@ from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.pieces import WeightPiece
 from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint

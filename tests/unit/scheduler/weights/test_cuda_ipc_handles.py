@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef, rebuild_cuda_tensor
 
-from caesura.client.tensors import buckets
-from caesura.client.tensors.cuda_ipc import CudaBucket, common_cuda_device
+from caesura.client.trainer import buckets
+from caesura.client.trainer.cuda_ipc import CudaBucket, common_cuda_device
 from caesura.io_struct import (
     CaesuraError,
     CudaIPCHandle,
@@ -19,12 +19,12 @@ from caesura.io_struct import (
     decode_request,
     encode,
 )
-from caesura.io_struct.legacy_pickle import parse
 from caesura.scheduler.weights.source import BufferSource
 from caesura.scheduler.weights.transports import cuda_ipc
 from caesura.scheduler.weights.transports.checkpoint_engine import opening_of
 from caesura.scheduler.weights.transports.cuda_ipc import CudaMemories, check_handle
 from caesura.scheduler.weights.transports.ipc import SharedMemoryMaps
+from caesura.transfer.legacy_pickle import parse
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
 DEVICE_BYTES = 1 << 30

@@ -11,10 +11,10 @@ from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.ranks import RankAlone
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
-from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.reading import Held, is_divided, require_placeable
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint

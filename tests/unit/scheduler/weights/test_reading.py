@@ -10,7 +10,7 @@ from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import load_model
 
 from caesura.io_struct import TensorSpec
-from caesura.scheduler.dtypes import NAMES
+from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import reading
 from caesura.scheduler.weights.reading import read_into
 

@@ -14,10 +14,10 @@ from support.ranks import RankAlone
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, TensorSpec
-from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.pieces import WeightPiece
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint

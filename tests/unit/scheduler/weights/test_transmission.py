@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.background import Worker
+from caesura.scheduler.runtime.background import Worker
 from caesura.scheduler.weights.transports import transmission
 from caesura.scheduler.weights.transports.reception import broadcasts, plans_of
 from caesura.scheduler.weights.transports.transmission import Relay, Transmission

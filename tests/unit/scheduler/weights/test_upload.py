@@ -11,8 +11,8 @@ from support.lagging_streams import LaggingDevice
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, TensorSpec
-from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.memory.workspace import Workspace
+from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import upload
 from caesura.scheduler.weights.pieces import WeightPiece
 from caesura.scheduler.weights.source import BufferSource, WeightSource

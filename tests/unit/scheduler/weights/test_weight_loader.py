@@ -14,11 +14,11 @@ from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
-from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.layers.parameters import Parameter
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import LoadCounts, WeightLoader
 from caesura.scheduler.weights.pieces import WeightPiece
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint

@@ -1,0 +1,483 @@
+# Generated from connection/async_control_client.py by `python client/_blocking/generate.py`: change that file.
+"""``ControlClient``: the commands of a trainer (pause, weights, memory, status), for any number of threads.
+
+Invariants:
+- Those of the connection (command_client.py).
+- A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete.
+  Repeating the call with the same ``message_id`` attaches to it (docs/reference/wire.md, "Idempotence").
+- A call that times out or is interrupted has no effect in the engine beyond what it asked for, except that a weight session
+  that it opened is aborted.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, Unpack
+
+from ... import io_struct as wire
+from ...io_struct.control import LeaseAction
+from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ..exceptions import NoSession, TimedOut, is_answer
+from .channel import wait_for
+from .command_client import CommandClient
+from .figures import figures
+from .options import (
+    CheckerAction,
+    SessionOptions,
+    UpdateOptions,
+    WeightUpdate,
+    folder_of,
+    id_of,
+    label,
+    require_group,
+    require_known,
+    seconds,
+    tags_of,
+    this_process,
+)
+from .why_waiting import explained, time_to_ask
+
+if TYPE_CHECKING:
+    from ..trainer import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
+
+
+class ControlClient(CommandClient):
+    """A connection to one engine.
+
+    ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies.
+    ``owner`` is the owner token that all commands of this client carry; they renew the lease of its pause.
+    The other keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
+    """
+
+    def pause(
+        self,
+        mode: wire.PauseMode = "abort",
+        *,
+        owner: str | None = None,
+        lease_s: float | None = None,
+        on_lease_expiry: LeaseAction = "continue",
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.PauseGenerationReqOutput:
+        """Pause generation at the next step boundary. When this returns, no step is in flight."""
+        request = wire.PauseGenerationReqInput(
+            id=id_of(message_id), mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
+        )
+        return self._call(request, wire.PauseGenerationReqOutput, timeout)
+
+    def continue_generation(
+        self,
+        *,
+        torch_empty_cache: bool = True,
+        owner: str | None = None,
+        force: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ContinueGenerationReqOutput:
+        """Continue generation, after emptying the device allocator's cache. A no-op on a running engine."""
+        request = wire.ContinueGenerationReqInput(
+            id=id_of(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
+        )
+        return self._call(request, wire.ContinueGenerationReqOutput, timeout)
+
+    def renew_pause_lease(
+        self, owner: str | None = None, *, message_id: str | None = None, timeout: float | None = None
+    ) -> wire.RenewPauseLeaseReqOutput:
+        """Renew the lease of the pause; every other command of the owner renews it as well."""
+        request = wire.RenewPauseLeaseReqInput(id=id_of(message_id), owner=owner)
+        return self._call(request, wire.RenewPauseLeaseReqOutput, timeout)
+
+    def flush_cache(
+        self,
+        *,
+        torch_empty_cache: bool = True,
+        timeout_s: float = 0.0,
+        force: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.FlushCacheReqOutput:
+        """Flush the prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
+
+        ``force`` also commits an implicit weight session of another sender.
+        """
+        request = wire.FlushCacheReqInput(
+            id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force
+        )
+        return self._call(request, wire.FlushCacheReqOutput, timeout)
+
+    def update_weights_from_disk(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        load_format: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Load a checkpoint folder of the same architecture in place. The engine's process reads the path."""
+        request = wire.UpdateWeightFromDiskReqInput(
+            id=id_of(message_id),
+            model_path=folder_of(model_path),
+            load_format=load_format,
+            **self._session.named(options),
+        )
+        return self._call(request, wire.WeightUpdateReqOutput, timeout)
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Send weights over the socket.
+
+        ``named_tensors`` are checkpoint names and tensors, as pairs or as a dict (``model.state_dict()``). If they exceed ``bucket_bytes``, they are sent in several
+        calls within one session: the open one of :meth:`weight_update`, else a new one. ``timeout`` limits each bucket.
+        Needs torch.
+        """
+        from ..trainer import tensor_steps
+
+        steps = tensor_steps(
+            named_tensors,
+            self._session.named(options),
+            bucket_bytes=bucket_bytes,
+            shared=self._shared_buckets(),
+        )
+        return self._drive(steps, timeout)
+
+    def update_weights_from_ipc(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Pass weights in shared memory; the engine must run on this host as the same user.
+
+        Arguments are those of :meth:`update_weights_from_tensor`. Needs torch.
+        """
+        from ..trainer import ipc_steps
+
+        steps = ipc_steps(
+            named_tensors,
+            self._session.named(options),
+            bucket_bytes=bucket_bytes,
+            shared=self._shared_buckets(),
+        )
+        return self._drive(steps, timeout)
+
+    def update_weights_from_distributed(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        group: "WeightUpdateGroup",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Broadcast weights over ``group``, whose only other rank is this engine.
+
+        Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
+        """
+        require_group(group)
+        steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
+        return self._drive(steps, timeout)
+
+    def update_weights_from_checkpoint_engine(
+        self,
+        zmq_handles: dict[str, str],
+        *,
+        timeout_s: float = 300.0,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Let a checkpoint-engine parameter server run an update; ``zmq_handles`` maps device UUID to its address.
+
+        The update fails if the server sends nothing for ``timeout_s`` seconds. The engine must have been started with
+        ``allow_legacy_pickle``.
+        """
+        request = wire.UpdateWeightsFromCheckpointEngineReqInput(
+            id=id_of(message_id),
+            zmq_handles=zmq_handles,
+            timeout_s=timeout_s,
+            **self._session.named(options),
+        )
+        return self._call(request, wire.WeightUpdateReqOutput, timeout)
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = DEFAULT_GROUP_NAME,
+        backend: Literal["gloo", "nccl"] | None = None,
+        timeout_s: float = 60.0,
+        broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.InitWeightsUpdateGroupReqOutput:
+        """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
+
+        Rank 0 is a trainer (``WeightUpdateGroup.create`` has both join), or an engine that :meth:`send_weights`.
+        """
+        request = wire.InitWeightsUpdateGroupReqInput(
+            id=id_of(message_id),
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+            timeout_s=timeout_s,
+            broadcast_timeout_s=broadcast_timeout_s,
+        )
+        return self._call(request, wire.InitWeightsUpdateGroupReqOutput, timeout)
+
+    def destroy_weights_update_group(
+        self,
+        group_name: str = DEFAULT_GROUP_NAME,
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.DestroyWeightsUpdateGroupReqOutput:
+        """Have the engine leave a process group."""
+        request = wire.DestroyWeightsUpdateGroupReqInput(id=id_of(message_id), group_name=group_name)
+        return self._call(request, wire.DestroyWeightsUpdateGroupReqOutput, timeout)
+
+    def weights_manifest(
+        self, *, component: str | None = None, message_id: str | None = None, timeout: float | None = None
+    ) -> wire.GetWeightsManifestReqOutput:
+        """Name, dtype and shape of every tensor as the engine stores it: what :meth:`send_weights` can send."""
+        request = wire.GetWeightsManifestReqInput(id=id_of(message_id), component=component)
+        return self._call(request, wire.GetWeightsManifestReqOutput, timeout)
+
+    def send_weights(
+        self,
+        specs: Sequence[wire.TensorSpec],
+        *,
+        group_name: str = DEFAULT_GROUP_NAME,
+        tensors_per_broadcast: Sequence[int] | None = None,
+        component: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.SendWeightsReqOutput:
+        """Have the engine broadcast committed weights as rank 0 of a process group, while it goes on generating.
+
+        The receivers' calls have the same ``specs`` (those of ``tensors`` in :meth:`weights_manifest`, as ``tensor.spec()``) and the
+        same ``tensors_per_broadcast``: how many of them go in each broadcast; None means one broadcast per tensor. ``clone_weights`` of ``caesura.client.trainer``
+        makes the group and all calls.
+        """
+        request = wire.SendWeightsReqInput(
+            id=id_of(message_id),
+            specs=list(specs),
+            group_name=group_name,
+            load_format=None if tensors_per_broadcast is None else "flattened_bucket",
+            tensors_per_broadcast=None if tensors_per_broadcast is None else list(tensors_per_broadcast),
+            component=component,
+        )
+        return self._call(request, wire.SendWeightsReqOutput, timeout)
+
+    def release_memory(
+        self,
+        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ReleaseMemoryOccupationReqOutput:
+        """Release device memory by tag, one or several; None means all tags. The values of released weights are lost."""
+        request = wire.ReleaseMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
+        return self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
+
+    def resume_memory(
+        self,
+        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ResumeMemoryOccupationReqOutput:
+        """Allocate the released memory of ``tags`` again, all of it or none. None means all tags."""
+        request = wire.ResumeMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
+        return self._call(request, wire.ResumeMemoryOccupationReqOutput, timeout)
+
+    def begin_weight_update(
+        self,
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **session: Unpack[SessionOptions],
+    ) -> wire.BeginWeightUpdateReqOutput:
+        """Open an explicit session, which :meth:`end_weight_update` commits as a whole.
+
+        Updates of this client belong to it until then; other clients pass the reply's ``session_id``.
+        """
+        require_known("session", session, SessionOptions)
+        request = wire.BeginWeightUpdateReqInput(id=id_of(message_id), **session)
+        return self._begin(request, timeout)
+
+    def end_weight_update(
+        self,
+        *,
+        commit: bool = True,
+        session_id: str | None = None,
+        force: bool = False,
+        weight_version: str | int | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.WeightUpdateReqOutput:
+        """End a session: commit it, or abort it (then the weights stay valid only if nothing was written).
+
+        ``session_id`` None means the session that this client began, else the implicit one of its calls. ``force`` aborts
+        the open session, whoever opened it. A commit that is refused (tensors are missing, or frozen requests prevent its
+        flush) leaves it open.
+        """
+        request = wire.EndWeightUpdateReqInput(
+            id=id_of(message_id),
+            commit=commit,
+            session_id=session_id if session_id is not None else self._session.id,
+            force=force,
+            weight_version=label(weight_version),
+        )
+        reply = self._call(request, wire.WeightUpdateReqOutput, timeout)
+        self._session.ended(self._session.id if force else request.session_id)
+        return reply
+
+    @contextlib.contextmanager
+    def weight_update(
+        self,
+        *,
+        weight_version: str | int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[SessionOptions],
+    ) -> Iterator[WeightUpdate]:
+        """A session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted if the block or the commit
+        fails. ``timeout`` limits each of the two calls, not the block.
+        """
+        require_known("session", options, SessionOptions)
+        begin = wire.BeginWeightUpdateReqInput(**options)
+        session = None
+        try:
+            session = WeightUpdate(self._begin(begin, timeout))
+            yield session
+            session.result = self.end_weight_update(
+                session_id=session.opened.session_id, weight_version=weight_version, timeout=timeout
+            )
+        except BaseException as error:
+            if session is not None or not is_answer(error):  # else nothing was opened
+                self._abort_session(begin.id, error, timeout)
+            raise
+
+    def check_weights(
+        self,
+        action: CheckerAction = "checksum",
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.WeightsCheckerReqOutput:
+        """Checksums of the weights, or a comparison with an earlier snapshot of them."""
+        return self._call(
+            wire.WeightsCheckerReqInput(id=id_of(message_id), action=action),
+            wire.WeightsCheckerReqOutput,
+            timeout,
+        )
+
+    def status(
+        self, *, owner: str | None = None, message_id: str | None = None, timeout: float | None = None
+    ) -> wire.GetStatusReqOutput:
+        """A consistent snapshot of the engine's state; answered in every state, also during updates.
+
+        ``owner=""`` sends it without an owner token, so that it renews no lease.
+        """
+        request = wire.GetStatusReqInput(id=id_of(message_id), owner=owner)
+        return self._call(request, wire.GetStatusReqOutput, timeout)
+
+    def metrics(self, *, timeout: float | None = None) -> dict[str, float]:
+        """Return the engine's figures as ``{"caesura/…": number}``, for ``wandb.log`` or a trainer's own log.
+
+        Like a status, it is answered in every state; it renews no lease.
+        """
+        return figures(self.status(owner="", timeout=timeout))
+
+    def memory_history(
+        self,
+        *,
+        after: int = 0,
+        owner: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.GetMemoryHistoryReqOutput:
+        """Memory events with a ``seq`` above ``after``, oldest first. If ``more`` is set, call it again for the next ones.
+
+        ``owner`` is as in :meth:`status`.
+        """
+        request = wire.GetMemoryHistoryReqInput(id=id_of(message_id), after=after, owner=owner)
+        return self._call(request, wire.GetMemoryHistoryReqOutput, timeout)
+
+    def shutdown(
+        self,
+        *,
+        drain: bool | None = None,
+        drain_s: float | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ShutdownReqOutput:
+        """Shut the engine down: it replies, ends every request and exits.
+
+        Args:
+            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once. None means the
+                engine's ``shutdown_mode``.
+            drain_s: None means the engine's ``drain_timeout_s``.
+        """
+        message_id, sender = id_of(message_id), this_process()
+        request = wire.ShutdownReqInput(id=message_id, drain=drain, timeout_s=drain_s, requested_by=sender)
+        return self._call(request, wire.ShutdownReqOutput, timeout)
+
+    def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
+        """Carry out ``steps`` (trainer/steps.py); ``timeout`` limits each wait for a reply."""
+        from ..trainer.driving import drive
+
+        self._channel.require_own_process()
+        timeout = seconds("timeout", timeout)
+        return drive(steps, self.start, timeout, self._session.failed)
+
+    def _begin(
+        self, request: wire.BeginWeightUpdateReqInput, timeout: float | None
+    ) -> wire.BeginWeightUpdateReqOutput:
+        reply = self._call(request, wire.BeginWeightUpdateReqOutput, timeout)
+        self._session.id = reply.session_id
+        return reply
+
+    def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
+        """Abort the session ``name``, if it is still open; waits for the reply only if the engine has answered before."""
+        self._session.id = None
+        request = wire.EndWeightUpdateReqInput(commit=False, session_id=name)
+        try:
+            answer = self.start(request, wire.WeightUpdateReqOutput)
+            if is_answer(error):
+                wait_for(answer, request.id, timeout)
+        except NoSession:  # it had ended before, or was never opened
+            pass
+        except wire.CaesuraError as second:
+            error.add_note(f"the weight session could not be aborted either: {second}")
+
+    def _explained(self, error: TimedOut) -> TimedOut:
+        """The timeout of a generation, with what the engine says that it waits for."""
+        patience = time_to_ask(error)
+        if patience <= 0:
+            return error
+        try:
+            return explained(error, self.status(owner="", timeout=patience))
+        except wire.CaesuraError:  # it says nothing now, or is gone
+            return error
+
+    def _shared_buckets(self) -> "SharedBuckets":
+        from ..trainer import SharedBuckets
+
+        if self._shared is None:
+            self._shared = SharedBuckets()
+        return self._shared

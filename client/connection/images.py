@@ -1,0 +1,327 @@
+"""From the arguments of ``generate_images`` to requests and frames, and from results and their frames to typed outputs.
+
+Invariants:
+- A result has a log-probability for each of its steps and a latent for each of its places in the grid, and its frames have the sizes
+  that its header says. A message that breaks this is refused with :class:`InternalError`.
+- No array library is imported: what comes is a view of the frame, with numpy's array interface; what goes is whatever numpy or torch
+  would give its bytes for.
+"""
+
+import array
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Generic, TypedDict
+
+import msgspec
+
+from ...io_struct import (
+    FinishReason,
+    GenerateImagesReqInput,
+    GenerateImagesReqOutput,
+    SdeParams,
+    TensorSpec,
+    WeightVersionSpan,
+)
+from ...io_struct.field_errors import field_error, nearest, one_of, shown
+from ...transfer.safetensors import DTYPES
+from ..exceptions import EngineError, InternalError, InvalidRequest, error_for
+from .options import id_of
+from .waiters import WaiterT, resolve
+
+_TYPESTR = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1", "U8": "|u1", "BOOL": "|b1",
+}  # fmt: skip
+_DTYPES = {typestr: name for name, typestr in _TYPESTR.items()}
+
+
+class ImageOptions(TypedDict, total=False):
+    """Keywords of an image request: fields of :class:`~caesura.io_struct.GenerateImagesReqInput`, with its defaults."""
+
+    negative_prompt: str | None
+    prompt_ids: Sequence[Sequence[int]] | None
+    negative_prompt_ids: Sequence[Sequence[int]] | None
+    width: int
+    height: int
+    num_inference_steps: int
+    sigmas: Sequence[float] | None
+    shift: float | None
+    guidance_scale: float
+    max_sequence_length: int
+    seed: int | None
+    n: int
+    sde: SdeParams | Mapping[str, Any]
+    return_steps: Sequence[int] | None
+    return_embeds: bool
+    output: str
+    min_weights_epoch: int | None
+
+
+_OPTIONS = frozenset(ImageOptions.__annotations__)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTensor:
+    """A tensor of a result. ``numpy.asarray`` of it is a read-only array without a copy, except for ``BF16``, which numpy has not."""
+
+    dtype: str
+    """Safetensors name of the type."""
+    shape: tuple[int, ...]
+    """Elements per dimension; empty for a scalar."""
+    data: bytes | memoryview
+    """Little-endian, in C order."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """numpy's array interface, version 3."""
+        typestr = _TYPESTR.get(self.dtype)
+        if typestr is None:
+            raise AttributeError(
+                f"numpy has no {self.dtype}: torch.frombuffer(tensor.data, dtype=...) reads it"
+            )
+        return {"version": 3, "shape": self.shape, "typestr": typestr, "data": self.data}
+
+    @classmethod
+    def of_floats(cls, values: Sequence[float]) -> "ImageTensor":
+        """``F32`` [n]."""
+        found = array.array("f", values)
+        if sys.byteorder != "little":
+            found.byteswap()
+        return cls("F32", (len(found),), found.tobytes())
+
+    def floats(self) -> list[float]:
+        """The values of a tensor of ``F32``, flat."""
+        values = array.array("f", bytes(self.data))
+        if sys.byteorder != "little":
+            values.byteswap()
+        return values.tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOutput:
+    """One finished sample, with the part of its trajectory that was asked for."""
+
+    rid: str
+    """Request id: ``rid`` of the request, else its message id."""
+    index: int
+    """Index of the sample, below ``n``."""
+    finish_reason: FinishReason
+    """``length`` after all steps; ``abort`` or ``error`` with the steps that were made."""
+    weight_versions: list[WeightVersionSpan]
+    """Spans of steps made with the same weights: contiguous, covering all steps that were made."""
+    seed: int
+    """The seed that was used."""
+    steps: int
+    """Steps of the grid."""
+    steps_done: int
+    """Steps that were made."""
+    step_indices: list[int]
+    """Steps of ``return_steps`` that were made."""
+    latent_indices: list[int]
+    """Places in the grid of ``latents``: ``k`` is before step ``k``, and after step ``k - 1``."""
+    log_probs: list[float]
+    """Log-probability of each of ``step_indices``; 0 where the step added no noise."""
+    noise_stds: list[float]
+    """Standard deviation of the noise of each of ``step_indices``."""
+    timesteps: list[float]
+    """Timestep of every step of the grid: 1000 sigma."""
+    sigmas: list[float]
+    """Noise level before every step of the grid, and after the last one."""
+    latents: ImageTensor | None
+    """[places, …] float32; None if no step was asked for."""
+    image: ImageTensor | None
+    """uint8 [height, width, 3]; None unless ``output`` is ``image``, and if the sample did not come to its end."""
+    final_latents: ImageTensor | None
+    """float32; None unless ``output`` is ``latents``, and if the sample did not come to its end."""
+    embeds: dict[str, ImageTensor]
+    """Embeddings of the prompt by the names of the pipeline's arguments; ``embeds`` of another request takes them as they are."""
+    num_retractions: int
+    """Times that it began again from its seed."""
+    queue_time: float
+    """Seconds from arrival to the first step; to the end, if there was none."""
+    e2e_latency: float
+    """Seconds from arrival to the end."""
+
+
+def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> ImageOutput:
+    """A result as trainers use it.
+
+    Raises:
+        InternalError: its parts do not fit each other.
+    """
+    tensors: dict[str, ImageTensor] = {}
+    for spec in wire.tensors:
+        kind = DTYPES.get(spec.dtype)
+        if not 0 <= spec.buffer < len(frames) or kind is None:
+            raise _broken(wire, f"has no frame for {spec.name} of {spec.dtype}")
+        if prod(spec.shape) * kind.nbytes != len(frames[spec.buffer]):
+            raise _broken(wire, f"has {len(frames[spec.buffer])} bytes for {spec.name} {spec.shape}")
+        tensors[spec.name] = ImageTensor(spec.dtype, tuple(spec.shape), frames[spec.buffer])
+    lists = {
+        name: tensors.pop(name).floats() if name in tensors else []
+        for name in ("log_probs", "noise_stds", "timesteps", "sigmas")
+    }
+    latents, image, final = (tensors.pop(name, None) for name in ("latents", "image", "final_latents"))
+    places = 0 if latents is None else latents.shape[0]
+    covered = sum(span.end - span.start for span in wire.weight_versions)
+    counts = (len(wire.step_indices), len(wire.step_indices), len(wire.latent_indices), wire.steps_done)
+    if counts != (len(lists["log_probs"]), len(lists["noise_stds"]), places, covered):
+        raise _broken(wire, "has parts of different lengths")
+    return ImageOutput(
+        rid=wire.rid,
+        index=wire.index,
+        finish_reason=wire.finish_reason,
+        weight_versions=wire.weight_versions,
+        seed=wire.seed,
+        steps=wire.steps,
+        steps_done=wire.steps_done,
+        step_indices=wire.step_indices,
+        latent_indices=wire.latent_indices,
+        latents=latents,
+        image=image,
+        final_latents=final,
+        embeds=tensors,
+        num_retractions=wire.num_retractions,
+        queue_time=wire.queue_time,
+        e2e_latency=wire.e2e_latency,
+        **lists,
+    )
+
+
+def _broken(wire: GenerateImagesReqOutput, reason: str) -> InternalError:
+    return InternalError(f"the result of image {wire.index} of {wire.rid} {reason}", rid=wire.rid)
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """The requests of one call, and the frames that each brings."""
+
+    message_id: str
+    requests: list[GenerateImagesReqInput]
+    buffers: list[bytes]
+    """Of the only request, where the prompt is embeddings."""
+    single: bool
+    """The caller passed one prompt, not a list of prompts."""
+
+
+def plan_images(
+    prompt: str | Sequence[str] | None,
+    embeds: Mapping[str, Any] | None,
+    options: ImageOptions,
+    *,
+    rid: str | None,
+    message_id: str | None,
+) -> ImagePlan:
+    """Lay out one ``generate_images`` call.
+
+    Raises:
+        InvalidRequest: a prompt is no text, or embeddings are no arrays.
+        TypeError: an option that there is not.
+    """
+    if unknown := sorted(options.keys() - _OPTIONS):
+        near = nearest(unknown[0], sorted(_OPTIONS))
+        hint = "" if near is None else f" (did you mean {near}?)"
+        raise TypeError(f"unknown image option {unknown[0]}{hint}; options are {one_of(sorted(_OPTIONS))}")
+    single = prompt is None or isinstance(prompt, str)
+    prompts: list[str | None] = [prompt] if prompt is None or isinstance(prompt, str) else []
+    if not single:
+        if not isinstance(prompt, Sequence) or not all(isinstance(each, str) for each in prompt):
+            raise InvalidRequest(f"prompt = {shown(prompt)} must be text, or a list of texts", field="prompt")
+        prompts = list(prompt)
+    specs, buffers = _frames(embeds or {})
+    base = id_of(message_id)
+    fields: dict[str, Any] = {**options, "sde": _sde(options.get("sde"))}
+    requests = [
+        GenerateImagesReqInput(
+            id=base if single else f"{base}-{number}",
+            rid=rid if rid is None or single else f"{rid}-{number}",
+            prompt=each,
+            tensors=specs,
+            **fields,
+        )
+        for number, each in enumerate(prompts)
+    ]
+    return ImagePlan(base, requests, buffers, single)
+
+
+def _sde(given: Any) -> SdeParams:
+    if given is None:
+        return SdeParams()
+    if isinstance(given, SdeParams):
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"sde = {shown(given)} must be a SdeParams or a dict", field="sde")
+    try:
+        return msgspec.convert(dict(given), SdeParams)
+    except msgspec.ValidationError as error:
+        field, sentence = field_error(error, SdeParams, dict(given), prefix="sde")
+        raise InvalidRequest(sentence, field=field) from error
+
+
+def _frames(embeds: Mapping[str, Any]) -> tuple[list[TensorSpec], list[bytes]]:
+    specs: list[TensorSpec] = []
+    buffers: list[bytes] = []
+    for name, given in embeds.items():
+        tensor = _tensor(name, given)
+        data = bytes(tensor.data)
+        specs.append(
+            TensorSpec(
+                name=name, dtype=tensor.dtype, shape=list(tensor.shape), nbytes=len(data), buffer=len(buffers)
+            )
+        )
+        buffers.append(data)
+    return specs, buffers
+
+
+def _tensor(name: str, given: Any) -> ImageTensor:
+    """An array of numpy, a tensor of torch (bfloat16 goes as float32, which the engine casts back), or an :class:`ImageTensor`."""
+    if isinstance(given, ImageTensor):
+        return given
+    if hasattr(given, "detach"):
+        given = given.detach().cpu()
+        given = given.float().numpy() if "bfloat16" in str(given.dtype) else given.numpy()
+    interface: dict[str, Any] = getattr(given, "__array_interface__", {})
+    dtype = _DTYPES.get(interface.get("typestr", ""))
+    if dtype is None:
+        raise InvalidRequest(
+            f"embeds[{name!r}] = {shown(given)} must be an array or a tensor", field="tensors"
+        )
+    return ImageTensor(dtype, tuple(interface["shape"]), given.tobytes())
+
+
+class ImageGeneration(Generic[WaiterT]):
+    """One image request in flight: collects its ``n`` samples; the waiter gets them as a list in sample order."""
+
+    def __init__(self, request: GenerateImagesReqInput, frame: bytes, waiter: WaiterT) -> None:
+        self.message_id = request.id
+        self.rid = request.id if request.rid is None else request.rid
+        self.frame = frame
+        self.waiter = waiter
+        self.n = request.n if isinstance(request.n, int) else 1  # a bad n is the engine's to refuse
+        self._outputs: dict[int, ImageOutput] = {}
+
+    def finish(self, wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> bool:
+        """Take the terminal result of one sample; True when the whole request has ended."""
+        try:
+            output = decode_images(wire, frames)
+        except InternalError as error:
+            self.fail(error)
+            return True
+        self._outputs.setdefault(output.index, output)
+        if len(self._outputs) < self.n:
+            return False
+        outputs = [self._outputs[index] for index in sorted(self._outputs)]
+        failed = next((each for each in outputs if each.finish_reason.type == "error"), None)
+        if failed is None:
+            resolve(self.waiter, outputs)
+            return True
+        reason = failed.finish_reason
+        self.fail(error_for(reason.code or "", reason.message or "the image failed", {"rid": self.rid}))
+        return True
+
+    def fail(self, error: EngineError) -> None:
+        """End the whole request with ``error``; samples that had ended are attached to it."""
+        if self._outputs:
+            error.outputs = tuple(self._outputs[index] for index in sorted(self._outputs))
+        resolve(self.waiter, error)

@@ -1,0 +1,302 @@
+# Generated from connection/async_client.py by `python client/_blocking/generate.py`: change that file.
+"""``SchedulerClient``: generation, scoring and all commands of an engine, for any number of threads.
+
+Invariants: those of :class:`~.control_client.ControlClient`. A ``generate`` that fails or is interrupted aborts what it
+started, unless it timed out.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack, overload
+
+from ...io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    FetchResultReqInput,
+    FetchResultReqOutput,
+    ScoreReqOutput,
+    StartProfileReqInput,
+    StartProfileReqOutput,
+    StopProfileReqInput,
+    StopProfileReqOutput,
+    TraceActivity,
+)
+from ..exceptions import EngineError, TimedOut
+from .channel import Deltas, Result, wait_for_all
+from .connection import Generation
+from .control_client import ControlClient
+from .handle import GenerationHandle
+from .images import ImageGeneration, ImageOptions, ImagePlan, plan_images
+from .options import GenerateOptions, id_of, seconds
+from .prompts import Ids, Plan, Prompts, Sampling, collect, one_request, plan
+from .results import GenerateOutput, decode_output
+from .scoring import Scores
+
+
+class SchedulerClient(ControlClient):
+    """A connection to one engine, with generation, scoring and traces; constructor and timeouts are those of its base class."""
+
+    @overload
+    def generate(
+        self,
+        input_ids: Sequence[Ids],
+        sampling_params: Sampling | Sequence[Sampling] | None = ...,
+        *,
+        rid: str | Sequence[str] | None = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> list[GenerateOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Ids,
+        sampling_params: Sampling | Sequence[Sampling] | None = ...,
+        *,
+        rid: str | Sequence[str] | None = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateOutput | Any: ...  # a list when n > 1, or of an array of two dimensions, which no type says
+
+    def generate(
+        self,
+        input_ids: Prompts,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        rid: str | Sequence[str] | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any:
+        """Generate and wait for the results. A list of prompts returns a list of outputs in the order of the prompts, with the ``n``
+        samples of each prompt together. One prompt returns one output with ``n`` = 1, and a list of ``n`` otherwise; give
+        ``[prompt]`` to have a list whatever ``n`` is.
+
+        Args:
+            input_ids: [tokens], or a list of such prompts. Tensors and arrays are accepted: one dimension is a prompt, two are several
+                of equal length. The options below apply to each prompt.
+            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a dict of its fields. None
+                means the defaults.
+            return_logprob: return the logprob of each output token: log-softmax over the full vocabulary after temperature.
+            return_raw_logprob: the same under the unmodified logits, at temperature 1.
+            return_sampled_logprob: the same under the sampling distribution, after top-k, top-p and min-p.
+            logprob_start_len: with ``return_logprob``, also for the prompt tokens from this position on. -1: none.
+            top_logprobs_num: with ``return_logprob``, also this many most likely tokens at each position; at most 128.
+            token_ids_logprob: with ``return_logprob``, also for these token ids at each position; at most 1,024.
+            return_sampling_mask: the tokens that top-k, top-p and min-p kept at each output token.
+            return_routed_experts: return the experts that computed each position, [rows, layers, experts per token].
+            routed_experts_start_len: first position whose experts are returned; at most the prompt's length.
+            rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None means a random id.
+            cache_salt: prefix cache entries are shared only between requests of the same salt.
+            min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`. None means no minimum.
+            first_sample: index of the first of the ``n`` samples, in noise and results.
+            continued_tokens: the last this many tokens of the prompt are output of an earlier part, which penalties count as such.
+            stream_details: for :meth:`submit` with ``stream``: the deltas have the weights of each token, and all of its logprobs.
+            message_id: message id of an earlier call with the same arguments that timed out, to attach to it. None means a new
+                call.
+            timeout: seconds for the whole call. None means until the engine answers or dies.
+
+        Raises:
+            TimedOut: not all generations ended within ``timeout``; they continue. The message says if the engine is paused, by whom
+                and since when, or what else it waits for.
+            InvalidRequest: a prompt is text or no token ids, or a sampling parameter is unknown.
+            EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
+        """
+        timeout = seconds("timeout", timeout)
+        work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
+        try:
+            return self._generate(work, timeout)
+        except TimedOut as error:
+            raise self._explained(error) from None
+
+    def submit(
+        self,
+        input_ids: Ids,
+        sampling_params: Sampling | None = None,
+        *,
+        stream: bool = False,
+        rid: str | None = None,
+        message_id: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerationHandle:
+        """Start a generation and return at once; the handle raises errors.
+
+        Args:
+            input_ids: [tokens], one prompt.
+            stream: True: the handle yields deltas after each step. False: all at the end.
+            message_id: message id of an earlier call with the same arguments, to attach to it. None means a new call.
+
+        The other arguments are those of :meth:`generate`, for one prompt.
+
+        Raises:
+            InvalidRequest: as :meth:`generate`, or more than one prompt.
+        """
+        request = one_request(
+            input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
+        )
+        return GenerationHandle(self.abort, self._explained, self._channel.start_generation(request))
+
+    @overload
+    def score(
+        self,
+        input_ids: Sequence[Ids],
+        *,
+        start: int | Sequence[int],
+        temperature: float = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+    ) -> list[list[float]]: ...
+
+    @overload
+    def score(
+        self,
+        input_ids: Ids,
+        *,
+        start: int,
+        temperature: float = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+    ) -> list[float]: ...
+
+    def score(
+        self,
+        input_ids: Prompts,
+        *,
+        start: int | Sequence[int],
+        temperature: float = 1.0,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Logprobs under the engine's reference model of the tokens from ``start`` on (one value for all sequences, or one for each):
+        log-softmax over the full vocabulary after ``temperature``, given all previous tokens.
+
+        One sequence returns a list of floats, a list of sequences a list of lists, with [tokens - start] values each.
+
+        Raises:
+            Unsupported: the engine has no reference model.
+            EngineError: the call was refused; the message names the sequence.
+        """
+        scores = Scores(input_ids, start, temperature, message_id)
+        return scores.decode(self._call(scores.request, ScoreReqOutput, timeout))
+
+    def generate_images(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        embeds: Mapping[str, Any] | None = None,
+        rid: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ImageOptions],
+    ) -> Any:
+        """Make images with an engine that serves a diffusion pipeline. One prompt returns one :class:`ImageOutput` (a list if n > 1);
+        a list of prompts returns a list of outputs in the order of the prompts, with the ``n`` samples of each prompt together.
+
+        Args:
+            prompt: text. None: ``prompt_ids`` or ``embeds`` say what to draw.
+            embeds: arrays by the names of the pipeline's arguments (``prompt_embeds``, ``pooled_prompt_embeds``, the same with
+                ``negative_`` for guidance), without a batch dimension; those of an earlier :class:`ImageOutput` as they are.
+            rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
+            message_id: message id of an earlier call with the same arguments that timed out, to attach to it.
+            timeout: seconds for the whole call. None means until the engine answers or dies.
+            options: the fields of :class:`~caesura.io_struct.GenerateImagesReqInput`.
+
+        Raises:
+            TimedOut: not all images came within ``timeout``; they continue.
+            InvalidRequest: the engine refuses the request, with the field.
+            EngineError: of the first image that was refused or failed; the others of this call are aborted.
+        """
+        timeout = seconds("timeout", timeout)
+        work = plan_images(prompt, embeds, options, rid=rid, message_id=message_id)
+        try:
+            return self._generate_images(work, timeout)
+        except TimedOut as error:
+            raise self._explained(error) from None
+
+    def abort(
+        self,
+        rid: str | None = None,
+        *,
+        abort_all: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> AbortReqOutput:
+        """Abort a generation by rid, or all of them. Their own callers get the partial outputs."""
+        return self._call(
+            AbortReq(id=id_of(message_id), rid=rid, abort_all=abort_all), AbortReqOutput, timeout
+        )
+
+    def fetch_result(
+        self, rid: str, *, message_id: str | None = None, timeout: float | None = None
+    ) -> list[GenerateOutput]:
+        """Stored results of generation ``rid``, which ended while its client could not be reached; empty if none are stored."""
+        request = FetchResultReqInput(id=id_of(message_id), rid=rid)
+        reply = self._call(request, FetchResultReqOutput, timeout)
+        return [decode_output(result) for result in reply.results]
+
+    def start_profile(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        num_steps: int | None = None,
+        activities: Sequence[TraceActivity] | None = None,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> StartProfileReqOutput:
+        """Record a trace of the next steps with torch's profiler, until :meth:`stop_profile` or for ``num_steps``."""
+        request = StartProfileReqInput(
+            id=id_of(message_id),
+            output_dir=None if output_dir is None else os.fspath(output_dir),
+            num_steps=num_steps,
+            activities=None if activities is None else list(activities),
+            with_stack=with_stack,
+            record_shapes=record_shapes,
+        )
+        return self._call(request, StartProfileReqOutput, timeout)
+
+    def stop_profile(
+        self, *, wait: bool = False, message_id: str | None = None, timeout: float | None = None
+    ) -> StopProfileReqOutput:
+        """End the trace (with ``wait``: let it end by itself); returns when its file is written."""
+        request = StopProfileReqInput(id=id_of(message_id), wait=wait)
+        return self._call(request, StopProfileReqOutput, timeout)
+
+    def _generate(self, work: Plan, timeout: float | None) -> Any:
+        generations: list[Generation[Result, Deltas]] = []
+        try:
+            for request in work.requests:
+                generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
+            futures = [generation.waiter for generation in generations]
+            wait_for_all(futures, timeout)
+            return work.collect(futures, timeout)
+        except TimedOut:
+            raise
+        except BaseException:
+            self._abandon(generations)
+            raise
+
+    def _generate_images(self, work: ImagePlan, timeout: float | None) -> Any:
+        generations: list[ImageGeneration[Result]] = []
+        try:
+            for request in work.requests:
+                generations.append(self._channel.start_images(request, work.buffers))  # noqa: PERF401 (as above)
+            futures = [generation.waiter for generation in generations]
+            wait_for_all(futures, timeout)
+            return collect(futures, work.message_id, timeout, single=work.single)
+        except TimedOut:
+            raise
+        except BaseException:
+            self._abandon(generations)
+            raise
+
+    def _abandon(self, generations: Sequence[Generation[Result, Deltas] | ImageGeneration[Result]]) -> None:
+        """Abort unfinished generations without waiting, since the caller is about to raise another error."""
+        for generation in generations:
+            if not generation.waiter.done():
+                with contextlib.suppress(EngineError):
+                    self._channel.start_call(AbortReq(rid=generation.rid), AbortReqOutput)

@@ -1,0 +1,479 @@
+"""Start a scheduler process, wait until it serves, and always clean up.
+
+Invariants:
+- The child never outlives its parent: it polls a pipe whose write end only the parent holds, so even a parent that was
+  killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
+- A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is left behind
+  (no process, no socket directory) in the second case.
+- ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says that it
+  drains, then SIGTERM, then SIGKILL.
+- An engine that ends while nobody has asked this process to end it is logged, with its exit status or signal.
+
+Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}`` or
+``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means that it died.
+"""
+
+import contextlib
+import functools
+import inspect
+import json
+import logging
+import os
+import select
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from ...io_struct import CaesuraError
+from ...io_struct.field_errors import unknown_name
+from ...process import private_directory
+from ..connection.curve import ClientKeys, KeyOrFile
+from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
+from ..connection.options import LONGEST_S, seconds
+from ..connection.scheduler_client import SchedulerClient
+from ..exceptions import EngineDied, TimedOut, error_for
+from .child_log import ChildLog, how_it_ended
+
+logger = logging.getLogger(__name__)
+Arguments = ParamSpec("Arguments")
+ResultT = TypeVar("ResultT")
+
+STDERR_TAIL_BYTES = 4096
+USAGE_STATUS = 2
+"""Exit status of a scheduler whose command line is wrong: it would be wrong again."""
+_MAX_POLL_MS = 1e9
+SHUTDOWN_S = 5.0
+"""How long each stage of closing (message, SIGTERM) may take before the next."""
+_CLIENT_KEYS = ("curve_server_key", "curve_client_key_file")
+
+
+class LaunchedScheduler:
+    """A scheduler process and a client of it. As a context manager it yields the client.
+
+    ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given. The client
+    has the CURVE keys that are given.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        directory: Path | None = None,
+        startup_timeout: float = 300.0,
+        log_path: str | os.PathLike[str] | None = None,
+        curve_server_key: KeyOrFile | None = None,
+        curve_client_key_file: KeyOrFile | None = None,
+    ) -> None:
+        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
+        self._child = Child(command, directory, log_path)
+        try:
+            self.endpoint = self._child.wait_ready(startup_timeout)
+            self.client = SchedulerClient(
+                self.endpoint, curve_server_key=curve_server_key, curve_client_key_file=curve_client_key_file
+            )
+        except BaseException:
+            self._child.end()
+            raise
+        # Bound to the client, which users may keep without this object; it runs at interpreter exit too.
+        self._finalizer = weakref.finalize(self.client, self._child.end)
+        self.client.expect_exit()
+        self._child.report_exit_to(weakref.WeakMethod(self.client.engine_exited))
+        self._child.log_end()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._child.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The child's exit status; None while it runs."""
+        return self._child.process.poll()
+
+    def close(self, *, drain: bool | None = None, drain_s: float | None = None) -> None:
+        """Shut the engine down and close the client. Idempotent; has no effect in a forked child.
+
+        Args:
+            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once. None means the
+                engine's ``shutdown_mode``.
+            drain_s: None means the engine's ``drain_timeout_s``.
+        """
+        if not self._child.launcher.is_here:
+            return
+        if self._finalizer.alive and self.returncode is None:
+            self._child.expected = True
+            patience = SHUTDOWN_S
+            with contextlib.suppress(CaesuraError):  # gone, stuck or already stopping: the signals follow
+                patience += self.client.shutdown(drain=drain, drain_s=drain_s, timeout=SHUTDOWN_S).drain_s
+            self._child.wait(patience)
+        self._finalizer()
+        self.client.close()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the child has ended within ``timeout`` seconds."""
+        return self._child.wait(timeout)
+
+    def hurry(self) -> None:
+        """A drain that :meth:`close` waits for in another thread ends now. Raises RuntimeError in a forked child."""
+        self._child.launcher.require()
+        with contextlib.suppress(ProcessLookupError):
+            self._child.process.terminate()
+
+    def __enter__(self) -> SchedulerClient:
+        return self.client
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Child:
+    """A scheduler's process, its pipes and the threads that watch it; ``supervisor.py`` runs one after the other."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: Path | None,
+        log_path: str | os.PathLike[str] | None,
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``environment``: variables beside this process's own."""
+        self.launcher = Process("engine")
+        self._directory = directory
+        self._log_path = log_path
+        self.expected = False
+        """Whether the end of the process was asked for here, so that it is no news."""
+        self._logs_end = False
+        self._tail = b""
+        self._listener: weakref.WeakMethod[Any] | None = None
+        self._lock = threading.Lock()
+        self._exited = threading.Event()
+        try:
+            log = None if log_path is None else ChildLog(log_path, command)
+        except OSError:
+            self._remove_directory()
+            raise
+        self._ready_read, ready_write = os.pipe()
+        with not_forking():
+            lifeline_read, self._lifeline_write = os.pipe()
+            keep_from_children(self._lifeline_write)
+        try:
+            self.process = Popen(  # noqa: S603 (our own interpreter and module)
+                [*command, "--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)],
+                stdin=DEVNULL,
+                stderr=PIPE if log is None else log.fd,
+                stdout=None if log is None else log.fd,
+                pass_fds=(ready_write, lifeline_read),
+                # Its own group: Ctrl-C at a terminal reaches the parent only, which then stops the engine in order.
+                process_group=0,
+                env=None if environment is None else {**os.environ, **environment},
+            )
+            if log is not None:
+                log.started(self.process.pid)
+        except OSError:
+            os.close(self._ready_read)
+            close_sign_of_life(self._lifeline_write)
+            self._remove_directory()
+            raise
+        finally:
+            os.close(ready_write)
+            os.close(lifeline_read)
+            if log is not None:
+                log.close()
+        self._threads = [threading.Thread(target=self._watch, name="caesura-exit", daemon=True)]
+        if log is None:
+            self._threads.append(threading.Thread(target=self._tee, name="caesura-stderr", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self, timeout: float) -> str:
+        """The endpoint, once the engine serves.
+
+        Raises:
+            EngineError: the typed reason it gave; EngineDied if it gave none; TimedOut after ``timeout`` seconds.
+        """
+        patience = seconds("startup_timeout", timeout)
+        line = self._read_line(time.monotonic() + (LONGEST_S if patience is None else patience))
+        if line is None:
+            raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout)
+        if not line.endswith(b"\n"):
+            self.wait(SHUTDOWN_S)
+            refused = self.process.returncode == USAGE_STATUS
+            raise EngineDied(
+                self._refused_options() if refused else self._exit_reason("before it was ready"),
+                returncode=self.process.returncode,
+                stderr=self._stderr_tail(),
+            )
+        message: dict[str, Any] = json.loads(line)
+        if message["ready"]:
+            return str(message["endpoint"])
+        raise error_for(message["code"], message["message"], message.get("detail"))
+
+    def report_exit_to(self, listener: "weakref.WeakMethod[Any]") -> None:
+        """Call ``listener(reason)`` when the process has ended, at once if it has already."""
+        with self._lock:
+            self._listener = listener
+            exited = self._exited.is_set()
+        if exited:
+            self._report()
+
+    def log_end(self) -> None:
+        """Log the end of the process, with a warning where it failed; nothing if it was asked for here."""
+        with self._lock:
+            self._logs_end = True
+            exited = self._exited.is_set()
+        if exited:
+            self._log_exit()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the process has ended within ``timeout`` seconds."""
+        return self._exited.wait(min(timeout, threading.TIMEOUT_MAX))
+
+    def end(self) -> None:
+        """Terminate, kill if need be, close the pipes and remove the directory."""
+        if not self.launcher.is_here:
+            return  # a forked copy of the parent is exiting: the engine is not its own
+        close_sign_of_life(
+            self._lifeline_write
+        )  # what a dead parent would do; the child stops by itself on it
+        if not self.wait(0.0):
+            self.expected = True
+            self.process.terminate()
+            if not self.wait(SHUTDOWN_S):
+                self.process.kill()
+                logger.warning(
+                    "the scheduler process (pid %d) had not ended %g s after SIGTERM, and is killed",
+                    self.process.pid, SHUTDOWN_S,
+                )  # fmt: skip
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # any thread may be the one that collects the client
+                thread.join(SHUTDOWN_S)
+        os.close(self._ready_read)
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            private_directory.remove(self._directory)
+
+    def _read_line(self, deadline: float) -> bytes | None:
+        """Up to and including a newline; what there was if the pipe ended; None at the deadline."""
+        line = b""
+        poller = select.poll()  # select() takes no descriptor beyond 1023
+        poller.register(self._ready_read, select.POLLIN)
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not poller.poll(min(left * 1000, _MAX_POLL_MS)):
+                return None
+            chunk = os.read(self._ready_read, 65536)
+            if not chunk:
+                break
+            line += chunk
+        return line
+
+    def _watch(self) -> None:
+        self.process.wait()
+        with self._lock:
+            self._exited.set()
+            logs_end = self._logs_end
+        self._report()
+        if logs_end:
+            self._log_exit()
+
+    def _log_exit(self) -> None:
+        if self.expected:
+            return
+        last = self.last_line()
+        level = logging.WARNING if self.process.returncode else logging.INFO
+        how = how_it_ended(self.process.returncode)
+        text = "the scheduler process (pid %d) %s%s"
+        logger.log(level, text, self.process.pid, how, last and f", last line: {last}")
+
+    def _report(self) -> None:
+        listener = self._listener() if self._listener is not None else None
+        if listener is not None:
+            listener(self._exit_reason("while it was in use"))
+
+    def last_line(self) -> str:
+        """What an ended process has said last; empty: nothing."""
+        tail = self._stderr_tail().strip()
+        return tail.splitlines()[-1] if tail else ""
+
+    def _refused_options(self) -> str:
+        return f"the scheduler refused its options: {self.last_line().removeprefix('Error: ')}"
+
+    def _exit_reason(self, when: str) -> str:
+        last = self.last_line()
+        how = how_it_ended(self.process.returncode)
+        return f"the scheduler process {how} {when}" + (last and f": {last}")
+
+    def _stderr_tail(self) -> str:
+        if self._log_path is not None:
+            return _tail_of(self._log_path)
+        self._threads[-1].join(SHUTDOWN_S)  # it ends with the pipe
+        return self._tail.decode(errors="replace")
+
+    def _tee(self) -> None:
+        """Copy the child's stderr to ours, whatever ours is at that moment (a live display redirects it)."""
+        pipe = self.process.stderr
+        assert pipe is not None
+        with pipe:
+            while chunk := os.read(pipe.fileno(), 65536):
+                self._tail = (self._tail + chunk)[-STDERR_TAIL_BYTES:]
+                show_log(chunk.decode(errors="replace"))
+
+
+def show_log(text: str) -> None:
+    """Write what a scheduler logs to this process's standard error."""
+    with contextlib.suppress(OSError, ValueError):  # our stderr is closed: the child must not block on it
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _says_which_was_meant(function: Callable[Arguments, ResultT]) -> Callable[Arguments, ResultT]:
+    """Refuse an unknown keyword of ``function`` with the nearest one, by other engines' names too."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*values: Arguments.args, **options: Arguments.kwargs) -> ResultT:
+        if (unknown := next((name for name in options if name not in names), None)) is not None:
+            raise TypeError(f"{function.__name__}: {unknown} {unknown_name(unknown, names)}")
+        return function(*values, **options)
+
+    return call
+
+
+@_says_which_was_meant
+def launch_scheduler(
+    model: str | os.PathLike[str],
+    *,
+    endpoint: str | None = None,
+    curve_secret_key_file: str | os.PathLike[str] | None = None,
+    curve_authorized_clients: str | os.PathLike[str] | None = None,
+    curve_server_key: KeyOrFile | None = None,
+    curve_client_key_file: KeyOrFile | None = None,
+    model_backend: Literal["auto", "native", "transformers"] | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
+    | None = None,
+    device: str | None = None,
+    num_threads: int | None = None,
+    tp: int | None = None,
+    tp_joined: int | None = None,
+    tp_address: str | None = None,
+    context_len: int | None = None,
+    kv_pool_tokens: int | None = None,
+    kv_memory_fraction: float | None = None,
+    max_running_requests: int | None = None,
+    max_waiting_requests: int | None = None,
+    chunked_prefill_size: int | None = None,
+    target_step_s: float | None = None,
+    prefix_cache: bool | None = None,
+    pipeline_depth: Literal[0, 1] | None = None,
+    attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] | None = None,
+    cuda_graphs: bool | None = None,
+    autotune: bool | None = None,
+    autotune_lm_head_rows: int | None = None,
+    requests_while_paused: Literal["queue", "refuse"] | None = None,
+    idle_empty_s: float | None = None,
+    result_ttl_s: float | None = None,
+    result_bytes: int | None = None,
+    state_file: str | os.PathLike[str] | None = None,
+    on_lost_weights: Literal["refuse", "serve_initial"] | None = None,
+    session_deadline_s: float | None = None,
+    session_orphan_s: float | None = None,
+    check_finite: bool | None = None,
+    group_interface: str | None = None,
+    deterministic: bool | None = None,
+    reference_model_path: str | os.PathLike[str] | None = None,
+    reference_residency: Literal["resident", "offload", "layerwise"] | None = None,
+    reference_pool_tokens: int | None = None,
+    frozen_residency: Literal["resident", "offload", "layerwise"] | None = None,
+    transformer_residency: Literal["resident", "offload", "layerwise"] | None = None,
+    prompt_cache_bytes: int | None = None,
+    weights_cpu_backup: bool | None = None,
+    load_bucket_bytes: int | None = None,
+    allow_legacy_pickle: bool | None = None,
+    check_ledger: bool | None = None,
+    log_stages: bool | None = None,
+    log_stats_interval_s: float | None = None,
+    profile_dir: str | os.PathLike[str] | None = None,
+    log_level: str | None = None,
+    log_format: Literal["text", "json"] | None = None,
+    log_name: str | None = None,
+    shutdown_mode: Literal["abort", "drain"] | None = None,
+    drain_timeout_s: float | None = None,
+    watchdog_timeout_s: float | None = None,
+    startup_timeout: float = 300.0,
+    log_path: str | os.PathLike[str] | None = None,
+) -> LaunchedScheduler:
+    """Start an engine on ``model`` (a Hugging Face folder) and return when it is ready.
+
+    Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and ``.close()``. The
+    options are the engine's own (``caesura scheduler --help``); None leaves each at its default. The engine's stderr
+    goes to this process's, or with its stdout to the end of the file ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and
+    ``curve_client_key_file`` are the returned client's, for an engine with keys.
+
+    Raises:
+        EngineError: the engine's reason for not starting; EngineDied or TimedOut if it gave none.
+    """
+    seconds("startup_timeout", startup_timeout)  # refused before anything is made
+    options = {
+        name: value
+        for name, value in locals().items()
+        if value is not None
+        and name not in ("model", "endpoint", "startup_timeout", "log_path", *_CLIENT_KEYS)
+    }
+    directory = None
+    if endpoint is None:
+        directory = private_directory.make()
+        endpoint = f"ipc://{directory}/{private_directory.SOCKET}"
+    return LaunchedScheduler(
+        _command_line(model, endpoint, options),
+        directory=directory,
+        startup_timeout=startup_timeout,
+        log_path=log_path,
+        curve_server_key=curve_server_key,
+        curve_client_key_file=curve_client_key_file,
+    )
+
+
+def engine_command(*arguments: str) -> list[str]:
+    """What runs ``caesura scheduler ARGUMENTS`` with this interpreter.
+
+    ``-P``: a clone of the repository in the current folder, whose kernels are not built, would hide what is installed.
+    """
+    return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
+
+
+def worker_command(*arguments: str) -> list[str]:
+    """What runs ``caesura worker ARGUMENTS`` with this interpreter."""
+    return [sys.executable, "-P", "-m", "caesura.scheduler.executor", *arguments]
+
+
+def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[str, Any]) -> list[str]:
+    """What starts an engine with ``options``, named as its configuration's fields."""
+    command = engine_command("--model", os.fspath(model), "--endpoint", endpoint)
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}", str(value)]
+    return command
+
+
+def _tail_of(path: str | os.PathLike[str]) -> str:
+    """The last bytes of a log; empty where it was removed meanwhile, or is no regular file."""
+    if not os.path.isfile(path):
+        return ""
+    with contextlib.suppress(OSError), open(path, "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
+        return log.read().decode(errors="replace")
+    return ""

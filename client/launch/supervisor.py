@@ -1,0 +1,413 @@
+"""Restarts a scheduler that died or hangs: same command, same endpoint, bounded number of restarts.
+
+Invariants:
+- A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is refused.
+- A scheduler that cannot write its state file is started again for as long as it takes: the disk can be
+  mended. These starts do not count as restarts.
+- The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives up, with the last
+  reason.
+- Each restart is logged in one line, with its reason, before it begins.
+- A scheduler that has not answered its status for ``hang_timeout_s`` is killed, whether its process is stopped, its loop
+  stuck or its socket gone. One that was told to end, and neither does nor answers, is killed after :data:`STOP_SILENCE_S`.
+- The child never outlives this process (the lifeline of ``launch.py``), nor :meth:`Supervisor.close`.
+
+States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any of them.
+One thread starts and watches the process; the methods only signal this thread.
+"""
+
+import logging
+import queue
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...io_struct import CaesuraError, ErrorCode
+from ...process import private_directory
+from ..connection.control_client import ControlClient
+from ..connection.curve import ClientKeys, KeyOrFile
+from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
+from .child_log import how_it_ended
+from .launcher import USAGE_STATUS, Child
+
+logger = logging.getLogger(__name__)
+_NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
+"""Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
+_LAST_LINE = 300
+"""Maximum characters of a scheduler's last line in the log."""
+_PROBES_PER_HANG = 4
+_LONGEST_PROBE_INTERVAL_S = 5.0
+STOP_SILENCE_S = 5.0
+"""How long a scheduler that was told to end may take to end, or to answer a status; one that answers has ``stop_timeout_s``."""
+THE_ONLY_ONE = "the scheduler"
+"""What a scheduler is called in the log where there are no others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When a scheduler is restarted."""
+
+    max_restarts: int = 5
+    window_s: float = 600.0
+    first_delay_s: float = 0.5
+    """Delay before the first restart of a window; it doubles with each further one."""
+    longest_delay_s: float = 30.0
+    hang_timeout_s: float = 120.0
+    """Maximum seconds without an answer to a status request. 0: no check, nor at the end."""
+    startup_timeout_s: float = 600.0
+    stop_timeout_s: float = 60.0
+    """Seconds between SIGTERM and SIGKILL at the end."""
+
+    def delay(self, restarts: int) -> float:
+        """Seconds before the next restart, after ``restarts`` in the window."""
+        return float(min(self.longest_delay_s, self.first_delay_s * 2 ** min(restarts, 30)))
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """State: a scheduler is ready."""
+
+    endpoint: str
+    pid: int
+    restarts: int
+    """Since the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """State: no scheduler runs; the next start is in ``delay_s`` seconds."""
+
+    reason: str
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """State: the supervisor has ended."""
+
+    error: EngineError | None
+    """None means that it was told to end."""
+
+
+State = Serving | Down | Ended
+Listener = Callable[[State], None]
+
+
+class _Failure(Exception):  # noqa: N818  (it says what happened to the scheduler, not what went wrong here)
+    """Why a scheduler is gone that should not be.
+
+    Attributes:
+        final: set if another one would go the same way.
+        waits: it goes on as soon as something else is mended, however often it must be tried.
+    """
+
+    def __init__(self, reason: str, final: EngineError | None = None, *, waits: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+        self.waits = waits
+
+
+class Supervisor:
+    """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
+
+    ``directory`` is removed at the end, if given. A scheduler with CURVE keys is asked how it is with those that are given. ``name``
+    is what it is called in the log, and ``environment`` is set beside this process's own variables.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        endpoint: str,
+        *,
+        policy: RestartPolicy | None = None,
+        directory: Path | None = None,
+        curve_server_key: KeyOrFile | None = None,
+        curve_client_key_file: KeyOrFile | None = None,
+        name: str = THE_ONLY_ONE,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
+        self._name = name
+        self._logger = logging.LoggerAdapter(logger, {"replica": "" if name == THE_ONLY_ONE else name})
+        self._environment = environment
+        self.endpoint = endpoint
+        """Where clients connect, restarts or not; exact once a scheduler has served (port 0 is a real one then)."""
+        self._command = list(command)
+        self._policy = policy or RestartPolicy()
+        self._directory = directory
+        self._keys = curve_server_key, curve_client_key_file
+        self._lock = threading.Lock()
+        self._state: State | None = None
+        self._listeners: list[Listener] = []
+        self._child: Child | None = None
+        self._stopping = threading.Event()
+        self._restarts: deque[float] = deque()
+        self._num_restarts = self._num_waits = 0
+        self._has_served = False
+        stop_timeout_s = min(self._policy.stop_timeout_s, threading.TIMEOUT_MAX)
+        self._last_resort = threading.Timer(stop_timeout_s, self._kill)
+        self._last_resort.daemon = True
+        self._thread = threading.Thread(target=self._run, name="caesura-supervisor", daemon=True)
+
+    def start(self) -> Serving:
+        """Begin, and return when a scheduler serves.
+
+        Raises:
+            EngineError: why none does; the supervisor has ended then.
+        """
+        states: queue.SimpleQueue[State] = queue.SimpleQueue()
+        listener = states.put
+        self.begin(listener)
+        try:
+            while True:
+                state = states.get()
+                if isinstance(state, Serving):
+                    return state
+                if isinstance(state, Ended):
+                    raise state.error or EngineDied("the scheduler was stopped before it was ready")
+        finally:
+            self.unsubscribe(listener)
+
+    def begin(self, listener: Listener) -> None:
+        """Start the first scheduler; ``listener`` hears what becomes of it."""
+        self.subscribe(listener)
+        self._thread.start()
+
+    def subscribe(self, listener: Listener) -> None:
+        """``listener`` hears the present state now and every later one, in the supervisor's thread."""
+        with self._lock:
+            self._listeners.append(listener)
+            if self._state is not None:
+                listener(self._state)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """``listener`` hears no more of it."""
+        with self._lock:
+            self._listeners.remove(listener)
+
+    def signal(self, number: int) -> None:
+        """Hand a signal on to the scheduler, if there is one."""
+        child = self._child
+        if child is not None:
+            with suppress(ProcessLookupError):
+                child.process.send_signal(number)
+
+    def hurry(self) -> None:
+        """Requests that the scheduler still finishes, while :meth:`close` waits in another thread, end now."""
+        self.signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Begin to end: the scheduler in order, or by force after ``stop_timeout_s``, or :data:`STOP_SILENCE_S` if it says nothing;
+        :class:`Ended` says when."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._last_resort.start()
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)  # a stopped process can end in order, too
+        child = self._child
+        if child is not None and self._policy.hang_timeout_s > 0:
+            threading.Thread(
+                target=self._kill_if_silent, args=(child,), name="caesura-silence", daemon=True
+            ).start()
+
+    def close(self) -> None:
+        """:meth:`stop`, and wait for it. Idempotent."""
+        self.stop()
+        if self._thread.ident is None:
+            self._remove_directory()
+        else:
+            self._thread.join()
+        self._last_resort.cancel()
+
+    def _kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def _kill_if_silent(self, child: Child) -> None:
+        """In a thread, for a scheduler that was told to end."""
+        with self._asking(STOP_SILENCE_S) as client:
+            try:
+                client.status(timeout=STOP_SILENCE_S)
+            except TimedOut:
+                if not child.wait(0.0):
+                    self._logger.warning(
+                        "%s has neither ended nor answered for %g s after SIGTERM, and is killed",
+                        self._name, STOP_SILENCE_S,
+                    )  # fmt: skip
+                    child.process.kill()
+            except CaesuraError:  # a refusal is an answer, and an end is one as well
+                pass
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            private_directory.remove(self._directory)
+
+    def _run(self) -> None:
+        error: EngineError | None = None
+        try:
+            error = self._supervise()
+        except Exception as defect:  # noqa: BLE001  the end of a thread: whoever waits must hear of it
+            error = InternalError(f"the supervisor has failed: {type(defect).__name__}: {defect}")
+        finally:
+            self._last_resort.cancel()
+            self._remove_directory()
+            self._tell(Ended(None if self._stopping.is_set() else error))
+
+    def _supervise(self) -> EngineError | None:
+        """Until it is over; why, or None where the scheduler was told to end."""
+        while True:
+            try:
+                self._run_once()
+            except _Failure as failure:
+                if self._stopping.is_set():
+                    self._logger.warning("%s, which was to end, %s", self._name, failure)
+                    return None
+                if failure.final is not None:
+                    return failure.final
+                if failure.waits:
+                    self._wait(str(failure))
+                elif not self._may_restart(str(failure)):
+                    return self._gave_up(str(failure))
+            else:
+                return None
+            if self._stopping.is_set():
+                return None
+
+    def _may_restart(self, reason: str) -> bool:
+        """Wait for the next restart; False: there have been too many."""
+        policy, now = self._policy, time.monotonic()
+        while self._restarts and now - self._restarts[0] > policy.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= policy.max_restarts:
+            return False
+        delay = policy.delay(len(self._restarts))
+        self._restarts.append(now)
+        self._num_restarts += 1
+        self._logger.warning(
+            "%s %s; restart %d of %d within %g s, in %.1f s",
+            self._name, reason, len(self._restarts), policy.max_restarts, policy.window_s, delay,
+        )  # fmt: skip
+        self._tell(Down(reason, delay))
+        self._stopping.wait(delay)
+        return True
+
+    def _wait(self, reason: str) -> None:
+        """Wait for the next start of a scheduler that waits for something else."""
+        delay = self._policy.delay(self._num_waits)
+        self._num_waits += 1
+        logger.warning("%s %s; next try in %.1f s", self._name, reason, delay)
+        self._tell(Down(reason, delay))
+        self._stopping.wait(delay)
+
+    def _gave_up(self, reason: str) -> EngineError:
+        policy = self._policy
+        return EngineDied(
+            f"{self._name} {reason}; it was restarted {len(self._restarts)} times within {policy.window_s:g} s: giving up",
+            restarts=self._num_restarts,
+        )
+
+    def _run_once(self) -> None:
+        """One scheduler, from its start to its end; returns where that was in order.
+
+        Raises:
+            _Failure: it was not.
+        """
+        try:
+            command = [*self._command, "--endpoint", self.endpoint]
+            child = Child(command, None, None, environment=self._environment)
+        except OSError as error:
+            raise _Failure(f"could not be started: {error}") from error
+        self._child = child
+        try:
+            if self._stopping.is_set():
+                return
+            self.endpoint = self._wait_ready(child)
+            self._has_served, self._num_waits = True, 0
+            self._tell(Serving(self.endpoint, child.process.pid, self._num_restarts))
+            self._watch(child)
+        finally:
+            self._child = None
+            child.end()
+
+    def _wait_ready(self, child: Child) -> str:
+        try:
+            return child.wait_ready(self._policy.startup_timeout_s)
+        except EngineDied as error:
+            wrong = error if child.process.returncode == USAGE_STATUS else None
+            raise _Failure(f"{_exit_of(child)} before it was ready", wrong) from error
+        except TimedOut as error:
+            child.process.kill()
+            reason = f"was not ready within {self._policy.startup_timeout_s:g} s and was killed"
+            raise _Failure(reason) from error
+        except EngineError as error:
+            final = error if not self._has_served or error.code in _NEVER_AGAIN else None
+            waits = error.code == ErrorCode.STATE_FILE_ERROR
+            raise _Failure(f"refused to start: {error}", final, waits=waits) from error
+
+    def _watch(self, child: Child) -> None:
+        """Until the process has ended; it is killed when it hangs."""
+        patience = self._policy.hang_timeout_s
+        if patience <= 0:
+            while not child.wait(3600.0):
+                pass
+        elif not self._answers_until_it_ends(child, patience):
+            child.process.kill()
+            child.wait(self._policy.stop_timeout_s)
+            raise _Failure(f"did not answer its status for {patience:g} s and was killed")
+        if child.process.returncode != 0:
+            raise _Failure(_exit_of(child))
+        self._logger.info("%s %s", self._name, how_it_ended(0))
+
+    def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
+        """False as soon as it has been silent for ``patience`` seconds.
+
+        Two probes in a row must fail: where this process was stopped together with the scheduler, the first one fails
+        at once when both go on.
+        """
+        each = patience / _PROBES_PER_HANG
+        with self._asking(each) as client:
+            client.expect_exit()
+            child.report_exit_to(weakref.WeakMethod(client.engine_exited))
+            answered, missed = time.monotonic(), 0
+            while not child.wait(min(each, _LONGEST_PROBE_INTERVAL_S)):
+                try:
+                    client.status(timeout=each)
+                except (TimedOut, EngineDied):
+                    missed += 1
+                    if missed > 1 and time.monotonic() - answered >= patience and not child.wait(0.0):
+                        return False
+                    continue
+                except CaesuraError:  # a refusal is an answer
+                    pass
+                answered, missed = time.monotonic(), 0
+        return True
+
+    def _asking(self, connect_timeout: float) -> ControlClient:
+        server_key, own_keys = self._keys
+        return ControlClient(
+            self.endpoint,
+            connect_timeout=connect_timeout,
+            curve_server_key=server_key,
+            curve_client_key_file=own_keys,
+        )
+
+    def _tell(self, state: State) -> None:
+        with self._lock:
+            self._state = state
+            for listener in self._listeners:
+                listener(state)
+
+
+def _exit_of(child: Child) -> str:
+    """How a process ended, with its last words."""
+    with suppress(subprocess.TimeoutExpired):
+        child.process.wait(1.0)
+    how = how_it_ended(child.process.returncode)
+    last = child.last_line()[:_LAST_LINE]
+    return f"{how}, last line: {last}" if last else how

@@ -1,0 +1,257 @@
+"""``/v1/images/generations``: images of one prompt from a diffusion policy, as PNG in base64.
+
+Invariants:
+- Image ``i`` has the noise of ``(seed, i)``, without noise between the steps: what ``generate_images`` makes with the same arguments.
+- Fields that would change the picture and are not supported are refused by name; images are never stored, so there are no URLs.
+- A client that leaves aborts its images. An image that was aborted is ``null``, and its ``finish_reason`` says so.
+"""
+
+import re
+from base64 import b64encode
+from collections.abc import Sequence
+from time import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from litestar import Response, post
+from litestar.handlers import HTTPRouteHandler
+
+from ....io_struct import CaesuraError, FinishReason, SdeParams, WeightVersionSpan, new_id
+from ....io_struct.base import Identifier
+from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS
+from ...connection.images import ImageOutput
+from ...exceptions import InvalidRequest
+from ..bodies import UNREADABLE, unreadable
+from ..context import Front
+from ..exchange import HTTPRequest, command, unless_left
+from ..modality import makes_images
+from ..png import png_of
+from .common import EXCEPTION_HANDLERS, check_model
+from .schema import NOTHING, AnySeed
+
+MAX_IMAGES = 256
+"""Of one request."""
+MAX_PIXELS = 1 << 25
+"""Of all images of one request: 96 MiB before compression, all of which the server holds."""
+_SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})\Z")
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
+Scale = Annotated[float, msgspec.Meta(ge=0)]
+
+REFUSED = {
+    "style": "the prompt says it",
+    "stream": "images come when they are complete",
+    "partial_images": "images come when they are complete",
+    "image": "images as input are not supported",
+    "mask": "images as input are not supported",
+    "lora": "there are no adapters",
+}
+"""Field → why a value in it is refused."""
+WITHOUT_EFFECT = {
+    "quality": ("auto", "standard"),
+    "background": ("auto", "opaque"),
+    "output_format": ("png",),
+    "output_compression": (100,),
+}
+"""Field → the values that are as if it were left out."""
+
+
+class ImageRequestBody(msgspec.Struct, kw_only=True):
+    """``POST /v1/images/generations``. Null means "not given"; keys that are not here are ignored, and named in the log, as on the
+    other OpenAI routes."""
+
+    prompt: Text
+    model: str | None = None
+    """None or empty: the one that is served."""
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)] | None = None
+    size: str | None = None
+    """``WIDTHxHEIGHT`` in pixels. None and ``auto``: the engine's default."""
+    response_format: Literal["b64_json", "url"] | None = None
+    """``url`` is refused."""
+
+    # Beyond OpenAI, with the names of vLLM-Omni and SGLang's diffusion server
+    negative_prompt: Text | None = None
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] | None = None
+    guidance_scale: Scale | None = None
+    true_cfg_scale: Scale | None = None
+    """Taken before ``guidance_scale`` where both are given."""
+    seed: AnySeed | None = None
+    """Negative ones are folded into 63 bits. None: drawn."""
+    max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
+    rid: Identifier | None = None
+    """Names the images, for an abort; also the id of the answer."""
+    min_weights_epoch: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+
+    # Refused unless they ask for nothing
+    quality: Any = None
+    background: Any = None
+    output_format: Any = None
+    output_compression: Any = None
+    style: Any = None
+    stream: Any = None
+    partial_images: Any = None
+    image: Any = None
+    mask: Any = None
+    lora: Any = None
+
+
+IGNORED_KEYS = frozenset({"user", "moderation", "metadata"})
+"""Labels, and what concerns a hosted service."""
+
+_DECODER = msgspec.json.Decoder(ImageRequestBody, strict=False)
+
+
+class Picture(msgspec.Struct, kw_only=True):
+    """One image of an answer."""
+
+    b64_json: str | None
+    """A PNG; None of an image that was aborted."""
+    finish_reason: str
+    weight_versions: list[WeightVersionSpan]
+    """Over the steps."""
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """OpenAI's ``ImagesResponse``, and beyond it the id, the seed and the weights."""
+
+    created: int
+    data: list[Picture]
+    size: str
+    output_format: str = "png"
+    id: str
+    seed: int
+    metadata: dict[str, Any]
+    """``weight_version``: the newest label among the images."""
+
+
+def decode_body(body: bytes) -> ImageRequestBody:
+    """Raises :class:`InvalidRequest` for what is malformed or refused by name."""
+    try:
+        asked = _DECODER.decode(body)
+    except UNREADABLE as error:
+        wrong = unreadable(error, body, ImageRequestBody)
+        field = re.split(r"[.\[]", wrong.field, maxsplit=1)[0] or None
+        raise InvalidRequest(wrong.sentence, field=field) from error
+    for name, reason in REFUSED.items():
+        if getattr(asked, name) not in (*NOTHING, 0):
+            raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
+    for name, values in WITHOUT_EFFECT.items():
+        if (value := getattr(asked, name)) not in (*NOTHING, *values):
+            raise InvalidRequest(
+                f"{name} = {msgspec.json.encode(value)[:64].decode()} is not supported, only {values[0]!r}",
+                field=name,
+            )
+    if asked.response_format == "url":
+        raise InvalidRequest(
+            "response_format = 'url' is not supported: images are not stored; ask for 'b64_json'",
+            field="response_format",
+        )
+    return asked
+
+
+def options_of(asked: ImageRequestBody) -> dict[str, Any]:
+    """Keywords of ``generate_images``; what the body leaves out has the client's defaults.
+
+    Raises:
+        InvalidRequest: a size that is none, or more pixels than one answer has.
+    """
+    width, height = size_of(asked.size)
+    count = asked.n or 1
+    if count * (width or 512) * (height or 512) > MAX_PIXELS:
+        raise InvalidRequest(
+            f"{count} images of {width}x{height} pixels; at most {MAX_PIXELS} pixels in one answer", field="n"
+        )
+    given = {
+        "negative_prompt": asked.negative_prompt,
+        "n": asked.n,
+        "width": width,
+        "height": height,
+        "num_inference_steps": asked.num_inference_steps,
+        "guidance_scale": asked.guidance_scale if asked.true_cfg_scale is None else asked.true_cfg_scale,
+        "max_sequence_length": asked.max_sequence_length,
+        "min_weights_epoch": asked.min_weights_epoch,
+        "seed": None if asked.seed is None else asked.seed & (2**63 - 1),
+    }
+    return {
+        **{name: value for name, value in given.items() if value is not None},
+        "return_embeds": False,
+        "sde": SdeParams(type="ode"),
+    }
+
+
+def size_of(size: str | None) -> tuple[int | None, int | None]:
+    """Width and height in pixels; None: the engine's.
+
+    Raises:
+        InvalidRequest: it is no size, or one beyond the wire's limit.
+    """
+    if size is None or size in ("", "auto"):
+        return None, None
+    found = _SIZE.match(size)
+    width, height = (0, 0) if found is None else (int(found[1]), int(found[2]))
+    if not (0 < width <= MAX_IMAGE_SIDE and 0 < height <= MAX_IMAGE_SIDE):
+        raise InvalidRequest(
+            f"size = {size[:32]!r} must be WIDTHxHEIGHT with 1 to {MAX_IMAGE_SIDE} pixels each, or 'auto'",
+            field="size",
+        )
+    return width, height
+
+
+@post(
+    "/v1/images/generations",
+    status_code=200,
+    opt={"access": "user", "body": "text"},
+    guards=[makes_images],
+    exception_handlers=EXCEPTION_HANDLERS,
+)
+async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Images of one prompt."""
+    body = await request.body()
+    asked = decode_body(body)
+    front.unknown_keys.note("/v1/images/generations", body, ImageRequestBody, IGNORED_KEYS)
+    check_model(front, asked.model)
+    rid = asked.rid or f"img-{new_id()}"
+    await front.admission.check()
+    work = front.client.generate_images(asked.prompt, rid=rid, **options_of(asked))
+    try:
+        made = await unless_left(request, command(front, "image_generations", work))
+    except CaesuraError as error:
+        raise _in_terms_of_the_body(error) from error
+    outputs: list[ImageOutput] = made if isinstance(made, list) else [made]
+    front.last_image.keep(outputs)
+    encoded = await front.workers.run(lambda: _encoded(rid, outputs))
+    return Response(encoded, media_type="application/json")
+
+
+def _in_terms_of_the_body(error: CaesuraError) -> CaesuraError:
+    """``size`` is what the body calls width and height."""
+    if error.detail.get("field") in ("width", "height"):
+        error.detail = {**error.detail, "field": "size"}
+    return error
+
+
+def _encoded(rid: str, outputs: Sequence[ImageOutput]) -> bytes:
+    sizes = [each.image.shape for each in outputs if each.image is not None]
+    spans = [span for each in outputs for span in each.weight_versions]
+    newest = max(spans, key=lambda span: span.epoch, default=None)
+    answer = Answer(
+        id=rid,
+        created=int(time()),
+        data=[_picture(each) for each in outputs],
+        size=f"{sizes[0][1]}x{sizes[0][0]}" if sizes else "",
+        seed=outputs[0].seed,
+        metadata={"weight_version": None if newest is None else newest.version},
+    )
+    return msgspec.json.encode(answer)
+
+
+def _picture(output: ImageOutput) -> Picture:
+    reason: FinishReason = output.finish_reason
+    return Picture(
+        b64_json=None if output.image is None else b64encode(png_of(output.image)).decode(),
+        finish_reason=reason.type,
+        weight_versions=output.weight_versions,
+    )
+
+
+ROUTES: list[HTTPRouteHandler] = [generate_images]

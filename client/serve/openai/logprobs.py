@@ -1,0 +1,182 @@
+"""Logprobs in OpenAI's format: tokens as text and as bytes, the most likely tokens, text offsets.
+
+Invariants:
+- The bytes of the tokens of an output, joined, are the bytes of its text (special tokens and a leading space apart), also where
+  a character is spread over several tokens. Their texts are not: bytes that are no whole character are written U+FFFD.
+- JSON has no infinity: a token that cannot occur has the logprob -9999, as OpenAI's do.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
+from ...text.tokenizer import TextTokenizer
+from .schema import ChatLogprobs, ContentLogprob, Logprobs, TokenLogprob
+
+LOWEST = -9999.0
+Position = tuple[int, float | None, Sequence[tuple[float, int]]]
+"""Token id, its logprob (None: the first of a prompt), and logprobs with ids of the most likely tokens."""
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet, in which byte-level vocabularies are written: printable bytes are themselves, the others are the
+    code points from 256 on, in order (Radford et al. 2019, encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_of_character()
+
+
+class _TokenTable:
+    """Token id → its bytes and its text, looked up once for each id."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {
+            id: token.content for id, token in tokenizer.backend.get_added_tokens_decoder().items()
+        }
+        decoder = tokenizer.backend.decoder
+        state = {} if decoder is None else msgspec.json.decode(decoder.__getstate__())
+        kinds = {part["type"] for part in state.get("decoders", [state]) if "type" in part}
+        self._byte_level = "ByteLevel" in kinds
+        self._metaspace = "Metaspace" in kinds or bool(tokenizer.byte_ids)
+        self._known: dict[int, tuple[bytes, str]] = {}
+
+    def __getitem__(self, token: int) -> tuple[bytes, str]:
+        known = self._known.get(token)
+        if known is None:
+            data = self._find(token)
+            known = self._known[token] = (data, data.decode("utf-8", "replace"))
+        return known
+
+    def _find(self, token: int) -> bytes:
+        written = self._added.get(token)
+        if written is not None:
+            return written.encode()
+        written = self._tokenizer.backend.id_to_token(token)
+        if written is None:
+            return b""  # the model's vocabulary may be padded
+        if self._byte_level:
+            found = [_BYTES.get(character) for character in written]
+            return written.encode() if None in found else bytes(byte for byte in found if byte is not None)
+        if token in self._tokenizer.byte_ids:
+            return bytes([int(written[3:5], 16)])  # <0x0A>
+        if self._metaspace:
+            return written.replace("\u2581", " ").encode()
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+
+
+@lru_cache(maxsize=8)
+def _table_of(tokenizer: TextTokenizer) -> _TokenTable:
+    return _TokenTable(tokenizer)
+
+
+class TokenText:
+    """How tokens are written: as text and as bytes, or by their ids."""
+
+    def __init__(self, tokenizer: TextTokenizer | None, *, as_ids: bool = False) -> None:
+        """``as_ids``: tokens are written ``token_id:17``, as they are without a tokenizer."""
+        self._table = None if tokenizer is None else _table_of(tokenizer)
+        self._named = None if as_ids else self._table
+        self.skipped: frozenset[int] = frozenset() if tokenizer is None else tokenizer.skipped
+        """Ids that texts leave out when special tokens are skipped."""
+
+    def text(self, token: int) -> str:
+        """How logprobs name a token."""
+        return f"token_id:{token}" if self._named is None else self._named[token][1]
+
+    def data(self, token: int) -> bytes:
+        """Its exact bytes; none for an id without text."""
+        return b"" if self._table is None else self._table[token][0]
+
+
+class Offsets:
+    """Where the tokens of one choice begin in its text, in characters.
+
+    A token within a character begins where the character does; what follows a stop string that was cut off begins beyond the
+    end of the text.
+    """
+
+    def __init__(
+        self, tokens: TokenText, *, skip_special_tokens: bool, leading_space_cut: bool = False
+    ) -> None:
+        """``leading_space_cut``: the text begins without the space that its first token begins with."""
+        self._tokens = tokens
+        self._skipped = tokens.skipped if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._count = -1 if leading_space_cut else 0
+
+    def advance(self, token: int) -> int:
+        """The offset of ``token``, which comes next."""
+        offset = max(self._count, 0)
+        if token not in self._skipped:
+            self._count += len(self._decoder.decode(self._tokens.data(token)))
+        return offset
+
+
+def output_positions(output: GenerateOutput | TokenDelta) -> list[Position]:
+    """The output's tokens, or the new ones of a chunk."""
+    return _positions(output.output_ids, output.output_logprobs, output.output_top_logprobs)
+
+
+def input_positions(prompt_ids: Sequence[int], output: GenerateOutput) -> list[Position]:
+    """The prompt's tokens, with logprobs from its beginning; none where the sample ended before its prompt was computed."""
+    logprobs = output.input_logprobs
+    if logprobs is None:
+        return []
+    rest = _positions(prompt_ids[1:], logprobs[1:], output.input_top_logprobs)
+    return [(prompt_ids[0], None, ()), *rest]
+
+
+def _positions(
+    ids: Sequence[int], logprobs: Sequence[float | None] | None, top: TokenLogprobs | None
+) -> list[Position]:
+    values = [None] * len(ids) if logprobs is None else logprobs
+    others = [()] * len(ids) if top is None else [top.at(position) for position in range(len(ids))]
+    return list(zip(ids, values, others, strict=True))
+
+
+def completion_logprobs(positions: Iterable[Position], tokens: TokenText, offsets: Offsets) -> Logprobs:
+    """Columns over the positions. Each has the most likely tokens and the sampled one by their text; of several tokens with the
+    same text the most likely stays."""
+    columns = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token, logprob, top in positions:
+        name = tokens.text(token)
+        columns.tokens.append(name)
+        columns.text_offset.append(offsets.advance(token))
+        if logprob is None:
+            columns.token_logprobs.append(None)
+            columns.top_logprobs.append(None)
+            continue
+        logprob = max(logprob, LOWEST)
+        named: dict[str, float] = {}
+        for value, other in top:
+            named.setdefault(tokens.text(other), max(value, LOWEST))
+        named.setdefault(name, logprob)
+        columns.token_logprobs.append(logprob)
+        columns.top_logprobs.append(named)
+    return columns
+
+
+def chat_logprobs(positions: Iterable[Position], tokens: TokenText) -> ChatLogprobs:
+    """One entry for each position."""
+    content = []
+    for token, logprob, top in positions:
+        others = [
+            TokenLogprob(token=tokens.text(id), logprob=max(value, LOWEST), bytes=list(tokens.data(id)))
+            for value, id in top
+        ]
+        content.append(
+            ContentLogprob(
+                token=tokens.text(token),
+                logprob=LOWEST if logprob is None else max(logprob, LOWEST),
+                bytes=list(tokens.data(token)),
+                top_logprobs=others,
+            )
+        )
+    return ChatLogprobs(content=content)

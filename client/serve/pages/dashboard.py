@@ -1,0 +1,88 @@
+"""``/dashboard``: a page with live figures of the engine, and the route of its data; ``/`` redirects to it.
+
+Invariants:
+- The page is the same bytes for everybody and says nothing, nor does ``/``: all figures come from ``/dashboard/data``, which
+  needs the key of a user. The key is typed into the page, kept in the browser's session storage, and sent in a header only.
+- The page loads nothing from anywhere but this server, runs no script and applies no style but its own (a policy of hashes
+  says so to the browser), cannot be framed, and inserts what it is told as text.
+- It is answered in every state of the engine, and without the engine: then the last figures stand, with their age.
+"""
+
+from time import time
+from typing import Annotated
+
+import msgspec
+from litestar import MediaType, Response, get
+from litestar.handlers import HTTPRouteHandler
+
+from ....io_struct import GetMemoryHistoryReqOutput
+from ...connection.async_control_client import AsyncControlClient
+from ...exceptions import EngineError
+from ...memory_view.text import model_label
+from ..context import Front
+from ..exchange import HTTPRequest, query_of
+from ..health import NOBODY
+from .document import PageData, served
+from .engine_metrics import ANSWER_S
+
+
+class _DataQuery(msgspec.Struct, kw_only=True):
+    after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
+    """As far as a page's script counts; below 0 is 0."""
+    since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
+    image: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+    """Number of the image that the page shows."""
+
+
+@get("/", opt={"access": "open"}, summary="To the page", status_code=307)
+async def root() -> Response[bytes]:
+    """For whoever types the address only; relative, so that it holds behind a prefix too."""
+    return Response(b"", media_type=MediaType.TEXT, headers={"location": "dashboard"})
+
+
+@get("/dashboard", opt={"access": "open"}, summary="The engine as a page")
+async def page() -> Response[bytes]:
+    """The page itself, without a figure in it."""
+    content, policy = served()
+    headers = {
+        "content-security-policy": policy,
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    return Response(content, media_type=MediaType.HTML, headers=headers)
+
+
+@get("/dashboard/data", opt={"access": "user"}, summary="What the page shows")
+async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """News: memory events with a number over ``after`` (some of them: see ``more``), ticks later than ``since``, the last image unless it is ``image``."""
+    query = query_of(request, _DataQuery)
+    engine = front.metrics.engine
+    look = await engine.look(front.client)
+    history = await _history(front.client, max(0, query.after)) if look.answered else None
+    content = PageData(
+        now=time(),
+        answered=look.answered,
+        age_s=look.age_s,
+        throughput=look.throughput,
+        model_name=front.options.served_model_name or model_label(front.options.model_path),
+        status=look.status,
+        history=history,
+        ticks=engine.ticks.since(query.since),
+        latencies=front.metrics.latencies(),
+        update=engine.last_update,
+        replicas=engine.replicas(),
+        image=front.last_image.after(query.image),
+    )
+    headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+    return Response(msgspec.json.encode(content), media_type="application/json", headers=headers)
+
+
+async def _history(client: AsyncControlClient, after: int) -> GetMemoryHistoryReqOutput | None:
+    try:
+        return await client.memory_history(after=after, owner=NOBODY, timeout=ANSWER_S)
+    except EngineError:
+        return None
+
+
+ROUTES: list[HTTPRouteHandler] = [root, page, data]

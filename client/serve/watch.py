@@ -1,0 +1,203 @@
+"""Ends the server: after signals, and when the engine has ended for good.
+
+Invariants:
+- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it
+  was started so; a second signal ends that, and the server with it. An engine that ends by itself ends the server with status 1,
+  after every waiting client has got its error.
+- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once. With ``--replicas`` it ends when
+  the last of them has ended for good.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..exceptions import EngineRestarting
+from ..launch.launcher import LaunchedScheduler
+from ..launch.notify import notify
+from ..launch.supervise import status_of
+from ..launch.supervisor import Down, Serving, State, Supervisor
+from ..replicas.processes import ReplicaProcesses
+
+if TYPE_CHECKING:
+    from .context import FrontEnd
+    from .server import Server
+
+T = TypeVar("T")
+
+EXIT_GRACE_S = 0.3
+"""Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
+TOLD_S, LOOK_S = 5.0, 0.02
+"""How long calls may wait for the lost connection to be noticed, and how often it is looked whether they still do."""
+DRAIN_S = 5.0
+"""How long generations on an engine that is not ours may go on after a signal, before they are aborted."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What ends the command; SIGHUP not where it was ignored when the command began, as under ``nohup``."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """A stop signal cancels the start: the command exits with 128 and the signal's number.
+
+    A second signal does not interrupt the cleanup; a third one has its default action.
+    """
+    came: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        came.append(number)
+        if len(came) == 1:
+            raise KeyboardInterrupt(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
+    try:
+        yield
+    except KeyboardInterrupt as interrupted:
+        number = signal.Signals(interrupted.args[0] if interrupted.args else signal.SIGINT)
+        click.echo(f"the server ends: {number.name} at start", err=True)
+        raise click.exceptions.Exit(128 + number) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def unless_stopped(starting: Coroutine[Any, Any, T]) -> T:
+    """What ``starting`` returns; a stop signal meanwhile cancels it. The loop keeps its signal handlers.
+
+    Raises:
+        KeyboardInterrupt: such a signal came; its number.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(starting)
+    came: list[int] = []
+
+    def cancel(number: int) -> None:
+        came.append(number)
+        task.cancel()
+
+    numbers = stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, cancel, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        if came:
+            raise KeyboardInterrupt(came[0]) from None
+        raise
+
+
+class Watch:
+    """Ends the server on a signal, or when the engine has ended for good."""
+
+    def __init__(
+        self,
+        server: "Server",
+        front: "FrontEnd",
+        launched: LaunchedScheduler | Supervisor | ReplicaProcesses | None,
+    ) -> None:
+        self.status = 0
+        self._server = server
+        self._front = front
+        self._launched = launched
+        self._stopping: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._process = -1
+        self._signals: list[signal.Signals] = []
+
+    def begin(self) -> None:
+        """From now on."""
+        loop = self._loop
+        self._signals = stop_signals()
+        for number in self._signals:
+            loop.add_signal_handler(number, self._on_signal)
+        if isinstance(self._launched, Supervisor | ReplicaProcesses):
+            self._launched.subscribe(self._hear)
+        elif self._launched is not None:
+            self._process = os.pidfd_open(self._launched.pid)
+            loop.add_reader(self._process, self._on_exit)
+
+    def end(self) -> None:
+        """No longer."""
+        loop = asyncio.get_running_loop()
+        for number in self._signals:
+            loop.remove_signal_handler(number)
+        self._forget_process()
+
+    def _forget_process(self) -> None:
+        if self._process >= 0:
+            asyncio.get_running_loop().remove_reader(self._process)
+            os.close(self._process)
+            self._process = -1
+
+    def _on_signal(self) -> None:
+        if self._stopping is not None:
+            self._server.force_exit = True  # the second one
+            if self._launched is not None:
+                self._launched.hurry()
+            return
+        self._stopping = asyncio.ensure_future(self._stop())
+
+    async def _stop(self) -> None:
+        """The engine first: it answers every request with what it has."""
+        notify("STOPPING=1")
+        self._server.stop_accepting()
+        if self._front.fleet is not None:
+            self._front.fleet.end()
+        if self._launched is not None:
+            self._forget_process()
+            await asyncio.to_thread(self._launched.close)
+        else:  # the engine stays: what does not end by itself is ended, and answered with what it has
+            asyncio.get_running_loop().call_later(DRAIN_S, self._front.manager.abort_all)
+        self._server.should_exit = True
+
+    def _hear(self, state: State) -> None:
+        """In the supervisor's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended before the engine
+            self._loop.call_soon_threadsafe(self._on_state, state)
+
+    def _on_state(self, state: State) -> None:
+        """What has become of a supervised engine."""
+        if self._stopping is not None:
+            return
+        if isinstance(state, Down):
+            message = f"the scheduler {state.reason}; another one is being started"
+            self._front.client.channel.refuse(EngineRestarting(message, reason=state.reason))
+            notify(f"STATUS={message}")
+        elif isinstance(state, Serving):
+            self._front.client.channel.refuse(None)
+            notify(f"STATUS=serving, {state.restarts} restarts")
+        else:
+            self.status = status_of(state.error)
+            reason = "the scheduler was told to end" if state.error is None else f"error: {state.error}"
+            click.echo(f"{reason}; the server ends as well", err=True)
+            self._leave_once_told(self._loop.time() + TOLD_S)
+
+    def _on_exit(self) -> None:
+        self._forget_process()
+        self.status = 1
+        click.echo("error: the scheduler process has ended; the server ends as well", err=True)
+        self._leave_once_told(self._loop.time() + TOLD_S)
+
+    def _leave_once_told(self, deadline: float) -> None:
+        """When every call has its error, which tells more than that the server ends, and has had time to be written."""
+        if self._front.client.channel.pending and self._loop.time() < deadline:
+            self._loop.call_later(LOOK_S, self._leave_once_told, deadline)
+        else:
+            self._loop.call_later(EXIT_GRACE_S, self._leave)
+
+    def _leave(self) -> None:
+        self._server.should_exit = True
+        self._stopping = asyncio.ensure_future(
+            self._front.client.close()
+        )  # whatever still waits gets its error

@@ -1,0 +1,402 @@
+"""The trainer's side of a weight update group: rank 0 of a process group whose other ranks are engines.
+
+Invariants:
+- The trainer never waits for a broadcast that an engine does not receive: the refusal arrives over the engine's socket and
+  ends the wait.
+- After a failed broadcast the ranks are out of step. The group is then dead on both sides; close it and create another.
+- Tensors are sent whole and as bytes, so any dtype works. Buckets are filled one at a time, in one buffer that is reused.
+
+The group is an ordinary one of torch.distributed: TCPStore at the master, ``PrefixStore`` of the group's name, the backend's
+own prefixes. A group that a trainer has made itself works as well (:meth:`WeightUpdateGroup.__init__`).
+"""
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...io_struct import CaesuraError, UpdateWeightsFromDistributedReqInput, WeightUpdateReqOutput
+from ...io_struct.field_errors import one_of, shown
+from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ..connection.channel import wait_for
+from ..connection.options import UpdateOptions, update_fields
+from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
+from .buckets import NamedTensors, bucket_size, manifest, pairs
+from .rendezvous import (
+    GRACE_S,
+    PREFIXES,
+    Backend,
+    await_ranks,
+    beside,
+    common_backend,
+    invite,
+    join,
+    leave,
+    mark_present,
+    ranks_of,
+    rendezvous,
+)
+from .several import started
+from .steps import Await, Run, Send, Steps, in_one_session
+
+if TYPE_CHECKING:
+    from ..connection.control_client import ControlClient
+
+LoadFormat = Literal["flattened_bucket"] | None
+Named = tuple[str, Tensor]
+
+_LOOK_S = 0.05
+"""How often is looked for an engine's answer while a broadcast is under way that says itself when it ends."""
+_POLL_S = 0.0005
+_MAX_POLL_S = 0.005
+_POLLS = 16  # within a broadcast's time so far: looking costs a trainer CPU, and an end that is seen late costs time
+_CLOSE_S = 1.0
+
+
+class WeightUpdateGroup:
+    """A process group whose rank 0 is this trainer and whose other ranks are engines."""
+
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        group_name: str = DEFAULT_GROUP_NAME,
+        backend: Backend = "gloo",
+        clients: "Sequence[ControlClient]" = (),
+    ) -> None:
+        """Wrap an existing group: this process is its rank 0, engines have joined it as ``group_name``.
+
+        Args:
+            process_group: a torch.distributed ProcessGroup, or a bare backend.
+            clients: clients of its engines, in the order of their ranks from 1; :meth:`close` makes them leave.
+        """
+        self.group_name = group_name
+        """Name of the group in the engines."""
+        self.clients = list(clients)
+        """Clients of its engines, in the order of their ranks from 1."""
+        self._group = process_group
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._broadcast_timeout: timedelta | None = None  # that of the group
+        self._dead: str | None = None
+        self.store: Any = None
+        """Where its ranks met, if :meth:`create` has made it."""
+
+    @classmethod
+    def create(
+        cls,
+        clients: "Sequence[ControlClient]",
+        *,
+        master_address: str = "127.0.0.1",
+        master_port: int = 0,
+        group_name: str = DEFAULT_GROUP_NAME,
+        backend: Backend | None = None,
+        timeout_s: float = 60.0,
+        broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
+    ) -> Self:
+        """Create a group of this process and the engines of ``clients``; returns when all have joined.
+
+        A group of the same name that an earlier trainer left behind is destroyed first.
+
+        Args:
+            master_address: address of this process for the engines. If it is an address of this host, the rendezvous listens
+                only there; else (behind NAT, for example) on all addresses.
+            master_port: port of the rendezvous; 0: any free port.
+            backend: None means nccl if every engine and this process have CUDA devices, else gloo.
+            timeout_s: maximum seconds for joining.
+            broadcast_timeout_s: maximum seconds for every broadcast later.
+
+        Raises:
+            CaesuraError: the error of an engine; ``group_error`` if a rank did not join in time.
+        """
+        backend = _backend(clients, backend, timeout_s)
+        for client in clients:
+            with contextlib.suppress(GroupError):  # there was none
+                client.destroy_weights_update_group(group_name, timeout=timeout_s)
+        ranks = ranks_of(clients, timeout_s)
+        limit, size = timedelta(seconds=timeout_s), 1 + sum(ranks)
+        store, is_local = rendezvous(master_address, master_port, size, limit)
+        broadcast_limit = timedelta(seconds=broadcast_timeout_s)
+        mark_present(store, group_name, backend)
+        if backend == "nccl":
+            limit = broadcast_limit
+        limits = timeout_s, broadcast_timeout_s
+        tickets = invite(clients, master_address, store.port, group_name, backend, limits, ranks=ranks)
+        listen = master_address if is_local else None
+        joining = beside(partial(join, store, group_name, backend, size, limit, listen))
+        try:
+            await_ranks([*tickets, joining], timeout_s)
+        except (CaesuraError, RuntimeError) as error:
+            leave(clients, group_name, timeout_s)
+            if isinstance(error, CaesuraError):
+                raise
+            raise GroupError(f"this process could not join its group: {error}") from error
+        group = cls(joining.result(), group_name=group_name, backend=backend, clients=clients)
+        store.set_timeout(broadcast_limit)  # NCCL's ranks meet in it at the first broadcast
+        group.store, group._broadcast_timeout = store, broadcast_limit
+        return group
+
+    def steps(
+        self,
+        named_tensors: NamedTensors,
+        options: dict[str, Any],
+        *,
+        bucket_bytes: int,
+        load_format: LoadFormat = "flattened_bucket",
+    ) -> Steps:
+        """All messages of one update, and its broadcasts; ``options`` are fields of ``WeightUpdateOptions``.
+
+        More than one bucket makes a session of its own, unless the options name one: the update is then all or nothing.
+        """
+        if self._dead is not None:
+            raise self._error(self._dead)
+        tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
+        parts = list(whole(tensors, bucket_size(bucket_bytes)))
+        return (
+            yield from in_one_session(
+                tensors, options, len(parts), lambda named: self._calls(parts, named, load_format)
+            )
+        )
+
+    def update(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        load_format: LoadFormat = "flattened_bucket",
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> list[WeightUpdateReqOutput]:
+        """Update all engines of the group with one broadcast; returns their replies in the order of ranks.
+
+        The arguments are those of ``ControlClient.update_weights_from_distributed``. If every client has begun a session, the
+        update belongs to these sessions. If one engine fails, its error is raised; the others may have committed, so compare
+        their ``weights_epoch``.
+        """
+        begun = all(client.session_id is not None for client in self.clients)
+        named = update_fields(options)
+        if begun and self.clients:
+            named["session_id"] = self.clients[0].session_id
+        steps = self.steps(named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
+        return _Fleet(self.clients, timeout, begun=begun).drive(steps)
+
+    def close(self) -> None:
+        """Leave the group, and have its engines leave. Idempotent."""
+        clients, self.clients = self.clients, []
+        leave(clients, self.group_name, GRACE_S)
+        self._die("it was closed")
+        self.store = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
+        """Broadcast ``part``, for calls that somebody else makes; ``answered`` says that an engine takes no more of it.
+
+        Raises:
+            GroupError: it failed, and the group is dead.
+        """
+        failure = self._dead or self._send(part, load_format, answered)
+        if failure is not None:
+            raise self._error(failure)
+
+    def _calls(
+        self, parts: list[list[Named]], options: dict[str, Any], load_format: LoadFormat
+    ) -> Generator[Send | Await | Run, Any, Any]:
+        reply = None
+        for part in parts:
+            request = UpdateWeightsFromDistributedReqInput(
+                specs=manifest(part), group_name=self.group_name, load_format=load_format, **options
+            )
+            ticket = yield Send(request)
+            try:
+                failure = yield Run(partial(self._send, part, load_format, ticket.done))
+                reply = yield Await(ticket, request)
+            except BaseException as error:
+                self._die(f"a call failed: {error!r}")
+                raise
+            if failure is not None:
+                raise self._error(failure)
+        return reply
+
+    def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> str | None:
+        """Broadcast ``part``; returns why it failed, or None. The engines' replies say more."""
+        try:
+            for flat in self._flat(part, load_format):
+                self._broadcast(flat, answered)
+        except (RuntimeError, TimeoutError) as error:
+            self._die(f"a broadcast failed: {error}")
+        except BaseException:
+            self._die("a broadcast was interrupted")
+            raise
+        return self._dead
+
+    def _flat(self, part: list[Named], load_format: LoadFormat) -> Iterator[Tensor]:
+        """The bytes of each broadcast, in one buffer; it is used again when the next is asked for."""
+        for batch in [part] if load_format is not None else [[named] for named in part]:
+            total = sum(tensor.nbytes for _, tensor in batch)
+            if self._buffer.numel() < total:
+                self._buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
+            end = 0
+            for _, tensor in batch:
+                start, end = end, end + tensor.nbytes
+                self._buffer[start:end].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+            yield self._buffer[:total]
+
+    def _broadcast(self, flat: Tensor, answered: Callable[[], bool]) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        if self._broadcast_timeout is not None:
+            options.timeout = self._broadcast_timeout
+        work = self._group.broadcast([flat], options)
+        wait_a_little = self._waits_for(work)
+        given_up = float("inf")
+        while not work.is_completed():
+            now = time.monotonic()
+            if answered():  # if well, the last bytes have arrived, and this end learns of it next
+                given_up = min(given_up, now + 1)
+            if now > given_up:
+                raise TimeoutError("an engine answered before it had everything")
+            wait_a_little()
+        work.wait()
+
+    def _waits_for(self, work: Any) -> Callable[[], object]:
+        """Waits until ``work`` has ended, or for a moment."""
+        if (
+            self._device == "cpu"
+        ):  # gloo says when: looking costs a trainer CPU, the more the longer engines take
+            ended = threading.Event()
+            work.get_future().add_done_callback(lambda _: ended.set())
+            return partial(ended.wait, _LOOK_S)
+        began = time.monotonic()  # NCCL's future is done when the broadcast is enqueued
+        return lambda: time.sleep(min(max(_POLL_S, (time.monotonic() - began) / _POLLS), _MAX_POLL_S))
+
+    def _die(self, reason: str) -> None:
+        """Close the connections, so that engines which wait for a broadcast hear of it. The first reason stays."""
+        self._dead = self._dead or reason
+        holder, self._group = [self._group], None
+        # Its end waits for a broadcast that nobody takes, if there is one. A process that ended in between would abort.
+        wait([beside(holder.clear)], _CLOSE_S)
+
+    def _error(self, reason: str) -> GroupError:
+        return GroupError(
+            f"weight update group {self.group_name!r} is dead ({reason}): close it and create it again",
+            group_name=self.group_name,
+        )
+
+
+def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
+    """``backend``, or what this process and all engines have in common.
+
+    Raises:
+        InvalidRequest: these are no clients, or no backend.
+        Unsupported: this process has no device for it.
+    """
+    if not isinstance(clients, Sequence):
+        raise InvalidRequest(
+            f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
+        )
+    if backend is not None and backend not in PREFIXES:
+        raise InvalidRequest(
+            f"backend = {shown(backend)} must be {one_of(sorted(PREFIXES))}", field="backend"
+        )
+    backend = backend or common_backend(clients, timeout_s)
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise Unsupported("the backend nccl needs a CUDA device")
+    return backend
+
+
+class _Tickets:
+    """One message to several engines."""
+
+    def __init__(self, futures: list[Future[Any]]) -> None:
+        self.futures = futures
+
+    def done(self) -> bool:
+        """One of them failed, or all have answered."""
+        return any(f.done() and f.exception() is not None for f in self.futures) or all(
+            f.done() for f in self.futures
+        )
+
+
+class _Fleet:
+    """Drives the steps of one update on several engines at once."""
+
+    def __init__(self, clients: "list[ControlClient]", timeout: float | None, *, begun: bool) -> None:
+        """``begun``: every client has a session of its own, which the calls belong to."""
+        self._clients = clients
+        self._timeout = timeout
+        self._begun = begun
+
+    def drive(self, steps: Steps) -> list[WeightUpdateReqOutput]:
+        """As the clients do it for one."""
+        try:
+            wanted = next(steps)
+            while True:
+                try:
+                    came = self._do(wanted)
+                except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
+                    wanted = steps.throw(error)
+                else:
+                    wanted = steps.send(came)
+        except StopIteration as stop:
+            replies: list[WeightUpdateReqOutput] = stop.value
+            return replies
+
+    def _do(self, wanted: Send | Await | Run) -> Any:
+        if isinstance(wanted, Send):
+            return _Tickets([self._start(client, wanted) for client in self._clients])
+        if isinstance(wanted, Run):
+            return wanted.work()
+        return self._replies(wanted)
+
+    def _start(self, client: "ControlClient", wanted: Send) -> Future[Any]:
+        """``client.start``, whose error is that engine's answer: what the others were sent is not forgotten for it."""
+        request = copy.copy(wanted.request)
+        if self._begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
+            request.session_id = client.session_id
+        return started(client, request, wanted.expects)
+
+    def _replies(self, wanted: Await) -> list[Any]:
+        """Every engine's reply. Once all have answered, the first error, refusals first."""
+        replies: list[Any] = []
+        errors: list[EngineError] = []
+        for client, future in zip(self._clients, wanted.ticket.futures, strict=True):
+            try:
+                replies.append(wait_for(future, wanted.request.id, self._timeout))
+            except EngineError as error:
+                error.add_note(f"engine at {client.endpoint}")
+                errors.append(error)
+        refused = [error for error in errors if is_answer(error)]
+        if errors:
+            raise (refused or errors)[0]
+        return replies
+
+
+def whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+    """Whole tensors in their order, as many as ``bucket_bytes`` hold, at least one."""
+    part: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > bucket_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part

@@ -1,0 +1,139 @@
+"""The default place of an engine's socket: a private directory, made by launcher or engine.
+
+Invariants:
+- It is fresh, mode 0700, and its socket's path fits into an ``ipc://`` address.
+- Whoever made it holds a lock on it until it is removed or the process ends, however that happens; the engine in it holds
+  the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
+- What a killed process left is removed by the next :func:`make`: only directories with the names that it makes (a dash
+  behind the prefix is somebody else's, who may not have put anything in yet), of this user, of mode 0700, whose locks
+  are all free, and of these only the files that an engine makes, and files of keys beside a lock. Anything else in it
+  stays, and so does the directory then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from .contract import MAX_IPC_PATH, SHUT_SUFFIX
+from .key_files import PUBLIC_SUFFIX, SECRET_SUFFIX
+
+PREFIX = "caesura-"
+SOCKET = "scheduler.sock"
+LOCK = SOCKET + ".lock"
+STATE_FILE = "weights.json"
+"""Of an engine that is supervised and was told no other."""
+STATE_LOCK = STATE_FILE + ".lock"
+
+_OURS = {SOCKET, SOCKET + SHUT_SUFFIX, LOCK, STATE_FILE, f".{STATE_FILE}.new", STATE_LOCK}
+"""What an engine makes here: a socket that is shut and a state file that is being replaced have other names."""
+
+_held: dict[str, int] = {}
+"""Descriptors that hold the locks of directories made here."""
+
+
+def make() -> Path:
+    """A fresh directory, after removing what killed processes left beside it."""
+    path = _make_fresh()
+    while not _lock(path):
+        path = _make_fresh()
+    remove_stale(os.path.dirname(path))
+    return Path(path)
+
+
+def make_with(files: Mapping[str, str]) -> Path:
+    """A fresh directory with these files of keys, text by name, which only this user can read."""
+    path = make()
+    (path / LOCK).touch()  # so that the files go with the directory if this process is killed
+    for name, text in files.items():
+        with open(os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+    return path
+
+
+def _make_fresh() -> str:
+    path = tempfile.mkdtemp(prefix=PREFIX)
+    socket = os.fsencode(f"{path}/{SOCKET}")
+    if len(socket) > MAX_IPC_PATH or not _is_utf8(socket):  # ZeroMQ's addresses are text
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
+    return path
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _lock(path: str) -> bool:
+    """Take the lock; False: another process takes the directory for a dead one's, and removes it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:  # a file system without locks: then nobody removes it but its owner
+        pass
+    if not os.path.isdir(path):
+        os.close(descriptor)
+        return False
+    _held[path] = descriptor
+    return True
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """What :func:`make` returned, with everything in it. Never raises; idempotent."""
+    shutil.rmtree(path, ignore_errors=True)
+    descriptor = _held.pop(os.fspath(path), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def remove_stale(parent: str) -> None:
+    """Remove the directories in ``parent`` whose makers and engines were killed."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for name in [entry.name for entry in entries if _is_made_here(entry.name)]:
+            with contextlib.suppress(OSError):  # somebody's, in use, or just gone
+                _remove_if_stale(os.path.join(parent, name))
+
+
+def _is_made_here(name: str) -> bool:
+    return name.startswith(PREFIX) and "-" not in name.removeprefix(PREFIX)
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OURS or name.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX))
+
+
+def _remove_if_stale(path: str) -> None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    directory = os.open(path, flags | os.O_DIRECTORY)
+    try:
+        facts = os.fstat(directory)
+        if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) != 0o700:
+            return
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = set(os.listdir(directory))
+        locks = found & {LOCK, STATE_LOCK}
+        if (locks or not found) and all(map(_is_ours, found)):
+            with contextlib.ExitStack() as opened:
+                for name in locks:
+                    lock = os.open(name, flags, dir_fd=directory)
+                    opened.callback(os.close, lock)
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for name in found:
+                    os.unlink(name, dir_fd=directory)
+                os.rmdir(path)
+    finally:
+        os.close(directory)

@@ -1,0 +1,324 @@
+"""Which backend computes a model's attention: the best one whose kernels do so on this device, as a step of its own shows.
+
+Invariants:
+- A library of kernels is chosen only after a real step: mixed, and as a graph's decode step, on pages of its own, with
+  results that agree with torch's. Its kernels may be compiled at their first use, by a compiler that is missing or broken.
+- Whatever that step raises is the reason why the next backend serves, and never the end of the engine.
+- A backend is tried once in a process for each shape of heads; who asks again gets the same answer.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..cache.pool import MHAPool, MLAPool
+from ..execution.forward import AttentionBackend, ForwardBatch
+from ..execution.graphs import scratch_prefill
+from ..execution.staging import StepLimits
+from ..kernels import TORCH, best, trial
+from ..kernels.forms import AttentionForm, FormKind
+from ..layers.rotary import rotate
+from ..runtime.config import PAGE_SIZE, EngineConfig
+from ..weights.loaded_model import LoadedModel
+from . import flashinfer, flashinfer_mla, paged_triton
+from .mla import LatentBackend
+from .mla_cpu import LatentCpuBackend
+from .paged_cpu import PagedCpuBackend
+from .sdpa import SdpaBackend
+
+logger = logging.getLogger(__name__)
+
+_AGREEMENT = 0.02
+"""Norm of the difference over that of torch's result; rounding to bfloat16 gives less than 0.005."""
+_MIXED = ((40, 1), (15, 1), (0, 20), (17, 9))
+_DECODE = ((40, 1), (16, 1))
+"""Rows that are tried: tokens in the cache, and new ones. The first two of either decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What kernels of attention are made for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    latent: int | None = None
+    """Width of the latents, which are the values; ``head_dim`` has the rotated key, too. None: no latent attention."""
+    value_dim: int | None = None
+    """Size of a value, where it is not ``head_dim``."""
+    kinds: tuple[FormKind, ...] = (FormKind(),)
+    """Of the layers' forms, each once, in an order of their own."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the layers ask for beyond plain causal attention, by name."""
+        found = {name: None for kind in self.kinds for name in kind.features}
+        return (*found, *self.other_values)
+
+    @property
+    def other_values(self) -> tuple[str, ...]:
+        """That values have another size than keys, if they have."""
+        return () if self.value_dim in (None, self.head_dim) else ("values of another size than keys",)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> "Shape":
+        """Of a model's layers, with this rank's heads."""
+        model, mla = loaded.config, loaded.config.mla
+        heads, kv_heads, size, scale = (
+            loaded.num_heads,
+            1 if mla is not None else loaded.num_kv_heads,
+            model.head_dim,
+            model.attention_scale,
+        )
+        if mla is not None:
+            size, scale = mla.latent_width, mla.softmax_scale
+        return cls(
+            device=loaded.device,
+            dtype=loaded.dtype,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=size,
+            scale=scale,
+            latent=None if mla is None else mla.kv_lora_rank,
+            kinds=tuple(sorted({form.kind for form in loaded.model.forms}, key=repr)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What computes attention."""
+
+    by: str
+    """``flashinfer``, ``triton``, an instruction set of compiled kernels, or ``torch``."""
+    kernels: str = ""
+    """Which of a library's, where it must be told."""
+    reason: str | None = None
+    """Why no better one does, on CUDA. None: there is none, or it was not asked for."""
+
+
+def choose(config: EngineConfig, shape: Shape) -> Choice:
+    """The best backend for this model, or the one that the configuration names.
+
+    Raises:
+        CaesuraError: ``unsupported``, what was named cannot serve this model here.
+    """
+    wanted = config.attention_backend
+    reasons: list[str] = []
+    for name in ("flashinfer", "triton"):
+        if wanted not in ("auto", name):
+            continue
+        found = _first(name, shape)
+        if isinstance(found, Choice):
+            return replace(found, reason="; ".join(reasons) or None)
+        reasons.append(f"{name}: {found}")
+    if wanted in ("flashinfer", "triton"):
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"attention_backend = {wanted!r}: {reasons[0].partition(': ')[2]}",
+            field="attention_backend",
+        )
+    by = TORCH if wanted != "auto" else best("attention", shape.device, shape.dtype)
+    return Choice(by, reason="; ".join(reasons) or None if shape.device.type == "cuda" else None)
+
+
+def _first(name: str, shape: Shape) -> Choice | str:
+    """The first of this library's kernels that serve; or why none do."""
+    reason = _why_not(name, shape)
+    if reason is not None:
+        return reason
+    kernels: tuple[str, ...] = ("",)
+    if shape.latent is not None:
+        kernels = flashinfer_mla.kernels_of(shape.device)
+    failures = []
+    for kind in kernels:
+        failure = failure_of(Choice(name, kind), shape)
+        if failure is None:
+            return Choice(name, kind)
+        failures.append(failure if not kind else f"{kind}: {failure}")
+    return "; ".join(failures)
+
+
+def _why_not(name: str, shape: Shape) -> str | None:
+    """What speaks against a library before it is tried."""
+    if name == "triton":
+        if shape.latent:
+            return "it does not serve latent attention"
+        if shape.value_dim not in (None, shape.head_dim):
+            return "it does not serve values of another size than keys"
+        return paged_triton.why_not(shape.device)
+    unserved = shape.features if shape.latent is not None else shape.other_values
+    if unserved:
+        return f"it does not serve {', '.join(unserved)} here"
+    if shape.latent is not None:
+        rope = shape.head_dim - shape.latent
+        return flashinfer_mla.why_not(shape.device, shape.dtype, shape.latent, rope)
+    return flashinfer.why_not(shape.device, shape.dtype, shape.head_dim, shape.kinds)
+
+
+def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimits) -> AttentionBackend:
+    """The backend over ``pool``, for steps within ``limits``."""
+    if isinstance(pool, MLAPool):
+        assert shape.latent is not None
+        if choice.by == "flashinfer":
+            return flashinfer_mla.FlashInferLatentBackend(
+                pool,
+                shape.num_heads,
+                shape.latent,
+                shape.scale,
+                max_rows=limits.rows,
+                max_tokens=limits.tokens,
+                max_pages=limits.pages,
+                kernels=choice.kernels,
+            )
+        if choice.by == TORCH:
+            return LatentBackend(pool, shape.num_heads, shape.scale)
+        return LatentCpuBackend(pool, shape.num_heads, shape.latent, shape.scale)
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+    windows = tuple({kind.window: None for kind in shape.kinds})
+    if choice.by == "flashinfer":
+        return flashinfer.FlashInferBackend(
+            pool,
+            *sizes,
+            max_rows=limits.rows,
+            max_tokens=limits.tokens,
+            max_pages=limits.pages,
+            kinds=shape.kinds,
+        )
+    if choice.by == "triton":
+        return paged_triton.PagedTritonBackend(
+            pool, *sizes, windows=windows, max_rows=limits.rows, max_pages=limits.pages
+        )
+    if choice.by == TORCH:
+        return SdpaBackend(pool, *sizes, windows=windows)
+    return PagedCpuBackend(pool, *sizes)
+
+
+@cache
+def failure_of(choice: Choice, shape: Shape) -> str | None:
+    """Why a real step by ``choice`` fails; None: it agrees with torch's. What is found is logged, once."""
+    by = f"{choice.by} {choice.kernels}".rstrip()
+    logger.info("trying attention by %s; kernels that are not built yet are compiled now", by)
+    failure = trial.failure(lambda: _differences(choice, shape), _AGREEMENT, "a step with it")
+    if failure is not None:
+        logger.warning("attention is not computed by %s: %s", by, failure)
+    return failure
+
+
+def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
+    """Between results of ``choice`` and torch's on pages with the same contents, relative: of each step."""
+    with torch.inference_mode():
+        limits = StepLimits(tokens=sum(new for _, new in _MIXED), rows=len(_MIXED), context_len=4 * PAGE_SIZE)
+        ours, theirs = _filled_pool(shape), _filled_pool(shape)
+        tried: Any = make(choice, shape, ours, limits)
+        reference = make(Choice(TORCH), shape, theirs, limits)
+        steps: list[tuple[AttentionBackend, tuple[tuple[int, int], ...]]] = [(tried, _MIXED)]
+        if hasattr(tried, "for_decode"):
+            steps.append((tried.for_decode(len(_DECODE)), _DECODE))
+        for backend, rows in steps:
+            batch, projected = _batch(rows, shape.device), _projected(shape, sum(new for _, new in rows))
+            for form in _forms(shape):
+                found, expected = (
+                    _attend(each, batch, projected, shape, form) for each in (backend, reference)
+                )
+                yield float((found - expected).norm() / expected.norm())
+
+
+def _forms(shape: Shape) -> list[AttentionForm]:
+    """One of each kind that the layers have."""
+    sinks = torch.linspace(-1, 1, shape.num_heads, device=shape.device).to(shape.dtype)
+    return [
+        AttentionForm(
+            window=kind.window,
+            softcap=kind.softcap,
+            scale=kind.scale,
+            sinks=sinks if kind.sinks else None,
+        )
+        for kind in shape.kinds
+    ]
+
+
+def _attend(
+    backend: AttentionBackend, batch: ForwardBatch, projected: Tensor, shape: Shape, form: AttentionForm
+) -> Tensor:
+    """As an attention block has it computed: rotation and store in one go where the backend does them."""
+    backend.plan(batch)
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    if shape.latent is not None:
+        q, k, _ = projected.split([heads, 1, 1], dim=1)
+        return backend.forward(q, k, k[..., : shape.latent], 0).float()
+    angles = torch.outer(batch.positions, 0.5 ** torch.arange(shape.head_dim // 2, device=shape.device))
+    cos, sin = (each.to(shape.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
+    if backend.fused is not None:
+        return backend.fused(projected.clone(), cos, sin, 0, None, form).float()
+    qk, v = projected.split([heads + kv_heads, kv_heads], dim=1)
+    rotated = rotate(qk, cos, sin)
+    return backend.forward(rotated[:, :heads], rotated[:, heads:], v, 0, form).float()
+
+
+def _filled_pool(shape: Shape) -> MHAPool | MLAPool:
+    """One layer, with the same random contents at each call."""
+    pages = 1 + sum(_pages(start + new) for start, new in _MIXED)
+    pool: MHAPool | MLAPool
+    if shape.latent is not None:
+        pool = MLAPool(
+            num_layers=1, num_pages=pages, width=shape.head_dim, dtype=shape.dtype, device=shape.device
+        )
+        storages: tuple[Tensor, ...] = (pool.layer(0),)
+    else:
+        pool = MHAPool(
+            num_layers=1,
+            num_pages=pages,
+            kv_heads=shape.num_kv_heads,
+            head_size=shape.head_dim,
+            dtype=shape.dtype,
+            device=shape.device,
+            page_size=PAGE_SIZE,
+        )
+        storages = pool.layer(0)
+    generator = torch.Generator(shape.device).manual_seed(0)
+    for storage in storages:
+        storage.normal_(generator=generator)
+    return pool
+
+
+def _batch(rows: tuple[tuple[int, int], ...], device: torch.device) -> ForwardBatch:
+    """A step of these rows on pages of their own, page 0 left out."""
+    lengths = [start + new for start, new in rows]
+    table = torch.zeros((len(rows), max(map(_pages, lengths))), dtype=torch.int32)
+    taken, positions, slots = 1, [], []
+    for row, ((start, _), length) in enumerate(zip(rows, lengths, strict=True)):
+        used = _pages(length)
+        table[row, :used] = torch.arange(taken, taken + used, dtype=torch.int32)
+        positions.append(torch.arange(start, length))
+        slots.append(taken * PAGE_SIZE + torch.arange(start, length))
+        taken += used
+    return replace(
+        scratch_prefill([new for _, new in rows]),
+        num_decode=2,
+        positions=torch.cat(positions).to(device),
+        kv_slots=torch.cat(slots).to(device),
+        page_table=table.to(device),
+        page_table_host=table.numpy(),
+        kv_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        kv_lens_host=lengths,
+    )
+
+
+def _projected(shape: Shape, tokens: int) -> Tensor:
+    """Queries, keys and values of each token."""
+    size = (tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    generator = torch.Generator(shape.device).manual_seed(tokens)
+    return torch.empty(size, dtype=shape.dtype, device=shape.device).normal_(generator=generator)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)

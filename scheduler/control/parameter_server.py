@@ -1,0 +1,154 @@
+"""Weight updates driven by a parameter server: the server sends buckets, the engine loads each one and replies.
+
+Invariants:
+- One exchange is one weight session. It commits after the server's second None, and the server gets its last reply after the
+  commit. Tensors that the server did not send keep their values; poisoned or invalid weights still need every parameter.
+- Generation goes on until the first bucket has arrived. While the server is silent the loop sleeps or generates, and status
+  and abort are answered. Commands that change the engine wait until the update ends, as with any update.
+- The server's buffer is mapped from its first message until its first None, or until a failure.
+"""
+
+from collections.abc import Callable, Generator
+from time import monotonic
+
+import torch
+
+from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEngineReqInput
+from ..observability.stage_profiler import StageProfiler
+from ..runtime.background import Feed
+from ..runtime.config import EngineConfig
+from ..weights.source import BufferSource, SharedMemory
+from ..weights.transports.checkpoint_engine import (
+    Bucket,
+    Closing,
+    Conversation,
+    Ending,
+    Failed,
+    Opening,
+    Turn,
+)
+from ..weights.transports.cuda_ipc import uuid_of
+from ..weights.transports.ipc import SharedMemoryMaps
+from .lifecycle import Operation, Wait
+from .pause_ownership import Sender
+from .weight_sessions import Session
+from .weight_updates import WeightUpdates
+
+_NAME = "checkpoint_engine"
+_ROUTE = (_NAME, None)
+
+
+class ParameterServerUpdates:
+    """The handler of checkpoint-engine updates."""
+
+    def __init__(self, *, config: EngineConfig, updates: WeightUpdates, wake: Callable[[], None]) -> None:
+        """``wake`` wakes the loop; it is called from a background thread."""
+        self._config = config
+        self._updates = updates
+        self._wake = wake
+        self._conversation: Conversation | None = None
+
+    def close(self) -> None:
+        """End the conversation with the last server, which may still be waiting for the error of its failed update."""
+        if self._conversation is not None:
+            self._conversation.close()
+
+    def update(self, request: UpdateWeightsFromCheckpointEngineReqInput, sender: Sender) -> Operation:
+        """Connect to the server of this engine's device, and load its buckets until it is done."""
+        self._updates.sessions.session_for_call(request, sender, _ROUTE)
+        stages, started = self._updates.profiler(), monotonic()
+        conversation = self._connect(request)
+        feed = Feed(conversation.turns(), self._wake)
+        memory = SharedMemoryMaps(self._config.device)
+        try:
+            opening = yield from self._next(feed, None)
+            session = self._updates.join_session(request, sender, _ROUTE)
+            work = self._load_all(opening, feed, memory, session, stages)
+            return (
+                yield from self._updates.run_and_commit(
+                    request.id, session, stages, started, work, is_last_call=True
+                )
+            )
+        except BaseException as error:
+            conversation.refuse(str(error) or "the update was cancelled")
+            raise
+        finally:
+            feed.release()  # lets the thread reply to the current message: success after a commit, else the refusal
+            memory.close()
+
+    def _connect(self, request: UpdateWeightsFromCheckpointEngineReqInput) -> Conversation:
+        if not self._config.allow_legacy_pickle:
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED,
+                "checkpoint-engine's messages are pickles: start the engine with allow_legacy_pickle to accept them",
+            )
+        device = torch.device(self._config.device)
+        if device.type not in ("cpu", "cuda"):
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED, f"checkpoint-engine updates on {device.type} are not built"
+            )
+        uuid = uuid_of(device) if device.type == "cuda" else ""
+        key = f"GPU-{uuid}" if uuid else "cpu"
+        if key not in request.zmq_handles:
+            known = sorted(request.zmq_handles)[:16]
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST,
+                f"zmq_handles has no address for this engine's device {key!r}, only for {known}",
+                field="zmq_handles",
+                value=known,
+            )
+        self.close()
+        self._conversation = Conversation(request.zmq_handles[key], uuid, request.timeout_s)
+        return self._conversation
+
+    def _next(self, feed: Feed[Turn], session: Session | None) -> Generator[Wait, None, Turn]:
+        """Wait for the server's next message; raises the error that ended the exchange, if one did."""
+        while (turn := feed.take()) is None:
+            yield Wait.THREAD
+            if session is not None:
+                self._updates.sessions.require_open(session)
+        if isinstance(turn, Failed):
+            raise turn.error
+        return turn
+
+    def _load_all(
+        self,
+        opening: Turn,
+        feed: Feed[Turn],
+        memory: SharedMemoryMaps,
+        session: Session,
+        stages: StageProfiler,
+    ) -> Generator[Wait, None, None]:
+        turn, tensors = opening, 0
+        assert isinstance(opening, Opening)
+        memory.view(opening.handle)  # a bad handle must fail now, before the first bucket
+        while not isinstance(turn, Ending):
+            feed.release()
+            turn = yield from self._next(feed, session)
+            if isinstance(turn, Bucket):
+                yield from self._load(turn, opening, memory, session, stages)
+                tensors += len(turn.specs)
+            elif isinstance(turn, Closing):
+                if not tensors:
+                    raise CaesuraError(
+                        ErrorCode.INVALID_REQUEST,
+                        "the parameter server sent no tensors",
+                        field="specs",
+                        value=0,
+                    )
+                memory.close()
+
+    def _load(
+        self,
+        bucket: Bucket,
+        opening: Opening,
+        memory: SharedMemoryMaps,
+        session: Session,
+        stages: StageProfiler,
+    ) -> Generator[Wait, None, None]:
+        buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
+        memory_of = SharedMemory(opening.handle, opening.start, opening.nbytes)
+        source, _ = self._updates.open_checked(
+            lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of), session, session.component
+        )
+        yield from self._updates.load(source, session, stages)

@@ -1,0 +1,202 @@
+"""Commands by which an engine sends its committed weights to other engines, as rank 0 of a process group.
+
+Invariants:
+- All bytes of a send are of one commit: while it is under way, commands that write or release weights keep their place in the
+  queue (:meth:`WeightSending.holds_back`), and everything else runs, pauses and steps included.
+- The loop reads the weights, a few milliseconds at a time, into buffers that a thread broadcasts. Of several ranks, rank 0 asks
+  the others for their parts of each broadcast, and sends whole tensors.
+- Weights that are not valid are refused, and sending changes no state: this engine serves on, whatever becomes of the receivers.
+- A call that fails ends its group, so that no receiver waits for what does not come.
+"""
+
+import contextlib
+import logging
+from collections.abc import Generator
+from math import prod
+from time import monotonic
+
+from torch import Tensor
+
+from ...io_struct import (
+    CaesuraError,
+    ControlRequest,
+    EndWeightUpdateReqInput,
+    ErrorCode,
+    GetWeightsManifestReqInput,
+    GetWeightsManifestReqOutput,
+    ReleaseMemoryOccupationReqInput,
+    SendWeightsReqInput,
+    SendWeightsReqOutput,
+    StoredTensor,
+    WeightsCheckerReqInput,
+    WeightUpdateOptions,
+)
+from ..executor.others import OtherRanks
+from ..layers.parameters import WeightSlot
+from ..models.base import Weights
+from ..runtime.dtypes import NAMES
+from ..scheduling.stepping import StepRunner
+from ..weights.components import chosen
+from ..weights.misfits import Misfits
+from ..weights.reading import Held, is_divided, read_into, require_placeable
+from ..weights.transports.batches import Batch, batches_of, nbytes_of
+from ..weights.transports.distributed import WeightsUpdateGroups
+from .lifecycle import Lifecycle, Operation, Wait, waiting
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSending:
+    """The handlers of the manifest and of sending."""
+
+    def __init__(
+        self,
+        *,
+        model: Weights,
+        runner: StepRunner,
+        lifecycle: Lifecycle,
+        groups: WeightsUpdateGroups,
+        others: OtherRanks,
+    ) -> None:
+        self._others = others
+        self._model = model
+        self._runner = runner
+        self._lifecycle = lifecycle
+        self._groups = groups
+        self._under_way = 0
+
+    def holds_back(self, message: ControlRequest) -> bool:
+        """Whether ``message``, which has not begun, must wait: it may change or release weights that are being sent."""
+        if not self._under_way:
+            return False
+        if isinstance(message, WeightsCheckerReqInput):
+            return message.action == "reset_tensors"
+        if isinstance(message, ReleaseMemoryOccupationReqInput):
+            return message.tags is None or "weights" in message.tags
+        return isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput)
+
+    def manifest(self, request: GetWeightsManifestReqInput) -> GetWeightsManifestReqOutput:
+        """All tensors of a component as they are stored, under their names in its checkpoint."""
+        stamp = self._lifecycle.stamp
+        return GetWeightsManifestReqOutput(
+            id=request.id,
+            tensors=[_stored(name, slot) for name, slot in self._slots(request.component).items()],
+            weights_epoch=stamp.epoch,
+            weight_version=stamp.version,
+        )
+
+    def send(self, request: SendWeightsReqInput) -> Operation:
+        """Broadcast the tensors of ``request``."""
+        try:
+            return (yield from self._send(request))
+        except BaseException as error:
+            self._groups.out_of_step(request.group_name, f"sending weights failed: {error}")
+            raise
+
+    def _send(self, request: SendWeightsReqInput) -> Operation:
+        self._require_committed()
+        slots = self._slots(request.component)
+        batches = batches_of(request)
+        _require_stored(batches, slots)
+        if self._others.parallel.size > 1:
+            require_placeable(slots[spec.name] for batch in batches for spec in batch)
+        total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), self._lifecycle.stamp
+        transmission = self._groups.transmit(request.group_name, max(map(nbytes_of, batches), default=0))
+        with contextlib.closing(transmission), self._reading():
+            for batch in batches:
+                while (buffer := transmission.room()) is None:
+                    yield Wait.CHANGE
+                yield from self._fill(buffer, batch, slots)
+                transmission.send(nbytes_of(batch))
+            while not transmission.is_over():
+                yield Wait.CHANGE
+        seconds = monotonic() - started
+        logger.info(
+            "sent weights: %d tensors, %.1f MiB, epoch %d, version %r, over group %r, %.1f ms",
+            len(request.specs), total / 2**20, stamp.epoch, stamp.version, request.group_name, 1e3 * seconds,
+        )  # fmt: skip
+        return SendWeightsReqOutput(
+            id=request.id,
+            weights_epoch=stamp.epoch,
+            weight_version=stamp.version,
+            sent_tensors=len(request.specs),
+            sent_bytes=total,
+            seconds=seconds,
+        )
+
+    @contextlib.contextmanager
+    def _reading(self) -> Generator[None, None, None]:
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    def _fill(
+        self, buffer: Tensor, batch: Batch, slots: dict[str, WeightSlot]
+    ) -> Generator[Wait, None, None]:
+        """Copy the tensors of ``batch`` to the start of ``buffer``, one after the other."""
+        self._require_committed()
+        divided = [spec for spec in batch if is_divided(slots[spec.name])]
+        elsewhere = self._others.read([spec.name for spec in divided]) if divided else None
+        whole = [spec for spec in batch if not is_divided(slots[spec.name])]
+        for _ in read_into(buffer, whole, slots, self._runner.on_stream):
+            yield Wait.SLICE
+        if elsewhere is None:
+            return
+        for spec in divided:
+            with self._runner.on_stream():
+                Held.of(slots[spec.name]).place(buffer, spec)
+            yield Wait.SLICE
+        of_ranks: list[list[Held]] = yield from waiting(elsewhere)
+        for parts in of_ranks:
+            for spec, part in zip(divided, parts, strict=True):
+                with self._runner.on_stream():
+                    part.place(buffer, spec)
+                yield Wait.SLICE
+
+    def _slots(self, named: str | None) -> dict[str, WeightSlot]:
+        """Of one component, by the names of its checkpoint."""
+        component, slots = chosen(self._model.components, named), self._model.weight_slots()
+        if component is None:
+            return slots
+        prefix = f"{component}."
+        return {name.removeprefix(prefix): slot for name, slot in slots.items() if name.startswith(prefix)}
+
+    def _require_committed(self) -> None:
+        """Raise unless all weights are resident, and of one commit."""
+        self._lifecycle.require_resident("weights")
+        self._lifecycle.require_serviceable("cannot send weights")
+        if self._lifecycle.weights != "valid":
+            raise CaesuraError(
+                ErrorCode.SESSION_OPEN,
+                "cannot send weights: an update has written some of them, and has not committed",
+                kind="explicit" if self._lifecycle.sessions.is_explicit else "implicit",
+            )
+
+
+def _require_stored(batches: list[Batch], slots: dict[str, WeightSlot]) -> None:
+    """Raise ``weight_mismatch`` unless each tensor is stored as it is described, and named once."""
+    misfits, seen = Misfits(slots), set[str]()
+    for spec in (spec for batch in batches for spec in batch):
+        slot = slots.get(spec.name)
+        if slot is None:
+            misfits.add_unexpected(spec.name, spec.shape)
+            continue
+        if tuple(spec.shape) != slot.shape:
+            misfits.mismatched.append(
+                {"name": spec.name, "expected_shape": list(slot.shape), "got_shape": spec.shape}
+            )
+        if spec.dtype != NAMES[slot.dtype]:
+            misfits.mismatched.append(
+                {"name": spec.name, "expected_dtype": NAMES[slot.dtype], "got_dtype": spec.dtype}
+            )
+        if spec.name in seen:
+            misfits.mismatched.append({"name": spec.name, "reason": "named twice"})
+        seen.add(spec.name)
+    misfits.raise_if_any(given=seen)
+
+
+def _stored(name: str, slot: WeightSlot) -> StoredTensor:
+    nbytes = prod(slot.shape) * slot.dtype.itemsize
+    return StoredTensor(name=name, dtype=NAMES[slot.dtype], shape=list(slot.shape), nbytes=nbytes)

@@ -1,0 +1,418 @@
+"""A configuration into what computes: model, KV pool, attention backend, runner.
+
+Invariants:
+- What can be released is allocated inside its component (``memory/residency.py``).
+- Whether memory suffices is asked before it is taken.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..attention.backends import Shape, choose, make
+from ..attention.delta_rule import HybridBackend
+from ..cache.pool import MHAPool, MLAPool
+from ..cache.routing import RoutingPool
+from ..cache.state_pool import StatePool, StateShape
+from ..cache.states import StateRows
+from ..cache.window_pages import WindowPages, storage_pages
+from ..kernels import serving
+from ..memory.device_memory import MinReduce, available_memory_if_known
+from ..memory.device_module import device_module_for
+from ..memory.residency import ComponentResidencyManager, nobody
+from ..models.base import ForeignModel
+from ..models.config import load_model_config
+from ..models.hybrid import state_shape
+from ..models.registry import build_model
+from ..parallel.group import SINGLE, TensorParallel
+from ..runtime.config import PAGE_SIZE, EngineConfig
+from ..runtime.dtypes import by_torch_name
+from ..scheduling.waiting_queue import AdmissionLimits, pages_for
+from ..weights.loaded_model import LoadedModel
+from ..weights.loader import WeightLoader
+from ..weights.transports.disk import load_from_disk, open_checkpoint
+from ..weights.upload import uploader_of
+from ..weights.write_stream import write_stream_of
+from .autotune import WarmUp
+from .forward import AttentionBackend, Runner
+from .kernel_report import why_torch
+from .model_runner import ModelRunner
+from .sampler import Sampler
+from .staging import StepLimits
+
+logger = logging.getLogger(__name__)
+
+
+class Agreement(MinReduce, Protocol):
+    """What ranks agree on sizes with."""
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that take their memory from where this one does: those of a host, on its CPU."""
+        ...
+
+
+_TOUCHED_KV_BYTES = 128 << 20
+"""Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's steps."""
+_STATES_PER_ROW, _STATES_SHARE = 2, 0.5
+"""Rows of states for each request that may run: its own, and one that is kept for a prefix; and their most of a pool's memory."""
+_ROWS_IN_FLIGHT, _WIDE_ROWS, _LOGITS = 4, 3, 3
+"""Of each token as wide as the model, and as a layer at its widest; and copies of the logits."""
+_CPU_WARM_UP_ROWS = 16
+"""Nothing is chosen by the number of rows there: a few meet every kernel, and take hardly longer than one."""
+
+
+def load_model(
+    config: EngineConfig, folder: str | None = None, parallel: TensorParallel = SINGLE
+) -> LoadedModel:
+    """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are another's.
+
+    Of several ranks, this one's shard.
+
+    Raises:
+        CaesuraError: the checkpoint cannot be read or served, or ``context_len`` is beyond what it was made for; a model of
+            another library does not compute here what it computes there.
+    """
+    model_config = load_model_config(config.model_path, config.model_backend)
+    possible = model_config.max_position_embeddings
+    if config.context_len is not None and config.context_len > possible:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"context_len = {config.context_len} is beyond the {possible} tokens of this model (max_position_embeddings in "
+            f"{config.model_path}/config.json): give at most that, or leave it out",
+            field="context_len",
+            value=config.context_len,
+            limit=possible,
+        )
+    dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
+    device = torch.device(config.device)
+    model = build_model(model_config, dtype, device, parallel)
+    loader = WeightLoader(model)
+    checkpoint = open_checkpoint(folder or config.model_path)
+    load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
+    loader.forget_written()
+    model.finalize_weights()
+    if isinstance(model, ForeignModel):
+        with nobody():
+            model.check()
+    return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)
+
+
+def kv_bytes_per_token(loaded: LoadedModel) -> int:
+    """Bytes of KV that one token takes on this rank, over all layers that keep it."""
+    return _token_bytes(loaded, len(loaded.model.forms) - len(_window_layers(loaded)))
+
+
+def _token_bytes(loaded: LoadedModel, num_layers: int) -> int:
+    """The same over so many layers."""
+    model = loaded.config
+    if model.mla is not None:
+        return MLAPool.bytes_per_token(num_layers, model.mla.latent_width, loaded.dtype)
+    return MHAPool.bytes_per_token(num_layers, loaded.num_kv_heads, model.head_dim, loaded.dtype)
+
+
+def _window_layers(loaded: LoadedModel) -> frozenset[int]:
+    """Layers that keep a token for as long as their window reaches it."""
+    return frozenset(i for i, form in enumerate(loaded.model.forms) if form.window is not None)
+
+
+def _window_pages(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Pages that these layers need for all requests that may run, the scratch page not counted; 0 without such layers."""
+    longest = max((form.window or 0 for form in loaded.model.forms), default=0)
+    if not longest:
+        return 0
+    return storage_pages(longest, PAGE_SIZE, rows=config.sizes.rows, step_tokens=config.sizes.chunk_tokens)
+
+
+def build_windows(config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool) -> WindowPages | None:
+    """What gives back the pages of layers with a window. None: the model has none."""
+    if pool.window_pages is None:
+        return None
+    longest = max(form.window or 0 for form in loaded.model.forms)
+    return WindowPages(pool.num_pages, pool.window_pages, PAGE_SIZE, longest)
+
+
+def state_row_bytes(loaded: LoadedModel) -> int:
+    """Bytes of a sequence's states on this rank, over all layers that have one; 0 for a model without."""
+    delta = loaded.config.delta
+    return 0 if delta is None else sum(delta.layers) * _state_shape(loaded).row_bytes(loaded.dtype)
+
+
+def _state_shape(loaded: LoadedModel) -> StateShape:
+    """Of this rank's heads."""
+    return state_shape(loaded.config).divided(loaded.parallel.size)
+
+
+def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
+    """Storage of ``num_rows`` rows of states, scratch included, of a model that has some."""
+    assert loaded.config.delta is not None
+    return StatePool(
+        num_layers=sum(loaded.config.delta.layers),
+        num_rows=num_rows,
+        shape=_state_shape(loaded),
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+
+
+def build_states(pool: MHAPool | MLAPool) -> StateRows | None:
+    """The ledger of the pool's rows of states. None: the model has none."""
+    return None if pool.states is None else StateRows(pool.num_pages, pool.states.num_rows)
+
+
+def routing_bytes_per_token(loaded: LoadedModel) -> int:
+    """Bytes that the experts of one token take; 0 for a model without."""
+    routed = loaded.model.routing
+    return 0 if routed is None else RoutingPool.bytes_per_token(routed.num_layers, routed.top_k, routed.dtype)
+
+
+def build_pool(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    context_len: int,
+    *,
+    kept_free: int = 0,
+    group: Agreement | None = None,
+) -> MHAPool | MLAPool:
+    """The KV pool: as many tokens as asked for, else a share of what is free, never more than could be used.
+
+    Args:
+        kept_free: bytes that are not there for it.
+        group: ranks that all have as many pages, as few as the one with the least memory can have. None: this rank alone.
+    """
+    per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
+    per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
+    most_windows = _window_pages(config, loaded)
+    row_bytes = state_row_bytes(loaded)
+    rows = _STATES_PER_ROW * config.sizes.rows if row_bytes else 0
+    left = _left_for_pool(config, kept_free, group)
+    if config.kv_pool_tokens is not None:
+        pages = pages_for(config.kv_pool_tokens)
+    else:
+        assert left is not None
+        usable = config.sizes.rows * pages_for(context_len)
+        share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
+        if rows:
+            rows = max(1, min(rows, int(share * _STATES_SHARE) // row_bytes))
+            share = max(0, share - (rows + 1) * row_bytes)
+        pages = min(_affordable(int(share), per_page, per_window_page, most_windows), usable)
+    windows = min(max(pages, 1), most_windows)
+    needed = max(pages, 1) * per_page + windows * per_window_page
+    if rows:
+        if left is not None and config.kv_pool_tokens is not None:
+            rows = max(1, min(rows, int((left - needed) * config.sizes.kv_fraction) // row_bytes))
+        needed += (rows + 1) * row_bytes
+    if left is not None and needed > left:  # an overcommitted allocation never fails, its first use does
+        raise CaesuraError(
+            ErrorCode.OUT_OF_MEMORY,
+            f"a KV pool of {max(pages, 1)} pages{f' and {rows} rows of states' if rows else ''} needs {needed} bytes, {left} are free",
+            needed_bytes=needed,
+            free_bytes=left,
+        )
+    if group is not None:
+        pages = group.all_reduce_min(pages)
+        windows = min(max(pages, 1), most_windows)
+        rows = group.all_reduce_min(rows)
+    pool = make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
+    if rows:
+        pool.states = make_states(loaded, rows + 1)  # and so is row 0
+        logger.info("%d rows of states of %d bytes each, a row for each running request", rows, row_bytes)
+    return pool
+
+
+def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None) -> int | None:
+    """Free bytes that this rank's pool may take. None: the device does not tell, and the configuration has the pool's size.
+
+    Raises:
+        CaesuraError: ``unsupported``, neither says how large a pool can be.
+    """
+    free = available_memory_if_known(config.device, empty_cache=True, group=group)
+    if free is None and config.kv_pool_tokens is None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"device {config.device} does not report its free memory: set kv_pool_tokens",
+            field="kv_pool_tokens",
+            value=None,
+        )
+    if free is None:
+        return None
+    return (free - kept_free) // (1 if group is None else group.sharing)
+
+
+def _affordable(share: int, per_page: int, per_window_page: int, most_windows: int) -> int:
+    """Pages for ``share`` bytes: layers with a window have as many as the others, up to what all requests need of them."""
+    alike = share // (per_page + per_window_page)
+    if alike <= most_windows:
+        return alike
+    return (share - most_windows * per_window_page) // per_page if per_page else sys.maxsize
+
+
+def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """About what the largest step has in memory at a time on an accelerator, beside weights and KV; 0 on the CPU.
+
+    Logits in float32, read and written by the sampler, and the widest activations of a layer.
+    """
+    if loaded.device.type == "cpu":
+        return 0
+    model, sizes = loaded.config, config.sizes
+    inner = [model.intermediate_size, model.num_heads * model.head_dim]
+    if model.mla is not None:
+        inner.append(model.num_heads * model.mla.latent_width)
+    if model.moe is not None:
+        inner.append(model.moe.top_k * (model.moe.intermediate_size + model.hidden_size))
+    tokens = sizes.rows + sizes.chunk_tokens
+    activations = tokens * (_ROWS_IN_FLIGHT * model.hidden_size + _WIDE_ROWS * max(inner))
+    return activations * loaded.dtype.itemsize + _LOGITS * sizes.rows * model.vocab_size * 4
+
+
+def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = None) -> MHAPool | MLAPool:
+    """The KV storage that the model's attention reads, of ``num_pages`` pages; ``window_pages`` in layers with a window.
+
+    None: these have as many as the others, and the same page table.
+    """
+    model = loaded.config
+    if model.mla is not None:
+        return MLAPool(
+            num_layers=model.num_layers,
+            num_pages=num_pages,
+            width=model.mla.latent_width,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+    return MHAPool(
+        num_layers=len(loaded.model.forms),
+        num_pages=num_pages,
+        kv_heads=loaded.num_kv_heads,
+        head_size=model.head_dim,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        page_size=PAGE_SIZE,
+        window_layers=_window_layers(loaded),
+        window_pages=window_pages,
+    )
+
+
+def build_routing_pool(loaded: LoadedModel, num_pages: int) -> RoutingPool | None:
+    """Beside the KV pool, for models with experts."""
+    routed = loaded.model.routing
+    if routed is None:
+        return None
+    return RoutingPool(
+        num_layers=routed.num_layers,
+        top_k=routed.top_k,
+        dtype=routed.dtype,
+        num_pages=num_pages,
+        device=loaded.device,
+        device_module=device_module_for(loaded.device),
+    )
+
+
+def longest_context(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Prompt plus output of one request, at most, in tokens."""
+    possible = loaded.config.max_position_embeddings
+    return min(config.context_len or possible, possible)
+
+
+def build_components(
+    config: EngineConfig,
+    residency: ComponentResidencyManager,
+    folder: str | None = None,
+    parallel: TensorParallel = SINGLE,
+    group: Agreement | None = None,
+) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
+    """What can be released, weights and KV pool, and the limits that follow from their sizes; ``folder`` as of :func:`load_model`,
+    ``group`` as of :func:`build_pool`."""
+    with residency.component("weights"):
+        loaded = load_model(config, folder, parallel)
+    context_len = longest_context(config, loaded)
+    with residency.component("kv_cache"):
+        kept_free = residency.still_to_come
+        pool = build_pool(config, loaded, context_len, kept_free=kept_free, group=group)
+        routing = build_routing_pool(loaded, pool.num_pages)
+    if config.autotune and loaded.device.type == "cpu":
+        pool.touch(_TOUCHED_KV_BYTES)
+    limits = AdmissionLimits(
+        context_len=context_len,
+        pool_tokens=(pool.num_pages - 1) * PAGE_SIZE,
+        vocab_size=loaded.config.vocab_size,
+        max_waiting=config.max_waiting_requests,
+        eos_token_ids=loaded.config.eos_token_ids,
+        has_experts=routing is not None,
+    )
+    return loaded, pool, routing, limits
+
+
+def require_deterministic(loaded: LoadedModel) -> None:
+    """Row-invariant kernels must serve everything that computes: torch's products change bits with the number of rows.
+
+    Raises:
+        CaesuraError: ``unsupported``, with what serves which operation.
+    """
+    reason = why_torch(loaded)
+    if reason is not None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"deterministic needs the compiled CPU kernels for every operation: {reason}",
+            serving=serving(loaded.device, loaded.dtype),
+        )
+
+
+def build_backend(
+    config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, limits: StepLimits
+) -> AttentionBackend:
+    """What computes attention, as :func:`~.backends.choose` chooses.
+
+    Raises:
+        CaesuraError: ``unsupported``, what was named cannot serve this model here.
+    """
+    shape = Shape.of(loaded)
+    backend = make(choose(config, shape), shape, pool, limits)
+    return backend if pool.states is None else HybridBackend(backend, pool.states)
+
+
+def build_runner(
+    config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, routing: RoutingPool | None
+) -> ModelRunner:
+    """The model with its attention backend and sampler, warm; decode graphs are captured where they can be."""
+    model = loaded.config
+    if config.deterministic:
+        require_deterministic(loaded)
+    limits = StepLimits.of(
+        max_rows=config.sizes.rows,
+        chunk_tokens=config.sizes.chunk_tokens,
+        context_len=longest_context(config, loaded),
+        windows=pool.window_pages is not None,
+    )
+    backend = build_backend(config, loaded, pool, limits)
+    logger.info("attention by %s", type(backend).__name__)
+    runner = ModelRunner(
+        loaded.model,
+        backend,
+        Sampler(model.vocab_size, limits.rows, loaded.device, loaded.dtype),
+        limits=limits,
+        device=loaded.device,
+        device_module=device_module_for(loaded.device),
+        routing=routing,
+        use_graphs=config.cuda_graphs,
+    )
+    if config.autotune:
+        runner.autotune(warm_up(config, loaded))
+    if runner.graphs is not None:
+        for _ in runner.graphs.capture():
+            pass
+    return runner
+
+
+def warm_up(config: EngineConfig, loaded: LoadedModel) -> WarmUp:
+    """How the runner of this model warms up: at the size of the request pool where kernels are chosen by size."""
+    rows = config.sizes.rows
+    if loaded.device.type == "cpu":
+        rows = min(rows, _CPU_WARM_UP_ROWS)
+    return WarmUp(rows=rows, lm_head_rows=min(rows, config.autotune_lm_head_rows))
+
+
+MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool | MLAPool, RoutingPool | None], Runner]

@@ -1,0 +1,410 @@
+"""What one step computes: the batch that goes to the device, what comes back, and who does the work.
+
+Invariants:
+- Rows are requests; decode rows (one query token each) come first, so ``[0, num_decode)`` of every per-row array and
+  of every per-token array belong to them.
+- Page 0 of the KV pool is scratch: page tables are padded with it, it is never allocated.
+- A masked KV position never contributes to an output, whatever it holds (stale KV may be NaN).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
+
+if TYPE_CHECKING:
+    from ..kernels.attention import PagedStep
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecialRows:
+    """The E of a step's S rows whose logits are edited, or that want more than the sampled token's log-probability.
+
+    The first P of them have penalties, and with these a counter each: a row of the runner's table that says how often each
+    token stands in the sample. The runner counts what it samples; a counter that is not up to date is started anew.
+    """
+
+    rows: Tensor
+    """int64 [E]: which of the S rows; each once."""
+    repetition: Tensor
+    """float32 [P]; 1 where unused."""
+    frequency: Tensor
+    """float32 [P]"""
+    presence: Tensor
+    """float32 [P]"""
+    counters: Tensor
+    """int64 [P]"""
+    restarted: Tensor
+    """int64: counters that begin from zero, with the next two."""
+    prompt_at: Tensor
+    """int64: ``counter * vocabulary + token`` of every token of their prompts."""
+    output_at: Tensor
+    """int64: the same of every token of their outputs."""
+    bias_ids: Tensor
+    """int64 [E, B], padded with token 0."""
+    bias: Tensor
+    """float32 [E, B]: added to these tokens' logits; 0 where padded, -inf where forbidden."""
+    wants: Tensor
+    """int64 [N], ascending: which of the E rows want :class:`FurtherLogprobs`."""
+    wants_host: np.ndarray
+    """int64 [N]"""
+    top: int
+    """K: the likeliest tokens of each of these."""
+    masked: Tensor
+    """bool [N]: which of them want to know what the filters kept."""
+    num_masked: int
+    """How many."""
+    token_ids: Tensor
+    """int64 [N, M]: `token_ids_logprob` of each of these, padded with token 0."""
+    num_counters: int
+    """Counters that the table must have."""
+
+    def to(self, device: torch.device) -> "SpecialRows":
+        """A copy on ``device``."""
+        return _moved(self, device)
+
+
+@dataclass(slots=True, kw_only=True)
+class InputTokens:
+    """Prompt tokens of a step whose log-probabilities are wanted: I of its T query tokens, each with the token after it."""
+
+    tokens: Tensor
+    """int64 [I]: index into [0, T) of the query tokens."""
+    targets: Tensor
+    """int64 [I]: the prompt's next token after each."""
+    top: int
+    """K: the likeliest tokens at each position."""
+    token_ids: Tensor
+    """int64 [I, M]: `token_ids_logprob` at each position, padded with token 0."""
+
+    def to(self, device: torch.device) -> "InputTokens":
+        """A copy on ``device``."""
+        return _moved(self, device)
+
+
+@dataclass(slots=True, kw_only=True)
+class FurtherLogprobs:
+    """What is known of N positions beyond the sampled token and its log-probability; float32, and int32 for ids."""
+
+    logprobs: Tensor
+    """[N]: of the prompt's token; [0] for sampled positions, whose logprobs the step has anyway."""
+    top_ids: Tensor
+    """[N, K]"""
+    top: Tensor
+    """[N, K], descending."""
+    token_ids_logprobs: Tensor
+    """[N, M]"""
+    kept: Tensor | None = None
+    """bool [N, V]: the tokens that the filters kept. None: nobody asked."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "FurtherLogprobs":
+        """Each tensor through ``move``."""
+        return FurtherLogprobs(
+            logprobs=move(self.logprobs),
+            top_ids=move(self.top_ids),
+            top=move(self.top),
+            token_ids_logprobs=move(self.token_ids_logprobs),
+            kept=None if self.kept is None else move(self.kept),
+        )
+
+
+_Moved = TypeVar("_Moved", SpecialRows, InputTokens)
+
+
+def _moved(owner: _Moved, device: torch.device) -> _Moved:
+    tensors = {
+        field.name: getattr(owner, field.name).to(device, non_blocking=True)
+        for field in fields(owner)
+        if isinstance(getattr(owner, field.name), Tensor)
+    }
+    return replace(owner, **tensors)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingBatch:
+    """Sampling inputs of the S tokens that a step samples, as tensors on the step's device.
+
+    The booleans are known on the host, so that the common case runs none of the optional work.
+    """
+
+    temperature: Tensor
+    """float32 [S]; 1.0 for greedy rows."""
+    greedy: Tensor
+    """bool [S]"""
+    top_k: Tensor
+    """int64 [S]; vocabulary size where unused."""
+    top_p: Tensor
+    """float32 [S]; 1.0 where unused."""
+    uniforms: Tensor
+    """float64 [S] in [0, 1): the noise, a pure function of (seed, sample index, absolute position)."""
+    any_sampled: bool
+    """Some row is not greedy."""
+    any_filtered: bool
+    """Some sampled row uses top-k, top-p or min-p."""
+    want_raw: bool
+    want_sampled: bool
+    min_p: Tensor | None = None
+    """float32 [S]; None: 0 for all."""
+    largest_top_k: int | None = None
+    """On the host: of the filtered rows. None: it may be the whole vocabulary."""
+    special: SpecialRows | None = None
+    """None: no row is."""
+    want_last_kept: bool = False
+    """Set where special rows are sampled."""
+
+    def select(self, index: Tensor) -> "SamplingBatch":
+        """The rows ``index`` (int64), none of them special any more."""
+        return SamplingBatch(
+            temperature=self.temperature[index],
+            greedy=self.greedy[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            uniforms=self.uniforms[index],
+            any_sampled=self.any_sampled,
+            any_filtered=self.any_filtered,
+            want_raw=self.want_raw,
+            want_sampled=self.want_sampled,
+            min_p=None if self.min_p is None else self.min_p[index],
+            largest_top_k=self.largest_top_k,
+        )
+
+    def to(self, device: torch.device) -> "SamplingBatch":
+        """A copy on ``device``; copies are asynchronous where the source is pinned."""
+        return SamplingBatch(
+            temperature=self.temperature.to(device, non_blocking=True),
+            greedy=self.greedy.to(device, non_blocking=True),
+            top_k=self.top_k.to(device, non_blocking=True),
+            top_p=self.top_p.to(device, non_blocking=True),
+            uniforms=self.uniforms.to(device, non_blocking=True),
+            any_sampled=self.any_sampled,
+            any_filtered=self.any_filtered,
+            want_raw=self.want_raw,
+            want_sampled=self.want_sampled,
+            min_p=None if self.min_p is None else self.min_p.to(device, non_blocking=True),
+            largest_top_k=self.largest_top_k,
+            special=None if self.special is None else self.special.to(device),
+        )
+
+
+class StateSegment(NamedTuple):
+    """Neighbouring query tokens of one prefilling row, between two of its states; all of it on the host."""
+
+    start: int
+    end: int
+    """Tokens [start, end) of the step's T."""
+    source: int | None
+    """The row of states that they begin from. None: nothing comes before them."""
+    target: int
+    """The row of states that they end in."""
+    kept: int | None
+    """Another row that is to have the state after them. None: none is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StateStep:
+    """Where a step's rows have their states, in layers that keep one per sequence (``cache/states.py``)."""
+
+    rows: Tensor
+    """int64 [R]: the row of states that each of the step's rows ends in."""
+    sources: Tensor | None
+    """int64 [decode rows]: those that these begin from. None: those that they end in."""
+    segments: Sequence[StateSegment]
+    """Of the prefilling rows, in an order in which one may follow from another."""
+    kept: tuple[Tensor, Tensor] | None
+    """int64 [K] each: decode rows whose next states are kept, and in which rows of states. None: of none."""
+
+    def to(self, device: torch.device) -> "StateStep":
+        """A copy on ``device``."""
+        kept = self.kept
+        if kept is not None:
+            kept = kept[0].to(device, non_blocking=True), kept[1].to(device, non_blocking=True)
+        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
+        rows = self.rows.to(device, non_blocking=True)
+        return StateStep(rows=rows, sources=sources, segments=self.segments, kept=kept)
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardBatch:
+    """One step's input: R rows, T query tokens, S sampled tokens.
+
+    Index tensors are on the device; the ``*_host`` copies let a backend loop over prefill rows without a sync.
+    """
+
+    num_decode: int
+    """Rows [0, num_decode) decode; the rest prefill."""
+    input_ids: Tensor
+    """int64 [T]. Decode rows: filled in by the runner from the token that the row's slot sampled last."""
+    positions: Tensor
+    """int64 [T]: absolute position of each query token."""
+    kv_slots: Tensor
+    """int64 [T]: ``page * page_size + offset`` where the token's K and V are stored."""
+    page_table: Tensor
+    """int32 [R, P], padded with page 0; P covers the longest row of this batch."""
+    kv_lens: Tensor
+    """int32 [R]: KV length of each row after this step."""
+    q_lens_host: Sequence[int]
+    """[R]: query tokens per row (1 for decode rows)."""
+    kv_lens_host: Sequence[int]
+    """[R]"""
+    page_table_host: np.ndarray | None = None
+    """``page_table`` on the host, valid while the step is planned. None: copied from ``page_table`` where it is needed."""
+    slots: Tensor
+    """int64 [R]: request slot of each row."""
+    sample_tokens: Tensor
+    """int64 [S]: index into [0, T) of each token whose successor is sampled; decode rows first."""
+    sample_slots: Tensor
+    """int64 [S]: request slot that receives each sampled token."""
+    sampling: SamplingBatch
+    inputs: InputTokens | None = None
+    """None: nobody wants log-probabilities of these prompts."""
+    window_slots: Tensor | None = None
+    """As ``kv_slots``, in layers with a window that give pages back. None: there are none, all layers are alike."""
+    window_table: Tensor | None = None
+    """As ``page_table``, in the same layers; page 0 where the window has moved on."""
+    window_table_host: np.ndarray | None = None
+    """As ``page_table_host``, of ``window_table``."""
+    states: StateStep | None = None
+    """None: no layer keeps a state per sequence, or the step is nobody's."""
+
+    def slots_in(self, form: AttentionForm) -> Tensor:
+        """``kv_slots`` of layers of this form."""
+        return self.kv_slots if form.window is None or self.window_slots is None else self.window_slots
+
+    def table_in(self, form: AttentionForm) -> Tensor:
+        """``page_table`` of layers of this form."""
+        return self.page_table if form.window is None or self.window_table is None else self.window_table
+
+    @property
+    def num_rows(self) -> int:
+        """R"""
+        return len(self.q_lens_host)
+
+
+@dataclass(slots=True, kw_only=True)
+class HostOutput:
+    """A step's results on the host, [S] each; token -1 marks a row whose logits were not finite."""
+
+    token_ids: np.ndarray
+    """int32"""
+    logprobs: np.ndarray
+    """float32: log-softmax after temperature over the full vocabulary; greedy rows unscaled."""
+    raw_logprobs: np.ndarray | None
+    """float32: log-softmax of the unedited logits; None when no row asked."""
+    sampled_logprobs: np.ndarray | None
+    """float32: under the filtered, renormalised distribution; None when no row asked."""
+    further: FurtherLogprobs | None = None
+    """On the host: of the special rows that want them. None: there are none."""
+    inputs: FurtherLogprobs | None = None
+    """On the host: of ``ForwardBatch.inputs``. None: there are none."""
+
+
+class ForwardOutput(Protocol):
+    """A launched step. On accelerators it is still running until :meth:`fetch` returns."""
+
+    def fetch(self) -> HostOutput:
+        """Wait for this step (and no later one) and copy its results to the host."""
+        ...
+
+
+class Runner(Protocol):
+    """Who executes steps. The loop is tested against a scripted one."""
+
+    def execute(self, batch: ForwardBatch) -> ForwardOutput:
+        """Enqueue one step on the forward stream."""
+        ...
+
+    def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Which token each of ``slots`` (int64 [n]) sampled last (int32 [n]): a step whose results are lost may have left others."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when the forward stream is idle."""
+        ...
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Device work inside is ordered with the steps: after those launched, before those to come."""
+        ...
+
+
+class KVPool(Protocol):
+    """Paged KV storage, one pair of tensors per layer."""
+
+    page_size: int
+    num_pages: int
+    """Scratch page included."""
+    window_pages: int | None
+    """The same of layers with a window that give pages back. None: there are none, all layers are alike."""
+
+    def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for all layers."""
+        ...
+
+    def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
+        """Write ``k`` and ``v`` ([T, kv heads, size of each]) to slots ``(pages, offsets)`` ([T] each)."""
+        ...
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, each [pages, kv heads, page_size, size of each]."""
+        ...
+
+
+class FusedAttention(Protocol):
+    """Head norms, rotation, store and attention in one go; queries in ``qkv`` may be overwritten."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+        norm: HeadNorms | None = None,
+        form: AttentionForm = PLAIN,
+    ) -> Tensor:
+        """
+        Args:
+            qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
+            cos, sin: [T, 1, rotated size / 2]: the rest of a head is not rotated.
+            norm: of queries and keys. None: no head norms.
+            form: of the layer.
+
+        Returns:
+            [T, query heads * head size]
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Paged causal attention with grouped query heads."""
+
+    fused: FusedAttention | None
+    """None: the caller normalises and rotates, and calls :meth:`forward`."""
+    reads_page_table: bool
+    """It reads ``ForwardBatch.page_table`` of a step on the device; else the copy on the host is enough for it."""
+
+    @property
+    def paged(self) -> "PagedStep | None":
+        """The planned step as a kernel takes it that computes whole layers. None: layers are computed part by part."""
+        ...
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare what all layers of this step share (masks, gather indices)."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
+        """Store this step's K and V, then attend over what the layer's form lets each row see.
+
+        Args:
+            q: [T, query heads, head size]; k: [T, kv heads, head size]; v: the same, or of a size of its own. With latent
+                attention one kv head, whose v is a view of the front of k.
+            form: of the layer; left out, it is plain.
+
+        Returns:
+            [T, query heads * v's head size]
+        """
+        ...

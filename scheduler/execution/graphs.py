@@ -1,0 +1,311 @@
+"""Decode steps as captured graphs: two launches instead of some hundred.
+
+Invariants:
+- There are two graphs for each size. The first computes the hidden states of a decode-only step, from the tokens that its
+  slots sampled last. The second computes what is sampled from these, and the slots' last tokens: output head and sampler.
+- Prefill and mixed steps run eagerly. A decode-only step that samples in a way the second graph has not (special rows
+  always; without Triton also filters and raw logprobs) runs head and sampler eagerly, from the first graph's hidden states.
+- The second graph computes all that the sampler can tell of a row, wanted or not: the sampler of ``triton_sampler.py``
+  decides row by row on the device, so that one graph serves every step but the special ones.
+- A graph reads weights and KV where they were when it was captured. Weights are updated in place, so it stays right; when
+  a release moves them it is dropped (:meth:`DecodeGraphs.drop`) and captured again before the next step.
+- A graph reads its inputs where ``staging.py`` puts those of a step of its size, and what its attention's ``plan``
+  writes, outside of the graph, into buffers that never move.
+- Steps are padded to the next size of a ladder with rows that read and write the scratch page only, and sample for a slot
+  that no request has.
+- Whatever a graph reads and has not allocated itself lives as long as the graph; so do the logits, whose workspace grows
+  when the log-probabilities of a prompt need more.
+- Workspaces that grow have grown before anything is captured: the largest possible step runs first. A layer whose
+  workspace could still grow afterwards would leave a graph with memory that is somebody else's.
+
+A model or a backend that cannot be captured (it waits for the device, or there is no memory left) runs eagerly, with a
+warning that says why; so does a head or a sampler alone. Captured and replayed with recorded operations, not run on a GPU.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..memory.device_memory import DeviceMemoryReading
+from ..memory.device_module import DeviceGraph, GraphModule
+from ..runtime.config import PAGE_SIZE
+from .forward import AttentionBackend, ForwardBatch, SamplingBatch
+from .sampler import Sampler, SamplerOutput
+from .staging import InputStaging, StepLimits
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[ForwardBatch, AttentionBackend], Tensor]
+"""Hidden states of a planned step's sampled tokens."""
+
+Head = Callable[[ForwardBatch, Tensor], tuple[SamplerOutput, Tensor]]
+"""What is sampled from the hidden states of such a step, and the logits."""
+
+_Result = TypeVar("_Result")
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured."""
+
+    def for_decode(self, rows: int) -> AttentionBackend:
+        """Attention for steps of exactly ``rows`` decode rows.
+
+        Its ``plan`` runs outside of the graph and writes into buffers that never move; its ``forward`` reads nothing else
+        of a step but its arguments, and neither waits for the device nor reads anything on the host.
+        """
+        ...
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond; ``largest`` is last.
+
+    At most an eighth of the rows of a step above 64 are padding, and a decode step that small reads the weights anyway.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 64, 64)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: DeviceGraph
+    attention: AttentionBackend
+    inputs: ForwardBatch
+    """What the graph reads besides staging, weights and KV: a graph keeps the addresses of its inputs, not the inputs."""
+    hidden: Tensor
+    """[size, hidden]: written by every replay."""
+    head: "_CapturedHead | None"
+    """None: head and sampler cannot be captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedHead:
+    graph: DeviceGraph
+    sampled: SamplerOutput
+    """Of ``size`` rows: written by every replay."""
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """The graphs of one model, by batch size; everything here is called on the forward stream or enters it."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        head: Head,
+        sampler: Sampler,
+        backend: CapturableBackend,
+        staging: InputStaging,
+        *,
+        limits: StepLimits,
+        device: torch.device,
+        device_module: GraphModule,
+        on_stream: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """
+        Args:
+            forward, head: what is captured.
+            sampler: the one that ``head`` uses, which says what a graph of it serves.
+            on_stream: enters the forward stream.
+        """
+        self._forward, self._head, self._sampler = forward, head, sampler
+        self._backend = backend
+        self._staging = staging
+        self._limits = limits
+        self._device = device
+        self._module = device_module
+        self._on_stream = on_stream
+        self._captured: dict[int, _Captured] = {}
+        self._failed = self._head_failed = False
+        self.sizes = ladder(limits.rows)
+        self.nbytes = 0
+        """What the graphs have taken from the device when they were captured last."""
+
+    @property
+    def are_captured(self) -> bool:
+        """Decode steps are replayed."""
+        return bool(self._captured)
+
+    def serves(self, batch: ForwardBatch) -> bool:
+        """Whether :meth:`replay` can compute this step."""
+        return self.are_captured and batch.num_decode == batch.num_rows == len(batch.sample_tokens)
+
+    def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
+        """Launch a decode-only step.
+
+        Returns:
+            The step as it is on the device, padded, and the hidden states of its sampled tokens [S, hidden], valid until
+            the next step.
+        """
+        rows = batch.num_rows
+        size, captured = self._for(rows)
+        with self._staging.staged(batch, size, table=captured.attention.reads_page_table) as staged:
+            captured.attention.plan(staged)
+        captured.graph.replay()
+        return staged, captured.hidden[:rows]
+
+    def samples(self, batch: ForwardBatch) -> bool:
+        """Whether :meth:`sample` can follow :meth:`replay`; else head and sampler run eagerly."""
+        return self._for(batch.num_rows)[1].head is not None and self._sampler.graph_serves(batch.sampling)
+
+    def sample(self, batch: ForwardBatch) -> SamplerOutput:
+        """Launch head and sampler of the step that has just been replayed; the results are valid until the next step."""
+        head = self._for(batch.num_rows)[1].head
+        assert head is not None, "not captured"
+        head.graph.replay()
+        wanted, found, rows = batch.sampling, head.sampled, slice(batch.num_rows)
+        raw = found.raw_logprobs if wanted.want_raw else None
+        sampled = found.sampled_logprobs if wanted.want_sampled else None
+        return SamplerOutput(
+            token_ids=found.token_ids[rows],
+            logprobs=found.logprobs[rows],
+            raw_logprobs=None if raw is None else raw[rows],
+            sampled_logprobs=None if sampled is None else sampled[rows],
+        )
+
+    def _for(self, rows: int) -> tuple[int, _Captured]:
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        return size, self._captured[size]
+
+    def drop(self) -> None:
+        """Give the graphs and their memory back to the allocator. The device is idle."""
+        self._captured.clear()
+
+    def capture(self) -> Iterator[None]:
+        """Capture the whole ladder, largest first, so that the smaller ones fit into the same memory; once per drop.
+
+        Yields between sizes, so the loop can answer meanwhile; no step may be launched before the end.
+        """
+        if self._captured or self._failed:
+            return
+        self._module.synchronize()
+        before = DeviceMemoryReading.of(self._module).reserved
+        try:
+            with torch.inference_mode(), self._on_stream():
+                self._run_largest()
+            pool = self._module.graph_pool_handle()
+            for size in reversed(self.sizes):
+                with torch.inference_mode(), self._on_stream():
+                    self._captured[size] = self._capture(size, pool)
+                yield
+        except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
+            self.drop()
+            # Out of memory may pass; what cannot be captured never can.
+            self._failed = not isinstance(error, torch.OutOfMemoryError)
+            logger.warning("decode steps are launched kernel by kernel: capturing them failed: %s", error)
+            return
+        self._module.synchronize()
+        self.nbytes = DeviceMemoryReading.of(self._module).reserved - before
+        logger.info(
+            "captured decode steps of %d sizes up to %d in %.1f MiB",
+            len(self.sizes), self.sizes[-1], self.nbytes / 2**20,
+        )  # fmt: skip
+
+    def _run_largest(self) -> None:
+        """A prefill step of as many tokens as there can be: workspaces reach their size, libraries choose kernels."""
+        context, tokens = self._limits.context_len, self._limits.tokens
+        lengths = [context] * (tokens // context) + ([tokens % context] if tokens % context else [])
+        with self._staging.staged(scratch_prefill(lengths)) as staged:
+            self._backend.plan(staged)
+        self._forward(staged, self._backend)
+
+    def _capture(self, size: int, pool: object) -> _Captured:
+        attention = self._backend.for_decode(size)
+        with self._staging.staged(self._scratch_decode(size)) as staged:
+            attention.plan(staged)
+        static = replace(
+            staged,
+            sample_tokens=torch.arange(size, device=self._device),
+            # Read on the host, if at all, to size what depends on the longest row; captured once, it must hold for all.
+            kv_lens_host=[self._limits.context_len] * size,
+            sampling=self._sampler.for_graph(staged.sampling),
+        )
+        graph, hidden = self._recorded(lambda: self._forward(static, attention), pool)
+        return _Captured(graph, attention, static, hidden, self._capture_head(static, hidden, pool))
+
+    def _capture_head(self, static: ForwardBatch, hidden: Tensor, pool: object) -> _CapturedHead | None:
+        if self._head_failed:
+            return None
+        try:
+            graph, (sampled, logits) = self._recorded(lambda: self._head(static, hidden), pool)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  as in `capture`
+            self._head_failed = True
+            logger.warning(
+                "output head and sampler are launched kernel by kernel: capturing failed: %s", error
+            )
+            return None
+        return _CapturedHead(graph, sampled, logits)
+
+    def _recorded(self, work: Callable[[], _Result], pool: object) -> tuple[DeviceGraph, _Result]:
+        """A graph of ``work``, and where its replays leave the result."""
+        work()  # libraries choose kernels and allocate before anything is recorded
+        graph = self._module.CUDAGraph()
+        # Other threads (receivers of weights) may use the device meanwhile: only this one must not wait for it.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        except Exception:
+            with suppress(RuntimeError):  # says only that the capture has failed; the error at hand says why
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, result
+
+    def _scratch_decode(self, rows: int) -> ForwardBatch:
+        """As many decode rows on the scratch page, sampled for a slot that no request has."""
+        nothing = scratch_prefill([])
+        return replace(
+            scratch_prefill([1] * rows),
+            num_decode=rows,
+            sample_tokens=torch.arange(rows),
+            sample_slots=torch.full((rows,), self._limits.spare_slot),
+            sampling=replace(
+                nothing.sampling,
+                temperature=torch.ones(rows),
+                greedy=torch.ones(rows, dtype=torch.bool),
+                top_k=torch.ones(rows, dtype=torch.int64),
+                top_p=torch.ones(rows),
+                uniforms=torch.zeros(rows, dtype=torch.float64),
+                min_p=torch.zeros(rows),
+            ),
+        )
+
+
+def scratch_prefill(lengths: list[int]) -> ForwardBatch:
+    """Prefill rows of these lengths on the scratch page, for slot 0, none of them sampled; none at all for []."""
+    tokens = sum(lengths)
+    pages = -(-max(lengths, default=1) // PAGE_SIZE)
+    none = torch.empty(0, dtype=torch.int64)
+    zeros = torch.zeros(tokens, dtype=torch.int64)
+    return ForwardBatch(
+        num_decode=0,
+        input_ids=zeros,
+        positions=torch.cat([torch.arange(length) for length in lengths]) if lengths else none,
+        kv_slots=zeros,
+        page_table=torch.zeros((len(lengths), pages), dtype=torch.int32),
+        kv_lens=torch.tensor(lengths, dtype=torch.int32),
+        q_lens_host=lengths,
+        kv_lens_host=lengths,
+        slots=torch.zeros(len(lengths), dtype=torch.int64),
+        sample_tokens=none,
+        sample_slots=none,
+        sampling=SamplingBatch(
+            temperature=torch.empty(0),
+            greedy=torch.empty(0, dtype=torch.bool),
+            top_k=none,
+            top_p=torch.empty(0),
+            uniforms=torch.empty(0, dtype=torch.float64),
+            any_sampled=False,
+            any_filtered=False,
+            want_raw=False,
+            want_sampled=False,
+        ),
+    )

@@ -1,0 +1,171 @@
+"""What serves each operation of a loaded model, and why torch does where compiled kernels could have been expected.
+
+Invariants:
+- What is reported is what is built: attention is chosen in one place for both (``backends.py``), and an operation counts as torch's where torch
+  computes the products of any layer.
+- Nothing here depends on requests: the answers hold from the start of an engine to its end.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.backends import Choice, Shape, choose
+from ..kernels import TORCH, TRITON, serving, why_not_triton
+from ..kernels.decoder_layers import choosable
+from ..kernels.delta import LARGEST_HEAD, computable
+from ..kernels.linear import packable, scalable
+from ..kernels.native import why_not
+from ..layers.fp8_products import dense_for, experts_for
+from ..models.base import ForeignModel
+from ..models.config_moe import MoeConfig
+from ..models.hybrid import state_shape
+from ..runtime.config import EngineConfig
+from ..weights.loaded_model import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The operations that a model has, and what serves them."""
+
+    by: dict[str, str]
+    """Operation to ``torch``, an instruction set of compiled kernels, or a library of kernels."""
+    reason: str | None
+    """Why torch serves some of them on a CPU, and why no better kernels serve attention elsewhere. None: nothing better is."""
+
+    def log(self) -> None:
+        """One line at start; a warning where no compiled kernels serve on a CPU."""
+        if self.reason is not None and set(self.by.values()) == {TORCH}:
+            logger.warning(
+                "compiled kernels do not serve, torch computes everything, slower: %s", self.reason
+            )
+            return
+        operations: dict[str, list[str]] = {}
+        for operation, name in self.by.items():
+            operations.setdefault(name, []).append(operation)
+        served = "; ".join(f"{name}: {', '.join(which)}" for name, which in operations.items())
+        logger.info("kernels: %s%s", served, "" if self.reason is None else f" ({self.reason})")
+
+
+def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
+    """Of the operations that the model has.
+
+    Raises:
+        CaesuraError: as :func:`~.backends.choose`.
+    """
+    model, by = loaded.config, serving(loaded.device, loaded.dtype)
+    attention = choose(config, Shape.of(loaded))
+    by["attention"] = attention.by
+    if _unpacked_fp8(loaded) is not None or _unpacked(loaded) is not None:
+        by["linear"] = TORCH
+        if by["experts"] != TRITON:  # which is what surrounds the products
+            by["experts"] = TORCH
+    if model.fp8 is not None and (dense := dense_for(loaded.device)) is not None:
+        by["linear"] = dense.by
+        if model.moe is not None and (experts := experts_for(loaded.device)) is not None:
+            by["experts"] = experts.by
+    if TORCH in (by["linear"], by["attention"]):
+        by["decoder"] = TORCH
+    foreign = loaded.model if isinstance(loaded.model, ForeignModel) else None
+    if foreign is not None:
+        if by["decoder"] == TORCH or not foreign.in_one_call:
+            by["elementwise"] = TORCH
+        if foreign.torch_experts:
+            by["experts"] = TORCH
+    if model.moe is None and loaded.model.routing is None and (foreign is None or not foreign.torch_experts):
+        del by["experts"]
+    _name_layers(by, loaded)
+    if loaded.device.type != "cpu":
+        return Serving(by, _why_not_better(attention, loaded.device))
+    reason = None if foreign is not None and foreign.in_one_call else why_torch(loaded)
+    if reason is None and by["attention"] == TORCH:
+        reason = f"attention_backend = {config.attention_backend!r}"
+    return Serving(by, reason)
+
+
+def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
+    """Add what only some models' layers have, and leave out one call for all layers where they are computed part by part."""
+    if loaded.config.delta is None:
+        del by["linear_attention"]
+    elif not computable(state_shape(loaded.config)):
+        by["linear_attention"] = TORCH
+    if by["decoder"] != TORCH and not loaded.model.in_one_call:
+        del by["decoder"]
+
+
+def _why_not_better(attention: Choice, device: torch.device) -> str | None:
+    """What would launch less on an accelerator, and does not serve. None: all serves."""
+    reasons = []
+    if attention.reason is not None:
+        reasons.append(f"attention by {attention.by}, as {attention.reason}")
+    if device.type == "cuda" and (reason := why_not_triton(device)) is not None:
+        reasons.append(f"torch instead of Triton, as {reason}")
+    return "; ".join(reasons) or None
+
+
+def why_torch(loaded: LoadedModel) -> str | None:
+    """Why torch computes some of this model's products, whatever the configuration names. None: it computes none."""
+    config = loaded.config
+    if TORCH in serving(loaded.device, loaded.dtype).values():
+        return why_not() or "there are none for this device and dtype"
+    if config.transformers_config is not None:
+        return "transformers computes some of what lies between the products"
+    if config.delta is not None and not computable(state_shape(config)):
+        return f"heads of linear attention have more than {LARGEST_HEAD} elements"
+    if (reason := _unpacked_fp8(loaded)) is not None:
+        return reason
+    if config.moe is not None and config.moe.grouped and not _choosable(config.moe):
+        return f"experts are chosen from {config.moe.num_groups} groups, which torch does"
+    return _unpacked(loaded)
+
+
+def _unpacked(loaded: LoadedModel) -> str | None:
+    """Why some of the model's matrices are not packed. None: all can be."""
+    odd = [size for size in _row_sizes(loaded) if not packable(size, loaded.dtype)]
+    return f"rows of {min(odd)} cannot be packed" if odd else None
+
+
+def _unpacked_fp8(loaded: LoadedModel) -> str | None:
+    """Why FP8 weights are not packed. None: they are, or there are none."""
+    fp8 = loaded.config.fp8
+    if fp8 is None:
+        return None
+    if loaded.device.type != "cpu":
+        return "products with FP8 weights are a library's"
+    if all(scalable(size, fp8.columns) for size in _projections(loaded)):
+        return None
+    return "products with FP8 weights in rows or blocks that are no multiple of four are torch's"
+
+
+def _choosable(moe: MoeConfig) -> bool:
+    return choosable(
+        moe.num_groups, moe.top_groups, moe.num_experts, moe.top_k, best_two=moe.group_score == "top2"
+    )
+
+
+def _row_sizes(loaded: LoadedModel) -> set[int]:
+    """Lengths of the rows of the model's matrices, on this rank."""
+    mla = loaded.config.mla
+    return _projections(loaded) | (set() if mla is None else {mla.kv_lora_rank, mla.qk_nope_head_dim})
+
+
+def _projections(loaded: LoadedModel) -> set[int]:
+    """Of those that are FP8 in an FP8 model."""
+    config, ranks, mla = loaded.config, loaded.parallel.size, loaded.config.mla
+    sizes = {config.hidden_size}
+    if mla is None:
+        sizes.add(loaded.num_heads * config.head_dim)
+    else:
+        sizes.add(loaded.num_heads * mla.v_head_dim)
+        sizes |= set() if mla.q_lora_rank is None else {mla.q_lora_rank}
+    if config.moe is None or not all(config.moe.sparse_layers):
+        sizes.add(config.intermediate_size // ranks)
+    if config.moe is not None:
+        sizes.add(config.moe.intermediate_size // ranks)
+        sizes |= {config.moe.shared_size // ranks} - {0}
+    if config.delta is not None:
+        sizes.add(config.delta.value_heads * config.delta.value_size)
+    return sizes

@@ -1,0 +1,217 @@
+"""Rows whose logits are edited before anything is computed from them, or of which more is wanted than a token.
+
+Invariants:
+- Edits are made in float32, on copies: the logits stay as they are, and *raw* log-probabilities are of these.
+- A counter holds, per token, twice how often it stands in the sample's output, plus one if it stands in the prompt. It is
+  written on the forward stream only: a step adds the tokens that it samples, so the next one knows them before the host does.
+- Workspaces are made at the first special row and bounded after that; the table of counters grows by doubling, to 4 bytes per
+  token of the vocabulary for each request with penalties that ran at once, and does not shrink.
+- What is computed for a row depends on that row alone.
+
+Definitions, in the order of the operations, which is SGLang's: frequency and presence penalties are taken off; the repetition
+penalty divides positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must not
+end a sample yet. Then the sampler's own: temperature, log-softmax (the *logprob*), filters, draw. Further log-probabilities are of
+that log-softmax.
+"""
+
+import torch
+from torch import Tensor
+
+from .forward import FurtherLogprobs, SamplingBatch, SpecialRows
+from .sampler import Sampler, SamplerOutput
+
+_CHUNK_BYTES_CPU = 5 << 20
+_CHUNK_BYTES = 64 << 20
+"""Of float32 logits that are edited at a time."""
+
+
+class TokenCounters:
+    """How often each token stands in the prompt and the output of the requests that have penalties."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+
+    def begin(self, rows: SpecialRows) -> None:
+        """Start the counters anew whose history ``rows`` bring."""
+        missing = rows.num_counters - len(self._table)
+        if missing > 0:
+            added = max(missing, len(self._table))
+            self._table = torch.cat([self._table, self._table.new_zeros((added, self._table.shape[1]))])
+        if len(rows.restarted):
+            self._table.index_fill_(0, rows.restarted, 0)
+            flat = self._table.view(-1)
+            flat.index_fill_(0, rows.prompt_at, 1)
+            flat.index_add_(0, rows.output_at, torch.full_like(rows.output_at, 2, dtype=torch.int32))
+
+    def penalise(self, logits: Tensor, rows: SpecialRows, part: slice) -> None:
+        """Apply the penalties of the rows ``part`` to their ``logits`` [p, V], in place."""
+        counts = self._table.index_select(0, rows.counters[part])
+        in_output = counts >> 1
+        logits -= rows.frequency[part, None] * in_output
+        logits -= rows.presence[part, None] * (in_output > 0)
+        factor = torch.where(counts > 0, rows.repetition[part, None], 1.0)
+        torch.where(logits > 0, logits / factor, logits * factor, out=logits)
+
+    def add(self, rows: SpecialRows, tokens: Tensor) -> None:
+        """Count what was sampled: ``tokens`` int64 [P]."""
+        at = rows.counters * self._table.shape[1] + tokens
+        self._table.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
+
+
+class SpecialSampler:
+    """Samples steps in which some rows are special; the others by the ordinary sampler, as if there were none.
+
+    Args:
+        sampler: the ordinary one.
+        vocab_size: V.
+        device: where logits are.
+    """
+
+    def __init__(self, sampler: Sampler, vocab_size: int, device: torch.device) -> None:
+        self._ordinary = sampler
+        self._vocab_size = vocab_size
+        self._device = device
+        bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
+        self._chunk_rows = max(1, bound // (4 * vocab_size))
+        self._counters = TokenCounters(vocab_size, device)
+        self._exact: Sampler | None = sampler if sampler.dtype == torch.float32 else None
+        self._in_torch: Sampler | None = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows) -> SamplerOutput:
+        """As :meth:`Sampler.sample`, for a ``batch`` whose special rows are ``rows``."""
+        self._counters.begin(rows)
+        if len(rows.rows) < len(logits):
+            out = self._ordinary.sample(logits, batch)
+        else:
+            out = _empty_output(logits, batch)
+        further: list[FurtherLogprobs] = []
+        for start in range(0, len(rows.rows), self._chunk_rows):
+            part = slice(start, min(start + self._chunk_rows, len(rows.rows)))
+            further += self._sample_part(logits, batch, rows, part, out)
+        if len(rows.counters):
+            tokens = out.token_ids[rows.rows[: len(rows.counters)]]
+            self._counters.add(rows, tokens.clamp_min(0))  # -1: the request ends, whatever is counted
+        if further:
+            out.further = joined(further)
+        return out
+
+    def warm_up(self, batch: SamplingBatch) -> None:
+        """Compile now what the first special row would wait for; ``batch`` of one row, which nobody has."""
+        if self._exact is None and self._ordinary.compiles_at_first_use:
+            passing = Sampler(self._vocab_size, 1, self._device, torch.float32)
+            passing.sample(torch.zeros((1, self._vocab_size), device=self._device), batch)
+
+    def _sample_part(
+        self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows, part: slice, out: SamplerOutput
+    ) -> list[FurtherLogprobs]:
+        index = rows.rows[part]
+        edited = logits.index_select(0, index).float()
+        penalised = slice(part.start, min(part.stop, len(rows.counters)))
+        if penalised.start < penalised.stop:
+            self._counters.penalise(edited[: penalised.stop - penalised.start], rows, penalised)
+        if rows.bias.shape[1]:
+            edited.scatter_add_(1, rows.bias_ids[part], rows.bias[part])
+        selected = batch.select(index)
+        selected.want_raw = False
+        wanting = rows.wants_host.searchsorted([part.start, part.stop])
+        chosen = slice(int(wanting[0]), int(wanting[1]))
+        local = rows.wants[chosen] - part.start
+        selected.want_last_kept = rows.num_masked > 0 and chosen.start < chosen.stop
+        sampled = self._sampler().sample(edited, selected)
+        if selected.want_last_kept and sampled.last_kept is None:
+            self._sample_again(edited, selected, local, rows.masked[chosen], sampled)
+        out.token_ids[index] = sampled.token_ids
+        out.logprobs[index] = sampled.logprobs
+        if out.sampled_logprobs is not None and sampled.sampled_logprobs is not None:
+            out.sampled_logprobs[index] = sampled.sampled_logprobs
+        if out.raw_logprobs is not None:
+            out.raw_logprobs[index] = _raw(logits.index_select(0, index), sampled)
+        if chosen.start == chosen.stop:
+            return []
+        scaled = edited.index_select(0, local) / selected.temperature[local, None]
+        any_logprobs = rows.top > 0 or rows.token_ids.shape[1] > 0
+        logprobs = torch.log_softmax(scaled, 1) if any_logprobs else scaled
+        further = further_of(logprobs, None, rows.top, rows.token_ids[chosen])
+        if sampled.last_kept is not None:
+            further.kept = _kept(scaled, sampled.last_kept[local])
+        return [further]
+
+    def _sample_again(
+        self, edited: Tensor, batch: SamplingBatch, rows: Tensor, masked: Tensor, sampled: SamplerOutput
+    ) -> None:
+        """Sample ``rows`` (int64) of ``edited`` with torch, which says what it kept, and take that where ``masked`` (bool)."""
+        if self._in_torch is None:
+            self._in_torch = Sampler(
+                self._vocab_size, self._chunk_rows, self._device, torch.float32, in_torch=True
+            )
+        part = batch.select(rows)
+        part.want_last_kept = True
+        found = self._in_torch.sample(edited.index_select(0, rows), part)
+        assert found.last_kept is not None, "torch's sampler says it"
+        for mine, theirs in (
+            (sampled.token_ids, found.token_ids),
+            (sampled.logprobs, found.logprobs),
+            (sampled.sampled_logprobs, found.sampled_logprobs),
+        ):
+            if mine is not None and theirs is not None:
+                mine[rows] = torch.where(masked, theirs, mine[rows])
+        sampled.last_kept = torch.full_like(sampled.token_ids, -1).index_copy_(0, rows, found.last_kept)
+
+    def _sampler(self) -> Sampler:
+        """For float32 logits; the ordinary one where these are."""
+        if self._exact is None:
+            self._exact = Sampler(self._vocab_size, self._chunk_rows, self._device, torch.float32)
+        return self._exact
+
+
+def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Tensor) -> FurtherLogprobs:
+    """What is wanted of ``logprobs`` [N, V]: those of ``targets`` [N] (None: of none), the ``top`` largest, and ``token_ids`` [N, M]."""
+    best = logprobs.topk(top, 1)
+    return FurtherLogprobs(
+        logprobs=logprobs[:0, 0] if targets is None else logprobs.gather(1, targets[:, None])[:, 0],
+        top_ids=best.indices.int(),
+        top=best.values,
+        token_ids_logprobs=logprobs.gather(1, token_ids),
+    )
+
+
+def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
+    """One after the other."""
+    kept = [part.kept for part in parts if part.kept is not None]
+    return FurtherLogprobs(
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        top_ids=torch.cat([part.top_ids for part in parts]),
+        top=torch.cat([part.top for part in parts]),
+        token_ids_logprobs=torch.cat([part.token_ids_logprobs for part in parts]),
+        kept=torch.cat(kept) if kept else None,
+    )
+
+
+def _kept(scaled: Tensor, last: Tensor) -> Tensor:
+    """bool [N, V]: the tokens down to ``last`` [N] (-1: all) in descending order of ``scaled`` [N, V], of equals the lower first.
+
+    What cannot be sampled is not kept: tokens whose logit is -inf.
+    """
+    border, index = (
+        scaled.gather(1, last.clamp_min(0)[:, None]),
+        torch.arange(scaled.shape[1], device=scaled.device),
+    )
+    kept = (scaled > border) | ((scaled == border) & (index <= last[:, None])) | (last < 0)[:, None]
+    return kept & (scaled > -torch.inf)
+
+
+def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
+    """Log-softmax [c] of the unedited ``logits`` [c, V] at the sampled tokens; NaN where there is none."""
+    found = torch.log_softmax(logits.float(), 1).gather(1, sampled.token_ids.clamp_min(0)[:, None])[:, 0]
+    return found.where(sampled.token_ids >= 0, torch.nan)
+
+
+def _empty_output(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    rows = len(logits)
+    return SamplerOutput(
+        token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
+        logprobs=torch.empty(rows, device=logits.device),
+        raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
+        sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
+    )

@@ -1,0 +1,253 @@
+"""Runs steps of a real model, on the forward stream where there is one.
+
+Invariants:
+- Weights, KV and everything captured are read only on the forward stream; whoever writes them does so inside
+  :meth:`ModelRunner.on_stream` and synchronises before telling anybody (I4, I5).
+- The stream waits for the scheduling stream before a step, and the scheduling stream waits for it after: ``wait_stream``
+  both ways. Inputs and results travel on the forward stream itself (``staging.py``).
+- A decode row's input is the token that its slot sampled last, taken on the device: the host need not know it yet.
+- A warm-up goes the way of a step but for its rows, which are nobody's (``autotune.py``).
+- Decode-only steps are replayed where their graphs are captured (``graphs.py``), every other step runs eagerly. Head and
+  sampler of a replayed step are replayed too, where these graphs sample in its way.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache.routing import RoutingPool
+from ..layers.logits_processor import autotune_dummy_run_mode
+from ..memory.device_memory import is_out_of_memory
+from ..memory.device_module import DeviceModule, DeviceStream, graphs_of, streams_of
+from ..models.base import CausalLM
+from ..observability.stage_profiler import StageProfiler
+from .autotune import WarmUp, dummy_decode
+from .forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput
+from .graphs import CapturableBackend, DecodeGraphs
+from .input_logprobs import input_logprobs
+from .logit_edits import SpecialSampler
+from .sampler import Sampler, SamplerOutput
+from .staging import InputStaging, OutputStaging, StepLimits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ReadyOutput:
+    """Results that are on the host already."""
+
+    output: HostOutput
+
+    def fetch(self) -> HostOutput:
+        """The results."""
+        return self.output
+
+
+class ModelRunner:
+    """The :class:`~caesura.scheduler.execution.forward.Runner` of a real model.
+
+    Attributes:
+        graphs: of decode steps; the caller has them captured. None: every step runs eagerly.
+        stages: counts how long the head and the sampler take, on the host where steps run on a stream of their own.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        *,
+        limits: StepLimits,
+        device: torch.device,
+        device_module: DeviceModule,
+        routing: RoutingPool | None = None,
+        use_graphs: bool = True,
+    ) -> None:
+        """
+        Args:
+            device_module: where it has streams, steps run beside the scheduler on one of their own.
+            routing: takes in which experts the model chose. None: it has none.
+            use_graphs: prepare graphs where device and backend can.
+        """
+        self.model = model
+        self.stages = StageProfiler()
+        self._routing = routing
+        self._backend = backend
+        self._sampler = sampler
+        self._special = SpecialSampler(sampler, model.config.vocab_size, device)
+        self._streams = streams_of(device_module)
+        # One more than there are requests, for the rows that graphs are padded with.
+        self._last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
+        self._stream: DeviceStream | None = None
+        self.graphs: DecodeGraphs | None = None
+        if self._streams is not None:
+            self._stream = self._streams.Stream()
+            self._outputs = OutputStaging(limits, device=device, device_module=self._streams)
+            self._inputs = InputStaging(limits, device=device, device_module=self._streams)
+            graphs = graphs_of(device_module)
+            if use_graphs and graphs is not None and isinstance(backend, CapturableBackend):
+                self.graphs = DecodeGraphs(
+                    self._forward,
+                    self._sample_tokens,
+                    sampler,
+                    backend,
+                    self._inputs,
+                    limits=limits,
+                    device=device,
+                    device_module=graphs,
+                    on_stream=self.on_stream,
+                )
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Work inside is ordered with the steps: after those launched, before those to come."""
+        if self._streams is None or self._stream is None:
+            return nullcontext()
+        return self._streams.stream(self._stream)
+
+    @torch.inference_mode()
+    def execute(self, batch: ForwardBatch) -> ForwardOutput:
+        """Enqueue one step; on the CPU it has run when this returns."""
+        if self._stream is None:
+            self._backend.plan(batch)
+            return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self._backend))))
+        with self._waiting_both_ways():
+            output = self._outputs.send(self._step(batch))
+        return output
+
+    @torch.inference_mode()
+    def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """What the decode rows of these slots read; see :class:`~caesura.scheduler.execution.forward.Runner`."""
+        with self.on_stream():
+            device = self._last_tokens.device
+            index, values = (torch.from_numpy(array).to(device, torch.int64) for array in (slots, tokens))
+            self._last_tokens[index] = values
+
+    def synchronize(self) -> None:
+        """Return when the forward stream is idle."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @torch.inference_mode()
+    def autotune(self, warm_up: WarmUp) -> None:
+        """Run the model for nobody, before any request and before graphs are captured."""
+        started = perf_counter()
+        try:
+            with self._waiting_both_ways():
+                with autotune_dummy_run_mode():
+                    batch, hidden = self._dummy_run(warm_up.rows)
+                self._run_head(batch, hidden[: warm_up.lm_head_rows])
+            self.synchronize()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("the engine starts cold: warming up %d rows failed: %s", warm_up.rows, error)
+        else:
+            elapsed = 1e3 * (perf_counter() - started)
+            logger.info(
+                "warmed up %d rows, %d with head, in %.1f ms", warm_up.rows, warm_up.lm_head_rows, elapsed
+            )
+
+    def _dummy_run(self, batch_size: int) -> tuple[ForwardBatch, Tensor]:
+        """A decode step of ``batch_size`` rows up to its logits, which nobody reads; on the forward stream.
+
+        Returns:
+            The step as it is on the device, and the hidden states of its rows [batch_size, hidden].
+        """
+        batch = dummy_decode(batch_size, self.model.config.vocab_size)
+        with self._inputs.staged(batch) if self._stream is not None else nullcontext(batch) as staged:
+            self._backend.plan(staged)
+        hidden = self._forward(staged, self._backend)
+        self.model.logits(hidden)
+        return staged, hidden
+
+    def _run_head(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Output head and sampler over the first rows of a dummy run; what they sample is dropped."""
+        if len(hidden):
+            logits = self.model.logits(hidden)
+            assert logits is not None, "the mode is off"
+            rows = torch.arange(len(hidden), device=hidden.device)
+            self._sampler.sample(logits, batch.sampling.select(rows))
+            self._special.warm_up(batch.sampling.select(rows[:1]))
+
+    @contextmanager
+    def _waiting_both_ways(self) -> Iterator[None]:
+        """Work inside goes to the forward stream, behind what the scheduling stream holds, which goes on behind it."""
+        if self._streams is None or self._stream is None:
+            yield
+            return
+        scheduling = self._streams.current_stream()
+        self._stream.wait_stream(scheduling)
+        with self.on_stream():
+            yield
+        scheduling.wait_stream(self._stream)
+
+    def _step(self, batch: ForwardBatch) -> SamplerOutput:
+        if self.graphs is not None and self.graphs.serves(batch):
+            staged, hidden = self.graphs.replay(batch)
+            if not self.graphs.samples(batch):
+                return self._sample(staged, hidden)
+            with self.stages.stage("sample"):
+                return self.graphs.sample(batch)
+        with self._inputs.staged(batch, table=self._backend.reads_page_table) as staged:
+            self._backend.plan(staged)
+        return self._sample(staged, self._forward(staged, self._backend))
+
+    def _forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """What a graph captures: from the slots' last tokens to hidden states [S, hidden]."""
+        decode = batch.num_decode
+        torch.index_select(self._last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
+        wanted = batch
+        if batch.inputs is not None:  # never captured: prompts are prefilled
+            wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, batch.inputs.tokens]))
+        hidden = self.model.forward(wanted, backend)
+        if self._routing is not None and self.model.routing is not None:
+            self._routing.store(batch.kv_slots, self.model.routing.rows(batch.kv_slots.shape[0]))
+        return hidden
+
+    def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SamplerOutput:
+        """From ``hidden``, of the S sampled tokens and then of ``batch.inputs``."""
+        count = len(batch.sample_tokens)
+        if count:
+            with self.stages.stage("sample"):
+                sampled, _ = self._sample_tokens(batch, hidden[:count])
+        else:
+            none = torch.empty(0, device=hidden.device)
+            sampled = SamplerOutput(
+                token_ids=none.to(torch.int64), logprobs=none, raw_logprobs=None, sampled_logprobs=None
+            )
+        if batch.inputs is not None:
+            vocab_size = self.model.config.vocab_size
+            sampled.inputs = input_logprobs(hidden[count:], batch.inputs, self.model.logits, vocab_size)
+        return sampled
+
+    def _sample_tokens(self, batch: ForwardBatch, hidden: Tensor) -> tuple[SamplerOutput, Tensor]:
+        """What a graph captures besides: from hidden states [S, hidden] to the slots' last tokens; and the logits."""
+        logits = self.model.logits(hidden)
+        assert logits is not None, "a dummy run samples nothing"
+        special = batch.sampling.special
+        if special is None:
+            sampled = self._sampler.sample(logits, batch.sampling)
+        else:
+            sampled = self._special.sample(logits, batch.sampling, special)
+        # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
+        self._last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+        return sampled, logits
+
+
+def _host_output(sampled: SamplerOutput) -> HostOutput:
+    raw, kept = sampled.raw_logprobs, sampled.sampled_logprobs
+    return HostOutput(
+        token_ids=sampled.token_ids.numpy().astype(np.int32),
+        logprobs=sampled.logprobs.numpy(),
+        raw_logprobs=None if raw is None else raw.numpy(),
+        sampled_logprobs=None if kept is None else kept.numpy(),
+        further=sampled.further,
+        inputs=sampled.inputs,
+    )

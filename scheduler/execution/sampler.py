@@ -1,0 +1,498 @@
+"""From logits to tokens and log-probabilities, on the step's device.
+
+Invariants:
+- A row's result depends on that row alone: not on its neighbours, on S, or on where chunks are cut. On the CPU this
+  holds bit for bit; an accelerator's library may choose its reduction by shape, which moves last bits.
+- A token of probability 0 is never returned, whatever the noise: the target is kept below the total of the very
+  cumulative sum that is searched, so the entry found has raised that sum.
+- A row that is not finite (NaN, +inf, or nothing but -inf; a scaled logit that overflows float32 counts as +inf)
+  yields token -1 and NaN, and disturbs no other row.
+- Large temporaries are allocated once, in the constructor, and their size is bounded whatever S is.
+
+Definitions, in the order of the operations:
+- logits / temperature (greedy rows unscaled), then the log-softmax over the whole vocabulary in float32 is the
+  *logprob*;
+- *top-k* keeps the k largest of those logits, of equal ones the ones of lower index;
+- *top-p* keeps, of what top-k left and renormalised, the shortest prefix in descending order whose probabilities
+  reach top_p: at least one token;
+- *min-p* drops, of what is left, tokens less likely than min_p times the likeliest;
+- one uniform per row, and the inverse of the cumulative distribution: of filtered rows in descending order, of the others
+  in the order of the indices.
+
+The cumulative sum has two levels, blocks of 256 and then the entries of one block: the vocabulary is read once more
+for the block sums instead of being scanned in order, which neither vectorises nor parallelises within a row.
+
+What computes this: ``kernels/sampling.py`` on the CPU, ``kernels/triton_sampler.py`` on CUDA, and the torch code below
+where there is neither. Torch's takes more of each filtered row than it needs where a look at the values would wait.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..kernels import TORCH, TRITON, best
+from ..kernels.sampling import RowSampler
+from .forward import FurtherLogprobs, SamplingBatch
+
+if TYPE_CHECKING:
+    from ..kernels.triton_sampler import TritonSampler
+
+_BLOCK = 256
+_CHUNK_BYTES_CPU = 5 << 20
+"""Per workspace. The passes over a chunk should find it in the last-level cache."""
+_CHUNK_BYTES = 64 << 20
+"""Per workspace on accelerators, where fewer launches matter more."""
+_SHORTLISTS = (64, 1024)
+"""How many best tokens are looked at before the whole row is sorted."""
+_SORTED = 4 << 20
+"""Tokens that are put in order at a time on accelerators, each of which takes some 64 bytes."""
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def noise(
+    seeds: npt.NDArray[np.uint64], sample_index: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Uniforms in [0, 1), a pure function of (seed, sample index, absolute position); all arrays are [S].
+
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) is counter-based: its
+    n-th output is a mix of seed + n * gamma. The seed and the sample index choose a stream in this way, and the
+    position is the counter in it. The upper 53 bits make the double.
+    """
+    stream = _splitmix64(seeds, np.zeros_like(sample_index))
+    stream = _splitmix64(stream, sample_index)
+    bits = _splitmix64(stream, positions)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix64(state: npt.NDArray[np.uint64], counter: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Output number ``counter``, from 0, of the generators seeded with ``state``."""
+    z: npt.NDArray[np.uint64] = state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplerOutput:
+    """One sampled token per row, on the device, [S] each; token -1 and NaN where the logits were not finite."""
+
+    token_ids: Tensor
+    """int64"""
+    logprobs: Tensor
+    """float32: log-softmax over the full vocabulary, after temperature."""
+    raw_logprobs: Tensor | None
+    """float32: log-softmax of the logits as given. None when not wanted."""
+    sampled_logprobs: Tensor | None
+    """float32: in the filtered, renormalised distribution; 0 for greedy rows. None when not wanted."""
+    last_kept: Tensor | None = None
+    """int64: the last token in descending order that the filters keep, the token itself in greedy rows, -1 where the whole
+    vocabulary is kept. None: nobody asked, or the kernels do not say."""
+    further: FurtherLogprobs | None = None
+    """Of the special rows that want them (``logit_edits.py``). None: there are none."""
+    inputs: FurtherLogprobs | None = None
+    """Of the step's prompt tokens (``input_logprobs.py``). None: nobody wants them."""
+
+
+@dataclass(slots=True)
+class _Probabilities:
+    """A chunk's c rows; the first two are views of the workspaces, [c, W] with W the padded vocabulary."""
+
+    scaled: Tensor
+    """float32; -inf behind the vocabulary."""
+    probs: Tensor
+    """float32 softmax of ``scaled``. It sums to 1 only nearly: divide by ``total``."""
+    block_max: Tensor
+    """float32 [c, W / 256]: the largest of ``scaled`` in each block."""
+    cumulative: Tensor
+    """float64 [c, W / 256]: sums of ``probs`` over all blocks up to and including this one."""
+    best: Tensor
+    """int64 [c]: the lowest index of the largest scaled logit."""
+    finite: Tensor
+    """bool [c]"""
+
+    @property
+    def total(self) -> Tensor:
+        """float64 [c]"""
+        return self.cumulative[:, -1]
+
+    def logprob(self, tokens: Tensor) -> Tensor:
+        """float64 [c]. Relative to the best token, as a probability may underflow while its logarithm is fine."""
+        distance = _at(self.scaled, tokens).double() - _at(self.scaled, self.best).double()
+        return distance + torch.log(_at(self.probs, self.best).double() / self.total)
+
+
+class Sampler:
+    """Samples one token per row of logits.
+
+    Args:
+        vocab_size: V, the columns of every logits tensor.
+        max_rows: S of the largest usual step; sizes the workspaces up to their bound. More rows go in chunks.
+        device: where logits and the batch's tensors are.
+        dtype: of the logits, bfloat16, float16 or float32.
+        in_torch: whatever kernels there are.
+
+    Attributes:
+        dtype: as above.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        in_torch: bool = False,
+    ) -> None:
+        device = torch.device(device)
+        self._vocab_size = vocab_size
+        self.dtype = dtype
+        self._num_blocks = -(-vocab_size // _BLOCK)
+        width = self._num_blocks * _BLOCK
+        bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
+        self._chunk_rows = max(1, min(max_rows, bound // (width * 4)))
+        serving = TORCH if in_torch else best("sampler", device, dtype)
+        self._compiled = RowSampler(vocab_size) if serving not in (TORCH, TRITON) else None
+        self._triton = _in_triton(vocab_size, max_rows, device) if serving == TRITON else None
+        held = self._chunk_rows if self._compiled is None and self._triton is None else 0
+        # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays -inf.
+        self._scaled = torch.full((held, width), -torch.inf, device=device)
+        self._probs = torch.zeros((held, width), device=device)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        """Sample every row; the host waits for nothing that a device computes.
+
+        Args:
+            logits: [S, V] of the constructor's dtype.
+            batch: S rows of parameters and noise.
+
+        Raises:
+            ValueError: logits of another width or dtype.
+        """
+        if logits.shape[1:] != (self._vocab_size,) or logits.dtype != self.dtype:
+            raise ValueError(
+                f"logits are {logits.dtype} {tuple(logits.shape)}, expected {self.dtype} [S, {self._vocab_size}]"
+            )
+        if self._triton is not None:
+            return self._sample_triton(self._triton, logits, batch)
+        rows = logits.shape[0]
+        out = SamplerOutput(
+            token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
+            logprobs=torch.empty(rows, device=logits.device),
+            raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
+            sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
+            last_kept=torch.empty(rows, dtype=torch.int64, device=logits.device)
+            if batch.want_last_kept
+            else None,
+        )
+        if self._compiled is not None:
+            self._sample_compiled(self._compiled, logits, batch, out)
+        else:
+            self._sample_all(logits, batch, out)
+        return out
+
+    @property
+    def compiles_at_first_use(self) -> bool:
+        """The first call takes seconds."""
+        return self._triton is not None
+
+    def graph_serves(self, batch: SamplingBatch) -> bool:
+        """Whether a graph of :meth:`sample`, captured with :meth:`for_graph`, gives the results of ``batch``."""
+        plain = not (batch.any_filtered or batch.want_raw)
+        return batch.special is None and (plain or self._triton is not None)
+
+    def for_graph(self, batch: SamplingBatch) -> SamplingBatch:
+        """``batch`` with the options of a graph: whatever the kernels compute anyway, and in torch what costs little."""
+        everything = self._triton is not None
+        return replace(
+            batch, any_sampled=True, any_filtered=everything, want_raw=everything, want_sampled=True
+        )
+
+    @staticmethod
+    def _sample_triton(sampler: "TritonSampler", logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        """Every row in two launches, with all results: which are wanted changes nothing."""
+        rows = logits.shape[0]
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        # Each begins at a multiple of 16 bytes: otherwise there would be other variants of the kernels to compile.
+        logprobs, raw, sampled = torch.empty((3, -(-rows // 4) * 4), device=logits.device)[:, :rows]
+        sampler.sample(logits, batch, tokens, logprobs, raw, sampled)
+        return SamplerOutput(
+            token_ids=tokens,
+            logprobs=logprobs,
+            raw_logprobs=raw if batch.want_raw else None,
+            sampled_logprobs=sampled if batch.want_sampled else None,
+        )
+
+    def _sample_compiled(
+        self, sampler: RowSampler, logits: Tensor, batch: SamplingBatch, out: SamplerOutput
+    ) -> None:
+        """Every row in one call, filtered or not."""
+        filtered = batch.any_filtered
+        sampler.sample(
+            logits,
+            batch.temperature if batch.any_sampled else None,
+            batch.greedy,
+            batch.uniforms,
+            out.token_ids,
+            out.logprobs,
+            out.raw_logprobs,
+            out.sampled_logprobs,
+            top_k=batch.top_k if filtered else None,
+            top_p=batch.top_p if filtered else None,
+            min_p=batch.min_p if filtered else None,
+            last_kept=out.last_kept,
+        )
+
+    def _sample_all(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> None:
+        """Every row with torch, as many at a time as the workspaces hold."""
+        rows = logits.shape[0]
+        plan = _FilterPlan.of(batch, self._vocab_size) if batch.any_filtered else None
+        for start in range(0, rows, self._chunk_rows):
+            self._sample_chunk(logits, batch, plan, slice(start, min(rows, start + self._chunk_rows)), out)
+
+    def _sample_chunk(
+        self,
+        logits: Tensor,
+        batch: SamplingBatch,
+        plan: "_FilterPlan | None",
+        chunk: slice,
+        out: SamplerOutput,
+    ) -> None:
+        chunk_logits, greedy = logits[chunk], batch.greedy[chunk]
+        rows = self._softmax(chunk_logits, batch.temperature[chunk] if batch.any_sampled else None)
+        tokens = rows.best
+        if batch.any_sampled:
+            tokens = torch.where(greedy, tokens, _draw(rows, batch.uniforms[chunk]))
+        kept_mass = rows.total.clone()
+        last_kept = None if out.last_kept is None else torch.where(greedy, tokens, -1)
+        if plan is not None:
+            plan.draw(rows, chunk.start, tokens, kept_mass, last_kept)
+
+        logprobs = rows.logprob(tokens)
+        out.token_ids[chunk] = tokens.where(rows.finite, -1)
+        out.logprobs[chunk] = logprobs.where(rows.finite, torch.nan)
+        if out.last_kept is not None and last_kept is not None:
+            out.last_kept[chunk] = last_kept.where(rows.finite, -1)
+        if out.sampled_logprobs is not None:
+            sampled = torch.where(greedy, 0.0, logprobs + torch.log(rows.total / kept_mass))
+            out.sampled_logprobs[chunk] = sampled.where(rows.finite, torch.nan)
+        if out.raw_logprobs is not None:
+            if batch.any_sampled:  # overwrites the workspaces, hence last
+                finite, best = rows.finite, rows.best
+                rows = self._softmax(chunk_logits, None)
+                rows.finite, rows.best = finite, best
+                logprobs = rows.logprob(tokens)
+            out.raw_logprobs[chunk] = logprobs.where(rows.finite, torch.nan)
+
+    def _softmax(self, logits: Tensor, temperature: Tensor | None) -> _Probabilities:
+        """Fill the workspaces from ``logits`` [c, V]; ``temperature`` [c], None: 1."""
+        count = logits.shape[0]
+        scaled, probs = self._scaled[:count], self._probs[:count]
+        vocabulary = scaled[:, : self._vocab_size]
+        vocabulary.copy_(logits)
+        if temperature is not None:
+            vocabulary.div_(temperature[:, None])
+        blocks = (count, self._num_blocks, _BLOCK)
+        block_max = scaled.view(blocks).amax(-1)  # NaN wins
+        best_block = block_max.argmax(-1)
+        in_block = _block(scaled, best_block).argmax(-1)
+        torch.softmax(scaled, -1, out=probs)
+        return _Probabilities(
+            scaled=scaled,
+            probs=probs,
+            block_max=block_max,
+            cumulative=probs.view(blocks).sum(-1).cumsum(-1, dtype=torch.float64),
+            best=best_block * _BLOCK + in_block,
+            finite=block_max.amax(-1).isfinite(),
+        )
+
+
+def _in_triton(vocab_size: int, max_rows: int, device: torch.device) -> "TritonSampler | None":
+    """None: there are too many tokens for it."""
+    kernels = import_module("..kernels.triton_sampler", __package__)
+    if vocab_size > kernels.LARGEST_VOCABULARY:
+        return None
+    sampler: TritonSampler = kernels.TritonSampler(vocab_size, max_rows, device)
+    return sampler
+
+
+def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:
+    """Two-level inverse CDF: int64 [c] from ``uniforms`` [c]. Rows that are not finite give any valid index."""
+    target = _below(uniforms, rows.total)
+    block = _search(rows.cumulative, target)
+    below = _at(rows.cumulative, (block - 1).clamp(min=0)).where(block > 0, 0.0)
+    inner = _block(rows.probs, block).cumsum(-1, dtype=torch.float64)
+    # The block's float32 sum differs from the inner total in its last bits; a fraction of one serves the other.
+    fraction = (target - below) / (_at(rows.cumulative, block) - below)
+    return block * _BLOCK + _search(inner, _below(fraction, inner[:, -1]))
+
+
+@dataclass(slots=True)
+class _FilterPlan:
+    """Which rows of a batch use top-k, top-p or min-p, and how many of their best tokens to look at."""
+
+    filtered: Tensor
+    """bool [S]: the rows."""
+    shortlists: dict[int, list[int]] | None
+    """Where values may be read: the length to begin with, to rows. None: all rows at once, by lists of ``length``."""
+    length: int
+    """Of lists that hold what any row keeps."""
+    batch: SamplingBatch
+    vocab_size: int
+
+    @classmethod
+    def of(cls, batch: SamplingBatch, vocab_size: int) -> "_FilterPlan":
+        """From what the host knows, and on the CPU from the parameters too."""
+        filtered = _filtered(batch, vocab_size)
+        length = _shortlist(batch.largest_top_k or vocab_size, vocab_size)
+        if not _reading_is_free(filtered.device):
+            return cls(filtered, None, length, batch, vocab_size)
+        shortlists = defaultdict(list)
+        for row, (is_filtered, top_k) in enumerate(zip(filtered.tolist(), batch.top_k.tolist())):
+            if is_filtered:
+                # Top-p and min-p mostly need few tokens, too; whether they were enough is seen afterwards.
+                needed = top_k if top_k < vocab_size else 1
+                shortlists[_shortlist(needed, vocab_size)].append(row)
+        return cls(filtered, dict(shortlists), length, batch, vocab_size)
+
+    def draw(
+        self, rows: _Probabilities, start: int, tokens: Tensor, kept_mass: Tensor, last_kept: Tensor | None
+    ) -> None:
+        """Redraw the filtered rows of the chunk that begins at row ``start``.
+
+        Args:
+            rows: the chunk's probabilities.
+            start: the batch's row number of the chunk's first.
+            tokens: int64 [c]; filtered rows are overwritten.
+            kept_mass: float64 [c]; for filtered rows, what their kept tokens sum to, in units of ``rows.total``.
+            last_kept: int64 [c]; for filtered rows, the last of these in descending order. None: nobody asked.
+        """
+        if self.shortlists is None:
+            bound = max(1, _SORTED // self.length)
+            for part in torch.arange(len(tokens), device=tokens.device).split(bound):
+                self._draw_from(rows, start, part, self.length, tokens, kept_mass, last_kept)
+            return
+        for first_length, members in self.shortlists.items():
+            length = first_length
+            local = [row - start for row in members if start <= row < start + len(tokens)]
+            index = torch.tensor(local, dtype=torch.int64)
+            while index.numel():
+                missing = self._draw_from(rows, start, index, length, tokens, kept_mass, last_kept)
+                index = index[missing] if length < self.vocab_size else index[:0]
+                length = _shortlist(length + 1, self.vocab_size)
+
+    def _draw_from(
+        self,
+        rows: _Probabilities,
+        start: int,
+        index: Tensor,
+        length: int,
+        tokens: Tensor,
+        kept_mass: Tensor,
+        last_kept: Tensor | None,
+    ) -> Tensor:
+        """As :meth:`draw`, for rows ``index`` [f] and ``length`` best tokens; returns which of them need more, bool [f]."""
+        batch, given = self.batch, index + start
+        order = _descending(rows, index, length, self.vocab_size)
+        probs = rows.probs[index[:, None], order].double()
+        cumulative = probs.cumsum(1)
+        top_k, top_p = batch.top_k[given].clamp(min=1), batch.top_p[given].double()
+        within_k = _at(cumulative, (top_k - 1).clamp(max=length - 1))
+        threshold = top_p * torch.where(top_k < self.vocab_size, within_k, rows.total[index])
+
+        before = torch.cat([torch.zeros_like(probs[:, :1]), cumulative[:, :-1]], 1)
+        # top_p <= 1 puts the threshold at or below the sum of the k best, so this enforces top-k, too.
+        last = ((before < threshold[:, None]).sum(1) - 1).clamp(min=0)
+        missing = cumulative[:, -1] < threshold
+        if batch.min_p is not None:
+            likely = probs >= batch.min_p[given].double()[:, None] * probs[:, :1]
+            last = torch.minimum(last, (likely.sum(1) - 1).clamp(min=0))
+            missing &= likely[:, -1]
+        mass = _at(cumulative, last)
+        # Beyond the kept prefix the sum exceeds its mass, so the search ends within it.
+        drawn = torch.minimum(_search(cumulative, _below(batch.uniforms[given], mass)), last)
+        filtered = self.filtered[given]
+        tokens[index] = torch.where(filtered, _at(order, drawn), tokens[index])
+        kept_mass[index] = torch.where(filtered, mass, kept_mass[index])
+        if last_kept is not None:
+            last_kept[index] = torch.where(filtered, _at(order, last), last_kept[index])
+        return missing
+
+
+def _reading_is_free(device: torch.device) -> bool:
+    """Whether the host may look at values without waiting for a device."""
+    return device.type == "cpu"
+
+
+def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
+    """bool [S]: sampled from a part of the vocabulary."""
+    filtered = (batch.top_k < vocab_size) | (batch.top_p < 1.0)
+    if batch.min_p is not None:
+        filtered |= batch.min_p > 0.0
+    return filtered & ~batch.greedy
+
+
+def _shortlist(needed: int, vocab_size: int) -> int:
+    """The shortest list that holds ``needed`` tokens; the vocabulary is the longest."""
+    return min(next((n for n in _SHORTLISTS if needed <= n), vocab_size), vocab_size)
+
+
+def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: int) -> Tensor:
+    """Tokens of the ``length`` largest scaled logits of the rows ``index`` [f], in order; of equals the lower first.
+
+    The n largest of a row lie in the n blocks with the largest maxima (each other block's entries are beaten by n
+    maxima, with the same rule for equals), so that a short list is found without reading the row.
+    """
+    if length == vocab_size:
+        scaled = rows.scaled[:, :vocab_size].index_select(0, index)
+        return scaled.sort(dim=1, descending=True, stable=True).indices
+    num_blocks = rows.block_max.shape[1]
+    if 2 * length > num_blocks:
+        return _best(rows.scaled[:, :vocab_size].index_select(0, index), length)
+    block_max = rows.block_max.index_select(0, index)
+    blocks = block_max.sort(dim=1, descending=True, stable=True).indices[:, :length].sort(dim=1).values
+    candidates = rows.scaled.view(-1, num_blocks, _BLOCK)[index[:, None], blocks].flatten(1)
+    best = _best(candidates, length)
+    return blocks.gather(1, best // _BLOCK) * _BLOCK + best % _BLOCK
+
+
+def _best(values: Tensor, length: int) -> Tensor:
+    """Indices of the ``length`` largest of each row of ``values``, in order; of equal ones the lower index first.
+
+    Which of equal values it returns is left open by torch.topk, and rounded to bfloat16 many are equal. So it is given
+    integers, all different: the bits of the value, in an order that is the value's, and then of the index.
+    """
+    bits = (values + 0.0).view(torch.int32).long()  # + 0.0: a zero has no sign
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
+    behind = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
+    return (ordered + behind).topk(length, 1).indices
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """``values[i, index[i]]`` for every row i."""
+    return values.gather(1, index[:, None]).squeeze(1)
+
+
+def _block(values: Tensor, block: Tensor) -> Tensor:
+    """[c, 256]: block number ``block[i]`` of row i."""
+    columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)
+    return values.gather(1, columns)
+
+
+def _below(fraction: Tensor, total: Tensor) -> Tensor:
+    """``fraction * total``, and strictly below ``total`` even where that rounds up."""
+    return torch.minimum(fraction * total, torch.nextafter(total, torch.zeros_like(total)))
+
+
+def _search(cumulative: Tensor, target: Tensor) -> Tensor:
+    """First index whose cumulative sum exceeds ``target`` [c]; the last index where none does (NaN)."""
+    found = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    return found.clamp(max=cumulative.shape[1] - 1)

@@ -1,0 +1,285 @@
+"""A step's inputs on their way to the device and its results on their way back, through pinned host memory.
+
+Invariants:
+- All inputs of a step lie in one block and travel in one copy. The host block and the device block are allocated once, at
+  the size of the largest step, and never move.
+- The host writes its block only after the copy of the step before has left it, which is known by an event. One block is
+  enough at any depth up to 1: that copy stands before its own step, and the step before that one has been answered.
+- The device block is written on the forward stream, hence after every reader of the step before.
+- Arrays by token, by row and by sampled token come first, so that in steps of equal numbers of these they have equal
+  addresses: that is what a captured graph reads.
+- Page tables come last and stay on the host where nothing on the device reads them. That of layers with a window comes
+  behind the others', and is there if they have one: a graph finds it in every step.
+- A block of results belongs to one step until they have been fetched; there are as many as steps were in flight at once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..memory.device_module import StreamModule
+from ..runtime.config import PAGE_SIZE
+from .forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch
+from .sampler import SamplerOutput
+
+_ALIGNMENT = 64
+"""Bytes: of every array in a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step that a scheduler asks for."""
+
+    tokens: int
+    """T"""
+    rows: int
+    """R, and S"""
+    context_len: int
+    """KV length of a row."""
+    windows: bool = False
+    """Layers with a window have slots and a page table of their own."""
+
+    @classmethod
+    def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int, windows: bool = False) -> "StepLimits":
+        """``chunk_tokens`` prompt tokens beside a token of each other row, of ``context_len`` tokens at most."""
+        tokens = min(max_rows + chunk_tokens, max_rows * context_len)
+        return cls(tokens=tokens, rows=max_rows, context_len=context_len, windows=windows)
+
+    @property
+    def spare_slot(self) -> int:
+        """A slot that no request has."""
+        return self.rows
+
+    @property
+    def pages(self) -> int:
+        """Pages of one row."""
+        return -(-self.context_len // PAGE_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One input array of a step."""
+
+    name: str
+    dtype: torch.dtype
+    per: Literal["token", "row", "sample"]
+    padding: int = 0
+    """Of added rows."""
+
+    @property
+    def numpy(self) -> "np.dtype[Any]":
+        """The dtype's other name."""
+        return np.dtype(str(self.dtype).removeprefix("torch."))
+
+
+_STEP = (
+    _Field("input_ids", torch.int64, "token"),
+    _Field("positions", torch.int64, "token"),
+    _Field("kv_slots", torch.int64, "token"),
+    _Field("window_slots", torch.int64, "token"),
+    _Field("slots", torch.int64, "row"),
+    _Field("kv_lens", torch.int32, "row", 1),
+    _Field("sample_tokens", torch.int64, "sample"),
+    _Field("sample_slots", torch.int64, "sample"),
+)
+_SAMPLING = (
+    _Field("temperature", torch.float32, "sample", 1),
+    _Field("greedy", torch.bool, "sample", 1),
+    _Field("top_k", torch.int64, "sample", 1),
+    _Field("top_p", torch.float32, "sample", 1),
+    _Field("uniforms", torch.float64, "sample"),
+    _Field("min_p", torch.float32, "sample"),
+)
+
+
+class InputStaging:
+    """Moves the inputs of one step after the other to the device."""
+
+    def __init__(self, limits: StepLimits, *, device: torch.device, device_module: StreamModule) -> None:
+        counts = {"token": limits.tokens, "row": limits.rows, "sample": limits.rows}
+        self._tables = 1 + limits.windows
+        capacity = self._starts(counts)[-1] + self._tables * limits.rows * limits.pages * 4
+        self._spare_slot = limits.spare_slot
+        pinned = device.type != "cpu"
+        self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+        self._bytes: np.ndarray = self._host.numpy()
+        self._device = torch.zeros(capacity, dtype=torch.uint8, device=device)
+        self._taken = device_module.Event()
+
+    @contextmanager
+    def staged(
+        self, batch: ForwardBatch, rows: int | None = None, *, table: bool = True
+    ) -> Iterator[ForwardBatch]:
+        """``batch`` on the device, for use on the forward stream, which is the current one.
+
+        The step is planned within the ``with`` block: what a plan copies from the host has been read when the next block
+        begins.
+
+        Args:
+            batch: on the host.
+            rows: decode rows are added up to this number (None: none): one token each at position 0, on the scratch page.
+                They read the last token of slot 0. What yields is without their sampling inputs, which lie behind those
+                of the others: greedy, for a slot that no request has.
+            table: something on the device reads the page table; else it stays on the host, and what yields has none.
+        """
+        self._taken.synchronize()
+        added = 0 if rows is None else rows - batch.num_rows
+        counts = {
+            "token": batch.input_ids.shape[0] + added,
+            "row": batch.num_rows + added,
+            "sample": batch.sample_tokens.shape[0] + added,
+        }
+        starts = self._starts(counts)
+        width = batch.page_table.shape[1]
+        end = starts[-1] + self._tables * counts["row"] * width * 4
+        assert end <= len(self._bytes), f"{counts} and {width} pages a row are more than was announced"
+        moved: dict[str, Any] = {}
+        for field, start in zip((*_STEP, *_SAMPLING), starts[:-1], strict=True):
+            owner = batch.sampling if field in _SAMPLING else batch
+            moved[field.name] = self._write(field, getattr(owner, field.name), start, counts[field.per])
+        pages = self._bytes[starts[-1] : end].view(np.int32).reshape(self._tables, -1, width)
+        for number, given in enumerate((batch.page_table, batch.window_table)[: self._tables]):
+            pages[number, : batch.num_rows] = 0 if given is None else given.numpy()
+        pages[:, batch.num_rows :] = 0
+        copied = end if table else starts[-1]
+        shape = self._tables, counts["row"], width if table else 0
+        tables = self._device[starts[-1] : copied].view(torch.int32).view(shape)
+        if self._tables == 1:
+            moved["window_slots"] = None
+        try:
+            self._device[:copied].copy_(self._host[:copied], non_blocking=True)
+            yield ForwardBatch(
+                num_decode=batch.num_decode + added,
+                page_table=tables[0],
+                page_table_host=pages[0],
+                window_table=None if self._tables == 1 else tables[1],
+                window_table_host=None if self._tables == 1 else pages[1],
+                q_lens_host=[*batch.q_lens_host, *[1] * added],
+                kv_lens_host=[*batch.kv_lens_host, *[1] * added],
+                sampling=_sampling(batch.sampling, moved, self._device.device),
+                inputs=None if batch.inputs is None else batch.inputs.to(self._device.device),
+                states=None if batch.states is None else batch.states.to(self._device.device),
+                **{field.name: moved[field.name] for field in _STEP},
+            )
+        finally:
+            self._taken.record()
+
+    def _starts(self, counts: dict[str, int]) -> list[int]:
+        """Offset of each field in bytes, then that of the page table."""
+        starts = [0]
+        for field in (*_STEP, *_SAMPLING):
+            nbytes = counts[field.per] * field.dtype.itemsize
+            starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        return starts
+
+    def _write(self, field: _Field, values: Tensor | None, start: int, count: int) -> Tensor:
+        """Into the host's block, padded to ``count``; returns where it will lie on the device, of samples without padding."""
+        stop = start + count * field.dtype.itemsize
+        block = self._bytes[start:stop].view(field.numpy)
+        found = self._device[start:stop].view(field.dtype)
+        if values is None:
+            block[:] = 0
+            return found
+        assert values.dtype == field.dtype, f"{field.name} is {values.dtype}, not {field.dtype}"
+        array = values.numpy()
+        padding = self._spare_slot if field.name == "sample_slots" else field.padding
+        block[: len(array)], block[len(array) :] = array, padding
+        return found[: len(array)] if field.per == "sample" else found
+
+
+def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor], device: torch.device) -> SamplingBatch:
+    columns = {field.name: moved[field.name] for field in _SAMPLING}
+    if sampling.min_p is None:
+        del columns["min_p"]
+    return SamplingBatch(
+        **columns,
+        any_sampled=sampling.any_sampled,
+        any_filtered=sampling.any_filtered,
+        want_raw=sampling.want_raw,
+        want_sampled=sampling.want_sampled,
+        want_last_kept=sampling.want_last_kept,
+        largest_top_k=sampling.largest_top_k,
+        # Rare, and of any size: these travel on their own.
+        special=None if sampling.special is None else sampling.special.to(device),
+    )
+
+
+class _OutputBlock:
+    """Pinned room for the results of one step."""
+
+    def __init__(self, rows: int, pinned: bool, device_module: StreamModule) -> None:
+        self.token_ids = torch.empty(rows, dtype=torch.int64, pin_memory=pinned)
+        self.logprobs, self.raw_logprobs, self.sampled_logprobs = (
+            torch.empty(rows, pin_memory=pinned) for _ in range(3)
+        )
+        self.arrived = device_module.Event()
+
+
+class OutputStaging:
+    """Brings the results of steps to the host."""
+
+    def __init__(self, limits: StepLimits, *, device: torch.device, device_module: StreamModule) -> None:
+        self._rows = limits.rows
+        self._pinned = device.type != "cpu"
+        self._module = device_module
+        self._free: list[_OutputBlock] = []
+
+    def send(self, sampled: SamplerOutput) -> "PendingOutput":
+        """Enqueue the copies on the current stream."""
+        block = self._free.pop() if self._free else _OutputBlock(self._rows, self._pinned, self._module)
+        rows = sampled.token_ids.shape[0]
+        for name in ("token_ids", "logprobs", "raw_logprobs", "sampled_logprobs"):
+            values = getattr(sampled, name)
+            if values is not None:
+                getattr(block, name)[:rows].copy_(values, non_blocking=True)
+        further, inputs = (
+            None if values is None else values.moved(self._to_host)
+            for values in (sampled.further, sampled.inputs)
+        )
+        block.arrived.record()
+        return PendingOutput(block, sampled, self._free, further, inputs)
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
+        return host.copy_(values, non_blocking=True)
+
+
+class PendingOutput:
+    """Results on their way; one that is never fetched keeps its block from everybody else."""
+
+    def __init__(
+        self,
+        block: _OutputBlock,
+        sampled: SamplerOutput,
+        free: list[_OutputBlock],
+        further: FurtherLogprobs | None,
+        inputs: FurtherLogprobs | None,
+    ) -> None:
+        self._block = block
+        self._further, self._inputs = further, inputs
+        self._rows = sampled.token_ids.shape[0]
+        self._raw = sampled.raw_logprobs is not None
+        self._sampled = sampled.sampled_logprobs is not None
+        self._free: list[_OutputBlock] | None = free
+
+    def fetch(self) -> HostOutput:
+        """Wait for this step (and no later one), copy its results out of the block and give the block back; once."""
+        assert self._free is not None, "fetched already"
+        block, rows = self._block, self._rows
+        block.arrived.synchronize()
+        output = HostOutput(
+            token_ids=block.token_ids[:rows].numpy().astype(np.int32),
+            logprobs=block.logprobs[:rows].numpy().copy(),
+            raw_logprobs=block.raw_logprobs[:rows].numpy().copy() if self._raw else None,
+            sampled_logprobs=block.sampled_logprobs[:rows].numpy().copy() if self._sampled else None,
+            further=self._further,
+            inputs=self._inputs,
+        )
+        self._free.append(block)
+        self._free = None
+        return output

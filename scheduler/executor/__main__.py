@@ -1,0 +1,50 @@
+"""``python -m caesura.scheduler.executor``: a worker, one rank of an engine whose rank 0 is elsewhere (``caesura worker``)."""
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from ..runtime.libraries import settings
+
+os.environ.update(settings())
+
+from ...io_struct import CaesuraError
+from ...process.key_files import read_key_pair, server_key
+from .worker import Line, end, run
+
+
+@click.command("caesura worker")
+@click.option("--join", required=True, help="Address of rank 0: the engine's tp_address, tcp://HOST:PORT.")
+@click.option("--rank", type=click.IntRange(min=1), required=True, help="Which rank this worker is, from 1.")
+@click.option("--device", help="Device of this rank. The default is the engine's own.")
+@click.option("--curve-server-key", help="The engine's public CURVE key, or the file that holds it.")
+@click.option(
+    "--curve-client-key-file", help="File with this worker's CURVE key pair, as caesura keygen writes it."
+)
+@click.option("--lifeline-fd", type=int, hidden=True)
+def worker(
+    join: str,
+    rank: int,
+    device: str | None,
+    curve_server_key: str | None,
+    curve_client_key_file: str | None,
+    lifeline_fd: int | None,
+) -> None:
+    """Run one rank of an engine in the foreground, until its rank 0 ends."""
+    try:
+        keys = None
+        if curve_server_key is not None and curve_client_key_file is not None:
+            server = server_key(curve_server_key, "curve_server_key")
+            keys = (server, read_key_pair(Path(curve_client_key_file), "curve_client_key_file"))
+        elif curve_server_key is not None or curve_client_key_file is not None:
+            raise click.UsageError("--curve-server-key and --curve-client-key-file belong together")
+    except CaesuraError as error:
+        raise click.UsageError(str(error)) from error
+    end(run(Line(join, rank, keys, lifeline_fd), device))
+
+
+if __name__ == "__main__":
+    worker(prog_name="caesura worker")
+    sys.exit(0)

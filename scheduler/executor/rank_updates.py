@@ -1,0 +1,172 @@
+"""Weight updates on a worker's rank: it opens the source that rank 0 has opened, and writes its own shard from it.
+
+Invariants:
+- Nothing is written before rank 0 says so, which it does when every rank has opened and checked the source and no step runs.
+- An update that is abandoned writes nothing more.
+- Files must be those that rank 0 has found, by their digest: weights of two checkpoints never meet.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ..execution.model_runner import ModelRunner
+from ..memory.workspace import Workspace
+from ..observability.stage_profiler import StageProfiler
+from ..runtime.background import Task
+from ..runtime.config import EngineConfig
+from ..weights.components import fitting
+from ..weights.finite import find_non_finite, require_finite
+from ..weights.loaded_model import LoadedModel
+from ..weights.source import BufferSource, WeightSource
+from ..weights.transports.disk import DiskSource, open_fitting
+from ..weights.transports.distributed import WeightsUpdateGroups
+from ..weights.transports.ipc import SharedMemoryMaps
+from ..weights.upload import pieces_of, uploader_of
+from ..weights.write_stream import WriteStream
+from ..weights.writing import END, write_some
+from .messages import Broadcast, Buffers, Derive, Folder, Open, Shared
+
+_Operation = Generator[bool, None, object]
+
+
+class AbandonedError(CaesuraError):
+    """Rank 0 has broken off the update."""
+
+
+class RankUpdates:
+    """The updates of one rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        runner: ModelRunner,
+        groups: WeightsUpdateGroups,
+        write_stream: WriteStream | None,
+        wake: Callable[[], None],
+    ) -> None:
+        """``wake`` wakes the worker's loop; called in threads."""
+        self._config = config
+        self._loaded = loaded
+        self._loader = loaded.loader
+        self._runner = runner
+        self._groups = groups
+        self._uploader = uploader_of(write_stream, loaded.device)
+        self._wake = wake
+        self._workspace = Workspace()
+        self._maps = SharedMemoryMaps(config.device)
+        self._stages = StageProfiler()
+        self._pieces: Generator[Any, None, None] | None = None
+        self._first: Any = END
+        self._turn = 0
+        """Counts sources that were opened or abandoned."""
+
+    def open(self, call: Open, frames: list[memoryview]) -> _Operation:
+        """Open and check a source, and wait for its first piece."""
+        self.abandon()
+        turn = self._turn
+        if call.fresh:
+            self._loader.forget_written()
+        source = yield from self._opened(call, frames)
+        self._require(turn)
+        self._loader.check(source.specs, complete=source.complete)
+        self._loader.check_rows([spec for spec in source.specs if isinstance(spec, TensorSpec)], whole=False)
+        pieces = pieces_of(source, self._loader, self._uploader, self._config.load_bucket_bytes)
+        self._pieces = pieces
+        while (piece := next(pieces, END)) is None:
+            yield True
+            self._require(turn)
+        self._first = piece
+        return None
+
+    def write(self) -> _Operation:
+        """Write all of the source that is open; returns which tensors differed from what was there."""
+        turn, pieces, piece = self._turn, self._pieces, self._first
+        assert pieces is not None, "rank 0 has opened no source"
+        self._loader.take_counts()
+        while piece is not END:
+            with self._runner.on_stream():
+                piece = write_some(self._loader.write, piece, pieces, self._stages)
+            yield False
+            self._require(turn)
+            while piece is None:
+                piece = next(pieces, END)
+                if piece is None:
+                    yield True
+                    self._require(turn)
+        self._runner.synchronize()
+        self.abandon()
+        changed = self._loader.changed
+        self._loader.take_counts()
+        return changed
+
+    def abandon(self) -> None:
+        """Let go of the source that is open, if one is."""
+        self._turn += 1
+        if self._pieces is not None:
+            self._pieces.close()
+        self._pieces, self._first = None, END
+        self._maps.end_session()
+
+    def derive(self, call: Derive) -> _Operation:
+        """Everything in a commit that can fail."""
+        self._loader.require_whole()
+        with self._runner.on_stream():
+            self._loaded.model.finalize_weights()
+        self._runner.synchronize()
+        if call.check_finite:
+            search = find_non_finite(self._loaded.model, self._loader.written)
+            while True:
+                try:
+                    with self._runner.on_stream():
+                        next(search)
+                except StopIteration as end:
+                    require_finite(end.value)
+                    break
+                yield False
+        self._loader.forget_written()
+        return None
+
+    def forget(self) -> None:
+        """The weights' memory is released: what was written counts for nothing."""
+        self._loader.forget_written()
+
+    def collect(self) -> None:
+        """Unmap memory whose owner is gone, unless it may still be read."""
+        if self._pieces is None:
+            self._maps.collect()
+
+    def _opened(self, call: Open, frames: list[memoryview]) -> Generator[bool, None, WeightSource]:
+        source = call.source
+        if isinstance(source, Folder):
+            return (yield from self._folder(source))
+        if isinstance(source, Buffers):
+            return BufferSource(source.name, source.specs, frames)
+        if isinstance(source, Shared):
+            memory = self._maps.view(source.handle)[source.start : source.start + source.nbytes]
+            return BufferSource(source.name, source.specs, [memory])
+        assert isinstance(source, Broadcast), source
+        return self._groups.open(source.request)
+
+    def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
+        """In a thread, because the disk may be slow: steps go on meanwhile."""
+        config, loader, workspace = self._loaded.config, self._loader, self._workspace
+        opening = Task(
+            lambda: fitting(open_fitting(folder.path, config), None, loader, workspace), self._wake
+        )
+        while not opening.done:
+            yield True
+        found = opening.result()
+        if found.digest != folder.digest:
+            raise CaesuraError(
+                ErrorCode.CHECKPOINT_ERROR,
+                f"{folder.path} has other files here than on rank 0, by name, size, time or header",
+                path=folder.path,
+                reason="other files than on rank 0",
+            )
+        return found
+
+    def _require(self, turn: int) -> None:
+        if turn != self._turn:
+            raise AbandonedError(ErrorCode.NO_SESSION, "rank 0 has abandoned the update")

@@ -1,0 +1,193 @@
+"""The queue of commands: they run one at a time in the order of arrival, and are advanced between steps.
+
+Invariants:
+- Each command is an :data:`Operation` generator. A command that waits for the engine to change *steps aside*: the next command
+  runs, and this one is checked in every tick. When it has work again it goes to the head of the queue, behind a command there
+  that has begun: one command works at a time.
+- A command that must not begin yet (it would change weights that are being sent) keeps its place, and so do those behind it.
+- Every command gets exactly one answer. After a failure the device cache is emptied before the answer is sent.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from ...io_struct import (
+    BeginWeightUpdateReqInput,
+    CaesuraError,
+    ControlRequest,
+    ErrorCode,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+from ..control.handlers import Commands
+from ..control.lifecycle import SLICE_S, Lifecycle, Operation, Wait
+from ..memory.device_cache import DeviceCache
+from ..runtime.guard import defect
+from .answers import Answers
+from .replies import Replies
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_COMMANDS = 1024
+"""Most commands that are queued, under way or have stepped aside."""
+
+_EXCLUSIVE = (
+    BeginWeightUpdateReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+
+
+@dataclass(slots=True)
+class _PendingCommand:
+    """A command without an answer yet, and its operation."""
+
+    message: ControlRequest
+    operation: Operation
+    has_begun: bool = False
+
+
+class CommandQueue:
+    """Starts, advances and answers commands."""
+
+    def __init__(
+        self,
+        *,
+        handlers: Commands,
+        lifecycle: Lifecycle,
+        answers: Answers,
+        replies: Replies,
+        device_cache: DeviceCache,
+        check_ledger: Callable[[], None] | None,
+    ) -> None:
+        """``check_ledger`` is called after every command, unless it is None."""
+        self._handlers = handlers
+        self._lifecycle = lifecycle
+        self._answers = answers
+        self._replies = replies
+        self._device_cache = device_cache
+        self._check_ledger = check_ledger
+        self._queue: deque[_PendingCommand] = deque()
+        self._stepped_aside: list[_PendingCommand] = []
+        self._waits_for_thread = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any command is queued, under way or has stepped aside."""
+        return bool(self._queue or self._stepped_aside)
+
+    @property
+    def wants_tick(self) -> bool:
+        """Whether the command at the head can go on at once, because it does not wait for a background thread."""
+        return bool(self._queue) and not self._waits_for_thread
+
+    @property
+    def has_stepped_aside(self) -> bool:
+        """Whether any command has stepped aside: it waits for the engine to change, or for its deadline."""
+        return bool(self._stepped_aside)
+
+    @property
+    def defers_lease(self) -> bool:
+        """Whether the pause lease must not expire now: its owner waits for a pending command, or a command has begun.
+
+        A command that has begun is not interrupted, whoever sent it.
+        """
+        if self._queue and self._queue[0].has_begun:
+            return True
+        owner = self._lifecycle.pause_owner
+        return any(
+            command.message.owner == owner and self._answers.is_awaited(command.message.id)
+            for command in (*self._queue, *self._stepped_aside)
+        )
+
+    def message_ids(self) -> list[str]:
+        """Message ids of all unanswered commands."""
+        return [command.message.id for command in (*self._queue, *self._stepped_aside)]
+
+    def add(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> None:
+        """Queue a command; it does nothing before its turn.
+
+        Raises:
+            CaesuraError: ``queue_full``; ``busy`` if another exclusive command is queued; what its handler refuses.
+        """
+        self._refuse_when_full()
+        if isinstance(message, _EXCLUSIVE):
+            self._refuse_when_busy()
+        self._queue.append(_PendingCommand(message, self._handlers.operation(client, message, buffers)))
+
+    def advance(self) -> None:
+        """Check the commands that have stepped aside, then run the queue for at most a slice."""
+        for command in self._stepped_aside[:]:
+            wait = self._advance_operation(command)
+            if wait is not Wait.CHANGE:
+                self._stepped_aside.remove(command)
+            if wait not in (None, Wait.CHANGE):
+                self._queue.insert(int(bool(self._queue) and self._queue[0].has_begun), command)
+        started, self._waits_for_thread = perf_counter(), False
+        while self._queue:
+            if not self._queue[0].has_begun and self._handlers.holds_back(self._queue[0].message):
+                self._waits_for_thread = True
+                return
+            wait = self._advance_operation(self._queue[0])
+            if wait is None:
+                self._queue.popleft()
+            elif wait is Wait.CHANGE:
+                self._stepped_aside.append(self._queue.popleft())
+            self._waits_for_thread = wait is Wait.THREAD
+            if wait in (Wait.STEP, Wait.THREAD) or perf_counter() - started > SLICE_S:
+                return
+
+    def refuse_rest(self, message: str, code: ErrorCode) -> None:
+        """Answer every pending command with this error."""
+        for command in [*self._stepped_aside, *self._queue]:
+            try:
+                command.operation.close()
+            except Exception as error:  # the other commands must be answered, too
+                logger.error("%s could not clean up", type(command.message).__name__, exc_info=error)
+            refusal = CaesuraError(code, message)
+            self._replies.answer(command.message.id, refusal.to_reply(command.message.id))
+        self._stepped_aside, self._queue = [], deque()
+
+    def _advance_operation(self, command: _PendingCommand) -> Wait | None:
+        """Advance an operation; returns what it waits for, or None if it has ended and was answered."""
+        message_id, name = command.message.id, type(command.message).__name__
+        weights, failed = self._lifecycle.weights, False
+        command.has_begun = True
+        try:
+            return next(command.operation)
+        except StopIteration as stop:
+            answer = stop.value
+        except CaesuraError as error:
+            answer, failed = error.to_reply(message_id), error.code == ErrorCode.OUT_OF_MEMORY
+        except Exception as error:  # noqa: BLE001  an unforeseen error must be answered, and the loop must go on
+            answer, failed = defect(name, message_id, error), True
+        if failed or self._lifecycle.weights == "poisoned" != weights:
+            self._device_cache.after_failure(name)
+        self._replies.answer(message_id, answer)
+        self._lifecycle.renew_lease(
+            command.message.owner
+        )  # the time that the command took does not count as silence
+        if self._check_ledger is not None:
+            self._check_ledger()
+        return None
+
+    def _refuse_when_full(self) -> None:
+        pending = len(self._queue) + len(self._stepped_aside)
+        if pending >= MAX_PENDING_COMMANDS:
+            raise CaesuraError(
+                ErrorCode.QUEUE_FULL,
+                f"{pending} commands are pending, the limit is {MAX_PENDING_COMMANDS}",
+                waiting=pending,
+                limit=MAX_PENDING_COMMANDS,
+            )
+
+    def _refuse_when_busy(self) -> None:
+        for command in self._queue:
+            if isinstance(command.message, _EXCLUSIVE):
+                name = type(command.message).__name__
+                raise CaesuraError(ErrorCode.BUSY, f"{name} is running", running=name, id=command.message.id)

@@ -1,0 +1,167 @@
+"""Collects the output of a step per client, and sends it as at most one message per client and step.
+
+Invariants:
+- If the message of one client cannot be built or sent, the other clients get theirs without delay. The message is tried
+  :data:`MAX_SENDS` times. After that each result is sent alone, and a result that cannot be sent is replaced by an error.
+- A client's tokens and terminal results of a step are sent in one message, the tokens first.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ...io_struct import (
+    BatchTokenOutput,
+    DeltaLogprobs,
+    ErrorCode,
+    FinishReason,
+    GenerateReqOutput,
+    LogprobRows,
+    StreamDelta,
+)
+from ..memory.device_memory import is_out_of_memory
+from ..scheduling.request import Request
+from .stream_details import TokenDetails, details_of
+
+logger = logging.getLogger(__name__)
+
+MAX_SENDS = 3
+"""Attempts to send the results of a client in one message."""
+
+Send = Callable[[bytes, BatchTokenOutput], None]
+
+
+class _ClientOutput:
+    """The output for one client that has not been sent yet."""
+
+    __slots__ = (
+        "attempts", "counts", "details", "finished", "indices", "logprobs", "rids", "starts", "token_ids_logprobs", "tokens", "top",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.rids: list[str] = []
+        self.indices: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[LogprobRows | None] = []
+        self.token_ids_logprobs: list[LogprobRows | None] = []
+        self.details: list[TokenDetails | None] = []
+        self.finished: list[GenerateReqOutput] = []
+        self.attempts = 0
+
+    def message(self, step: int) -> BatchTokenOutput:
+        delta = None
+        if self.rids:
+            delta = StreamDelta(
+                rids=self.rids,
+                indices=np.asarray(self.indices, "<i4").tobytes(),
+                starts=np.asarray(self.starts, "<i4").tobytes(),
+                counts=np.asarray(self.counts, "<i4").tobytes(),
+                tokens=np.asarray(self.tokens, "<i4").tobytes(),
+                logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
+                top=_delta_logprobs(self.top),
+                token_ids=_delta_logprobs(self.token_ids_logprobs),
+                details=details_of(self.details),
+            )
+        return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
+
+
+class Outbox:
+    """Collects outputs and passes them to ``send``."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._outputs: defaultdict[bytes, _ClientOutput] = defaultdict(_ClientOutput)
+
+    @property
+    def has_undelivered(self) -> bool:
+        """Whether any output has not been sent yet."""
+        return bool(self._outputs)
+
+    def add_tokens(
+        self,
+        requests: Iterable[Request],
+        starts: Sequence[int],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        raw: Sequence[float],
+        sampled: Sequence[float],
+    ) -> None:
+        """Add one new token of each streaming request; ``starts`` are the tokens' positions in the output."""
+        columns = zip(requests, starts, tokens, logprobs, raw, sampled, strict=True)
+        for request, start, token, logprob, of_raw, of_sampled in columns:
+            output = self._outputs[request.client]
+            output.rids.append(request.rid)
+            output.indices.append(request.index)
+            output.starts.append(start)
+            output.counts.append(1)
+            output.tokens.append(token)
+            output.logprobs.append(logprob if request.return_logprob else np.nan)
+            record = request.record
+            top, token_ids = (None, None) if record is None else record.output_rows(start, start + 1)
+            output.top.append(top)
+            output.token_ids_logprobs.append(token_ids)
+            output.details.append(TokenDetails.of(request, start, of_raw, of_sampled))
+
+    def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
+        """Add the terminal result of a request."""
+        self._outputs[client].finished.append(result)
+
+    def deliver(self, step: int) -> None:
+        """Send each client its collected output; ``step`` is the last processed step."""
+        for client in list(self._outputs):
+            output = self._outputs[client]
+            try:
+                self._send(client, output.message(step))
+            except Exception as error:  # the other clients must get theirs
+                output.attempts += 1
+                logger.error("client %s: its results could not be sent", client.hex(), exc_info=error)
+                if output.attempts < MAX_SENDS:
+                    continue  # it goes with what comes next
+                self._deliver_one_by_one(client, output, step)
+            del self._outputs[client]
+
+    def _deliver_one_by_one(self, client: bytes, output: _ClientOutput, step: int) -> None:
+        """Send every result in a message of its own; a result that cannot be sent is replaced by an error."""
+        for result in output.finished:
+            try:
+                self._send(client, BatchTokenOutput(step=step, finished=[result]))
+                continue
+            except Exception as error:
+                logger.error("request %s: its result could not be sent", result.rid, exc_info=error)
+                replacement = _error_result(result, error)
+            try:
+                self._send(client, BatchTokenOutput(step=step, finished=[replacement]))
+            except Exception as error:
+                logger.error("request %s: no result could be sent", result.rid, exc_info=error)
+
+
+def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
+    """Join the rows of a delta, one per token; None if no row has logprobs."""
+    if not any(rows):
+        return None
+    return DeltaLogprobs(
+        ks=np.asarray([0 if row is None else row.k for row in rows], "<i4").tobytes(),
+        ids=b"".join(row.ids for row in rows if row is not None),
+        logprobs=b"".join(row.logprobs for row in rows if row is not None),
+    )
+
+
+def _error_result(result: GenerateReqOutput, error: Exception) -> GenerateReqOutput:
+    """A terminal result with ``error`` and no content, in place of ``result``."""
+    code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
+    message = f"its result cannot be sent: {type(error).__name__}: {error}"
+    return GenerateReqOutput(
+        rid=result.rid,
+        index=result.index,
+        output_ids=b"",
+        finish_reason=FinishReason(type="error", message=message, code=code),
+        weight_versions=[],
+        prompt_tokens=0,
+        cached_tokens=0,
+        seed=0,
+    )

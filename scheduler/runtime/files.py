@@ -1,0 +1,98 @@
+"""Safe reading of files from untrusted paths.
+
+Invariants:
+- Opening never blocks, neither on a FIFO nor on a device. Only regular files are read.
+- Reads are bounded, whatever size the file reports and even if it grows meanwhile.
+"""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from ...io_struct import CaesuraError, ErrorCode
+
+PIPELINE_INDEX = "model_index.json"
+MAX_REASON = 1000
+"""Most characters of an error's reason, which may quote the file's contents."""
+
+
+def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
+    """A CHECKPOINT_ERROR that says what is wrong with ``path``."""
+    if len(reason) > MAX_REASON:
+        reason = reason[:MAX_REASON] + " …"
+    return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path}: {reason}", path=str(path), reason=reason)
+
+
+def require_folder(path: str | Path) -> None:
+    """Refuse a checkpoint that is no folder, with what would be one.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
+    """
+    given = str(path)
+    if os.path.isdir(given):  # pathlib's raises on a path that is too long
+        return
+    if os.path.lexists(given):
+        raise checkpoint_error(path, "is a file; a model is a folder with config.json and *.safetensors")
+    name = _hub_id(given) or "ORG/NAME"
+    raise checkpoint_error(
+        path,
+        "there is no such folder. Nothing is downloaded: `hf download "
+        f"{name} --local-dir FOLDER` gets a model of the Hugging Face hub, and FOLDER is then its path",
+    )
+
+
+def _hub_id(path: str) -> str | None:
+    """The id of the Hugging Face hub that was given as a path, as it is or behind a working directory; None if it does not look
+    like one."""
+    organisation, name = os.path.split(os.path.normpath(path))
+    place, organisation = os.path.split(organisation)
+    is_behind_nothing = not os.path.lexists(os.path.join(place, organisation)) and os.path.isdir(place or ".")
+    found = f"{organisation}/{name}"
+    return found if is_behind_nothing and re.fullmatch(r"[\w.-]+/[\w.-]+", found) else None
+
+
+def is_pipeline(folder: str | Path) -> bool:
+    """Whether ``folder`` is an image pipeline of diffusers rather than a language model."""
+    return os.path.lexists(os.path.join(folder, PIPELINE_INDEX))
+
+
+def open_regular(path: str | Path) -> int:
+    """Open the regular file ``path`` for reading; returns the descriptor.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise checkpoint_error(path, f"cannot be opened: {reason}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise checkpoint_error(path, "is not a regular file")
+    return descriptor
+
+
+def read_small(path: str | Path, limit: int) -> bytes:
+    """Read all of the regular file ``path``, which may have at most ``limit`` bytes.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
+    """
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise checkpoint_error(path, f"is {size} bytes long, more than the limit of {limit}")
+        data = b""
+        while chunk := os.read(descriptor, limit + 1 - len(data)):
+            data += chunk
+            if len(data) > limit:
+                raise checkpoint_error(path, f"grew beyond the limit of {limit} bytes while it was read")
+    except OSError as error:
+        raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    return data

@@ -1,0 +1,67 @@
+"""Contains unforeseen exceptions: they are logged and answered, and end neither the loop nor the requests of other clients.
+
+Invariants:
+- Everything that the loop does for a message or a timer runs in :meth:`Guard.run`, which catches its exceptions.
+- Steps are not guarded here: ``step_recovery.py`` knows which requests they contain. If the recovery itself fails, it is
+  unknown which requests hold KV. Then the loop ends and answers every request with an error.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ...io_struct import CaesuraError, ErrorCode, ErrorReply, Message
+from ..memory.device_memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+
+class EngineEndsError(BaseException):
+    """Nothing can go on: the loop ends, and everybody who waits for something is answered with ``error``.
+
+    Not an ``Exception``: no step, command or timer survives it, whatever else it recovers from.
+    """
+
+    def __init__(self, error: CaesuraError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Guard:
+    """Runs actions whose exceptions must not end the loop, and counts these exceptions."""
+
+    def __init__(self, fatal: tuple[type[Exception], ...] = ()) -> None:
+        """Exceptions of the types ``fatal`` are not caught: an engine that checks itself must stop at a failed check."""
+        self.failures = 0
+        self._fatal = fatal
+
+    def run(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
+        """Call ``act(*arguments)``; False if it raised, which is logged as a failure of ``what``."""
+        try:
+            act(*arguments)
+        except self._fatal:
+            raise
+        except Exception as error:
+            self.failures += 1
+            logger.error("%s failed", what, exc_info=error)
+            return False
+        return True
+
+
+def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
+    """Log an unforeseen ``error`` of ``what``, and make the answer to the message that caused it."""
+    logger.error("%s failed", what, exc_info=error)
+    reply = CaesuraError(
+        ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL,
+        f"{what} failed: {type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+    )
+    return reply.to_reply(message_id)
+
+
+def checked(answer: object) -> Message:
+    """Return ``answer`` if it is a message; a handler may return anything."""
+    if not isinstance(answer, Message):
+        raise TypeError(f"a handler has returned {type(answer).__name__}, which is not a message")
+    return answer

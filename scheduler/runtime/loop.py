@@ -1,0 +1,269 @@
+"""The scheduler's loop. One tick: receive messages, advance commands, schedule and execute a step, process its output, send.
+
+Invariants:
+- The loop survives whatever a client sends or omits (I11), errors of timers (both run under ``guard.py``), and steps that
+  fail (``step_recovery.py``). If it fails all the same, every live request still gets its terminal message.
+- The loop blocks in ``poll`` whenever there is nothing to run, also while paused: an idle or paused engine uses no CPU.
+- At pipeline depth 0 a step's output is processed in the tick that launched it; at depth 1 in the next tick, while the device
+  computes the next step. The step in flight is passed from tick to tick and not stored.
+- A launch that raises counts as a step whose output is a :class:`Failure`. It is processed in order, after the step before it,
+  and no other step is launched until then.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import zmq
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..control.lifecycle import Lifecycle
+from ..messaging.dispatcher import Dispatcher
+from ..messaging.outbox import MAX_SENDS
+from ..messaging.router_socket import Router
+from ..observability.stage_profiler import StageProfiler
+from ..scheduling.live_requests import LiveRequests
+from ..scheduling.step_recovery import Failure
+from ..scheduling.stepping import (
+    Batch,
+    LaunchedStep,
+    StepBatcher,
+    StepOutbox,
+    StepOutputs,
+    StepRecovery,
+    StepRunner,
+)
+from .background import Wakeup
+from .guard import EngineEndsError, Guard
+from .housekeeping import Housekeeping
+from .shutdown import Shutdown
+from .watchdog import Heartbeat
+
+logger = logging.getLogger(__name__)
+
+WAITING_POLL_S = 0.005
+"""How often commands that have stepped aside are checked when nothing else happens."""
+MAX_POLL_S = 3600.0
+"""Longest sleep: poll takes milliseconds as 32 bits, and deadlines may be further away or infinite."""
+BACKLOG_POLL_S = 0.005
+"""How often unsent output is tried again when nothing else happens."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A launched step."""
+
+    number: int
+    """Number of the launch, from 1."""
+    batch: Batch
+    output: LaunchedStep | Failure
+    launched_at: float
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its launch raised."""
+        return isinstance(self.output, Failure)
+
+
+class Scheduler:
+    """The engine's main loop."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        dispatcher: Dispatcher,
+        lifecycle: Lifecycle,
+        batcher: StepBatcher,
+        live: LiveRequests[Any],
+        outputs: StepOutputs,
+        outbox: StepOutbox,
+        runner: StepRunner,
+        recovery: StepRecovery,
+        housekeeping: Housekeeping,
+        guard: Guard,
+        stages: StageProfiler,
+        pipeline_depth: int,
+        wakeup: Wakeup,
+        shutdown: Shutdown,
+        heartbeat: Heartbeat,
+        heard: Mapping[Any, Callable[[], None]] | None = None,
+    ) -> None:
+        """
+        Args:
+            heartbeat: set in every tick; the watchdog watches it.
+            heard: further sockets and descriptors that wake the loop, and what to call when one is readable. None: there are none.
+        """
+        self._router = router
+        self._dispatcher = dispatcher
+        self._lifecycle = lifecycle
+        self._batcher = batcher
+        self._live = live
+        self._outputs = outputs
+        self._outbox = outbox
+        self._runner = runner
+        self._recovery = recovery
+        self._housekeeping = housekeeping
+        self._guard = guard
+        self._stages = stages
+        self._depth = pipeline_depth
+        self._wakeup = wakeup
+        self._shutdown = shutdown
+        self._heartbeat = heartbeat
+        self.last_step_at: float | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(router.socket, zmq.POLLIN)
+        self._heard = heard or {}
+        for fd in (wakeup.fd, *shutdown.fds, *self._heard):
+            self._poller.register(fd, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Run until the shutdown is requested and drained, then answer every live request and command."""
+        in_flight: Step | None = None
+        try:
+            while not self._shutdown.requested or self._must_drain(in_flight):
+                in_flight = self.tick(in_flight)
+            if in_flight is not None and (failure := self._process_output(in_flight)) is not None:
+                self._recover(in_flight, failure, None)
+        except EngineEndsError as end:
+            logger.critical("%s", end)
+            self._answer_everything(end.error, failed=True)
+            raise
+        except BaseException as error:
+            logger.critical("the loop has failed: the engine ends", exc_info=error)
+            reason = f"the engine has failed: {type(error).__name__}: {error}"
+            self._answer_everything(CaesuraError(ErrorCode.ENGINE_DIED, reason), failed=True)
+            raise
+        ending = CaesuraError(ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
+        self._answer_everything(ending, failed=False)
+
+    def _answer_everything(self, error: CaesuraError, *, failed: bool) -> None:
+        """Answer every live request and pending command; an error in one of these actions does not skip the next."""
+        run = self._guard.run
+        finish = self._outputs.fail if failed else self._outputs.abort
+        run("finishing the live requests", finish, self._live, error.message, error.code)
+        run("answering the pending commands", self._dispatcher.refuse_rest, error.message, error.code)
+        for _ in range(MAX_SENDS):
+            run("sending the last results", self._outbox.deliver, self._lifecycle.step)
+
+    def _must_drain(self, in_flight: Step | None) -> bool:
+        """Whether the shutdown still waits for requests, commands or unsent output."""
+        busy = in_flight is not None or self._live or self._outbox.has_undelivered
+        return self._shutdown.is_draining and bool(busy or self._dispatcher.has_unanswered)
+
+    def tick(self, in_flight: Step | None) -> Step | None:
+        """Run one tick; returns the step that is still in flight, which exists at depth 1 only."""
+        run = self._guard.run
+        self._receive(self._timeout(in_flight))
+        run("advancing commands", self._dispatcher.advance)
+        run("scoring", self._dispatcher.score)
+        may_execute = self._lifecycle.may_execute and not (in_flight is not None and in_flight.has_failed)
+        launched = self._execute() if may_execute else None
+        due, in_flight = (launched, None) if self._depth == 0 else (in_flight, launched)
+        if due is not None and (failure := self._process_output(due)) is not None:
+            self._recover(due, failure, in_flight)
+            in_flight = None
+        self._outbox.deliver(self._lifecycle.step if due is None else due.number)
+        run("aborting the requests of clients that are gone", self._dispatcher.reap)
+        return in_flight
+
+    def _receive(self, timeout_s: float | None) -> None:
+        """Wait up to ``timeout_s`` for an event (None means without limit), receive messages, and fire timers."""
+        blocks = timeout_s != 0
+        if blocks:
+            self._heartbeat.asleep = True
+        events = dict(
+            self._poller.poll(None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000))
+        )
+        if blocks:
+            self._heartbeat.asleep = False
+        self._heartbeat.ticked = True
+        if self._wakeup.fd in events:
+            self._wakeup.clear()
+        for fd, act in self._heard.items():
+            if fd in events:
+                act()
+        if self._router.socket in events:
+            with self._stages.stage("receive"):
+                self._guard.run("receiving messages", self._drain_socket)
+        for fd in (
+            self._shutdown.fds
+        ):  # after the socket, so that messages received before the signal are still started
+            if fd in events:
+                self._shutdown.on_readable(fd)
+        if self._router.has_backlog:
+            self._guard.run("sending queued messages", self._router.retry)
+        self._housekeeping.timers.fire(monotonic())
+
+    def _drain_socket(self) -> None:
+        for client, header, buffers in self._router.receive():
+            self._guard.run("handling a message", self._dispatcher.handle, client, header, buffers)
+
+    def _timeout(self, in_flight: Step | None) -> float | None:
+        """Seconds to block in ``poll``: 0 if there is work, else until the next timer; None if no timer is set."""
+        runnable = self._lifecycle.may_execute and self._batcher.has_work
+        if in_flight is not None or runnable or self._dispatcher.wants_tick:
+            self._housekeeping.busy()
+            return 0
+        now = monotonic()
+        self._housekeeping.idle(now)
+        waits: list[float] = [self._shutdown.left_s] if self._shutdown.requested else []
+        if self._dispatcher.waits:
+            waits.append(WAITING_POLL_S)
+        if self._router.has_backlog or self._outbox.has_undelivered:
+            waits.append(BACKLOG_POLL_S)
+        if (due := self._housekeeping.timers.next_due()) is not None:
+            waits.append(max(0.0, due - now))
+        return min(waits) if waits else None
+
+    def _execute(self) -> Step | None:
+        number = self._lifecycle.step + 1
+        try:
+            with self._stages.stage("schedule"):
+                batch = self._batcher.schedule()
+        except Exception as error:  # noqa: BLE001  a step may fail in any way; recovery decides what to do
+            self._recovery.build_failed(Failure.of(error, number))
+            return None
+        self._recovery.step_built()
+        if batch is None:
+            return None
+        self._lifecycle.begin_step()
+        self._stages.begin(batch.kind)
+        launched_at = monotonic()
+        output: LaunchedStep | Failure
+        try:
+            output = self._runner.execute(batch.forward)
+        except Exception as error:  # noqa: BLE001  as above
+            output = Failure.of(error, number)
+        return Step(number, batch, output, launched_at)
+
+    def _process_output(self, step: Step) -> Failure | None:
+        """Process the output of a step; returns the failure if its results are lost."""
+        if isinstance(step.output, Failure):
+            return step.output
+        try:
+            output = step.output.fetch()
+        except Exception as error:  # noqa: BLE001  as in _execute: device errors surface here
+            return Failure.of(error, step.number)
+        # At depth 1 the device began this step when it had finished the one before.
+        began = max(step.launched_at, self.last_step_at or 0.0)
+        self.last_step_at = monotonic()
+        self._stages.record(step.batch.kind, self.last_step_at - began)
+        with self._stages.stage("process"):
+            with self._recovery.output_processing(step.batch, step.number):
+                self._outputs.record(step.batch, output)
+            with self._recovery.output_processing(step.batch, step.number):
+                self._batcher.complete_step(step.batch, self.last_step_at - began)
+            self._outbox.deliver(step.number)
+        self._guard.run("sampling memory usage", self._housekeeping.step_completed)
+        return None
+
+    def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:
+        """Recover from the loss of a step's results; ``later`` was launched after it and is rolled back with it."""
+        if later is not None and not isinstance(later.output, Failure):
+            with suppress(Exception):  # its results are dropped; it must only have left the device
+                later.output.fetch()
+        self._recovery.step_failed(step.batch, failure, None if later is None else later.batch)

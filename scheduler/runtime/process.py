@@ -1,0 +1,181 @@
+"""Build an engine from a configuration and run it as a process.
+
+Invariants:
+- The launcher receives exactly one line on the ready descriptor: that the engine serves, or why it does not.
+- A signal, a shutdown message, the launcher's death and a failed loop all have the same effect: every live request gets its
+  terminal message, one log line gives the reason, and the process exits. ``shutdown.py`` decides when.
+- The process always ends: the watchdog ends a loop or a shutdown that hangs (``runtime/watchdog.py``).
+- The engine never runs without one of its threads: if one fails, the engine ends.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import json
+import logging
+import os
+import threading
+import time
+import traceback
+from typing import Any
+
+import msgspec
+import torch
+
+from ... import __version__
+from ...io_struct import CaesuraError, ErrorCode
+from ...process import private_directory
+from ..memory.device_memory import is_out_of_memory
+from ..memory.device_module import use_device
+from ..observability.descriptors import DescriptorCheck, raise_limit
+from . import log
+from .config import EngineConfig
+from .engine import Engine, shutdown_of
+from .guard import EngineEndsError
+from .shutdown import Shutdown, StartInterruptedError, StopSignals, name_fatal_signals
+from .watchdog import Watchdog, exit_within
+
+logger = logging.getLogger(__name__)
+
+END_S = 30.0
+"""Longest time for the cleanup after the loop: last messages, process groups, files."""
+
+
+def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> int:
+    """Serve until told to stop; returns the exit status.
+
+    Args:
+        ready_fd: receives one JSON line: ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code", …}``; None if
+            nobody reads it.
+        lifeline_fd: the process ends when this becomes readable, which happens when its other end is closed.
+    """
+    faulthandler.enable()  # prints a traceback if a library crashes
+    try:
+        with contextlib.ExitStack() as cleanup:
+            return _run(config, ready_fd, lifeline_fd, cleanup)
+    except StartInterruptedError as interrupted:
+        status = 128 + interrupted.number
+        logger.info("the engine ends: signal %s at start (exit status %d)", interrupted, status)
+        return status
+    finally:
+        log.flush()
+
+
+def _run(
+    config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None, cleanup: contextlib.ExitStack
+) -> int:
+    """:func:`run` without its last words; ``cleanup`` gets what must be undone at the end."""
+    started = time.monotonic()
+    signals = StopSignals(lambda: exit_within(END_S))
+    name_fatal_signals(_last_words)
+    shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
+    try:
+        engine = _start(config, shutdown, cleanup)
+        cleanup.callback(engine.close)
+        signals.serving()
+    except CaesuraError as error:
+        signals.serving()  # a launcher ends this process as soon as it knows the reason
+        exit_within(END_S)
+        logger.error("the engine ends: cannot start: %s (exit status 1)", error)
+        tell(ready_fd, refusal(error))
+        return 1
+    gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
+    logger.info(
+        "serving %s on %s after %.2f s (%d threads)",
+        config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
+    )  # fmt: skip
+    tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
+    return _serve(engine, shutdown, config.watchdog_timeout_s)
+
+
+def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:
+    """Serve until the engine ends; returns the exit status."""
+    failed: list[str] = []
+
+    def thread_failed(failure: threading.ExceptHookArgs) -> None:
+        name = "?" if failure.thread is None else failure.thread.name
+        failed.append(f"thread {name} has failed: {failure.exc_type.__name__}")
+        logger.critical("%s", failed[-1], exc_info=failure.exc_value)
+        shutdown.request(failed[-1], drain=False)
+        engine.wakeup.set()
+
+    threading.excepthook = thread_failed
+    watchdog = Watchdog(engine.heartbeat, watchdog_timeout_s, (DescriptorCheck(),))
+    watchdog.start()
+    try:
+        engine.scheduler.run()
+    except Exception as error:  # noqa: BLE001  the loop has logged it and answered every client
+        failed.append(f"its loop has failed: {type(error).__name__}")
+        shutdown.request(failed[-1], drain=False)
+    except EngineEndsError as end:  # as above
+        failed.append(str(end))
+        shutdown.request(failed[-1], drain=False)
+    finally:
+        watchdog.close()
+        exit_within(END_S)
+    status = 1 if failed else 0
+    logger.info("the engine ends: %s (exit status %d)", failed[0] if failed else shutdown.reason, status)
+    return status
+
+
+def _last_words(reason: str) -> None:
+    """The last line of an engine that a signal ends at once."""
+    logger.critical("the engine ends: %s", reason)
+    log.flush()
+
+
+def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitStack) -> Engine:
+    """Build the engine. Every error is raised as a CaesuraError, so that the launcher gets a reason."""
+    try:
+        log.configure(config.log_level, log_format=config.log_format, name=config.log_name)
+    except ValueError as error:
+        raise _refused("log_level", config.log_level, error) from error
+    logger.info("caesura %s, pid %d: loading %s", __version__, os.getpid(), config.model_path)
+    raise_limit()
+    try:
+        torch.empty(0, device=None if config.device == "auto" else config.device)
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # the device is unknown, not built into torch, or not present
+        raise _refused("device", config.device, error) from error
+    try:
+        resolved = config.resolve()
+        if config.endpoint is None:
+            assert resolved.endpoint is not None
+            directory = os.path.dirname(resolved.endpoint.removeprefix("ipc://"))
+            cleanup.callback(private_directory.remove, directory)
+        torch.set_num_threads(resolved.num_threads or 1)
+        use_device(resolved.device)
+        return Engine(resolved, shutdown)
+    except CaesuraError:
+        raise
+    except EngineEndsError as end:
+        raise end.error from end
+    except MemoryError as error:
+        raise CaesuraError(ErrorCode.OUT_OF_MEMORY, f"out of memory at start: {error}") from error
+    except Exception as error:
+        raise CaesuraError(
+            ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL,
+            f"the engine could not be built: {type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+        ) from error
+
+
+def _refused(field: str, value: object, error: Exception) -> CaesuraError:
+    reason = str(error).partition("\n")[0]
+    return CaesuraError(ErrorCode.INVALID_REQUEST, f"{field} = {value!r}: {reason}", field=field, value=value)
+
+
+def refusal(error: CaesuraError) -> dict[str, Any]:
+    """The ready line of an engine that cannot start."""
+    return {"ready": False, "code": error.code, "message": error.message, "detail": error.detail}
+
+
+def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
+    """Write the ready line and close the descriptor, unless it is None. A launcher that has ended needs no line."""
+    if ready_fd is None:
+        return
+    with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
+        json.dump(msgspec.to_builtins(line), pipe)
+        pipe.write("\n")

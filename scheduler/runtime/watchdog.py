@@ -1,0 +1,239 @@
+"""Watchdog of the scheduler loop: ends the process when the loop hangs, after printing all stacks.
+
+Invariants:
+- The loop pays one attribute write per tick. Time in ``poll`` and in operations declared as long does not
+  count.
+- After half of the timeout the stacks of all threads are printed to stderr; after all of it the process exits with
+  :data:`EXIT_HUNG`, a status that no other exit has.
+- Both happen even if a C call holds the GIL forever, so that no Python thread can run. Therefore the watchdog thread
+  keeps postponing faulthandler's own thread (C, needs no GIL) and a kernel timer, at whose expiry glibc calls ``_exit``
+  in a thread of its own. If the GIL is free, the watchdog thread logs a message before.
+
+The time that a process is stopped (SIGSTOP, a frozen cgroup) counts: after more than the timeout it may exit when it
+continues. The time that the machine is suspended does not count.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic, sleep
+from typing import Any
+
+from ...process.contract import EXIT_HUNG
+from . import log
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 10.0
+"""Maximum seconds between two checks."""
+_DUMP_S = 0.5
+"""Time to print stacks before the process exits."""
+LONGEST_S = 1e9
+"""Longest timeout, 32 years: the system's timers take no more. A longer one, inf too, means none."""
+LOOKS = 8
+"""Minimum number of checks within one timeout."""
+
+_SIGEV_THREAD = 2
+_CLOCK_MONOTONIC = 1
+
+
+class Heartbeat:
+    """The state of the loop, as the watchdog reads it."""
+
+    def __init__(self) -> None:
+        self.ticked = False
+        """Set by the loop in every tick, cleared by the watchdog at every check."""
+        self.asleep = False
+        """The loop is blocked in ``poll`` because there is nothing to do."""
+        self.long: str | None = None
+        """The operation that is declared as long. None means no such operation."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after :attr:`long` has changed; set by the watchdog."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the loop is expected to tick."""
+        return not (self.asleep or self.long)
+
+    @contextlib.contextmanager
+    def long_operation(self, what: str) -> Iterator[None]:
+        """Within this context the loop is not expected to tick; for the thread of the loop only."""
+        before, self.long = self.long, what
+        self.on_change()
+        try:
+            yield
+        finally:
+            self.long = before
+            self.ticked = True
+            self.on_change()
+
+
+class Watchdog:
+    """A thread that checks a heartbeat, with a backstop that works without the thread."""
+
+    def __init__(
+        self, heartbeat: Heartbeat, timeout_s: float, checks: tuple[Callable[[], None], ...] = ()
+    ) -> None:
+        """``timeout_s`` 0 disables the watchdog; ``checks`` are called at every check in any case."""
+        timeout_s = timeout_s if timeout_s <= LONGEST_S else 0.0
+        self._heartbeat = heartbeat
+        self._timeout_s = timeout_s
+        self._interval_s = min(LOOK_S, timeout_s / LOOKS) if timeout_s else LOOK_S
+        self._checks = checks
+        self._backstop = Backstop() if timeout_s else None
+        self._alive_at = monotonic()
+        self._told = False
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="caesura-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start watching."""
+        self._alive_at = monotonic()
+        self._heartbeat.on_change = self._put_off
+        self._put_off()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._closed.set()
+        with self._lock:
+            if self._backstop is not None:
+                self._backstop.disarm()
+
+    def _put_off(self) -> None:
+        """Restart the timeout: the loop has ticked, or is not expected to."""
+        with self._lock:
+            self._alive_at, self._told = monotonic(), False
+            if self._backstop is None or self._closed.is_set():
+                return
+            if self._heartbeat.long:
+                self._backstop.disarm()
+            else:  # later than the thread, which can log a message
+                late = self._interval_s * 2
+                self._backstop.arm(self._timeout_s / 2, self._timeout_s + late)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            try:
+                self._look()
+                for check in self._checks:
+                    check()
+            except Exception:
+                with contextlib.suppress(Exception):
+                    logger.warning("the watchdog's check failed", exc_info=True)
+
+    def _look(self) -> None:
+        heartbeat = self._heartbeat
+        ticked, heartbeat.ticked = heartbeat.ticked, False
+        if ticked or not heartbeat.is_due or not self._timeout_s:
+            self._put_off()
+            return
+        silent = monotonic() - self._alive_at
+        if silent >= self._timeout_s:
+            logger.critical(
+                "the engine ends: its loop has not ticked for %.1f s (exit status %d)", silent, EXIT_HUNG
+            )
+            log.flush()
+            os._exit(EXIT_HUNG)
+        if silent >= self._timeout_s / 2 and not self._told:
+            self._told = True
+            logger.error(
+                "the loop has not ticked for %.1f s; the process ends after %.1f s. Stacks of all threads follow, or precede.",
+                silent,
+                self._timeout_s,
+            )
+
+
+class Backstop:
+    """Prints stacks and ends the process at given times, unless it is armed again; needs no GIL."""
+
+    def __init__(self) -> None:
+        self._timer = _ExitTimer()
+        self._stderr = _nonblocking_stderr()
+
+    def arm(self, dump_s: float, exit_s: float) -> None:
+        """Print all stacks in ``dump_s`` seconds and exit in ``exit_s``; replaces earlier times."""
+        self._timer.set(exit_s)
+        if self._stderr is not None:
+            faulthandler.dump_traceback_later(dump_s, exit=False, file=self._stderr)
+
+    def disarm(self) -> None:
+        """Cancel both."""
+        self._timer.set(0.0)
+        if self._stderr is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class _SigEvent(ctypes.Structure):
+    """``struct sigevent`` of Linux on 64-bit machines."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 32),
+    )
+
+
+class _TimerSpec(ctypes.Structure):
+    """``struct itimerspec``: interval, then time left, each in seconds and nanoseconds."""
+
+    _fields_ = (("interval", ctypes.c_long * 2), ("left", ctypes.c_long * 2))
+
+
+class _ExitTimer:
+    """A POSIX timer whose expiry is ``_exit(EXIT_HUNG)``."""
+
+    def __init__(self) -> None:
+        self._libc: Any = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(self._libc, "timer_create"):  # glibc before 2.34
+            self._libc = ctypes.CDLL("librt.so.1", use_errno=True)
+        self._id = ctypes.c_void_p()
+        exit_now = ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value
+        event = _SigEvent(value=EXIT_HUNG, notify=_SIGEV_THREAD, function=exit_now)
+        if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._id)):
+            raise OSError(ctypes.get_errno(), "timer_create failed")
+
+    def set(self, seconds: float) -> None:
+        """Exit in ``seconds``; 0 cancels it."""
+        spec = _TimerSpec(left=(int(seconds), int(seconds % 1 * 1e9)))
+        if self._libc.timer_settime(self._id, 0, ctypes.byref(spec), None):
+            raise OSError(ctypes.get_errno(), "timer_settime failed")
+
+
+def exit_within(seconds: float) -> None:
+    """Exit in at most ``seconds`` and a little, whatever happens: a limit on the shutdown, which says so before."""
+
+    def end() -> None:
+        sleep(seconds + _DUMP_S)
+        logger.critical(
+            "the engine ends: its shutdown has taken more than %g s (exit status %d); the stacks of all threads precede",
+            seconds,
+            EXIT_HUNG,
+        )
+        log.flush()
+        os._exit(EXIT_HUNG)
+
+    Backstop().arm(seconds, seconds + 4 * _DUMP_S)
+    threading.Thread(target=end, name="caesura-end", daemon=True).start()
+
+
+def _nonblocking_stderr() -> int | None:
+    """A non-blocking descriptor of stderr: a dump into a pipe that is not read must not block the watchdog thread."""
+    try:
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            return 2  # it never blocks, and another opening would write at another place
+    except OSError:
+        return None  # closed
+    try:
+        return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:  # a socket, or no /proc
+        return 2

@@ -1,0 +1,498 @@
+"""Schedules the tokens of the next step: continuous batching with chunked prefill and preemption.
+
+One step mixes all decoding requests (one token each) with as many prompt tokens as :class:`~.chunking.ChunkSizer`
+allows. This keeps a step short whatever the prompts are, and a pause as well, because a pause waits for the step.
+
+Invariants:
+- A request gets KV pages for all of its known tokens when it starts. Afterwards it asks for one page at a time, when it
+  crosses a page boundary. A request that cannot get its page preempts the request that started last.
+- The oldest request always advances: admission refuses a request that could not run alone on an empty engine.
+- A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is deferred.
+- A prefix is computed once: a request waits while a running request computes the same prompt, then shares its pages.
+- If a call raises, every request stays where it was, or where a later call finds it: a step counts as in flight only
+  after the whole batch has been built.
+"""
+
+import logging
+from collections import Counter
+from time import monotonic
+
+import numpy as np
+import torch
+
+from ..cache.manager import CacheManager
+from ..cache.routing import RoutingPool
+from ..execution.forward import ForwardBatch
+from ..runtime.config import PAGE_SIZE
+from .chunking import ChunkSizer
+from .request import Phase, Request, RequestTable
+from .sampling_inputs import input_spans, input_tokens, sampling_batch
+from .scheduled_batch import ScheduledBatch
+from .states import StatefulSteps
+from .waiting_queue import WaitingQueue, pages_for
+from .windows import WindowedSteps
+
+logger = logging.getLogger(__name__)
+
+LOOK_AHEAD = 128
+"""Queued requests that one start looks at; this bounds the work when many of them wait for a shared prefix."""
+PAGES_PER_SKIPPED_REQUEST = 2
+"""Free pages that a start must leave for each request it skips: one for the unshared end of that request's prompt, one to
+grow."""
+
+
+class Batcher:
+    """Owns the running requests and builds steps from them and from the waiting queue."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        cache: CacheManager,
+        waiting: WaitingQueue,
+        *,
+        chunks: ChunkSizer,
+        share_prefixes: bool,
+        routing: RoutingPool | None = None,
+    ) -> None:
+        """``routing`` stores the expert ids of computed tokens; None if the model has no experts."""
+        self.table = table
+        self.cache = cache
+        self.waiting = waiting
+        self.num_retractions = 0
+        self.prompt_tokens = 0
+        """Prompt tokens of all requests that have started, since the engine's start."""
+        self.cached_tokens = 0
+        """Those of them that came from the prefix cache."""
+        self._chunk_sizer = chunks
+        self._share = share_prefixes
+        self._routing = routing
+        self._windows = WindowedSteps(table, cache)
+        self._states = StatefulSteps(table, cache)
+        self._active: list[Request] = []  # in start order: the last one is preempted first
+        self._prefilling: list[Request] = []
+        self._prefixes_in_progress: Counter[int] = Counter()
+        """By prompt key: running requests that compute a prefix which others wait to share."""
+        self._starting: Request | None = None
+        """The request that :meth:`_start` works on; it stays set if that raises."""
+        self._decode_slots: np.ndarray | None = (
+            None  # a cache, until requests join or leave the decoding rows
+        )
+        self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
+        self._deferred_releases: list[tuple[Request, bool]] = []
+        """Finished requests whose slot a step in flight still uses; True if their KV may go to the prefix cache."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode."""
+        return len(self._active) - len(self._prefilling)
+
+    @property
+    def num_prefilling(self) -> int:
+        """Requests in prefill."""
+        return len(self._prefilling)
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that steps have computed since the engine's start."""
+        return self._chunk_sizer.prompt_tokens
+
+    @property
+    def images(self) -> None:
+        """Tokens are made here."""
+        return None
+
+    @property
+    def num_holding(self) -> int:
+        """Requests that hold KV, including finished ones whose release waits for a step in flight."""
+        return len(self._active) + len(self._deferred_releases)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched step is neither completed nor rolled back."""
+        return bool(self.table.inflight.any())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`schedule` may return a batch."""
+        return bool(self._active) or len(self.waiting) > 0
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Build the next step; None if there is nothing to run, or if a step in flight must be completed first."""
+        self._starting = None
+        if restarted := self._restarted_chunks():
+            return self._build(np.empty(0, np.int64), restarted)
+        decode = self._rotate_decode_rows(self._ready_decode_slots())
+        if not self._extend_decode_pages(decode):
+            return None
+        if self._decode_slots is None:  # a preemption has removed rows
+            decode = decode[np.isin(decode, self._ready_decode_slots())]
+        chunks = self._prefill_chunks(self._chunk_sizer.budget(len(decode)))
+        if not len(decode) and not chunks:
+            return None
+        return self._build(decode, chunks)
+
+    def complete_step(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Complete a step that took ``seconds``: run the releases that waited for it, and share its new prefixes."""
+        self._chunk_sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
+        self._chunk_sizer.succeeded(batch.num_tokens)
+        self.table.inflight[batch.slots] -= 1
+        self._states.completed(batch.slots, batch.forward)
+        for request in batch.completed:
+            request.restarted = False
+            self._release_prefix_waiters(request)
+        self._run_deferred_releases(kv_is_valid=True)
+        for request in batch.completed:
+            if request.phase is Phase.DECODE and request.kv is not None:
+                computed = self.table.length[request.slot] - 1
+                self.cache.donate(request.kv, self.table.tokens[request.slot, :computed])
+        self._windows.completed(batch.slots, batch.forward)
+
+    def roll_back_step(self, batch: ScheduledBatch) -> None:
+        """Roll back a step whose results are lost, so that its tokens are scheduled again.
+
+        With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies beyond
+        ``scheduled``; the step that computes these tokens again overwrites it. Requests may have lost their state:
+        :meth:`restart_states`.
+        """
+        table = self.table
+        self._states.rolled_back(batch.slots)
+        table.inflight[batch.slots] -= 1
+        table.scheduled[batch.slots] -= np.asarray(batch.forward.q_lens_host, np.int64)
+        for request in batch.completed:
+            if request.phase is Phase.DECODE:
+                request.phase = Phase.PREFILL
+            else:
+                self._release_prefix_waiters(request)
+        self._prefilling = [request for request in self._active if request.phase is Phase.PREFILL]
+        self._decode_slots = None
+        self._run_deferred_releases(kv_is_valid=False)
+
+    def restart_states(self) -> None:
+        """Requeue the requests whose states were lost by steps that were rolled back: these are computed again, with their tokens."""
+        for request in self._active[::-1]:
+            if request.kv is not None and request.kv.state is not None and request.kv.state.lost:
+                self._requeue(request, keep_prefix=True)
+                request.restarted = len(request.evicted.tokens) > 0
+
+    def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """``(slots, tokens)`` [n]: the last sampled token of each decoding request. No step may be in flight."""
+        slots = np.asarray([r.slot for r in self._active if r.phase is Phase.DECODE], np.int64)
+        return slots, self.table.tokens[slots, self.table.length[slots] - 1]
+
+    def schedule_failure_candidates(self) -> list[Request]:
+        """The requests to fail when :meth:`schedule` raises again and again.
+
+        This is the request that was being started, if there was one; otherwise all requests with KV; without any, the
+        first one in the queue.
+        """
+        starting = self._starting
+        if starting is not None and starting.phase is Phase.WAITING:
+            return [starting]
+        return self._active.copy() or self.waiting.head()
+
+    def requests_of(self, batch: ScheduledBatch) -> list[Request]:
+        """The requests whose rows are in ``batch``."""
+        rows = (self.table.by_slot[slot] for slot in batch.slots)
+        return [request for request in rows if request is not None]
+
+    def routed_experts(self, request: Request) -> np.ndarray | None:
+        """As :meth:`~.request.RequestTable.routed_experts`."""
+        return self.table.routed_experts(request, self._routing)
+
+    def retire(self, request: Request, *, keep_prefix: bool = True) -> None:
+        """Release the slot and KV of a finished request, after the step in flight if that uses them.
+
+        Args:
+            keep_prefix: donate its KV to the prefix cache; False after a failed step.
+        """
+        self._remove(request)
+        self._release(request, keep_prefix=keep_prefix)
+
+    def retract_all(self) -> int:
+        """Retract every running request: free its KV and requeue it in order. No step may be in flight."""
+        requests = self._active[::-1]
+        for request in requests:
+            self._requeue(request, keep_prefix=False)
+        return len(requests)
+
+    def restart_prefills(self) -> int:
+        """After a weight commit, requeue all requests in prefill, so that all of their KV comes from the new weights.
+
+        This includes requests that recompute their KV after a retraction. Prompt log-probabilities must come from the
+        weights that sample the first token. A waiting request without output tokens therefore drops the ones it has.
+        """
+        unfinished = list(self._prefilling)
+        for request in reversed(unfinished):
+            self._requeue(request, keep_prefix=False, count=False)
+        for request in self.waiting.live():
+            if request.record is not None and not len(request.evicted.tokens):
+                request.record.forget_inputs()
+        return len(unfinished)
+
+    def mark_stale(self) -> None:
+        """After a weight commit, mark the KV of the running requests as computed by older weights."""
+        for request in self._active:
+            self.table.stale_kv[request.slot] = True
+
+    def _run_deferred_releases(self, *, kv_is_valid: bool) -> None:
+        """Release the finished requests whose step in flight has ended."""
+        deferred, self._deferred_releases = self._deferred_releases, []
+        for request, keep_prefix in deferred:
+            self._release(request, keep_prefix=keep_prefix and kv_is_valid)
+
+    def _release_prefix_waiters(self, request: Request) -> None:
+        """Allow requests with the same prompt to start: ``request`` no longer computes a prefix that they wait for."""
+        if request.computes_shared_prefix:
+            request.computes_shared_prefix = False
+            self._prefixes_in_progress[request.prompt_key] -= 1
+            if not self._prefixes_in_progress[request.prompt_key]:
+                del self._prefixes_in_progress[request.prompt_key]
+
+    def _rotate_decode_rows(self, decode: np.ndarray) -> np.ndarray:
+        """The rows ``decode``, cut to the step's token limit; rows that were left out come first in the next steps."""
+        limit = self._chunk_sizer.limit
+        fits = limit is None or len(decode) <= limit
+        return decode if fits else np.roll(decode, -self._decode_offset)[:limit]
+
+    def _ready_decode_slots(self) -> np.ndarray:
+        """Slots that need one more token, which excludes those whose last allowed token is in flight."""
+        if self._decode_slots is None:
+            slots = [r.slot for r in self._active if r.phase is Phase.DECODE]
+            self._decode_slots = np.asarray(slots, np.int64)
+        slots_array = self._decode_slots
+        needs_token = self.table.scheduled[slots_array] + 1 < self.table.limit[slots_array]
+        return slots_array if needs_token.all() else slots_array[needs_token]
+
+    def _extend_decode_pages(self, decode: np.ndarray) -> bool:
+        """Allocate KV for the next token of each row, preempting the youngest requests when pages run out.
+
+        Returns:
+            False if a preemption is needed and a step in flight must be completed first.
+        """
+        table = self.table
+        for slot in decode[table.scheduled[decode] % PAGE_SIZE == 0]:
+            request = table.by_slot[slot]
+            if request is None or request.kv is None:
+                continue  # preempted by an earlier row of this loop
+            while request.kv is not None and not self.cache.extend(
+                request.kv, int(table.scheduled[slot]) + 1
+            ):
+                if self.in_flight:
+                    return False
+                self._requeue(self._active[-1], keep_prefix=True)
+        return True
+
+    def _requeue(self, request: Request, *, keep_prefix: bool, count: bool = True) -> None:
+        assert not self.table.inflight[request.slot], "a request in flight cannot be retracted"
+        request.routed = self.routed_experts(request)
+        self._remove(request)
+        self._close_kv(request, keep_prefix=keep_prefix)
+        self.table.evict(request)
+        self.waiting.push_front([request])
+        if count:
+            request.num_retractions += 1
+            self.num_retractions += 1
+
+    def _remove(self, request: Request) -> None:
+        self._active.remove(request)
+        self._decode_slots = None
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+            self._release_prefix_waiters(request)
+
+    def _release(self, request: Request, *, keep_prefix: bool) -> None:
+        if self.table.inflight[request.slot]:
+            self._deferred_releases.append((request, keep_prefix))
+            return
+        self._close_kv(request, keep_prefix=keep_prefix)
+        self.table.release(request)
+
+    def _close_kv(self, request: Request, *, keep_prefix: bool) -> None:
+        assert request.kv is not None
+        slot = request.slot
+        known = min(int(self.table.scheduled[slot]), int(self.table.length[slot]))
+        try:
+            self.cache.close(request.kv, self.table.tokens[slot, :known] if keep_prefix else None)
+        except Exception as error:
+            if not keep_prefix:
+                raise
+            logger.error(
+                "request %s: its KV could not be donated to the prefix cache", request.rid, exc_info=error
+            )
+            self.cache.close(request.kv, None)
+        request.kv = None
+
+    def _restarted_chunks(self) -> list[tuple[Request, int]]:
+        """While memory is short, those of requests that decoded until they lost their states.
+
+        Decoding rows wait for them, since they would take all of a step for as long as they decode.
+        """
+        chunks: list[tuple[Request, int]] = []
+        budget = 0 if self._chunk_sizer.limit is None else self._chunk_sizer.budget()
+        for request in self._prefilling:
+            if request.restarted and budget:
+                budget -= self._append_chunk(request, budget, chunks)
+        while budget > 0 and any(request.restarted for request in self.waiting.head()):
+            if (started := self._start_next()) is None:
+                break
+            budget -= self._append_chunk(started, budget, chunks)
+        return chunks
+
+    def _prefill_chunks(self, budget: int) -> list[tuple[Request, int]]:
+        """``(request, prompt tokens to compute)``, at most ``budget`` tokens: requests in prefill first, then new ones."""
+        chunks: list[tuple[Request, int]] = []
+        for request in self._prefilling:
+            if budget == 0:
+                return chunks
+            budget -= self._append_chunk(request, budget, chunks)
+        while budget > 0 and (started := self._start_next()) is not None:
+            budget -= self._append_chunk(started, budget, chunks)
+        return chunks
+
+    def _start_next(self) -> Request | None:
+        """The waiting request that has been started. None: none can be now."""
+        if not (self.table.num_free and self.cache.can_open and len(self.waiting)):
+            return None
+        return self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
+
+    def _append_chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
+        remaining = int(self.table.length[request.slot] - self.table.scheduled[request.slot])
+        taken = min(budget, remaining)
+        chunks.append((request, taken))
+        return taken
+
+    def _may_start(self, request: Request) -> bool:
+        """Whether no running request is computing a prefix that ``request`` could share in a step or two."""
+        return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
+
+    def _shareable_pages(self, request: Request) -> int:
+        """Full pages of its prompt that may come from the prefix cache."""
+        if not self._share:
+            return 0
+        first = None if request.record is None else request.record.first_uncached
+        return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
+
+    def _start(self, request: Request, num_skipped: int) -> bool:
+        """Bind ``request`` to a slot, with KV pages for all of its known tokens.
+
+        Args:
+            num_skipped: earlier requests that still wait for a shared prefix; pages are left free for them.
+
+        Returns:
+            False, with nothing changed, if there are not enough free pages now.
+        """
+        self._starting = request
+        started = self._bind(request, num_skipped)
+        self._starting = None
+        return started
+
+    def _bind(self, request: Request, num_skipped: int) -> bool:
+        table, cache = self.table, self.cache
+        tokens = np.concatenate([request.prompt, request.evicted.tokens])
+        slot = table.take_slot()
+        row = table.page_table[slot]
+        row[:] = 0
+        kv, bound = None, False
+        try:
+            first = None if request.record is None else request.record.first_uncached
+            # A cached prefix yields no logits, so it must end before the first prompt token whose logprob is wanted.
+            kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
+            # Every running request keeps one page to grow: starting more would only preempt one of them.
+            reserved = len(self._active) + PAGES_PER_SKIPPED_REQUEST * num_skipped
+            missing = pages_for(len(tokens)) - kv.num_pages
+            if missing > cache.available() - reserved or not cache.extend(kv, len(tokens)):
+                return False
+            table.bind(request, slot)
+            bound = True
+        finally:
+            if not bound:
+                if kv is not None:
+                    cache.close(kv, None)
+                table.give_back_slot(slot)
+        request.kv = kv
+        cached = kv.num_shared * PAGE_SIZE
+        table.scheduled[slot] = cached
+        if request.first_scheduled is None:
+            request.first_scheduled = monotonic()
+            request.cached_tokens = cached
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += cached
+        request.phase = Phase.PREFILL
+        self._active.append(request)
+        self._prefilling.append(request)
+        request.computes_shared_prefix = kv.num_shared < self._shareable_pages(request)
+        if request.computes_shared_prefix:
+            self._prefixes_in_progress[request.prompt_key] += 1
+        return True
+
+    def _build(self, decode: np.ndarray, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
+        table = self.table
+        num_decode = len(decode)
+        chunk_slots = [request.slot for request, _ in chunks]
+        slots = np.concatenate([decode, np.asarray(chunk_slots, np.int64)])
+        q_lens = np.ones(len(slots), np.int64)
+        q_lens[num_decode:] = [taken for _, taken in chunks]
+        starts = table.scheduled[slots]
+        ends = starts + q_lens
+        token_starts = np.cumsum(q_lens) - q_lens
+        row_of_token = np.repeat(np.arange(len(slots)), q_lens)
+        positions = np.arange(int(q_lens.sum())) - token_starts[row_of_token] + starts[row_of_token]
+        token_slots = slots[row_of_token]
+        pages = table.page_table[token_slots, positions // PAGE_SIZE]
+        input_ids = table.tokens[token_slots, positions].astype(np.int64)
+
+        width = pages_for(int(ends.max()))
+        page_table = table.page_table[slots, :width]
+        window_slots, window_table = self._windows.places(slots, starts, ends, page_table)
+        complete = np.flatnonzero(ends[num_decode:] == table.length[slots[num_decode:]])
+        samples = np.concatenate([np.arange(num_decode), num_decode + complete])
+        sample_slots = slots[samples]
+        spans = input_spans(chunks, table) if chunks else []
+        forward = ForwardBatch(
+            num_decode=num_decode,
+            input_ids=torch.from_numpy(input_ids),
+            positions=torch.from_numpy(positions),
+            kv_slots=torch.from_numpy(pages.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE),
+            page_table=torch.from_numpy(page_table),
+            window_slots=window_slots,
+            window_table=window_table,
+            states=self._states.places(
+                slots, starts, ends, num_decode, memory_is_short=self._chunk_sizer.limit is not None
+            ),
+            kv_lens=torch.from_numpy(ends.astype(np.int32)),
+            q_lens_host=q_lens.tolist(),
+            kv_lens_host=ends.tolist(),
+            slots=torch.from_numpy(slots),
+            sample_tokens=torch.from_numpy((token_starts + q_lens - 1)[samples]),
+            sample_slots=torch.from_numpy(sample_slots),
+            sampling=sampling_batch(table, sample_slots, ends[samples]),
+            inputs=input_tokens(spans, slots, token_starts - starts),
+        )
+        batch = ScheduledBatch(
+            forward=forward,
+            slots=slots,
+            sample_slots=sample_slots,
+            completed=[
+                request
+                for request, taken in chunks
+                if table.scheduled[request.slot] + taken == table.length[request.slot]
+            ],
+            num_tokens=len(positions),
+            inputs=spans,
+        )
+        self._mark_in_flight(batch, ends)
+        self._states.launched(slots, starts)
+        if forward.sampling.special is not None:
+            table.extras.counted[sample_slots] = ends[samples] + 1
+        return batch
+
+    def _mark_in_flight(self, batch: ScheduledBatch, ends: np.ndarray) -> None:
+        """Mark ``batch`` as in flight; it computes its rows up to the positions ``ends``."""
+        self.table.scheduled[batch.slots] = ends
+        self.table.inflight[batch.slots] += 1
+        for request in batch.completed:
+            request.phase = Phase.DECODE
+            self._prefilling.remove(request)
+            self._decode_slots = None
+        if self._chunk_sizer.limit is not None:
+            self._decode_offset += batch.forward.num_decode

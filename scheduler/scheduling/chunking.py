@@ -1,0 +1,88 @@
+"""Limits the tokens of a step, so that steps (and pauses, which wait for a step) stay short and fit into memory.
+
+Time: a step is modelled as ``base + cost * prompt tokens``. *base* is the time of steps without prompt tokens; *cost* is
+the time per prompt token beyond it. Both are running averages of measurements.
+
+Memory: when a step runs out of memory, the token limit (decoding rows plus prompt tokens) is halved until a step
+succeeds. After ``patience`` good steps of about the limit's size the limit is doubled again. The patience doubles if the
+larger limit fails, and returns to its minimum if it succeeds. A lasting shortage therefore costs few failed steps, and
+a short one is forgotten soon.
+
+Invariants: a budget is a whole number of pages, at least one, at most ``largest``; under a memory limit it may be any number
+of tokens. Measured times decide only how prompts are cut, never which requests run.
+"""
+
+from ..runtime.config import PAGE_SIZE
+
+_WEIGHT = 0.25
+"""Of a new measurement in the running averages."""
+_FIRST_TOKENS = 128
+"""Budget before the first measurement."""
+PATIENCE, MOST_PATIENCE = 16, 128
+"""Good steps before the limit is doubled: minimum and maximum."""
+
+
+class ChunkSizer:
+    """Turns measured steps into the next step's budget of prompt tokens.
+
+    Attributes:
+        prompt_tokens: prompt tokens of all measured steps, computed again after a retraction or not.
+        limit: most tokens of a step (decode and prefill), at least 1, after a step ran out of memory. None if there is no
+            such limit.
+    """
+
+    def __init__(self, largest: int, target_s: float) -> None:
+        """``target_s`` is the step time to aim at; if it is infinite, the budget is always ``largest``."""
+        self.prompt_tokens = 0
+        self.limit: int | None = None
+        self._largest = largest
+        self._target_s = target_s
+        self._base_s = 0.0
+        self._cost_s: float | None = None
+        self._too_large = 0  # tokens of the first step that ran out of memory
+        self._good_steps = 0  # since the last change of the limit
+        self._patience = PATIENCE
+        self._has_grown = False
+
+    def budget(self, num_decode: int = 0) -> int:
+        """Prompt tokens that the next step may have beside ``num_decode`` decoding rows."""
+        budget = self._budget_by_time()
+        return budget if self.limit is None else max(min(budget, self.limit - num_decode), 0)
+
+    def observe(self, prompt_tokens: int, seconds: float) -> None:
+        """Record that a step with ``prompt_tokens`` prompt tokens (and any number of decoding rows) took ``seconds``."""
+        if prompt_tokens == 0:
+            self._base_s += _WEIGHT * (seconds - self._base_s)
+            return
+        self.prompt_tokens += prompt_tokens
+        cost = max(seconds - self._base_s, 1e-9) / prompt_tokens
+        self._cost_s = cost if self._cost_s is None else self._cost_s + _WEIGHT * (cost - self._cost_s)
+
+    def halve(self, tokens: int) -> None:
+        """Record that a step of ``tokens`` tokens ran out of memory: limit the next steps to half of that."""
+        if self.limit is None:
+            self._too_large, self._patience = tokens, PATIENCE
+        elif self._has_grown:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self.limit = max(tokens // 2, 1)
+        self._good_steps, self._has_grown = 0, False
+
+    def succeeded(self, tokens: int) -> None:
+        """Record that memory sufficed for a step of ``tokens`` tokens."""
+        if self.limit is None or 2 * tokens <= self.limit:  # a small step says nothing about larger ones
+            return
+        self._good_steps += 1
+        if self._good_steps >= self._patience:
+            if self._has_grown:
+                self._patience = PATIENCE
+            self.limit = 2 * self.limit if self.limit < self._too_large else None
+            self._good_steps, self._has_grown = 0, True
+
+    def _budget_by_time(self) -> int:
+        if self._target_s == float("inf"):
+            return self._largest
+        if self._cost_s is None:
+            return min(self._largest, _FIRST_TOKENS)
+        # Prompts get a quarter of the time even if decoding alone takes all of it, so that they advance.
+        affordable = max(self._target_s - self._base_s, self._target_s / 4) / self._cost_s
+        return int(min(max(affordable // PAGE_SIZE * PAGE_SIZE, PAGE_SIZE), self._largest))

@@ -1,0 +1,270 @@
+"""Admission and the queue of requests without KV.
+
+Invariants:
+- A request that could not run alone on an empty engine is refused here, with the numbers. Later stages refuse nothing.
+- First come, first served. Retracted and preempted requests go back to the front, in the order in which they first ran.
+- A request that may skip others and cannot start keeps its own place in the queue.
+- A request leaves the queue when it is started or finished. Finished entries are dropped when they reach the front, or when
+  there are more of them than live ones. Abort therefore never searches the queue; its amortised cost is O(1).
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from time import monotonic
+
+from ...io_struct import (
+    MAX_INT32,
+    MAX_TOKEN_IDS_LOGPROB,
+    MAX_TOP_LOGPROBS,
+    CaesuraError,
+    ErrorCode,
+    GenerateReqInput,
+)
+from ..runtime.config import PAGE_SIZE
+from .request import Phase, Request, make_requests
+
+MAX_FURTHER_BYTES = 32 << 20
+"""Most bytes on the wire for one sample's top logprobs and logprobs of given token ids."""
+FINISHED_ENTRIES = 64
+"""Finished requests that the queue may contain in addition to one per live request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """Limits of every request, fixed at start."""
+
+    context_len: int
+    """Most tokens of prompt plus output."""
+    pool_tokens: int
+    """Tokens that the KV pool holds."""
+    vocab_size: int
+    max_waiting: int
+    """Most samples in the waiting queue."""
+    eos_token_ids: tuple[int, ...]
+    has_experts: bool = False
+    """Whether the model routes tokens to experts, so that ``return_routed_experts`` is possible."""
+
+
+def admit(
+    message: GenerateReqInput, *, client: bytes, limits: AdmissionLimits, waiting: int, now: float
+) -> list[Request]:
+    """Check a generate message and make its requests, one per sample; changes no state.
+
+    Raises:
+        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool`` or ``queue_full``.
+    """
+    params = message.sampling_params
+    for field, value, requirement in params.problems():
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"sampling_params.{field} = {value!r} {requirement}",
+            field=f"sampling_params.{field}",
+            value=value if value == value else "nan",
+        )
+    _check_ids("input_ids", message.input_ids, limits.vocab_size)
+    _check_ids("sampling_params.stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_ids("sampling_params.logit_bias", list(params.logit_bias or ()), limits.vocab_size)
+    prompt_len = len(message.input_ids)
+    if prompt_len == 0:
+        said = "input_ids is empty: a prompt has at least one token id"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, said, field="input_ids", value=[])
+    if message.continued_tokens >= prompt_len:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"continued_tokens = {message.continued_tokens} must be less than the {prompt_len} tokens of input_ids",
+            field="continued_tokens",
+            value=message.continued_tokens,
+        )
+    _check_routing(message, limits)
+    if waiting + params.n > limits.max_waiting:
+        raise CaesuraError(
+            ErrorCode.QUEUE_FULL,
+            f"{waiting} samples are waiting, the limit is {limits.max_waiting}",
+            waiting=waiting,
+            limit=limits.max_waiting,
+        )
+    limit = _total_limit(prompt_len, params.max_new_tokens, limits)
+    _check_further_logprobs(message, limit, limits)
+    return make_requests(
+        message,
+        client=client,
+        seed=params.seed if params.seed is not None else secrets.randbits(63),
+        limit=limit,
+        eos_token_ids=limits.eos_token_ids,
+        arrival=now,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdmission:
+    """Makes requests of generate messages, within ``limits``."""
+
+    limits: AdmissionLimits
+
+    def admit(
+        self, message: GenerateReqInput, buffers: list[memoryview], client: bytes, waiting: int
+    ) -> list[Request]:
+        """As :func:`admit`, now."""
+        return admit(message, client=client, limits=self.limits, waiting=waiting, now=monotonic())
+
+
+def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:
+    """Number of tokens at which the request finishes; refuses a request that exceeds the context or the KV pool."""
+    new_tokens = max_new_tokens if max_new_tokens is not None else max(limits.context_len - prompt_len, 1)
+    if prompt_len + new_tokens > limits.context_len:
+        raise CaesuraError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"{prompt_len} prompt tokens and {new_tokens} new ones exceed the context of {limits.context_len}",
+            prompt_tokens=prompt_len,
+            max_new_tokens=new_tokens,
+            limit=limits.context_len,
+        )
+    # The last sampled token needs no KV. A request without max_new_tokens is limited by the pool instead of refused.
+    needed = prompt_len + new_tokens - 1
+    if needed > limits.pool_tokens and max_new_tokens is None and prompt_len <= limits.pool_tokens:
+        return limits.pool_tokens + 1
+    if needed > limits.pool_tokens:
+        raise CaesuraError(
+            ErrorCode.EXCEEDS_KV_POOL,
+            f"the request needs KV for {needed} tokens, the whole pool holds {limits.pool_tokens}",
+            needed_tokens=needed,
+            total_tokens=limits.pool_tokens,
+        )
+    return prompt_len + new_tokens
+
+
+def _check_routing(message: GenerateReqInput, limits: AdmissionLimits) -> None:
+    start, prompt_len = message.routed_experts_start_len, len(message.input_ids)
+    if message.return_routed_experts and not limits.has_experts:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            "return_routed_experts: this model has no experts",
+            field="return_routed_experts",
+        )
+    if start > prompt_len:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"routed_experts_start_len = {start} is beyond the prompt of {prompt_len} tokens",
+            field="routed_experts_start_len",
+            value=start,
+            prompt_tokens=prompt_len,
+        )
+
+
+def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: AdmissionLimits) -> None:
+    """Refuse values out of range, and extra logprobs that would make a result too large for one message."""
+    top, token_ids, start = (
+        message.top_logprobs_num,
+        message.token_ids_logprob or [],
+        message.logprob_start_len,
+    )
+    prompt_len, most = len(message.input_ids), min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    nbytes = (8 * top + 4 * len(token_ids)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
+    problems = (
+        ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
+        ("logprob_start_len", start, "must be a position, or -1", -1 <= start <= MAX_INT32),
+        ("token_ids_logprob", len(token_ids), f"has at most {MAX_TOKEN_IDS_LOGPROB} ids", len(token_ids) <= MAX_TOKEN_IDS_LOGPROB),
+        ("top_logprobs_num", top, f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}",
+         nbytes <= MAX_FURTHER_BYTES or not message.return_logprob),
+    )  # fmt: skip
+    for field, value, requirement, holds in problems:
+        if not holds:
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST, f"{field} = {value}: {requirement}", field=field, value=value
+            )
+    _check_ids("token_ids_logprob", token_ids, limits.vocab_size)
+
+
+def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary; the wire's types have refused negative ones."""
+    if ids and max(ids) >= vocab_size:
+        position = next(i for i, token in enumerate(ids) if token >= vocab_size)
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"{field}[{position}] = {ids[position]} is outside the vocabulary of {vocab_size}",
+            field=field,
+            position=position,
+            value=ids[position],
+            vocab_size=vocab_size,
+        )
+
+
+class WaitingQueue:
+    """Requests without KV, in the order in which they will start."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Number of live requests in the queue."""
+        return self._count
+
+    def append(self, request: Request) -> None:
+        """Add a new request at the back."""
+        self._queue.append(request)
+        self._count += 1
+
+    def push_front(self, requests: list[Request]) -> None:
+        """Put retracted or preempted requests at the front, in the given order."""
+        for request in reversed(requests):
+            request.phase = Phase.WAITING
+            self._queue.appendleft(request)
+        self._count += len(requests)
+
+    def forget_finished(self) -> None:
+        """Count one queued request as finished. Its entry stays for now; all of them are dropped when there are too many."""
+        self._count -= 1
+        if len(self._queue) > 2 * self._count + FINISHED_ENTRIES:
+            self._queue = deque(self.live())
+
+    def live(self) -> Iterator[Request]:
+        """The waiting requests, in order."""
+        return (request for request in self._queue if request.phase is Phase.WAITING)
+
+    def head(self) -> list[Request]:
+        """The first waiting request as a list; empty if there is none."""
+        return list(islice(self.live(), 1))
+
+    def start_next(
+        self, may_start: Callable[[Request], bool], start: Callable[[Request, int], bool], look_ahead: int
+    ) -> Request | None:
+        """Start one request and remove it from the queue: the first of ``look_ahead`` requests for which ``may_start`` is true.
+
+        Args:
+            may_start: if it returns False, the request is skipped and the one behind it is considered.
+            start: called with the request and the number of requests it skips. If it returns False there is no room now,
+                and no other request is tried. If it raises, the queue is unchanged.
+
+        Returns:
+            The started request; None if none was started.
+        """
+        skipped: list[Request] = []
+        started: Request | None = None
+        candidate: Request | None = None
+        try:
+            while self._queue and len(skipped) < look_ahead:
+                candidate = self._queue.popleft()
+                if candidate.phase is not Phase.WAITING:
+                    candidate = None
+                elif may_start(candidate):
+                    if start(candidate, len(skipped)):
+                        started, candidate = candidate, None
+                        self._count -= 1
+                    break
+                else:
+                    skipped.append(candidate)
+                    candidate = None
+        finally:
+            if candidate is not None:
+                skipped.append(candidate)
+            self._queue.extendleft(reversed(skipped))
+        return started
+
+
+def pages_for(tokens: int) -> int:
+    """KV pages that hold ``tokens`` tokens."""
+    return -(-tokens // PAGE_SIZE)

@@ -1,0 +1,486 @@
+"""Scores sequences with a second checkpoint, the reference model, between the steps of the loop.
+
+Invariants:
+- The policy is neither read nor written: the reference has its own weights, KV pages and workspaces. A pause, an update or
+  poisoned weights do not stop scoring. A release of the tag ``weights`` releases the reference's memory, too, and fails the
+  scoring under way.
+- Every accepted message gets exactly one answer, with as many log-probabilities per sequence as it asked for.
+- Scoring holds the loop for one layer, or for a few rows of the output head, at a time. Prompts are cut so that a layer takes
+  at most :data:`SLICE_S`. The loop does not wait for an asynchronous device.
+- Logits never exist for all tokens at once: the output head and what follows process a few rows at a time, in memory of
+  fixed size.
+- Sequences are computed in the order of arrival, several in one forward if they fit. At most the first one is partly
+  computed, so a pool with pages for the longest sequence is enough.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...io_struct import (
+    CaesuraError,
+    ErrorCode,
+    ErrorReply,
+    ReferenceStatus,
+    Residency,
+    ScoreReqInput,
+    ScoreReqOutput,
+)
+from ...io_struct.generate import GREEDY_BELOW
+from ..cache.allocator import PageAllocator
+from ..control.lifecycle import Lifecycle
+from ..execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
+from ..memory.device_cache import DeviceCache
+from ..memory.device_memory import is_out_of_memory
+from ..memory.device_module import DeviceModule, streams_of
+from ..memory.residency import ComponentResidencyManager, ComponentUse
+from ..memory.workspace import Workspace
+from ..models.base import CausalLM
+from ..runtime.config import PAGE_SIZE
+from ..scheduling.chunking import ChunkSizer
+from ..scheduling.stepping import StepRunner
+from ..scheduling.waiting_queue import pages_for
+
+logger = logging.getLogger(__name__)
+
+SLICE_S = 0.025
+"""Longest time that scoring runs before the loop receives messages again; one layer may take longer."""
+
+WEIGHTS = ComponentUse(name="reference", memory_intensive=True)
+PAGES = ComponentUse(name="reference_kv")
+"""The components that a chunk uses, by the names under which they are registered."""
+
+_REQUEST = "score"
+_ROWS = 16
+"""The output head processes a multiple of this many rows. Fewer are hardly faster, since all of its weights are read anyway."""
+_ROW_BYTES_CPU = 10 << 20
+_ROW_BYTES = 128 << 20
+"""Bytes of float32 logits that exist at a time; :data:`_ROWS` rows are allowed even if they need more."""
+
+_Ids = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message under way."""
+
+    id: str
+    temperature: float
+    logprobs: list[npt.NDArray[np.float32]]
+    """One array per sequence, for its tokens from ``start`` on; filled in as they are computed."""
+    unfinished: int = 0
+    """Number of unfinished sequences."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence of a message."""
+
+    message: _Message
+    ids: _Ids
+    start: int
+    logprobs: npt.NDArray[np.float32]
+    computed: int = 0
+    """Number of tokens that have KV."""
+    pages: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def inputs(self) -> int:
+        """Number of tokens to compute: all but the last, because no token follows that one."""
+        return len(self.ids) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceModel:
+    """The loaded reference model (``reference.py``) and its limits."""
+
+    model: CausalLM
+    backend: AttentionBackend
+    device: torch.device
+    model_path: str
+    residency: Residency
+    num_pages: int
+    """Pages of its KV pool, the scratch page included."""
+    context_len: int
+    """Longest sequence, in tokens."""
+    max_rows: int
+    """Sequences in one forward."""
+    max_tokens: int
+    """Tokens in one forward."""
+    max_waiting: int
+    """Most unfinished sequences; further messages are refused."""
+
+
+class Scoring:
+    """Accepts messages, computes them in slices, and returns answers."""
+
+    def __init__(
+        self,
+        reference: ReferenceModel,
+        *,
+        residency: ComponentResidencyManager,
+        lifecycle: Lifecycle,
+        runner: StepRunner,
+        device_module: DeviceModule,
+        device_cache: DeviceCache,
+    ) -> None:
+        """``runner`` provides the forward stream, on which scoring runs like the steps."""
+        self._reference = reference
+        self._residency = residency
+        self._lifecycle = lifecycle
+        self._runner = runner
+        self._module = device_module
+        self._device_cache = device_cache
+        self._allocator = PageAllocator(reference.num_pages)
+        self._chunks = ChunkSizer(reference.max_tokens, SLICE_S)
+        self._workspace = Workspace()
+        self._queue: deque[_Sequence] = deque()
+        self._messages: dict[str, _Message] = {}
+        self._work: Generator[None, None, None] | None = None
+        self._answers: list[ScoreReqOutput | ErrorReply] = []
+        self._scored_tokens = 0
+        self.waits = False
+        """Scoring can go on only when the device has finished."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is queued, under way or to be answered."""
+        return bool(self._work is not None or self._queue or self._answers)
+
+    def accept(self, message: ScoreReqInput) -> None:
+        """Queue all sequences of a message, or none.
+
+        Raises:
+            CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full`` or
+                ``memory_released``.
+        """
+        self._lifecycle.require_resident("weights")
+        pending = len(self._queue)
+        if pending and pending + len(message.input_ids) > self._reference.max_waiting:
+            raise CaesuraError(
+                ErrorCode.QUEUE_FULL,
+                f"{pending} sequences wait to be scored, the limit is {self._reference.max_waiting}",
+                waiting=pending,
+                limit=self._reference.max_waiting,
+            )
+        _check(message, self._reference, self._allocator.total)
+        sequences = [np.asarray(ids, np.int64) for ids in message.input_ids]
+        wanted = [
+            np.empty(len(ids) - start, np.float32)
+            for ids, start in zip(sequences, message.start, strict=True)
+        ]
+        job = _Message(message.id, message.temperature, wanted)
+        for ids, start, logprobs in zip(sequences, message.start, wanted, strict=True):
+            if len(logprobs):
+                self._queue.append(_Sequence(job, ids, start, logprobs))
+                job.unfinished += 1
+        self._messages[message.id] = job
+        self._answer_if_complete(job)
+
+    def advance(self) -> list[ScoreReqOutput | ErrorReply]:
+        """Compute for one slice; returns the answers that are ready."""
+        started, self.waits = perf_counter(), False
+        if "weights" in self._lifecycle.released:
+            self._fail_all(
+                CaesuraError(ErrorCode.MEMORY_RELEASED, "the memory of the reference was released")
+            )
+        while self._work is not None or self._queue:
+            if self._work is None:
+                self._work = self._serve()
+            failure = None
+            try:
+                with torch.inference_mode(), self._runner.on_stream():
+                    if next(self._work, _ENDED) is _ENDED:
+                        self._work = None
+            except Exception as error:  # noqa: BLE001  an error between chunks leaves an unknown state: fail everything
+                failure = _failure(error)
+            if failure is not None:
+                self._fail_all(failure)
+                self._device_cache.after_failure(failure.message)
+            if self.waits or perf_counter() - started > SLICE_S:
+                break
+        answers, self._answers = self._answers, []
+        return answers
+
+    def end(self, message: str, code: ErrorCode) -> list[ScoreReqOutput | ErrorReply]:
+        """Answer everything that is pending with this error."""
+        self._fail_all(CaesuraError(code, message))
+        answers, self._answers = self._answers, []
+        return answers
+
+    def status(self) -> ReferenceStatus:
+        """The reference's part of the engine's status."""
+        return ReferenceStatus(
+            model_path=self._reference.model_path,
+            residency=self._reference.residency,
+            weights=self._residency.nbytes(WEIGHTS.name),
+            device_bytes=self._residency.device_bytes(WEIGHTS.name),
+            pending_sequences=len(self._queue),
+            scored_tokens=self._scored_tokens,
+        )
+
+    def _serve(self) -> Generator[None, None, None]:
+        """Compute until the queue is empty, as one request to the residency manager with one stage per chunk."""
+        self._residency.begin_request(_REQUEST)
+        while self._queue:
+            chunk, failure = self._plan(), None
+            try:
+                yield from self._compute(chunk)
+            except Exception as error:  # noqa: BLE001  a chunk may fail in any way; its messages must be answered
+                failure = _failure(error)
+            if (
+                failure is not None
+            ):  # outside of the handler, so that no traceback keeps the chunk's tensors alive
+                self._fail({span.sequence.message.id for span in chunk}, failure)
+                self._device_cache.after_failure(failure.message)
+        failure_message = ""
+        try:
+            yield from self._residency.finish_request(_REQUEST)
+        except (OSError, RuntimeError) as error:
+            failure_message = f"the reference could not leave the device: {error}"
+            logger.error("the reference could not leave the device", exc_info=error)
+        if failure_message:
+            self._device_cache.after_failure(failure_message)
+
+    def _plan(self) -> list["_Span"]:
+        """The next chunk: as many tokens of the first sequences as fit, at least one."""
+        chunk: list[_Span] = []
+        budget = self._chunks.budget()
+        for sequence in self._queue:
+            if budget == 0 or len(chunk) == self._reference.max_rows:
+                break
+            if not len(sequence.pages):
+                pages = self._allocator.allocate(pages_for(sequence.inputs))
+                if pages is None:
+                    break
+                sequence.pages = pages
+            end = min(sequence.computed + budget, sequence.inputs)
+            chunk.append(_Span(sequence, sequence.computed, end))
+            budget -= end - sequence.computed
+        return chunk
+
+    def _compute(self, chunk: list["_Span"]) -> Generator[None, None, None]:
+        uses = (WEIGHTS, PAGES)
+        yield from self._residency.before_stage(_REQUEST, uses)
+        at_layer, _ = [self._residency.use(_REQUEST, use) for use in uses]
+        batch, targets = _batch(chunk, self._reference.device)
+        self._reference.backend.plan(batch)
+        steps = self._reference.model.forward_by_layer(batch, self._reference.backend)
+        slowest = 0.0
+        while True:
+            started = perf_counter()
+            try:
+                layer = next(steps)
+            except StopIteration as end:
+                hidden: Tensor = end.value
+                break
+            finally:
+                slowest = max(slowest, perf_counter() - started)
+            at_layer(layer)
+            yield
+        self._chunks.observe(len(batch.input_ids), slowest)
+        out = yield from self._logprobs(hidden, targets, _scales(chunk, self._reference.device))
+        for use in uses:
+            yield from self._residency.finish_use(use)
+        yield from self._wait_for_device()
+        self._record(chunk, out.cpu().numpy())
+
+    def _logprobs(self, hidden: Tensor, targets: Tensor, scales: Tensor) -> Generator[None, None, Tensor]:
+        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden], float32 [S]; logits are divided by ``scales`` [S]."""
+        model, device = self._reference.model, self._reference.device
+        vocab_size = model.config.vocab_size
+        out = torch.empty(len(targets), dtype=torch.float32, device=device)
+        fitting = (_ROW_BYTES_CPU if device.type == "cpu" else _ROW_BYTES) // (4 * vocab_size)
+        rows = max(1, fitting // _ROWS) * _ROWS
+        for begin in range(0, len(targets), rows):
+            rows_slice = slice(begin, begin + rows)
+            logits = model.logits(hidden[rows_slice])
+            assert logits is not None, "nothing is scored in a dummy run"
+            scaled = self._workspace.take("scaled", (len(logits), vocab_size), torch.float32, device)
+            torch.div(logits, scales[rows_slice, None], out=scaled)
+            best = scaled.amax(1, keepdim=True)
+            scaled -= best
+            torch.gather(scaled, 1, targets[rows_slice, None], out=out[rows_slice, None])
+            out[rows_slice] -= scaled.exp_().sum(1).log_()
+            yield
+        return out
+
+    def _wait_for_device(self) -> Generator[None, None, None]:
+        """Wait, without blocking, until the device has finished the work queued so far."""
+        if (streams := streams_of(self._module)) is not None:
+            done = streams.current_stream().record_event()
+            while not done.query():
+                self.waits = True
+                yield
+
+    def _record(self, chunk: list["_Span"], logprobs: npt.NDArray[np.float32]) -> None:
+        """Store the results of a chunk in its sequences, and answer the messages that are complete."""
+        broken: set[str] = set()
+        offset = 0
+        for span in chunk:
+            sequence, (begin, end) = span.sequence, span.scored
+            values = logprobs[offset : offset + end - begin]
+            offset += len(values)
+            sequence.logprobs[begin - sequence.start + 1 : end - sequence.start + 1] = values
+            sequence.computed = span.end
+            if np.isnan(values).any():
+                broken.add(sequence.message.id)
+            if sequence.computed == sequence.inputs:
+                self._queue.popleft()  # sequences finish in the order of the queue, so this one is its head
+                self._release_pages(sequence)
+                sequence.message.unfinished -= 1
+        self._scored_tokens += offset
+        if broken:
+            self._fail(broken, CaesuraError(ErrorCode.INTERNAL, "the reference's logits are not finite"))
+        for message in {span.sequence.message.id: span.sequence.message for span in chunk}.values():
+            self._answer_if_complete(message)
+
+    def _answer_if_complete(self, message: _Message) -> None:
+        if message.unfinished == 0 and self._messages.pop(message.id, None) is not None:
+            wire = [values.astype("<f4", copy=False).tobytes() for values in message.logprobs]
+            self._answers.append(ScoreReqOutput(id=message.id, logprobs=wire))
+
+    def _fail(self, message_ids: set[str], error: CaesuraError) -> None:
+        """Answer messages with ``error`` and drop their queued sequences."""
+        for sequence in self._queue:
+            if sequence.message.id in message_ids:
+                self._release_pages(sequence)
+        self._queue = deque(s for s in self._queue if s.message.id not in message_ids)
+        for message_id in message_ids:
+            del self._messages[message_id]
+            self._answers.append(error.to_reply(message_id))
+
+    def _fail_all(self, error: CaesuraError) -> None:
+        """Answer every message with ``error``, without another access to the reference's memory."""
+        if self._work is not None:
+            self._work.close()
+            self._work = None
+        self._fail(set(self._messages), error)
+
+    def _release_pages(self, sequence: _Sequence) -> None:
+        self._allocator.free(sequence.pages)
+        sequence.pages = sequence.pages[:0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The tokens ``[begin, end)`` of a sequence, which one chunk computes."""
+
+    sequence: _Sequence
+    begin: int
+    end: int
+
+    @property
+    def scored(self) -> tuple[int, int]:
+        """The tokens among them whose successors are scored, as ``(begin, end)``."""
+        return max(self.begin, min(self.sequence.start - 1, self.end)), self.end
+
+
+_ENDED: Any = object()
+
+
+def _check(message: ScoreReqInput, limits: ReferenceModel, pool_pages: int) -> None:
+    """Refuse a message that could not be scored on an idle engine either."""
+    if not 0.0 <= message.temperature <= 1e4:
+        raise _invalid("temperature", repr(message.temperature), "must be finite and in [0, 10000]")
+    if len(message.start) != len(message.input_ids):
+        raise _invalid("start", len(message.start), f"one for each of {len(message.input_ids)} sequences")
+    vocab_size = limits.model.config.vocab_size
+    for number, (ids, start) in enumerate(zip(message.input_ids, message.start, strict=True)):
+        if not ids or max(ids) >= vocab_size:
+            requirement = f"ids below {vocab_size}, at least one"
+            raise _invalid(f"input_ids[{number}]", max(ids, default=None), requirement)
+        if start > len(ids):
+            raise _invalid(f"start[{number}]", start, f"at most the sequence's length, {len(ids)}")
+        if len(ids) > limits.context_len:
+            raise CaesuraError(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"sequence {number} of {len(ids)} tokens exceeds the context of {limits.context_len}",
+                prompt_tokens=len(ids),
+                max_new_tokens=0,
+                limit=limits.context_len,
+            )
+        if pages_for(len(ids) - 1) > pool_pages:
+            pool_tokens = pool_pages * PAGE_SIZE
+            raise CaesuraError(
+                ErrorCode.EXCEEDS_KV_POOL,
+                f"sequence {number} needs KV for {len(ids) - 1} tokens, the reference's pool holds {pool_tokens}",
+                needed_tokens=len(ids) - 1,
+                total_tokens=pool_tokens,
+            )
+
+
+def _failure(error: Exception) -> CaesuraError:
+    """The error to answer after ``error``: a copy without the traceback, which would keep tensors alive."""
+    logger.error("scoring failed", exc_info=error)
+    if isinstance(error, CaesuraError):
+        return CaesuraError(error.code, error.message, **error.detail)
+    code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
+    return CaesuraError(code, f"scoring failed: {type(error).__name__}: {error}")
+
+
+def _invalid(name: str, value: object, requirement: str) -> CaesuraError:
+    return CaesuraError(
+        ErrorCode.INVALID_REQUEST, f"{name} = {value}: {requirement}", field=name, value=value
+    )
+
+
+def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
+    """A batch that computes ``chunk``, and the scored tokens, int64 [S]."""
+    positions = [np.arange(span.begin, span.end) for span in chunk]
+    q_lens, kv_lens = [span.end - span.begin for span in chunk], [span.end for span in chunk]
+    kv_slots = [
+        span.sequence.pages[where // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + where % PAGE_SIZE
+        for span, where in zip(chunk, positions, strict=True)
+    ]
+    page_table = np.zeros((len(chunk), pages_for(max(kv_lens))), np.int32)
+    for row, span in enumerate(chunk):
+        used = span.sequence.pages[: pages_for(span.end)]
+        page_table[row, : len(used)] = used
+    sampled, targets, offset = [], [], 0
+    for span in chunk:
+        begin, end = span.scored
+        sampled.append(np.arange(begin, end) - span.begin + offset)
+        targets.append(span.sequence.ids[begin + 1 : end + 1])
+        offset += span.end - span.begin
+
+    def to_device(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    rows, none = np.arange(len(chunk)), torch.empty(0, device=device)
+    batch = ForwardBatch(
+        num_decode=0,
+        input_ids=to_device(np.concatenate([span.sequence.ids[span.begin : span.end] for span in chunk])),
+        positions=to_device(np.concatenate(positions)),
+        kv_slots=to_device(np.concatenate(kv_slots)),
+        page_table=to_device(page_table),
+        kv_lens=to_device(np.asarray(kv_lens, np.int32)),
+        q_lens_host=q_lens,
+        kv_lens_host=kv_lens,
+        page_table_host=None if device.type == "cpu" else page_table,
+        slots=to_device(rows),
+        sample_tokens=to_device(np.concatenate(sampled)),
+        sample_slots=to_device(np.concatenate(sampled)),
+        sampling=SamplingBatch(
+            temperature=none, greedy=none, top_k=none, top_p=none, uniforms=none,
+            any_sampled=False, any_filtered=False, want_raw=False, want_sampled=False,
+        ),
+    )  # fmt: skip
+    return batch, to_device(np.concatenate(targets))
+
+
+def _scales(chunk: Sequence[_Span], device: torch.device) -> Tensor:
+    """The divisor of each scored token's logits, float32 [S]."""
+    temperatures = [span.sequence.message.temperature for span in chunk]
+    scales = np.asarray([1.0 if t < GREEDY_BELOW else t for t in temperatures], np.float32)
+    return torch.from_numpy(np.repeat(scales, [end - begin for begin, end in (t.scored for t in chunk)])).to(
+        device
+    )

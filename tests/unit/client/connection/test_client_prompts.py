@@ -1,0 +1,149 @@
+"""What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters, and what they say of the rest."""
+
+import asyncio
+
+import numpy
+import pytest
+import torch
+from support.fake_scheduler import FakeScheduler
+
+from caesura.client import AsyncSchedulerClient, InvalidRequest, SamplingParams, SchedulerClient
+from caesura.client.connection.scoring import Scores
+from caesura.io_struct import GenerateReqInput
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory):
+    with FakeScheduler(f"ipc://{tmp_path_factory.mktemp('s')}/s") as scheduler:
+        yield scheduler
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def generate(fake, request):
+    """``generate`` of either client."""
+    if request.param == "blocking":
+        with SchedulerClient(fake.endpoint) as client:
+            yield client.generate
+        return
+
+    async def one(*arguments, **options):
+        async with AsyncSchedulerClient(fake.endpoint) as client:
+            return await client.generate(*arguments, **options)
+
+    yield lambda *arguments, **options: asyncio.run(one(*arguments, **options))
+
+
+def sent(fake):
+    return fake.next_request(GenerateReqInput)
+
+
+@pytest.mark.parametrize(
+    "make", [numpy.array, torch.tensor, lambda ids: [torch.tensor(each) for each in ids]]
+)
+def test_arrays_are_prompts(fake, generate, make):
+    assert generate(make([1, 2, 3])).output_ids == [3, 2, 1, 0]
+    assert sent(fake).input_ids == [1, 2, 3]
+    assert [each.output_ids for each in generate(make([[1, 2], [3, 4]]))] == [[2, 1, 0], [4, 3, 0]]
+    assert [sent(fake).input_ids, sent(fake).input_ids] == [[1, 2], [3, 4]]
+
+
+def test_rows_of_different_lengths_are_prompts(fake, generate):
+    outputs = generate([torch.tensor([1]), numpy.array([2, 3]), range(4, 6)])
+    assert [each.output_ids[:-1] for each in outputs] == [[1], [3, 2], [5, 4]]
+    for _ in outputs:
+        sent(fake)
+
+
+def test_a_dict_is_sampling_parameters(fake, generate):
+    generate([1], {"max_new_tokens": 5, "temperature": 0, "top_p": None, "logit_bias": {3: 1.0}})
+    assert sent(fake).sampling_params == SamplingParams(
+        max_new_tokens=5, temperature=0.0, logit_bias={3: 1.0}
+    )
+    generate([[1], [2]], [{"max_new_tokens": None}, SamplingParams(n=1, seed=4)])
+    assert sent(fake).sampling_params == SamplingParams(max_new_tokens=None)
+    assert sent(fake).sampling_params == SamplingParams(seed=4)
+
+
+TEXT = "is text, and the scheduler takes token ids: tokenize it first, or give text to caesura.client.text.TextClient"
+
+
+@pytest.mark.parametrize(
+    "prompt,sentence",
+    [
+        ("Hello", f"input_ids = 'Hello' {TEXT}"),
+        (["Hello", "you"], rf"input_ids\[0\] = 'Hello' {TEXT}"),
+        ([[1, "you"]], rf"input_ids\[1\] = 'you' {TEXT}"),
+        ({"input_ids": [1], "attention_mask": [1]}, r"not a dict: pass its \['input_ids'\]"),
+        ([{"role": "user"}], "must be a list of token ids, not a dict"),
+        (5, "input_ids = 5 must be a list of token ids"),
+        (None, "input_ids = None must be a list of token ids"),
+        ((i for i in range(3)), "input_ids = <generator .* must be a list of token ids"),
+        ([1.5], r"input_ids\[0\] = 1.5 must be an integer"),
+        ([1, None], r"input_ids\[1\] = None must be an integer"),
+        (torch.tensor([1.5]), r"input_ids\[0\] = 1.5 must be an integer"),
+        (numpy.array([True]), "input_ids must be integers, not bool"),
+        (torch.zeros(1, 1, 1, dtype=torch.int64), r"input_ids\[0\] = \[0\] must be an integer"),
+        (torch.tensor(4), "input_ids = 4 must be a list of token ids"),
+        (b"bytes", "input_ids = b'bytes' must be a list of token ids|must be a list of integers"),
+    ],
+)
+def test_what_is_no_prompt_is_told_in_a_sentence(generate, prompt, sentence):
+    with pytest.raises(InvalidRequest, match=sentence):
+        generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "params,sentence",
+    [
+        (
+            {"max_tokens": 5},
+            r"sampling_params.max_tokens is not known \(did you mean max_new_tokens\?\); valid are max_new",
+        ),
+        ({"temp": 1}, r"did you mean temperature\?"),
+        ({"temperature": "hot"}, "sampling_params.temperature = 'hot' must be a number"),
+        ({"n": 0}, "sampling_params.n = 0 must be an integer from 1 to 1024"),
+        ({1: 2}, "every key of sampling_params must be a string"),
+        (
+            "greedy",
+            "sampling_params = 'greedy' must be a SamplingParams or a dict, or a list of one for each prompt",
+        ),
+        (
+            0.5,
+            "sampling_params = 0.5 must be a SamplingParams or a dict, or a list of one for each prompt",
+        ),
+        ([0.5], "sampling_params = 0.5 must be a SamplingParams or a dict"),
+        ([{}, {}], "2 sampling_params for 1 prompts"),
+    ],
+)
+def test_what_are_no_sampling_parameters_is_told_in_a_sentence(generate, params, sentence):
+    with pytest.raises(InvalidRequest, match=sentence):
+        generate([1], params)
+
+
+@pytest.mark.parametrize(
+    "option,sentence",
+    [
+        ("max_new_tokens", "unknown generation option max_new_tokens: it is a field of sampling_params"),
+        ("max_tokens", r"max_tokens \(did you mean max_new_tokens, a field of sampling_params\?\)"),
+        ("return_logprobs", r"return_logprobs \(did you mean return_logprob\?\); options are cache_salt,"),
+    ],
+)
+def test_an_unknown_option_is_told_where_it_belongs(generate, option, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        generate([1], **{option: 1})
+
+
+def test_submit_takes_one_prompt(fake):
+    with SchedulerClient(fake.endpoint) as client:
+        assert client.submit(torch.tensor([1, 2]), {"max_new_tokens": 1}).result().output_ids == [2, 1, 0]
+        with pytest.raises(InvalidRequest, match="submit takes one prompt, not a list of 2"):
+            client.submit([[1], [2]])
+        with pytest.raises(InvalidRequest, match="is text"):
+            client.submit("Hello")
+
+
+def test_score_takes_arrays_too():
+    scores = Scores(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1]), 1.0, None)
+    assert (scores.request.input_ids, scores.request.start) == ([[1, 2], [3, 4]], [1, 1])
+    with pytest.raises(InvalidRequest, match="is text"):
+        Scores("Hello", 1, 1.0, None)

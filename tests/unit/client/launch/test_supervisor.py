@@ -1,0 +1,317 @@
+"""Starting schedulers again, and when not; the child is a fake scheduler that behaves as told."""
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+import support.fake_scheduler
+from support.waiting import PATIENCE_S as PATIENCE
+
+from caesura.client import (
+    Busy,
+    CheckpointError,
+    EngineDied,
+    EngineError,
+    EnginePaused,
+    InvalidRequest,
+    QueueFull,
+    SchedulerClient,
+    ShuttingDown,
+    WeightMismatch,
+)
+from caesura.client.launch import supervisor
+from caesura.client.launch.notify import notify, watchdog_interval_s
+from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of, stop_timeout_s
+from caesura.client.launch.supervisor import Down, Ended, RestartPolicy, Serving, Supervisor
+from caesura.client.replicas.processes import ReplicaProcesses
+
+FAKE = support.fake_scheduler.__file__
+QUICK = {"first_delay_s": 0.01, "longest_delay_s": 0.02, "hang_timeout_s": 0.0, "stop_timeout_s": 10.0}
+
+
+class Watched:
+    """A supervisor and what it has told."""
+
+    def __init__(self, tmp_path, behave="well", **policy) -> None:
+        self.directory = tmp_path / "run"
+        self.directory.mkdir(mode=0o700)
+        self.states: queue.Queue = queue.Queue()
+        self.supervisor = Supervisor(
+            [sys.executable, FAKE, "--behave", behave],
+            f"ipc://{self.directory}/s",
+            policy=RestartPolicy(**{**QUICK, **policy}),
+            directory=self.directory,
+        )
+
+    def next(self, kind):
+        state = self.states.get(timeout=PATIENCE)
+        assert isinstance(state, kind), state
+        return state
+
+    def begin(self) -> "Watched":
+        self.supervisor.begin(self.states.put)
+        return self
+
+
+@pytest.fixture
+def watch(tmp_path):
+    with contextlib.ExitStack() as cleanup:
+
+        def watched(*arguments, **policy) -> Watched:
+            made = Watched(tmp_path, *arguments, **policy)
+            cleanup.callback(made.supervisor.close)
+            return made
+
+        yield watched
+
+
+def test_a_killed_scheduler_comes_back_at_the_same_endpoint(watch, caplog):
+    watched = watch()
+    first = watched.supervisor.start()
+    watched.supervisor.subscribe(watched.states.put)
+    assert watched.next(Serving) == first
+    with SchedulerClient(first.endpoint, connect_timeout=PATIENCE) as client:
+        assert client.status(timeout=PATIENCE).pid == first.pid
+        os.kill(first.pid, signal.SIGKILL)
+        assert "killed by signal 9" in watched.next(Down).reason
+        second = watched.next(Serving)
+        assert (second.endpoint, second.restarts) == (first.endpoint, 1)
+        while True:  # a call may still meet the loss of the first connection
+            with contextlib.suppress(EngineDied):
+                assert client.status(timeout=PATIENCE).pid == second.pid != first.pid
+                break
+    lines = [record.message for record in caplog.records if "restart 1 of 5" in record.message]
+    assert len(lines) == 1
+    assert "killed by signal 9" in lines[0]
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert not psutil.pid_exists(second.pid)
+    assert not watched.directory.exists()
+
+
+def test_a_start_listens_only_until_it_is_over(tmp_path, watch):
+    """Every restart would be kept for as long as the process lives."""
+    watched = watch()
+    watched.supervisor.start()
+    assert watched.supervisor._listeners == []
+    arguments = ["--model", "none"]
+    processes = ReplicaProcesses(arguments, 2, RestartPolicy(**QUICK))
+    for replica in processes.replicas:
+        replica.supervisor._command = [sys.executable, FAKE]
+    processes.start()
+    try:
+        assert [len(replica.supervisor._listeners) for replica in processes.replicas] == [1, 1]  # its own
+    finally:
+        processes.close()
+
+
+def test_the_last_words_of_a_crash_are_in_the_reason(watch):
+    watched = watch("die-on-generate").begin()
+    serving = watched.next(Serving)
+    with SchedulerClient(serving.endpoint) as client, pytest.raises(EngineDied) as caught:
+        client.generate([1], timeout=PATIENCE)
+    assert caught.value.retryable
+    assert watched.next(Down).reason == "ended with status 3, last line: last words"
+    watched.next(Serving)
+
+
+def test_a_shutdown_message_ends_it(watch):
+    watched = watch().begin()
+    with SchedulerClient(watched.next(Serving).endpoint) as client:
+        client.shutdown(timeout=PATIENCE)
+    assert watched.next(Ended).error is None
+
+
+def test_a_refused_start_is_not_tried_again(watch):
+    watched = watch("refuse").begin()
+    error = watched.next(Ended).error
+    assert isinstance(error, CheckpointError)
+    assert error.detail == {"path": "/nowhere"}
+    assert status_of(error) == 1
+
+
+def test_a_wrong_command_line_is_not_tried_again(watch):
+    watched = watch("no-such-behaviour").begin()
+    error = watched.next(Ended).error
+    assert isinstance(error, EngineDied)
+    assert status_of(error) == 2
+
+
+def test_a_crash_loop_ends_with_the_last_reason(watch):
+    watched = watch("crash", max_restarts=2).begin()
+    delays = [watched.next(Down).delay_s for _ in range(2)]
+    assert delays == [0.01, 0.02]
+    error = watched.next(Ended).error
+    assert isinstance(error, EngineDied)
+    assert "out of paper" in error.message
+    assert "restarted 2 times" in error.message
+    assert status_of(error) == GAVE_UP_STATUS
+
+
+def test_restarts_outside_the_window_do_not_count(watch):
+    watched = watch(max_restarts=1, window_s=0.0).begin()
+    for _ in range(3):
+        os.kill(watched.next(Serving).pid, signal.SIGKILL)
+        assert watched.next(Down).delay_s == 0.01
+    watched.next(Serving)
+
+
+def test_a_start_that_takes_too_long_is_tried_again(watch):
+    watched = watch("hang", startup_timeout_s=0.5, max_restarts=1).begin()
+    assert "was not ready within 0.5 s" in watched.next(Down).reason
+    assert "giving up" in watched.next(Ended).error.message
+
+
+def test_a_stopped_process_is_killed_and_replaced(watch):
+    watched = watch(hang_timeout_s=1.0).begin()
+    first = watched.next(Serving)
+    os.kill(first.pid, signal.SIGSTOP)
+    assert "did not answer its status for 1 s" in watched.next(Down).reason
+    assert watched.next(Serving).pid != first.pid
+    assert not psutil.pid_exists(first.pid)
+
+
+def test_nobody_asks_where_the_hang_timeout_is_0(watch):
+    watched = watch(hang_timeout_s=0.0).begin()
+    first = watched.next(Serving)
+    os.kill(first.pid, signal.SIGSTOP)
+    with pytest.raises(queue.Empty):
+        watched.states.get(timeout=1.0)
+    os.kill(first.pid, signal.SIGKILL)
+    watched.next(Down)
+
+
+def test_one_that_ignores_every_signal_is_killed_at_the_end(watch, caplog):
+    watched = watch("ignore-signals", stop_timeout_s=0.3, hang_timeout_s=PATIENCE).begin()
+    pid = watched.next(Serving).pid
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert not psutil.pid_exists(pid)
+    assert "the scheduler, which was to end, was killed by signal 9 (SIGKILL" in caplog.text
+    assert "nor answered" not in caplog.text
+
+
+def test_one_that_says_nothing_when_it_is_to_end_is_not_waited_for(watch, caplog, monkeypatch):
+    monkeypatch.setattr(supervisor, "STOP_SILENCE_S", 0.3)
+    watched = watch("deaf", stop_timeout_s=PATIENCE, hang_timeout_s=PATIENCE).begin()
+    pid = watched.next(Serving).pid
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert not psutil.pid_exists(pid)
+    assert "has neither ended nor answered for 0.3 s after SIGTERM" in caplog.text
+
+
+def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
+    watched = watch(stop_timeout_s=PATIENCE).begin()
+    os.kill(watched.next(Serving).pid, signal.SIGSTOP)
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert "killed by signal 15" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        ([], 60.0),
+        (["--drain-timeout-s", "3600"], 60.0),  # it does not drain
+        (["--shutdown-mode", "drain"], 90.0),
+        (["--shutdown-mode=drain", "--drain-timeout-s=3600"], 3660.0),
+        (["--drain-timeout-s", "1", "--shutdown-mode", "drain", "--drain-timeout-s", "7200"], 7260.0),
+        (["--shutdown-mode", "drain", "--shutdown-mode", "abort"], 60.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s", "soon"], 60.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s"], 90.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s", "inf"], float("inf")),
+    ],
+)
+def test_a_scheduler_is_given_longer_than_it_may_drain(arguments, seconds):
+    assert stop_timeout_s(arguments) == seconds
+
+
+def test_one_may_be_waited_for_without_end(watch):
+    watched = watch(stop_timeout_s=float("inf")).begin()
+    watched.next(Serving)
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+
+
+def test_a_supervisor_that_waits_for_its_next_try_ends_at_once(watch):
+    watched = watch("crash", first_delay_s=3600.0, longest_delay_s=3600.0).begin()
+    watched.next(Down)
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+
+
+def test_delays_double_up_to_the_longest():
+    policy = RestartPolicy(first_delay_s=0.5, longest_delay_s=30.0)
+    assert [policy.delay(count) for count in (0, 1, 2, 6, 7, 10_000)] == [0.5, 1.0, 2.0, 30.0, 30.0, 30.0]
+
+
+def test_a_supervisor_that_is_killed_takes_the_scheduler_with_it(tmp_path):
+    program = textwrap.dedent(f"""
+        import os, sys
+        from caesura.client.launch.supervisor import Supervisor
+        supervisor = Supervisor({[sys.executable, FAKE]!r}, "ipc://{tmp_path}/s")
+        print(supervisor.start().pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(PATIENCE)
+    assert not psutil.pid_exists(int(done.stdout))
+
+
+# -- what may be tried again ---------------------------------------------------------------------------------------
+
+
+def test_exceptions_say_what_may_be_tried_again():
+    assert all(kind("x").retryable for kind in (EngineDied, Busy, QueueFull, ShuttingDown, EnginePaused))
+    assert not any(kind("x").retryable for kind in (EngineError, InvalidRequest, WeightMismatch))
+
+
+# -- systemd's protocol --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_the_service_manager_is_told(tmp_path, monkeypatch, abstract):
+    name = f"\0caesura-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(name)
+        manager.settimeout(PATIENCE)
+        monkeypatch.setenv("NOTIFY_SOCKET", name.replace("\0", "@"))
+        assert notify("READY=1", "STATUS=fine")
+        assert manager.recv(1024) == b"READY=1\nSTATUS=fine"
+    assert not notify("READY=1")  # nobody is there any more
+
+
+def test_without_a_service_manager_nothing_is_told(monkeypatch):
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", "relative")
+    assert not notify("READY=1")
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "pid", "interval"),
+    [
+        ("30000000", None, 10.0),
+        ("30000000", "1", None),
+        ("0", None, None),
+        ("soon", None, None),
+        (None, None, None),
+    ],
+)
+def test_the_watchdog_interval_is_a_third_of_what_the_manager_allows(
+    monkeypatch, microseconds, pid, interval
+):
+    for name, value in (("WATCHDOG_USEC", microseconds), ("WATCHDOG_PID", pid)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert watchdog_interval_s() == interval

@@ -1,0 +1,291 @@
+"""Who may call what, and how much may be sent: over every route of the application."""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from litestar import Litestar, Request, Response, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.routes import HTTPRoute
+from litestar.testing import TestClient
+
+from caesura.client import AsyncSchedulerClient
+from caesura.client.connection import link
+from caesura.client.serve import app as app_module
+from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
+from caesura.client.serve.auth import ACCESS_CLASSES
+from caesura.client.serve.pages.metrics import Metrics
+from caesura.client.text.tokenizer_manager import TokenizerManager
+
+CHANGES_THE_ENGINE = [
+    "pause",
+    "profile",
+    "continue",
+    "flush",
+    "release",
+    "resume",
+    "update",
+    "begin",
+    "end",
+    "init",
+    "destroy",
+    "checker",
+    "post_process",
+]
+NO_ENGINE = "ipc:///tmp/caesura-there-is-nothing-here.sock"
+
+
+@pytest.fixture(autouse=True)
+def asks_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of requests find no engine, and each would wait for its second try."""
+    monkeypatch.setattr(link, "RETRY_S", 0.0)
+
+
+def front(**options: Any) -> FrontEnd:
+    client = AsyncSchedulerClient(NO_ENGINE, connect_timeout=0.0)
+    return FrontEnd(
+        manager=TokenizerManager(client, None), options=ServeOptions(**options), metrics=Metrics()
+    )
+
+
+def client_of(served: FrontEnd, **options: Any) -> TestClient[Litestar]:
+    """A client of an application that closes its engine's connection when it ends."""
+    app = create_app(served)
+    app.on_shutdown.append(served.client.close)
+    return TestClient(app, **{"base_url": "http://127.0.0.1", **options})
+
+
+@cache
+def all_routes() -> list[tuple[str, str, HTTPRouteHandler]]:
+    app = create_app(front())
+    return [
+        (re.sub(r"{.*?}", "x", route.path), method, handler)
+        for route in app.routes
+        if isinstance(route, HTTPRoute)
+        for handler in route.route_handlers
+        for method in handler.http_methods
+        if method != "OPTIONS"  # made by the framework
+    ]
+
+
+def statuses(options: dict[str, str], key: str | None) -> dict[tuple[str, str], int]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    with client_of(front(**options), raise_server_exceptions=False) as client:
+        return {
+            (path, method): client.request(method, path, headers=headers, content=b"{}").status_code
+            for path, method, _ in all_routes()
+        }
+
+
+def refused(options: dict[str, str], key: str | None) -> set[str]:
+    """Access classes that ``key`` does not open; every route of a class must behave alike."""
+    access = {(path, method): handler.opt["access"] for path, method, handler in all_routes()}
+    found = {(access[route], status == 401) for route, status in statuses(options, key).items()}
+    assert len(found) == len(ACCESS_CLASSES), found
+    return {kind for kind, is_refused in found if is_refused}
+
+
+def test_every_route_has_a_class_and_what_changes_the_engine_is_for_admins():
+    for path, method, handler in all_routes():
+        access = handler.opt.get("access")
+        assert access in ACCESS_CLASSES, f"{method} {path} has no access class"
+        if any(word in path for word in CHANGES_THE_ENGINE) and not path.startswith("/is_"):
+            assert access == "admin", f"{method} {path}"
+        elif access == "admin":
+            raise AssertionError(f"{method} {path} is for admins, but changes nothing")
+
+
+def test_the_routes_are_there():
+    paths = {path for path, _, _ in all_routes()}
+    named = (
+        "/generate /abort_request /pause_generation /continue_generation /flush_cache /update_weights_from_disk "
+        "/update_weights_from_distributed /update_weights_from_tensor /update_weights_from_ipc /begin_weight_update "
+        "/end_weight_update /init_weights_update_group /destroy_weights_update_group /release_memory_occupation "
+        "/resume_memory_occupation /weights_checker /update_weight_version /get_weight_version /weight_version /model_info "
+        "/get_model_info /server_info /get_server_info /health /health_generate /ready /ping /v1/loads /get_load /tokenize "
+        "/detokenize /metrics /post_process_weights /v1/models /v1/completions /v1/chat/completions /dashboard"
+    )
+    assert not set(named.split()) - paths
+
+
+def test_the_curl_example_has_every_route_once_it_is_there():
+    script = (Path(__file__).parents[4] / "examples" / "curl.sh").read_text()
+    shown = set(re.findall(r"(?:get|post|POST) '?(/[a-z0-9_/]+)", script))
+    shown |= set(re.findall(r"\$URL(/[a-z0-9_/]+)", script))
+    aliases = {"/v1/tokenize", "/v1/detokenize", "/v1/models/x"}
+    paths = {path for path, _, _ in all_routes() if path != "/" and not path.startswith("/dashboard")}
+    assert paths - aliases == shown
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "expected"),
+    [
+        ({}, None, set()),
+        ({"api_key": "u"}, None, {"user", "admin"}),
+        ({"api_key": "u"}, "u", set()),
+        ({"api_key": "u"}, "x", {"user", "admin"}),
+        ({"admin_key": "a"}, None, {"admin"}),
+        ({"admin_key": "a"}, "a", set()),
+        ({"api_key": "u", "admin_key": "a"}, None, {"user", "admin"}),
+        ({"api_key": "u", "admin_key": "a"}, "u", {"admin"}),
+        ({"api_key": "u", "admin_key": "a"}, "a", set()),
+        ({"api_key": "u", "admin_key": "a"}, "ua", {"user", "admin"}),
+    ],
+)
+def test_which_key_opens_what(options, key, expected):
+    assert refused(options, key) == expected
+
+
+@pytest.mark.parametrize("header", ["u", "Basic u", "Bearer", "Bearer  ", "Bearer uu", "bearer u x"])
+def test_only_bearer_keys_count(header):
+    with client_of(front(api_key="u")) as client:
+        response = client.get("/server_info", headers={"authorization": header})
+        assert response.status_code == 401
+        assert response.json() == {"error": "Unauthorized"}
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({}, True),
+        ({"origin": "http://localhost:3000"}, True),
+        ({"origin": "http://127.0.0.1"}, True),
+        ({"origin": "http://[::1]:8"}, True),
+        ({"origin": "https://evil.example"}, False),
+        ({"origin": "http://localhost.evil.example"}, False),
+        ({"origin": "null"}, False),
+        ({"sec-fetch-site": "cross-site"}, False),
+        ({"sec-fetch-site": "same-origin"}, True),
+    ],
+)
+def test_pages_of_other_sites_cannot_use_a_server_without_keys(headers, allowed):
+    with client_of(front()) as client:
+        assert (client.post("/post_process_weights", headers=headers).status_code == 200) == allowed
+    with client_of(front(api_key="k")) as client:
+        headers = {**headers, "authorization": "Bearer k"}
+        assert client.post("/post_process_weights", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost:30000", True),
+        ("LOCALHOST", True),
+        ("127.0.0.1:30000", True),
+        ("127.8.0.1", True),
+        ("[::1]:30000", True),
+        ("engine.internal:30000", True),  # what the server was told to listen on
+        ("evil.example:30000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("10.0.0.1", False),
+        ("[::1", False),
+        ("", False),
+    ],
+)
+def test_a_name_that_points_here_by_rebinding_opens_nothing_without_keys(host, allowed):
+    with client_of(front(host="Engine.internal")) as client:
+        for path in ("/post_process_weights", "/v1/completions"):
+            response = client.post(path, headers={"host": host}, content=b"[]")
+            assert (response.status_code != 403) == allowed, path
+        assert client.get("/dashboard", headers={"host": host}).status_code == 200
+        root = client.get("/", headers={"host": host}, follow_redirects=False)
+        assert (root.status_code, root.headers["location"], root.content) == (307, "dashboard", b"")
+    for keys in ({"api_key": "k"}, {"api_key": "k", "admin_key": "k"}):
+        with client_of(front(**keys)) as client:
+            headers = {"host": host, "authorization": "Bearer k"}
+            assert client.post("/post_process_weights", headers=headers).status_code == 200
+    with client_of(front(host="engine.internal", admin_key="a")) as client:  # user routes are without a key
+        assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
+
+
+def test_under_v1_refusals_are_openais_but_on_the_native_routes():
+    def kinds(path: str, **request: Any) -> tuple[int, set[str]]:
+        response = client.request("POST", path, **request)
+        error = response.json().get("error")
+        return response.status_code, set(error) if isinstance(error, dict) else set(response.json())
+
+    openai, native = {"message", "type", "param", "code"}, {"object", "message", "type", "param", "code"}
+    bearer = {"authorization": "Bearer k"}
+    with client_of(front(api_key="k", max_body_bytes=100)) as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert kinds(path) == (401, openai)
+            assert kinds(path, headers=bearer, content=b" " * 101) == (413, openai)
+            assert kinds(path, headers=bearer, content=iter([b" " * 101])) == (413, openai)
+        assert client.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+        assert kinds("/v1/embeddings", headers=bearer) == (404, openai)
+        assert kinds("/v1/models", headers=bearer) == (405, openai)
+        for path in ("/v1/tokenize", "/v1/detokenize", "/generate"):
+            assert kinds(path) == (401, {"error"})
+            assert kinds(path, headers=bearer, content=b" " * 101) == (413, native)
+        assert kinds("/nowhere", headers=bearer) == (404, native)
+    with client_of(front()) as client:
+        assert kinds("/v1/completions", headers={"host": "evil.example"}) == (403, openai)
+
+
+def test_keys_are_in_no_text_of_the_options():
+    options = ServeOptions(api_key="secret-u", admin_key="secret-a")
+    assert "secret" not in repr(options)
+    with client_of(FrontEnd(manager=front().manager, options=options, metrics=Metrics())) as client:
+        for path in ("/server_info", "/nowhere", "/generate"):
+            response = client.get(path, headers={"authorization": "Bearer secret-u"})
+            assert "secret" not in response.text
+
+
+def test_a_route_without_a_class_is_closed(monkeypatch):
+    @post("/forgotten", status_code=200)
+    async def forgotten() -> Response[bytes]:
+        return Response(b"x", media_type="text/plain")
+
+    monkeypatch.setattr(app_module, "_routes", lambda: [forgotten])
+    with client_of(front(api_key="u", admin_key="a")) as client:
+        assert client.post("/forgotten", headers={"authorization": "Bearer u"}).status_code == 401
+        assert client.post("/forgotten", headers={"authorization": "Bearer a"}).status_code == 200
+
+
+def test_bodies_are_bounded_announced_or_not():
+    def pieces():
+        for _ in range(5):
+            yield b" " * 50
+
+    with client_of(front(max_body_bytes=100, max_update_bytes=200)) as client:
+        for content in (b" " * 101, pieces()):
+            response = client.post("/pause_generation", content=content)
+            assert response.status_code == 413
+            assert response.json()["code"] == 413
+        headers = {"content-type": "application/octet-stream"}
+        path = "/update_weights_from_tensor"
+        assert client.post(path, content=b" " * 101, headers=headers).status_code == 400  # read, and no file
+        assert client.post(path, content=pieces(), headers=headers).status_code == 413
+
+
+def test_a_defect_tells_nothing(monkeypatch, caplog):
+    @post("/broken", status_code=200, opt={"access": "open"})
+    async def broken(request: Request[Any, Any, Any]) -> Response[bytes]:
+        raise ValueError("inner-detail")
+
+    monkeypatch.setattr(app_module, "_routes", lambda: [broken])
+    with client_of(front(), raise_server_exceptions=False) as client:
+        response = client.post("/broken")
+    assert response.status_code == 500
+    assert "inner-detail" not in response.text
+    assert "inner-detail" in caplog.text
+
+
+def test_without_an_engine_everything_is_503():
+    with client_of(front(enable_memory_saver=True)) as client:
+        for path in ("/health", "/ready", "/ping", "/v1/loads", "/server_info"):
+            assert client.get(path).status_code == 503, path
+        for path in (
+            "/pause_generation",
+            "/release_memory_occupation",
+            "/begin_weight_update",
+            "/weights_checker",
+        ):
+            assert client.post(path).status_code == 503, path
+        for stream in (False, True):
+            response = client.post("/generate", json={"input_ids": [1], "stream": stream})
+            assert response.status_code == 503

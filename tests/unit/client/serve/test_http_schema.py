@@ -1,0 +1,419 @@
+"""Bodies of the SGLang surface: what they become, and that docs/reference/http.md tells of every field."""
+
+import base64
+import json
+import re
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from litestar.routes import HTTPRoute
+from support.http_server import NO_ENGINE
+
+from caesura.client import AsyncSchedulerClient
+from caesura.client.exceptions import InvalidRequest
+from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
+from caesura.client.serve.pages.metrics import Metrics
+from caesura.client.serve.sglang import control_schema as control
+from caesura.client.serve.sglang import generate_routes, rollout_routes
+from caesura.client.serve.sglang import generate_schema as schema
+from caesura.client.serve.sglang.generate_answer import routed_experts
+from caesura.client.serve.sglang.update_routes import allowed_path
+from caesura.client.serve.vllm import control_routes as vllm_control_routes
+from caesura.client.serve.vllm import token_routes
+from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
+from caesura.io_struct import RoutedExperts, SamplingParams
+
+DOCS = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
+DOCUMENTED = {
+    "`/generate`": schema.GenerateBody,
+    "`sampling_params`": schema.SamplingBody,
+    "`/abort_request`": generate_routes.AbortBody,
+    "`/pause_generation`": control.PauseBody,
+    "`/continue_generation`": control.ContinueBody,
+    "`/release_memory_occupation`, `/resume_memory_occupation`": control.TagsBody,
+    "`/update_weight_version`": control.VersionBody,
+    "`/weights_checker`": control.CheckerBody,
+    "`/post_process_weights`": control.PostProcessBody,
+    "all updates": control.UpdateBody,
+    "`/update_weights_from_disk`": control.DiskBody,
+    "`/init_weights_update_group`": control.InitGroupBody,
+    "`/destroy_weights_update_group`": control.DestroyGroupBody,
+    "`/update_weights_from_distributed`": control.DistributedBody,
+    "`/update_weights_from_tensor` (JSON)": control.TensorBody,
+    "`/update_weights_from_ipc`": control.ParameterServerBody,
+    "`/begin_weight_update`": control.BeginBody,
+    "`/end_weight_update`": control.EndBody,
+    "`/start_profile`": control.StartProfileBody,
+    "`/rollout/generate`": rollout_routes.RolloutBody,
+    "`/stop_profile`": control.StopProfileBody,
+    "`/tokenize`": control.TokenizeBody,
+    "`/detokenize`": control.DetokenizeBody,
+    "`/inference/v1/generate`": token_routes.TokensBody,
+    "`/update_weights`": vllm_control_routes.WeightsBody,
+    "`/pause`": vllm_control_routes.PauseOptions,
+}
+
+
+class Row(NamedTuple):
+    """What the page says of a field."""
+
+    type: str
+    default: str
+
+    @property
+    def verdict(self) -> str:
+        return self.default if self.default in ("ignored", "refused") else "honoured"
+
+
+def tables() -> dict[str, dict[str, Row]]:
+    """Field to row, by what the table is of."""
+    found: dict[str, dict[str, Row]] = {}
+    rows: dict[str, Row] = {}
+    for line in DOCS.read_text().splitlines():
+        heading = re.match(r"\| fields? of (.*?) \| type \| default \| \|", line)
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if heading:
+            rows = found[heading[1]] = {}
+        elif not line.startswith("|"):
+            rows = {}
+        elif len(cells) > 3:
+            rows |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), Row(cells[1], cells[2]))
+    return found
+
+
+def own_fields(name: str) -> list[msgspec.inspect.Field]:
+    """Those of a body that its own table has: what all updates take stands in one for all."""
+    info = msgspec.inspect.type_info(DOCUMENTED[name])
+    assert isinstance(info, msgspec.inspect.StructType)
+    general = control.UpdateBody.__struct_fields__
+    if name == "all updates" or not issubclass(DOCUMENTED[name], control.UpdateBody):
+        general = ()
+    return [field for field in info.fields if field.name not in general]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_page_tells_of_every_field_and_of_no_other(name):
+    assert set(tables()[name]) == {field.name for field in own_fields(name)}
+
+
+def routes_of_the_page() -> set[tuple[str, str, str]]:
+    """Method, path and who may, by the table of routes."""
+    section = DOCS.read_text().split("\n## Routes\n")[1].split("\n## ")[0]
+    found = set()
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names = " ".join(re.findall(r"`([^`]+)`", cells[0]))
+        methods = re.findall(r"[A-Z]+", re.sub(r"/\S*", "", names))
+        found |= {(method, path, cells[1]) for path in re.findall(r"/\S*", names) for method in methods}
+    return found
+
+
+def test_the_page_lists_every_route_and_no_other():
+    door = FrontEnd(
+        manager=TokenizerManager(AsyncSchedulerClient(NO_ENGINE), None),
+        options=ServeOptions(),
+        metrics=Metrics(),
+    )
+    served = {
+        (method, path, handler.opt["access"])
+        for route in create_app(door).routes
+        if isinstance(route, HTTPRoute)
+        for handler in route.route_handlers
+        for path in handler.paths
+        for method in handler.http_methods - {"OPTIONS"}
+    }
+    assert routes_of_the_page() == {
+        (method, re.sub(r"\{.*\}", "{id}", path), who) for method, path, who in served
+    }
+
+
+def test_the_page_has_no_other_tables_of_fields():
+    assert set(tables()) == set(DOCUMENTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "ignored"),
+    [
+        ("`/generate`", schema.REFUSED, schema.IGNORED),
+        ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
+        ("`/start_profile`", control.StartProfileBody.REFUSED, ("profile_prefix",)),
+        ("`/stop_profile`", (), ("num_steps", "start_step")),
+        ("`/inference/v1/generate`", token_routes.REFUSED, ("priority", "return_token_ids")),
+    ],
+)
+def test_the_page_says_what_the_code_does(name, refused, ignored):
+    verdicts = {field: row.verdict for field, row in tables()[name].items()}
+    assert {field for field, verdict in verdicts.items() if verdict == "refused"} == set(refused)
+    assert {field for field, verdict in verdicts.items() if verdict == "ignored"} == set(ignored)
+
+
+def words(kind: msgspec.inspect.Type) -> list[str]:
+    """A type as the page writes it; null is a default, not a type."""
+    match kind:
+        case msgspec.inspect.Metadata():
+            return words(kind.type)
+        case msgspec.inspect.UnionType():
+            return [word for each in kind.types for word in words(each)]
+        case msgspec.inspect.LiteralType():
+            return [f'`"{value}"`' for value in kind.values]
+        case msgspec.inspect.ListType():
+            item = ", ".join(words(kind.item_type))
+            return ["list of " + re.sub(r"(?:string|integer|object)$|^list", r"\g<0>s", item)]
+    names = {"Bool": "boolean", "Int": "integer", "Float": "number", "Str": "string", "None": ""}
+    name = names.get(type(kind).__name__.removesuffix("Type"), "object")
+    return [name] if name else []
+
+
+GENERATING = {"`/generate`", "`sampling_params`", "`/inference/v1/generate`"}
+COMMANDS = sorted(set(DOCUMENTED) - GENERATING - {"`/tokenize`", "`/detokenize`"})
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_types_and_defaults_of_commands_are_the_codes(name):
+    for field in own_fields(name):
+        row = tables()[name][field.name]
+        if row.verdict != "honoured":
+            continue
+        default = "required" if field.required else f"`{json.dumps(field.default)}`"
+        assert row.default == default, field.name
+        assert set(re.split(r", (?:or )?", row.type)) == set(re.split(", ", ", ".join(words(field.type)))), (
+            field.name
+        )
+
+
+BESIDE_SAMPLING = ("no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
+"""What ``sampling_params`` say and the engine's do not: text is the front end's."""
+
+
+def test_defaults_of_generations_are_the_codes():
+    """Where a body leaves a field out, the engine's own default decides."""
+    body = {
+        "max_new_tokens": schema.SamplingBody().max_new_tokens,
+        "sampling_seed": None,
+        "stop": [],
+        "custom_params": None,
+        **{name: getattr(GenerationRequest(prompt=""), name) for name in BESIDE_SAMPLING},
+    }
+    for field, row in tables()["`sampling_params`"].items():
+        if row.verdict == "honoured":
+            expected = body[field] if field in body else getattr(SamplingParams(), field)
+            assert row.default == f"`{json.dumps(expected)}`", field
+    of_a_request = GenerationRequest(prompt="")
+    for field in (
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "return_sampling_mask",
+        "return_routed_experts",
+    ):
+        expected = json.dumps(getattr(of_a_request, field))
+        assert tables()["`/generate`"][field].default == f"`{expected}`", field
+
+
+def plan(text: str, **options: object) -> schema.Job:
+    values = {"max_batch": 16, "detokenize": True, **options}
+    return schema.plan_job(schema.decode_body(text.encode()), **values)
+
+
+@pytest.mark.parametrize("field", schema.REFUSED)
+def test_refused_fields_may_be_empty(field):
+    for empty in ("null", "false", "[]", '""', "0"):
+        assert len(plan(f'{{"input_ids": [1], "{field}": {empty}}}').requests) == 1
+    with pytest.raises(InvalidRequest, match=field):
+        plan(f'{{"input_ids": [1], "{field}": [1]}}')
+
+
+@pytest.mark.parametrize("field", schema.REFUSED_SAMPLING)
+def test_refused_sampling_parameters_may_be_empty(field):
+    assert len(plan(f'{{"input_ids": [1], "sampling_params": {{"{field}": null}}}}').requests) == 1
+    with pytest.raises(InvalidRequest, match=field):
+        plan(f'{{"input_ids": [1], "sampling_params": {{"{field}": "x"}}}}')
+
+
+def test_every_sampling_parameter_arrives():
+    given = {
+        "max_new_tokens": None,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "min_new_tokens": 4,
+        "n": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [9],
+        "logit_bias": {"5": -1.5},
+        "sampling_seed": 11,
+        "stop": "end",
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    (request,) = plan(msgspec.json.encode({"text": "a", "sampling_params": given}).decode()).requests
+    wire = request.sampling_params
+    for name in set(given) & set(wire.__struct_fields__) - {"logit_bias"}:
+        assert getattr(wire, name) == given[name]
+    assert (wire.logit_bias, wire.seed, list(request.stop)) == ({5: -1.5}, 11, ["end"])
+    assert (request.no_stop_trim, request.skip_special_tokens, request.spaces_between_special_tokens) == (
+        True,
+        False,
+        False,
+    )
+
+
+def test_per_prompt_lists():
+    job = plan(
+        '{"input_ids": [[1], [2]], "return_logprob": [true, false], "logprob_start_len": [0, 3], '
+        '"top_logprobs_num": 2, "token_ids_logprob": [[4], [5, 6]], "cache_salt": ["a", "b"], "extra_key": "k"}'
+    )
+    assert [r.return_logprob for r in job.requests] == [True, False]
+    assert [r.logprob_start_len for r in job.requests] == [0, 3]
+    assert [r.top_logprobs_num for r in job.requests] == [2, 2]
+    assert [r.token_ids_logprob for r in job.requests] == [[4], [5, 6]]
+    assert [r.cache_salt for r in job.requests] == ["a\nk", "b\nk"]
+    (one,) = plan('{"input_ids": [1], "return_logprob": true, "token_ids_logprob": [4, 5]}').requests
+    assert one.token_ids_logprob == [4, 5]
+    for field, value in (("return_logprob", "[true]"), ("sampling_params", "[{}]"), ("cache_salt", '["a"]')):
+        with pytest.raises(InvalidRequest, match=field):
+            plan(f'{{"input_ids": [[1], [2]], "{field}": {value}}}')
+
+
+def test_text_decides_the_shape_and_ids_are_taken():
+    job = plan('{"text": "a", "input_ids": [[1, 2]]}')
+    assert (job.as_list, job.requests[0].prompt) == (False, [1, 2])
+    assert plan('{"text": ["a"], "input_ids": [1, 2]}').as_list
+    for body in (
+        '{"text": ["a", "b"], "input_ids": [1]}',
+        '{"input_ids": [1, [2]]}',
+        '{"input_ids": [[1], 2]}',
+    ):
+        with pytest.raises(InvalidRequest):
+            plan(body)
+
+
+def test_limits_of_a_batch():
+    assert len(plan('{"input_ids": [[1]], "sampling_params": {"n": 16}}').requests) == 1
+    for body in (
+        '{"input_ids": [[1], [2]], "sampling_params": {"n": 9}}',
+        '{"text": ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p", "q"]}',
+    ):
+        with pytest.raises(InvalidRequest, match="limit"):
+            plan(body)
+    stops = msgspec.json.encode({"text": "a", "sampling_params": {"stop": ["x"] * 33}}).decode()
+    with pytest.raises(InvalidRequest, match="32"):
+        plan(stops)
+
+
+MANY = [[1]] * 16
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("token_ids_logprob", {"return_logprob": True, "token_ids_logprob": [1] * 1025}),
+        ("stop_token_ids", {"sampling_params": {"stop_token_ids": [1] * 65}}),
+        ("logit_bias", {"sampling_params": {"logit_bias": {str(i): 1.0 for i in range(1025)}}}),
+        ("stop", {"sampling_params": {"stop": ["a" * 1025, "b" * 1024]}}),
+        ("cache_salt", {"cache_salt": "s" * 1025}),
+        ("cache_salt", {"cache_salt": "s" * 1025, "extra_key": "k"}),
+        ("cache_salt", {"cache_salt": "s" * 600, "extra_key": "k" * 600}),
+        ("extra_key", {"extra_key": "k" * 1025}),
+        ("rid", {"rid": "r" * 127}),
+    ],
+)
+def test_what_goes_with_every_prompt_is_bounded_before_it_is_copied(field, body):
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        plan(msgspec.json.encode({"input_ids": MANY, **body}).decode())
+    assert caught.value.detail["field"] == field
+
+
+def test_stop_strings_of_all_prompts_are_bounded_where_they_differ():
+    def stops(different: int) -> str:
+        params = [{"stop": f"{i % different:02d}" * 1024} for i in range(40)]
+        return msgspec.json.encode({"input_ids": [[1]] * 40, "sampling_params": params}).decode()
+
+    assert len(plan(stops(32), max_batch=40).requests) == 40
+    with pytest.raises(InvalidRequest, match="different"):
+        plan(stops(33), max_batch=40)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("sampling_params.n", {"input_ids": [1], "sampling_params": {"n": 1025}}),
+        ("sampling_params.n", {"input_ids": [1], "sampling_params": {"n": 0}}),
+        ("sampling_params.sampling_seed", {"input_ids": [1], "sampling_params": {"sampling_seed": -5}}),
+        ("sampling_params.stop_token_ids", {"input_ids": [1], "sampling_params": {"stop_token_ids": [-1]}}),
+        ("logit_bias", {"input_ids": [1], "sampling_params": {"logit_bias": {"-1": 1.0}}}),
+        ("input_ids", {"input_ids": [[1, -1]]}),
+        ("token_ids_logprob", {"input_ids": [1], "return_logprob": True, "token_ids_logprob": [2**31]}),
+        ("routed_experts_start_len", {"input_ids": [1], "routed_experts_start_len": -1}),
+        ("routed_experts_dtype", {"input_ids": [1], "routed_experts_dtype": "int8"}),
+        ("rid", {"input_ids": [1], "rid": "r" * 129}),
+        ("text", {"text": []}),
+        ("text", {"text": [], "stream": True}),
+    ],
+)
+def test_what_is_out_of_range_has_the_clients_name(name, body):
+    with pytest.raises(InvalidRequest, match=name.replace(".", r"\.")):
+        plan(msgspec.json.encode(body).decode(), max_batch=4096)
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused():
+    deep = "[" * 100_000 + "]" * 100_000
+    for body in (f'{{"custom_labels": {deep}}}', f'{{"input_ids": [1], "image_data": {deep}}}'):
+        with pytest.raises(InvalidRequest, match="deep"):
+            plan(body)
+
+
+def test_no_new_tokens_is_a_request_to_score():
+    asked = plan('{"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}').requests[0]
+    assert (asked.scored, asked.sampling_params.max_new_tokens) == (True, 1)
+    assert not plan('{"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}').requests[0].scored
+
+
+def test_experts_as_bytes_or_as_int32():
+    bytes_ = RoutedExperts(data=bytes([1, 255]), shape=[1, 1, 2], dtype="U8", start=0)
+    words = RoutedExperts(data=b"\x01\x01\xff\x00", shape=[1, 1, 2], dtype="U16", start=0)
+    assert base64.b64decode(routed_experts(bytes_, "uint8")) == bytes([1, 255])
+    assert struct.unpack("<2i", base64.b64decode(routed_experts(bytes_))) == (1, 255)
+    assert struct.unpack("<2i", base64.b64decode(routed_experts(words, "int32"))) == (257, 255)
+    with pytest.raises(InvalidRequest, match="uint8"):
+        routed_experts(words, "uint8")
+    assert plan('{"input_ids": [1], "routed_experts_dtype": "uint8"}').experts_dtype == "uint8"
+    assert plan('{"input_ids": [1], "routed_experts_dtype": null}').experts_dtype == "int32"
+
+
+def test_allowed_paths(tmp_path):
+    (tmp_path / "models" / "a").mkdir(parents=True)
+    (tmp_path / "models" / "link").symlink_to(tmp_path)
+    (tmp_path / "modelsx").mkdir()
+    by_default = ServeOptions(model_path=str(tmp_path / "models" / "a"))
+    given = ServeOptions(weights_root=str(tmp_path / "models"))
+    for options in (by_default, given):
+        assert allowed_path(str(tmp_path / "models" / "a"), options) == str(tmp_path / "models" / "a")
+        for path in (
+            "/",
+            str(tmp_path),
+            str(tmp_path / "modelsx"),
+            str(tmp_path / "models" / "link"),
+            "",
+            ".",
+        ):
+            with pytest.raises(InvalidRequest):
+                allowed_path(path, options)
+    with pytest.raises(InvalidRequest):
+        allowed_path("/tmp", ServeOptions())
+
+
+def test_the_whole_file_system_is_never_the_default_root():
+    options = ServeOptions(model_path="/model-that-is-not-there")
+    assert allowed_path("/model-that-is-not-there/new", options) == "/model-that-is-not-there/new"
+    for path in ("/etc", "/", "/model-that-is-not-there2"):
+        with pytest.raises(InvalidRequest, match="--weights-root"):
+            allowed_path(path, options)

@@ -1,0 +1,249 @@
+"""Weights in bodies: what is read, where it lies, and everything that is refused before it is believed."""
+
+import base64
+import json
+import pickle
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from caesura.client.exceptions import InvalidRequest, Unsupported
+from caesura.client.serve.sglang.tensor_payload import (
+    DeviceTensors,
+    Frames,
+    dtype_of,
+    read_pickled,
+    read_safetensors,
+)
+from caesura.io_struct import CaesuraError
+
+UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+
+
+def by_name(frames: Frames) -> dict[str, tuple[str, list[int], bytes]]:
+    return {
+        spec.name: (
+            spec.dtype,
+            spec.shape,
+            bytes(frames.buffers[spec.buffer])[spec.offset : spec.offset + spec.nbytes],
+        )
+        for spec in frames.specs
+    }
+
+
+def test_a_safetensors_file_is_its_tensors():
+    tensors = {
+        "a": torch.arange(6, dtype=torch.float32).view(2, 3),
+        "b": torch.arange(5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+    }
+    found = by_name(read_safetensors(save(tensors, metadata={"format": "pt"})))
+    assert set(found) == set(tensors)
+    assert found["a"] == ("F32", [2, 3], tensors["a"].numpy().tobytes())
+    assert found["b"] == ("BF16", [5], tensors["b"].view(torch.int16).numpy().tobytes())
+    assert found["empty"] == ("F32", [0, 4], b"")
+    assert found["scalar"] == ("I64", [], struct.pack("<q", 3))
+
+
+@given(st.binary(max_size=200))
+def test_whatever_else_comes_is_refused(body):
+    try:
+        read_safetensors(body)
+    except InvalidRequest:
+        return
+    (size,) = struct.unpack_from("<Q", body)
+    assert isinstance(json.loads(body[8 : 8 + size]), dict)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 9]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
+        {"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}},
+        {"a": 3},
+        [],
+    ],
+)
+def test_headers_that_lie_are_refused(header):
+    text = json.dumps(header).encode()
+    with pytest.raises(InvalidRequest):
+        read_safetensors(struct.pack("<Q", len(text)) + text + bytes(8))
+
+
+def test_names_of_dtypes():
+    assert [dtype_of(name) for name in ("bfloat16", "torch.float32", "half", "float8_e4m3fn")] == [
+        "BF16", "F32", "F16", "F8_E4M3",
+    ]  # fmt: skip
+    assert dtype_of("complex64") == "complex64"  # the engine refuses it, and ends the group for the trainer
+
+
+class Made:
+    """Pickles as a call of ``module.name(*args)``, with ``state`` for it."""
+
+    def __init__(self, name: str, *args: object, state: object = None) -> None:
+        self.name, self.args, self.state = name, args, state
+
+
+def dump(value: object) -> bytes:
+    """Protocol 4, by hand: names need not exist here."""
+    if isinstance(value, Made):
+        module, _, name = value.name.rpartition(".")
+        out = dump(module) + dump(name) + pickle.STACK_GLOBAL + dump(tuple(value.args)) + pickle.REDUCE
+        return out if value.state is None else out + dump(value.state) + pickle.BUILD
+    if isinstance(value, type) and issubclass(value, Made):
+        raise TypeError
+    if isinstance(value, (tuple, list, dict)):
+        flat = [x for pair in value.items() for x in pair] if isinstance(value, dict) else list(value)
+        inner = pickle.MARK + b"".join(map(dump, flat))
+        if isinstance(value, tuple):
+            return inner + pickle.TUPLE
+        if isinstance(value, list):
+            return pickle.EMPTY_LIST + inner + pickle.APPENDS
+        return pickle.EMPTY_DICT + inner + pickle.SETITEMS
+    if isinstance(value, torch.dtype):
+        return dump("torch") + dump(str(value).removeprefix("torch.")) + pickle.STACK_GLOBAL
+    return pickle.dumps(value, 4)[2:-1] if not isinstance(value, str) else _text(value)
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
+
+
+def payload(value: object) -> list[str]:
+    return [base64.b64encode(pickle.PROTO + b"\x04" + dump(value) + pickle.STOP).decode()]
+
+
+def cuda(
+    size=(2, 3), stride=(3, 1), start=0, dtype=torch.bfloat16, device: object = UUID, **changes: object
+) -> Made:
+    values: dict[str, object] = {
+        "class": None,
+        "size": Made("torch.Size", size),
+        "stride": stride,
+        "start": start,
+        "storage_class": None,
+        "dtype": dtype,
+        "device": device,
+        "handle": b"h" * 66,
+        "nbytes": 64,
+        "offset": 512,
+        "requires_grad": False,
+        "ref_counter_handle": b"c",
+        "ref_counter_offset": 7,
+        "event_handle": b"e",
+        "event_sync_required": True,
+        **changes,
+    }
+    return Made("sglang.srt.utils.patch_torch._rebuild_cuda_tensor_modified", *values.values())
+
+
+def test_cuda_tensors_become_checked_handles():
+    (part,) = read_pickled(payload([("w", cuda(start=4))]), flattened=False)
+    assert isinstance(part, DeviceTensors)
+    handle = part.handle
+    assert (handle.device_uuid, handle.nbytes, handle.offset, handle.handle) == (UUID, 64, 512, b"h" * 66)
+    assert (handle.ref_counter_offset, handle.event_sync_required) == (7, True)
+    (spec,) = part.specs
+    assert (spec.name, spec.dtype, spec.shape, spec.offset, spec.nbytes) == ("w", "BF16", [2, 3], 8, 12)
+
+
+def metadata(name: str, shape: tuple, dtype: torch.dtype, start: int, end: int) -> Made:
+    state = {"name": name, "shape": shape, "dtype": dtype, "start_idx": start, "end_idx": end, "numel": 1}
+    return Made("sglang.FlattenedTensorMetadata", state=state)
+
+
+def bucket(*items: Made) -> list[str]:
+    flat = cuda(size=(64,), stride=(1,), dtype=torch.uint8)
+    return payload({"flattened_tensor": flat, "metadata": list(items)})
+
+
+def test_a_flattened_bucket_is_one_handle():
+    items = [metadata("a", (2, 2), torch.float32, 0, 16), metadata("b", (3,), torch.bfloat16, 16, 22)]
+    (part,) = read_pickled(bucket(*items), flattened=True)
+    assert isinstance(part, DeviceTensors)
+    assert [(s.name, s.offset, s.nbytes, s.dtype) for s in part.specs] == [
+        ("a", 0, 16, "F32"),
+        ("b", 16, 6, "BF16"),
+    ]
+    assert read_pickled(bucket(), flattened=True) == []
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        metadata("a", (2, 2), torch.float32, 0, 15),
+        metadata("a", (2, 2), torch.float32, 56, 72),
+        metadata("a", (2, 2), torch.float32, -16, 0),
+        metadata("a", (-1,), torch.float32, 0, 4),
+        metadata("a", (1,), torch.complex64, 0, 8),
+        metadata(3, (1,), torch.float32, 0, 4),
+        Made("sglang.FlattenedTensorMetadata", state={"name": "a"}),
+        Made("sglang.Other", state={}),
+    ],
+)
+def test_metadata_that_lies_is_refused(item):
+    with pytest.raises(InvalidRequest):
+        read_pickled(bucket(item), flattened=True)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error"),
+    [
+        (cuda(device=0), Unsupported),
+        (cuda(stride=(1, 2)), Unsupported),
+        (cuda(stride=(3,)), InvalidRequest),
+        (cuda(size=(6,)), InvalidRequest),
+        (cuda(size=(), stride=(1,)), InvalidRequest),
+        (cuda(start=30), InvalidRequest),
+        (cuda(start=-1), InvalidRequest),
+        (cuda(size=(1 << 40, 1 << 40), stride=(1 << 40, 1)), InvalidRequest),
+        (cuda(nbytes=-1), InvalidRequest),
+        (cuda(handle="text"), InvalidRequest),
+        (cuda(event_sync_required=3), InvalidRequest),
+        (Made("torch._utils._rebuild_tensor_v2", 1), Unsupported),
+        (Made("os.system", "true"), Unsupported),
+        (3, InvalidRequest),
+    ],
+)
+def test_tensors_that_cannot_be_are_refused(tensor, error):
+    with pytest.raises(error):
+        read_pickled(payload([("w", tensor)]), flattened=False)
+
+
+def shared(handle: bytes, nbytes: int = 8) -> list[str]:
+    storage = Made("torch.multiprocessing.reductions.rebuild_storage_filename", None, b"m", handle, nbytes)
+    typed = Made("torch.multiprocessing.reductions.rebuild_typed_storage", storage, torch.float32)
+    made = Made("torch.multiprocessing.reductions.rebuild_tensor", None, typed, (0, (2,), (1,), False))
+    return payload([("w", made)])
+
+
+@pytest.mark.parametrize(
+    "handle", [b"/../../etc/passwd", b"/torch_1_2/../../etc/passwd", b"torch_1_2", b"/etc", b""]
+)
+def test_no_other_file_is_opened(handle):
+    with pytest.raises(InvalidRequest, match="no shared memory"):
+        read_pickled(shared(handle), flattened=False)
+
+
+def test_shared_memory_that_is_gone_is_refused():
+    with pytest.raises(InvalidRequest, match="cannot be opened"):
+        read_pickled(shared(b"/torch_1_999999999_9"), flattened=False)
+
+
+@given(st.binary(max_size=64))
+def test_no_bytes_do_more_than_fail(data):
+    for flattened in (False, True):
+        try:
+            found = read_pickled([base64.b64encode(data).decode()], flattened=flattened)
+        except CaesuraError:
+            continue
+        assert found == []

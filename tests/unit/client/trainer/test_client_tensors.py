@@ -1,0 +1,248 @@
+"""The trainer's half of an update by itself: what is made when, and what is let go."""
+
+import gc
+import os
+from collections import OrderedDict
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from caesura.client import InvalidRequest, TimedOut
+from caesura.client.trainer import (
+    Await,
+    Run,
+    Send,
+    SharedBucket,
+    SharedBuckets,
+    SharedTensors,
+    ipc_steps,
+    steps,
+    tensor_steps,
+)
+from caesura.client.trainer.buckets import buckets
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    CaesuraError,
+    EndWeightUpdateReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from caesura.io_struct.base import MAX_FRAMES
+
+TENSORS = [(f"w{number}", torch.full((16, 16), float(number))) for number in range(4)]
+BUCKET_BYTES = 1024
+"""Of one tensor."""
+
+
+def memories() -> int:
+    """How many shared memories this process has open, descriptors and mappings."""
+    gc.collect()
+    names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    maps = Path("/proc/self/maps").read_text()
+    return sum("caesura-weights" in name for name in names) + maps.count("caesura-weights")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.complex64])
+def test_a_dtype_that_cannot_be_sent_is_refused_before_memory_is_made(monkeypatch, dtype):
+    monkeypatch.setattr(os, "memfd_create", None)
+    bad = torch.ones(4, dtype=torch.float32 if dtype else torch.complex64)
+    with pytest.raises(CaesuraError, match="'bad'") as caught:
+        SharedTensors([("bad", bad)], dtype=dtype)
+    assert caught.value.code == "invalid_request"
+
+
+def sent_by(steps):
+    """The first messages of an update, until it waits."""
+    messages = []
+    wanted = next(steps)
+    while not isinstance(wanted, Await):
+        is_send = isinstance(wanted, Send)
+        if is_send:
+            sent = wanted.request
+            messages.append(sent.manifest if isinstance(sent, BeginWeightUpdateReqInput) else sent.specs)
+        wanted = steps.send(Future() if is_send else wanted.work())
+    steps.close()
+    return messages
+
+
+def options(bucket_bytes):
+    return {"options": {}, "bucket_bytes": bucket_bytes, "shared": SharedBuckets()}
+
+
+@pytest.mark.parametrize("transport", [tensor_steps, ipc_steps])
+@pytest.mark.parametrize("bucket_bytes", [BUCKET_BYTES, 1 << 20])
+def test_a_state_dict_is_as_good_as_pairs(transport, bucket_bytes):
+    expected = sent_by(transport(TENSORS, **options(bucket_bytes)))
+    assert {spec.name for spec in expected[0]} == {name for name, _ in TENSORS}
+    for given in (dict(TENSORS), OrderedDict(TENSORS), dict(TENSORS).items(), iter(TENSORS), tuple(TENSORS)):
+        assert sent_by(transport(given, **options(bucket_bytes))) == expected
+
+
+def test_shared_tensors_are_made_of_and_filled_from_a_state_dict():
+    with SharedTensors(dict(TENSORS)) as shared:
+        assert [name for name, _ in shared] == [name for name, _ in TENSORS]
+        shared.copy_from({"w1": torch.full((16, 16), 7.0)})
+        assert shared["w1"][0, 0] == 7
+        with pytest.raises(CaesuraError, match=r"'w00' is not among these 4 tensors \(did you mean 'w0'"):
+            shared.copy_from({"w00": torch.ones(16, 16)})
+
+
+class Sharded(torch.Tensor):
+    """As a DTensor looks from outside."""
+
+    def full_tensor(self):
+        raise NotImplementedError
+
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "given,sentence",
+    [
+        (torch.nn.Linear(1, 1), r"is a Linear: pass checkpoint_tensors\(model\)"),
+        (ONE, "must be pairs of name and tensor or a dict, not a Tensor"),
+        (None, "must be pairs of name and tensor or a dict, not a NoneType"),
+        ([ONE], r"named_tensors\[0\] must be a pair of name and tensor, not a Tensor"),
+        (["w"], r"named_tensors\[0\] must be a pair of name and tensor, not a str"),
+        ({"w": ONE.numpy()}, r"tensor 'w' is a ndarray, not a torch.Tensor"),
+        ({"w": ONE.to("meta")}, "tensor 'w' has no values: it lies on the device meta"),
+        ({"w": ONE.to_sparse()}, "tensor 'w' has the layout torch.sparse_coo"),
+        (
+            {"w": ONE.as_subclass(Sharded)},
+            r"tensor 'w' is sharded: gather it first, with its full_tensor\(\)",
+        ),
+        ({"w": ONE.to(torch.complex64)}, "tensor 'w' has the dtype torch.complex64, which cannot be sent"),
+        ({}, "there are no tensors to send: named_tensors is empty, or a generator that was used up"),
+    ],
+)
+@pytest.mark.parametrize("transport", [tensor_steps, ipc_steps])
+def test_what_are_no_named_tensors_is_told_in_a_sentence(transport, given, sentence):
+    with pytest.raises(InvalidRequest, match=sentence):
+        next(transport(given, **options(BUCKET_BYTES)))
+
+
+def test_what_is_dropped_or_fails_leaves_no_memory_behind():
+    before = memories()
+    with pytest.raises(CaesuraError, match="no values"):
+        SharedTensors([("w", torch.ones(4, device="meta"))])
+    with pytest.raises(CaesuraError, match="shape"):
+        SharedTensors(TENSORS).copy_from({"w0": torch.ones(4)})
+    kept = SharedTensors(TENSORS)
+    bucket = SharedBucket(64)
+    assert memories() > before
+    del kept, bucket
+    assert memories() == before
+
+
+def test_a_closed_memory_is_closed_once():
+    bucket = SharedBucket(64)
+    bucket.close()
+    other = os.open("/dev/null", os.O_RDONLY)  # takes the descriptor's number
+    bucket.close()
+    del bucket
+    os.fstat(other)
+    os.close(other)
+
+
+def test_frames_are_made_when_their_turn_comes(monkeypatch):
+    """Of weights on a device each is a copy on the host: two are under way, and no more than a bucket of bytes."""
+    made = []
+    real = steps.as_frames
+    monkeypatch.setattr(steps, "as_frames", lambda part: made.append(part) or real(part))
+    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, shared=SharedBuckets())
+    sent, answered, wanted = [], 0, next(update)
+    while True:
+        if isinstance(wanted, Send):
+            sent.append(type(wanted.request))
+            under_way = made[max(answered - 1, 0) :]  # the answer of begin is one of them
+            assert len(under_way) <= 2
+            assert sum(part.nbytes for part in under_way) <= BUCKET_BYTES
+        else:
+            answered += 1
+        try:
+            wanted = update.send("answer")
+        except StopIteration:
+            break
+    updates = [UpdateWeightsFromTensorReqInput] * len(made)
+    assert len(made) > 2
+    assert sent == [BeginWeightUpdateReqInput, *updates, EndWeightUpdateReqInput]
+    assert answered == len(sent)
+
+
+def test_what_fits_into_a_bucket_is_one_message():
+    """Also where it would be cut otherwise: a call of its own joins whatever session is open."""
+    tensors = [("w", torch.zeros(3, 4 << 20, dtype=torch.uint8))]
+    update = steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, shared=SharedBuckets())
+    wanted = update.send(next(update).work())  # it is copied first
+    assert isinstance(wanted, Send)
+    assert isinstance(wanted.request, UpdateWeightsFromTensorReqInput)
+    assert [spec.name for spec in wanted.request.specs] == ["w"]
+
+
+class Ticket:
+    """An answer that does not come until it is told to."""
+
+    def __init__(self) -> None:
+        self.callbacks: list = []
+
+    def done(self) -> bool:
+        return False
+
+    def add_done_callback(self, callback) -> None:
+        self.callbacks.append(callback)
+
+
+def start(shared: SharedBuckets):
+    """An update through ``shared`` in a session of another's, up to where it waits for its first answer."""
+    update = ipc_steps(TENSORS, {"session_id": "s"}, bucket_bytes=BUCKET_BYTES, shared=shared)
+    tickets, memory, wanted = [], None, next(update)
+    while not isinstance(wanted, Await):
+        if isinstance(wanted, Run):
+            wanted = update.send(wanted.work())
+        else:
+            memory = wanted.request.handle
+            tickets.append(Ticket())
+            wanted = update.send(tickets[-1])
+    return update, tickets, memory
+
+
+@pytest.mark.parametrize("error", [TimedOut("late"), KeyboardInterrupt(), None])
+def test_memory_lives_until_the_engine_has_answered_and_is_not_used_again(error):
+    """Also where the update is interrupted, or its generator closed."""
+    before, shared = memories(), SharedBuckets()
+    update, tickets, handle = start(shared)
+    assert len(tickets) == 3
+    if error is None:
+        update.close()
+    else:
+        with pytest.raises(type(error)):
+            update.throw(error)
+        error.__traceback__ = None
+    del update
+    gc.collect()
+    assert os.stat(f"/proc/self/fd/{handle.fd}").st_ino == handle.inode
+    _, others, other = start(shared)
+    assert other.inode != handle.inode
+    tickets.clear()
+    others.clear()
+    del _
+    shared.close()
+    assert memories() == before
+
+
+def test_updates_at_once_have_a_memory_each():
+    shared = SharedBuckets()
+    _first, _, one = start(shared)
+    _second, _, two = start(shared)
+    assert one.inode != two.inode
+    bucket = shared.take(64)
+    shared.give_back(bucket)
+    assert shared.take(64) is bucket
+
+
+def test_a_bucket_never_has_more_pieces_than_a_message_may_have_frames():
+    tensors = [(f"t{number}", torch.zeros(1)) for number in range(MAX_FRAMES + 5)]
+    sizes = [len(bucket.pieces) for bucket in buckets(tensors)]
+    assert sizes == [MAX_FRAMES - 1, 6]

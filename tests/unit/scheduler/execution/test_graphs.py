@@ -1,0 +1,510 @@
+"""Captured decode steps against eager ones: a real model, over graphs that replay recorded operations on the CPU."""
+
+import logging
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from support import fake_flashinfer
+from support.checkpoints import make_checkpoint
+from support.forward_batches import Row, forward_batch, greedy_sampling, load_model
+from support.recorded_graphs import RecordingDevice, without_compiled_kernels
+
+from caesura.scheduler.attention import flashinfer
+from caesura.scheduler.attention.flashinfer import FlashInferBackend
+from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.execution.forward import ForwardBatch, SpecialRows
+from caesura.scheduler.execution.graphs import ladder
+from caesura.scheduler.execution.model_runner import ModelRunner
+from caesura.scheduler.execution.sampler import Sampler
+from caesura.scheduler.execution.staging import StepLimits
+from caesura.scheduler.executor.messages import Answer, Failure
+from caesura.scheduler.executor.runner import RanksRunner
+from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.residency import ComponentResidencyManager, StorageComponent
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
+
+CPU = torch.device("cpu")
+LIMITS = StepLimits.of(max_rows=11, chunk_tokens=260, context_len=120)
+PAGES = 100
+
+
+@pytest.fixture(autouse=True)
+def small_and_plain(monkeypatch):
+    without_compiled_kernels(monkeypatch)
+    monkeypatch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folders = [tmp_path_factory.mktemp("graphs") / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        make_checkpoint(folder, "qwen3", seed=seed)
+    return [str(folder) for folder in folders]
+
+
+@dataclass
+class Request:
+    tokens: list[int]
+    slot: int
+    pages: list[int]
+    computed: int = 0
+
+
+@dataclass
+class Engine:
+    """A runner over a pool of its own."""
+
+    runner: ModelRunner
+    pool: MHAPool
+    memory: ComponentResidencyManager
+    device: RecordingDevice | None = None
+
+
+def engine(path: str, *, captured: bool) -> Engine:
+    """``captured``: on a device of graphs, with FlashInfer; else on the host, by torch."""
+    model = load_model(path, torch.float32)
+    config = model.config
+    memory = ComponentResidencyManager(CPU, make_component=StorageComponent)
+    with memory.component("kv_cache"):
+        pool = MHAPool(
+            num_layers=config.num_layers,
+            num_pages=PAGES,
+            kv_heads=config.num_kv_heads,
+            head_size=config.head_dim,
+            dtype=torch.float32,
+        )
+    for layer in range(config.num_layers):
+        for storage in pool.layer(layer):
+            storage[1:] = torch.nan
+    sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+    device = RecordingDevice() if captured else None
+    backend = SdpaBackend(pool, *sizes)
+    if captured:
+        backend = FlashInferBackend(
+            pool,
+            *sizes,
+            max_rows=LIMITS.rows,
+            max_tokens=LIMITS.tokens,
+            max_pages=LIMITS.pages,
+            library=fake_flashinfer,
+        )
+    runner = ModelRunner(
+        model,
+        backend,
+        Sampler(config.vocab_size, LIMITS.rows, CPU, torch.float32),
+        limits=LIMITS,
+        device=CPU,
+        device_module=device or HOST,
+    )
+    return Engine(runner, pool, memory, device)
+
+
+def step(decode: list[Request], prefill: list[Request]) -> ForwardBatch:
+    """One token of each ``decode`` request and all prompt tokens of each ``prefill`` request, as batching builds them."""
+    requests = decode + prefill
+    rows = [Row(r.tokens[r.computed :], r.computed, r.pages) for r in requests]
+    batch = forward_batch(rows, len(decode))
+    slots = torch.tensor([r.slot for r in requests])
+    ends = torch.tensor(batch.q_lens_host).cumsum(0) - 1
+    batch.input_ids[: len(decode)] = 0  # the runner knows them
+    for request in requests:
+        request.computed = len(request.tokens)
+    return replace(
+        batch,
+        slots=slots,
+        sample_tokens=ends,
+        sample_slots=slots,
+        sampling=replace(greedy_sampling(len(requests)), want_raw=len(requests) % 2 == 0),
+    )
+
+
+def requests(count: int) -> list[Request]:
+    rng = random.Random(count)
+    pages = list(range(1, PAGES))
+    rng.shuffle(pages)
+    return [
+        Request(
+            [rng.randrange(3, 97) for _ in range(rng.randrange(1, 24))],
+            slot,
+            [pages.pop() for _ in range(6)],
+        )
+        for slot in rng.sample(range(LIMITS.rows), count)
+    ]
+
+
+def run_both(pair: list[Engine], batch: ForwardBatch, sampled: list[Request]) -> None:
+    """One step on both engines; equal tokens go on, and everything but the scratch page is equal."""
+    outputs = []
+    for each in pair:
+        # Each gets its own inputs: a runner may write into them.
+        own = replace(batch, input_ids=batch.input_ids.clone())
+        outputs.append(each.runner.execute(own).fetch())
+    ours, reference = outputs
+    assert ours.token_ids.tolist() == reference.token_ids.tolist()
+    for name in ("logprobs", "raw_logprobs", "sampled_logprobs"):
+        found, expected = getattr(ours, name), getattr(reference, name)
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-4, rtol=1e-4)
+    for request, token in zip(sampled, ours.token_ids.tolist(), strict=True):
+        request.tokens.append(token)
+    for layer in range(pair[0].pool.num_layers):
+        for mine, theirs in zip(pair[0].pool.layer(layer), pair[1].pool.layer(layer), strict=True):
+            torch.testing.assert_close(mine[1:], theirs[1:], atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+def capture(of: Engine) -> int:
+    assert of.runner.graphs is not None
+    return sum(1 for _ in of.runner.graphs.capture())
+
+
+def both(path: str) -> list[Engine]:
+    pair = [engine(path, captured=True), engine(path, captured=False)]
+    assert capture(pair[0]) == len(ladder(LIMITS.rows))
+    return pair
+
+
+def test_the_ladder():
+    assert ladder(1) == [1]
+    assert ladder(11) == [1, 2, 4, 8, 11]
+    assert ladder(256) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, *range(64, 256, 16), 256]
+    assert ladder(1000)[-3:] == [896, 960, 1000]
+    for largest in (1, 3, 100, 700):
+        sizes = ladder(largest)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == largest
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 11])
+def test_decode_steps_are_replayed_and_equal_eager_ones(checkpoints, count):
+    """Over page boundaries, padded or not, with a prefill in between that moves everybody's inputs.
+
+    Even numbers of rows want raw logprobs, which torch's sampler does not compute in a graph.
+    """
+    pair, all_requests = both(checkpoints[0]), requests(count)
+    each, with_one_more = (2, 1) if count % 2 else (1, 2)
+    run_both(pair, step([], all_requests), all_requests)
+    assert pair[0].device.replays == 0
+    for _ in range(20):
+        run_both(pair, step(all_requests, []), all_requests)
+    assert pair[0].device.replays == 20 * each
+    if count < LIMITS.rows:
+        late = Request([5, 6, 7], min(set(range(LIMITS.rows)) - {r.slot for r in all_requests}), [99])
+        used = {page for r in all_requests for page in r.pages}
+        late.pages = [next(page for page in range(1, PAGES) if page not in used)]
+        everybody = [*all_requests, late]
+        run_both(pair, step(all_requests, [late]), everybody)
+        assert pair[0].device.replays == 20 * each, "a mixed step runs eagerly"
+        for _ in range(3):
+            run_both(pair, step(everybody, []), everybody)
+        assert pair[0].device.replays == 20 * each + 3 * with_one_more
+    run_both(pair, step(all_requests[::2], []), all_requests[::2])
+
+
+def test_an_update_in_place_needs_no_new_capture(checkpoints):
+    pair, all_requests = both(checkpoints[0]), requests(3)
+    run_both(pair, step([], all_requests), all_requests)
+    captures = pair[0].device.captures
+    for each in pair:
+        with each.runner.on_stream():
+            load_from_disk(WeightLoader(each.runner.model), open_checkpoint(checkpoints[1]), 1 << 20)
+            each.runner.model.finalize_weights()
+    for _ in range(3):
+        run_both(pair, step(all_requests, []), all_requests)
+    assert (pair[0].device.captures, pair[0].device.replays) == (captures, 6)
+
+
+def test_dropped_graphs_leave_eager_steps_until_they_are_captured_again(checkpoints):
+    pair, all_requests = both(checkpoints[0]), requests(2)
+    graphs = pair[0].runner.graphs
+    assert graphs.nbytes == 2000 * len(graphs.sizes)
+    assert capture(pair[0]) == 0, "captured once"
+    run_both(pair, step([], all_requests), all_requests)
+    graphs.drop()
+    run_both(pair, step(all_requests, []), all_requests)
+    assert pair[0].device.replays == 0
+    pool, memory = pair[0].pool, pair[0].memory
+    kept = [storage.clone() for layer in range(pool.num_layers) for storage in pool.layer(layer)]
+    for _ in memory.release(["kv_cache"]):
+        pass
+    for _ in memory.resume(["kv_cache"]):
+        pass
+    for layer in range(pool.num_layers):  # elsewhere, with the same contents
+        for storage in pool.layer(layer):
+            storage.copy_(kept.pop(0))
+    assert capture(pair[0]) == len(graphs.sizes)
+    for _ in range(3):
+        run_both(pair, step(all_requests, []), all_requests)
+    assert pair[0].device.replays == 3
+
+
+class Group:
+    """Ranks whose connection is memory that captured collectives read, as NCCL's communicator is."""
+
+    rank, size, compiled = 0, 2, None
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        x.mul_(self._connection)
+
+    def abort(self) -> None:
+        self._connection = torch.full((1,), torch.nan)
+
+    def reset(self) -> None:
+        self._connection = torch.ones(1)
+
+
+class OtherRank:
+    """Answers every call, and counts them by type."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing = False
+
+    def next_number(self) -> int:
+        return len(self.calls)
+
+    def send(self, call: object, frames: object = ()) -> None:
+        self.calls.append(type(call).__name__)
+
+    def wait(self, number: int) -> list[Answer]:
+        failure = Failure(message="a kernel", out_of_memory=False, follows=False) if self.failing else None
+        self.failing = False
+        return [Answer(number=number, failure=failure)]
+
+
+def test_graphs_are_captured_again_when_the_group_of_ranks_begins_anew(checkpoints):
+    """What was captured holds the connections of a group that is no more."""
+    pair, all_requests = [engine(checkpoints[0], captured=c) for c in (True, False)], requests(3)
+    own, group, other = pair[0].runner, Group(), OtherRank()
+    forward = own.model.forward
+
+    def in_parts(batch: ForwardBatch, backend: object) -> torch.Tensor:
+        hidden = forward(batch, backend)
+        group.all_reduce(hidden)
+        return hidden
+
+    own.model.forward = in_parts
+    capture(pair[0])
+    pair[0].runner = RanksRunner(own, other, group, own.graphs)
+    batch = step([], all_requests)
+    other.failing = True
+    with pytest.raises(RuntimeError, match="rank 1: a kernel"):
+        pair[0].runner.execute(replace(batch, input_ids=batch.input_ids.clone())).fetch()
+    assert other.calls == ["Step", "Recover", "Capture"], "every rank captures at the same time"
+    assert own.graphs.are_captured
+    run_both(pair, batch, all_requests)
+    for _ in range(3):
+        run_both(pair, step(all_requests, []), all_requests)
+    assert pair[0].device.replays == 6
+
+
+def sampled(batch: ForwardBatch, **options: object) -> ForwardBatch:
+    """``batch`` with rows that are sampled, every third one greedy."""
+    rows = len(batch.sample_tokens)
+    greedy = torch.arange(rows) % 3 == 0
+    uniforms = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+    values = {
+        "temperature": torch.where(greedy, 1.0, torch.linspace(0.5, 2, rows)),
+        "greedy": greedy,
+        "uniforms": uniforms,
+        "any_sampled": True,
+        "want_raw": False,
+        "want_sampled": True,
+        **options,
+    }
+    return replace(batch, sampling=replace(batch.sampling, **values))
+
+
+@pytest.mark.parametrize("count", [1, 6, 11])
+def test_head_and_sampler_are_replayed_where_the_graph_samples_in_the_same_way(checkpoints, count):
+    pair, all_requests = both(checkpoints[0]), requests(count)
+    run_both(pair, sampled(step([], all_requests)), all_requests)
+    launched = watched_head(pair[0])
+    for _ in range(3):
+        run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert (pair[0].device.replays, launched) == (6, [])
+    run_both(pair, sampled(step(all_requests, []), want_sampled=False), all_requests)
+    assert (pair[0].device.replays, launched) == (8, [])
+    top_k = torch.full((count,), 3)
+    for options in ({"any_filtered": True, "top_k": top_k, "largest_top_k": 3}, {"want_raw": True}):
+        launched.clear()
+        before = pair[0].device.replays
+        run_both(pair, sampled(step(all_requests, []), **options), all_requests)
+        assert (pair[0].device.replays, launched) == (before + 1, [count]), "only the hidden states"
+    run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert launched == [count]
+
+
+def watched_head(of: Engine) -> list[int]:
+    """The rows of each of its eager calls from now on."""
+    launched: list[int] = []
+    logits = of.runner.model.logits
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor | None:
+        launched.append(len(hidden))
+        return logits(hidden)
+
+    of.runner.model.logits = watched
+    return launched
+
+
+def test_special_rows_are_sampled_eagerly_from_the_graphs_hidden_states(checkpoints):
+    pair, all_requests = both(checkpoints[0]), requests(3)
+    run_both(pair, sampled(step([], all_requests)), all_requests)
+    launched = watched_head(pair[0])
+    batch = sampled(step(all_requests, []))
+    biased = biased_rows(torch.tensor([1]), token=41, bias=1000.0)
+    run_both(pair, replace(batch, sampling=replace(batch.sampling, special=biased)), all_requests)
+    assert all_requests[1].tokens[-1] == 41
+    assert (pair[0].device.replays, launched) == (1, [3])
+    run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert pair[0].device.replays == 3
+
+
+def biased_rows(rows: torch.Tensor, *, token: int, bias: float) -> SpecialRows:
+    ids, none = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    return SpecialRows(
+        rows=rows, repetition=none, frequency=none, presence=none, counters=ids, restarted=ids, prompt_at=ids,
+        output_at=ids, bias_ids=torch.full((len(rows), 1), token), bias=torch.full((len(rows), 1), bias), wants=ids,
+        wants_host=np.empty(0, np.int64), top=0, masked=ids > 0, num_masked=0, token_ids=ids.view(0, 0), num_counters=0,
+    )  # fmt: skip
+
+
+def test_a_workspace_of_logits_that_grows_leaves_the_graph_its_own(checkpoints):
+    """The log-probabilities of a long prompt take more rows of logits than any step samples."""
+    pair, all_requests = both(checkpoints[0]), requests(3)
+    run_both(pair, sampled(step([], all_requests)), all_requests)
+    for each in pair:
+        assert each.runner.model.logits(torch.zeros(50, each.runner.model.config.hidden_size)).shape[0] == 50
+    for _ in range(2):
+        run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert pair[0].device.replays == 4
+
+
+def test_a_capture_changes_no_slots_last_token(checkpoints):
+    one, all_requests = engine(checkpoints[0], captured=True), requests(11)
+    one.runner.execute(sampled(step([], all_requests)))
+    before = one.runner._last_tokens[: LIMITS.rows].clone()
+    capture(one)
+    assert one.runner.graphs.are_captured
+    assert torch.equal(one.runner._last_tokens[: LIMITS.rows], before)
+
+
+def test_a_head_that_cannot_be_captured_leaves_the_hidden_states_to_graphs(checkpoints, caplog):
+    pair, all_requests = (
+        [engine(checkpoints[0], captured=True), engine(checkpoints[0], captured=False)],
+        requests(3),
+    )
+    pair[0].device.forbidden = (torch.ops.aten.searchsorted.Tensor,)
+    with caplog.at_level(logging.WARNING):
+        assert capture(pair[0]) == len(ladder(LIMITS.rows))
+    assert caplog.text.count("head and sampler are launched kernel by kernel") == 1
+    run_both(pair, sampled(step([], all_requests)), all_requests)
+    for _ in range(2):
+        run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert pair[0].device.replays == 2
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_so(checkpoints, caplog):
+    pair, all_requests = (
+        [engine(checkpoints[0], captured=True), engine(checkpoints[0], captured=False)],
+        requests(2),
+    )
+    pair[0].device.forbidden = (torch.ops.aten.silu.default,)
+    with caplog.at_level(logging.WARNING):
+        assert capture(pair[0]) == 0
+    assert "not permitted when stream is capturing" in caplog.text
+    pair[0].device.forbidden = ()
+    assert capture(pair[0]) == 0, "it is not tried again"
+    run_both(pair, step([], all_requests), all_requests)
+    run_both(pair, step(all_requests, []), all_requests)
+    assert pair[0].device.replays == 0
+
+
+def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, caplog):
+    class CompileError(Exception):
+        """As Triton's: no RuntimeError."""
+
+    one = engine(checkpoints[0], captured=True)
+    make = one.runner.graphs._backend.for_decode
+
+    def failing(rows: int):
+        made = make(rows)
+
+        def forward(*of: object) -> None:
+            raise CompileError("out of resource: shared memory")
+
+        made.forward = forward
+        return made
+
+    monkeypatch.setattr(one.runner.graphs._backend, "for_decode", failing)
+    with caplog.at_level(logging.WARNING):
+        assert capture(one) == 0
+    assert "out of resource: shared memory" in caplog.text
+    assert not one.runner.graphs.are_captured
+
+
+def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):
+    one = engine(checkpoints[0], captured=True)
+    make, given = one.runner.graphs._backend.for_decode, []
+
+    def short(rows: int):
+        if len(given) == 2:
+            raise torch.OutOfMemoryError("no memory for graphs")
+        given.append(rows)
+        return make(rows)
+
+    monkeypatch.setattr(one.runner.graphs._backend, "for_decode", short)
+    with caplog.at_level(logging.WARNING):
+        assert capture(one) == 2
+    assert "no memory for graphs" in caplog.text
+    assert not one.runner.graphs.are_captured, "half a ladder serves nobody"
+    monkeypatch.undo()
+    assert capture(one) == len(one.runner.graphs.sizes)
+
+
+def test_workspaces_have_grown_before_the_first_capture(checkpoints):
+    one, longest = engine(checkpoints[0], captured=True), []
+    forward = one.runner.model.forward
+
+    def watched(batch, backend):
+        longest.append(len(batch.input_ids))
+        return forward(batch, backend)
+
+    one.runner.model.forward = watched
+    capture(one)
+    assert longest[0] == LIMITS.tokens == 271
+    assert longest[1:] == [size for size in reversed(ladder(LIMITS.rows)) for _ in range(2)]
+
+
+def test_steps_wait_for_the_scheduling_stream_and_it_for_them(checkpoints):
+    pair, all_requests = both(checkpoints[0]), requests(2)
+    log = pair[0].device.log
+    for batch in (step([], all_requests), None):
+        log.clear()
+        run_both(pair, batch or step(all_requests, []), all_requests)
+        assert log == ["wait", "enter", "leave", "wait"]
+
+
+def test_graphs_are_for_backends_that_can_and_only_where_wanted(checkpoints):
+    model = load_model(checkpoints[0], torch.float32)
+    pool = MHAPool(num_layers=2, num_pages=2, kv_heads=2, head_size=12, dtype=torch.float32)
+    sampler = Sampler(97, 1, CPU, torch.float32)
+    limits = StepLimits.of(max_rows=1, chunk_tokens=1, context_len=16)
+
+    def graphs(backend, **options):
+        return ModelRunner(model, backend, sampler, limits=limits, device=CPU, **options).graphs
+
+    able = FlashInferBackend(pool, 4, 2, 12, library=fake_flashinfer, max_rows=1, max_tokens=2, max_pages=1)
+    assert graphs(able, device_module=RecordingDevice()) is not None
+    assert graphs(able, device_module=RecordingDevice(), use_graphs=False) is None
+    assert graphs(able, device_module=HOST) is None
+    assert graphs(SdpaBackend(pool, 4, 2, 12), device_module=RecordingDevice()) is None

@@ -1,0 +1,280 @@
+"""Penalties, biases, masks and further log-probabilities against their definition, whatever happens to requests meanwhile."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.edited_logits import edited, log_softmax, logits_of
+from support.properties import examples
+
+from caesura.io_struct import GenerateReqInput, SamplingParams
+from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
+from caesura.scheduler.scheduling.request import Request, RequestTable, make_requests
+from caesura.scheduler.scheduling.sampling_extras import LogprobRecord
+from caesura.scheduler.scheduling.sampling_inputs import sampling_batch
+
+VOCAB, SLOTS, CONTEXT = 23, 4, 64
+EOS = (2,)
+HUNDREDTHS = st.integers(-200, 200).map(lambda n: n / 100)
+
+
+@st.composite
+def messages(draw) -> GenerateReqInput:
+    """A request of which every part may be special or not."""
+    bias = st.dictionaries(st.integers(0, VOCAB - 1), HUNDREDTHS, max_size=5)
+    return GenerateReqInput(
+        input_ids=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)),
+        sampling_params=SamplingParams(
+            max_new_tokens=40,
+            temperature=draw(st.sampled_from([0.0, 0.6, 1.0, 1.7])),
+            seed=draw(st.integers(0, 99)),
+            repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3, 0.6, 2.0])),
+            frequency_penalty=draw(st.just(0.0) | HUNDREDTHS),
+            presence_penalty=draw(st.just(0.0) | HUNDREDTHS),
+            logit_bias=draw(st.none() | bias),
+            min_new_tokens=draw(st.sampled_from([0, 0, 2, 5])),
+            stop_token_ids=draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+        ),
+        return_logprob=True,
+        return_raw_logprob=draw(st.booleans()),
+        top_logprobs_num=draw(st.sampled_from([0, 0, 1, 4])),
+        token_ids_logprob=draw(st.none() | st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+    )
+
+
+class World:
+    """Requests in a real table, sampled by the real sampler one step ahead of what the table knows, as at depth 1."""
+
+    def __init__(self, sent: list[GenerateReqInput], dtype: torch.dtype) -> None:
+        self.table = RequestTable(SLOTS, CONTEXT, 16, VOCAB)
+        self.dtype = dtype
+        ordinary = Sampler(VOCAB, SLOTS, "cpu", dtype)
+        self.sampler, self.ordinary = SpecialSampler(ordinary, VOCAB, torch.device("cpu")), ordinary
+        # A chunk of two rows, so that a step needs several.
+        self.sampler._chunk_rows = 2
+        self.requests = [
+            make_requests(
+                m, client=b"c", seed=m.sampling_params.seed, limit=60, eos_token_ids=EOS, arrival=0.0
+            )[0]
+            for m in sent
+        ]
+        self.messages = sent
+        self.outputs: list[list[int]] = [[] for _ in sent]
+        self.pending: list[tuple[int, int]] = []
+        """(request, token) of the step in flight."""
+        for request in self.requests:
+            self.table.bind(request, self.table.take_slot())
+
+    def land(self) -> None:
+        for number, token in self.pending:
+            slot = self.requests[number].slot
+            self.table.tokens[slot, self.table.length[slot]] = token
+            self.table.length[slot] += 1
+        self.pending = []
+
+    def lose(self) -> None:
+        """The step in flight fails: what it sampled is forgotten by the host, though not by the device."""
+        for number, _ in self.pending:
+            self.outputs[number].pop()
+        self.pending = []
+
+    def retract(self, number: int) -> None:
+        self.land()
+        request = self.requests[number]
+        self.table.evict(request)
+        self.table.bind(request, self.table.take_slot())
+
+    def step(self, members: list[int]) -> None:
+        slots = np.asarray([self.requests[number].slot for number in members])
+        known = [len(self.messages[n].input_ids) + len(self.outputs[n]) for n in members]
+        rows = [logits_of(n, at, vocab_size=VOCAB) for n, at in zip(members, known, strict=True)]
+        logits = torch.tensor(np.stack(rows)).to(self.dtype)
+        before = logits.clone()
+        batch = sampling_batch(self.table, slots, np.asarray(known))
+        if batch.special is None:
+            out = self.ordinary.sample(logits, batch)
+        else:
+            out = self.sampler.sample(logits, batch, batch.special)
+        assert torch.equal(logits, before), "the logits are others' business"
+        self.table.extras.counted[slots] = np.asarray(known) + 1
+        self.land()
+        self._check(members, before, out, batch)
+        for row, number in enumerate(members):
+            self.pending.append((number, int(out.token_ids[row])))
+            self.outputs[number].append(int(out.token_ids[row]))
+
+    def _check(self, members: list[int], logits: torch.Tensor, out: SamplerOutput, batch) -> None:
+        plain = self.ordinary.sample(logits, batch)
+        wanting = range(0 if out.further is None else len(out.further.top))
+        order = [] if batch.special is None else batch.special.rows[batch.special.wants].tolist()
+        at = dict(zip(order, wanting, strict=True))
+        for row, number in enumerate(members):
+            message, history = self.messages[number], self.outputs[number]
+            params = message.sampling_params
+            values = edited(logits[row].double().numpy(), params, message.input_ids, history, EOS)
+            logprobs = log_softmax(values, params.temperature or 1.0)
+            token = int(out.token_ids[row])
+            assert logprobs[token] > -math.inf
+            if params.temperature == 0.0:
+                assert logprobs[token] == pytest.approx(max(logprobs), abs=1e-6)
+            assert float(out.logprobs[row]) == pytest.approx(logprobs[token], abs=2e-5)
+            if batch.want_raw:
+                raw = log_softmax(logits[row].double().tolist())
+                assert float(out.raw_logprobs[row]) == pytest.approx(raw[token], abs=2e-5)
+            if batch.special is None or row not in batch.special.rows.tolist():
+                assert token == plain.token_ids[row] and out.logprobs[row] == plain.logprobs[row]
+            record = self.requests[number].record
+            if record is not None and record.wants_outputs:
+                self._check_further(out, at[row], logprobs, message)
+            else:
+                assert row not in at
+
+    def _check_further(
+        self, out: SamplerOutput, place: int, logprobs: list[float], message: GenerateReqInput
+    ) -> None:
+        top = message.top_logprobs_num
+        best = sorted(range(VOCAB), key=lambda token: -logprobs[token])[:top]
+        assert [logprobs[t] for t in out.further.top_ids[place, :top].tolist()] == pytest.approx(
+            [logprobs[t] for t in best], abs=1e-6
+        )
+        assert out.further.top[place, :top].tolist() == pytest.approx([logprobs[t] for t in best], abs=2e-5)
+        ids = message.token_ids_logprob or []
+        found = out.further.token_ids_logprobs[place, : len(ids)].tolist()
+        assert found == pytest.approx([logprobs[token] for token in ids], abs=2e-5)
+
+
+@settings(max_examples=examples(60))
+@given(
+    sent=st.lists(messages(), min_size=1, max_size=SLOTS),
+    events=st.lists(
+        st.sampled_from(["step", "step", "step", "some", "lose", "retract"]), min_size=4, max_size=14
+    ),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_every_token_is_drawn_from_the_defined_logits(sent, events, dtype):
+    world = World(sent, dtype)
+    everybody = list(range(len(sent)))
+    for number, event in enumerate(events):
+        if event == "lose":
+            world.lose()
+        elif event == "retract":
+            world.retract(number % len(sent))
+        else:
+            world.step(everybody if event == "step" else everybody[number % len(sent) :])
+
+
+def test_a_counter_is_somebody_elses_after_its_request():
+    """Counters are few and used again; whoever gets one starts from its own tokens."""
+    message = GenerateReqInput(
+        input_ids=[5, 5, 6], sampling_params=SamplingParams(repetition_penalty=1.5, temperature=0.0, seed=0)
+    )
+    world = World([message] * 2, torch.float32)
+    world.step([0, 1])
+    world.land()
+    tokens = [9, 4, 9, 1]  # as many as the slot's last owner knew
+    leaving: Request = world.requests[0]
+    world.table.release(leaving)
+    (new,) = make_requests(
+        GenerateReqInput(input_ids=tokens, sampling_params=SamplingParams(frequency_penalty=1.0, temperature=0.0)),
+        client=b"c", seed=0, limit=60, eos_token_ids=EOS, arrival=0.0,
+    )  # fmt: skip
+    world.requests[0], world.outputs[0] = new, []
+    world.messages = [GenerateReqInput(input_ids=tokens, sampling_params=new.params), message]
+    world.table.bind(new, world.table.take_slot())
+    for _ in range(6):
+        world.step([0, 1])
+    assert world.table.extras.num_counters == 2
+
+
+def test_rows_without_extras_are_no_business_of_the_special_sampler():
+    """What costs: the ordinary path is taken, with the ordinary batch, when no request of a step is special."""
+    plain = GenerateReqInput(input_ids=[3], sampling_params=SamplingParams(top_p=0.5, seed=1))
+    greedy = GenerateReqInput(input_ids=[3], sampling_params=SamplingParams(temperature=0.0, seed=1))
+    world = World([plain, greedy], torch.float32)
+    slots = np.asarray([request.slot for request in world.requests])
+    batch = sampling_batch(world.table, slots, np.asarray([1, 1]))
+    assert batch.special is None
+    assert batch.min_p is None
+
+
+def test_prompts_are_recorded_once_and_computed_again_until_they_are():
+    message = GenerateReqInput(
+        input_ids=list(range(8)), return_logprob=True, logprob_start_len=3, top_logprobs_num=1
+    )
+    record = LogprobRecord(message)
+    assert record.first_uncached == 3
+    assert [record.inputs_within(0, 2), record.inputs_within(2, 5), record.inputs_within(5, 8)] == [
+        (3, 3),
+        (3, 5),
+        (5, 7),
+    ]
+    none = np.empty((2, 0), np.float32)
+    record.put_inputs(3, np.float32([-1, -2]), np.int32([[1], [2]]), np.float32([[-1], [-2]]), none)
+    assert record.first_uncached == 3, "half of it does not count: all are of the same weights"
+    assert record.input_rows() == (None, None, None)
+    record.put_inputs(5, np.float32([-3, -4]), np.int32([[3], [4]]), np.float32([[-3], [-4]]), none)
+    assert record.first_uncached is None
+    assert record.inputs_within(0, 8) == (0, 0)
+    logprobs, top, given_rows = record.input_rows()
+    assert np.frombuffer(logprobs, "<f4")[1:].tolist() == [-1, -2, -3, -4]
+    assert np.frombuffer(top.ids, "<i4").tolist() == [1, 2, 3, 4]
+    assert given_rows is None
+
+
+def test_a_row_depends_on_itself_alone():
+    """Bit for bit, which deterministic engines rest on: alone, among others, and in whatever chunk."""
+    sent = [
+        GenerateReqInput(
+            input_ids=[n, 5, 5], return_logprob=True, return_raw_logprob=True, top_logprobs_num=n % 3, token_ids_logprob=[7],
+            sampling_params=SamplingParams(seed=n, temperature=0.8, repetition_penalty=1.0 + 0.3 * (n % 2), logit_bias={3: 1.5}),
+        )
+        for n in range(4)
+    ]  # fmt: skip
+    logits = torch.tensor(np.stack([logits_of(n, vocab_size=VOCAB) for n in range(4)]))
+
+    def sample(members: list[int], chunk_rows: int) -> tuple[SamplerOutput, list[int]]:
+        world = World([sent[n] for n in members], torch.float32)
+        world.sampler._chunk_rows = chunk_rows
+        slots = np.asarray([request.slot for request in world.requests])
+        batch = sampling_batch(world.table, slots, np.full(len(members), 3))
+        out = world.sampler.sample(logits[members], batch, batch.special)
+        return out, batch.special.rows[batch.special.wants].tolist()
+
+    whole, order = sample([0, 1, 2, 3], 8)
+    for members, chunk_rows in ([[0], 1], [[1], 1], [[2, 3], 1], [[3, 1, 0], 2]):
+        part, part_order = sample(members, chunk_rows)
+        for row, number in enumerate(members):
+            assert part.token_ids[row] == whole.token_ids[number]
+            assert part.logprobs[row] == whole.logprobs[number]
+            assert part.raw_logprobs[row] == whole.raw_logprobs[number]
+            mine, theirs = part_order.index(row), order.index(number)
+            k = sent[number].top_logprobs_num
+            assert torch.equal(part.further.top[mine, :k], whole.further.top[theirs, :k])
+            assert torch.equal(
+                part.further.token_ids_logprobs[mine], whole.further.token_ids_logprobs[theirs]
+            )
+
+
+def test_a_row_that_is_not_finite_disturbs_nobody():
+    message = GenerateReqInput(
+        input_ids=[1, 2], sampling_params=SamplingParams(repetition_penalty=1.5, seed=4), top_logprobs_num=2,
+        return_logprob=True, return_raw_logprob=True,
+    )  # fmt: skip
+    world = World([message] * 3, torch.float32)
+    slots = np.asarray([request.slot for request in world.requests])
+    logits = torch.tensor(np.stack([logits_of(n, vocab_size=VOCAB) for n in range(3)]))
+    batch = sampling_batch(world.table, slots, np.full(3, 2))
+    whole = world.sampler.sample(logits, batch, batch.special)
+    logits[1, 7] = torch.nan
+    broken = world.sampler.sample(logits, batch, batch.special)
+    assert broken.token_ids[1] == -1
+    assert broken.logprobs[1].isnan() and broken.raw_logprobs[1].isnan()
+    for row in (0, 2):
+        # The counters have counted the first call's tokens: only what does not depend on them is compared.
+        assert broken.token_ids[row] >= 0 and broken.logprobs[row].isfinite()
+        assert torch.isfinite(broken.further.top[row]).all()
+    assert whole.token_ids.min() >= 0

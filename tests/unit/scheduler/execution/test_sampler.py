@@ -1,0 +1,427 @@
+"""The sampler, compiled and in torch, against exact distributions, its log-probabilities against float64, and its edge cases."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from support.properties import examples
+
+from caesura.scheduler.execution import sampler as sampler_module
+from caesura.scheduler.execution.forward import SamplingBatch
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput, _splitmix64, noise
+from caesura.scheduler.kernels import native
+
+DRAWS = 20_000
+LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
+
+
+WAYS = ["compiled", pytest.param("torch", marks=pytest.mark.long), "torch that reads no values"]
+"""The last one is that of accelerators, of which the second is a part."""
+
+
+@pytest.fixture(params=WAYS, autouse=True, scope="module")
+def implementation(request):
+    """Every sampler that a test makes."""
+    if request.param == "compiled" and native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param not in ("compiled", "torch"):
+            patch.setattr(sampler_module, "_reading_is_free", lambda device: False)
+        with native.limited_to(native.isa() if request.param == "compiled" else "torch"):
+            yield
+
+
+def uniforms(count: int, seed: int = 1) -> np.ndarray:
+    return noise(np.full(count, seed, np.uint64), np.zeros(count, np.int64), np.arange(count))
+
+
+def make_batch(
+    rows: int,
+    vocab_size: int,
+    *,
+    temperature=1.0,
+    greedy=False,
+    top_k=None,
+    top_p=1.0,
+    u=0.5,
+    want_raw=True,
+    want_sampled=True,
+) -> SamplingBatch:
+    """Every parameter is one value for all rows or a sequence of one per row."""
+
+    def per_row(value, dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(np.broadcast_to(np.asarray(value), (rows,)).copy()).to(dtype)
+
+    is_greedy = per_row(greedy, torch.bool)
+    k = per_row(vocab_size if top_k is None else top_k, torch.int64)
+    p = per_row(top_p, torch.float32)
+    return SamplingBatch(
+        temperature=torch.where(is_greedy, 1.0, per_row(temperature, torch.float32)),
+        greedy=is_greedy,
+        top_k=k,
+        top_p=p,
+        uniforms=per_row(u, torch.float64),
+        any_sampled=not bool(is_greedy.all()),
+        any_filtered=bool((~is_greedy & ((k < vocab_size) | (p < 1))).any()),
+        want_raw=want_raw,
+        want_sampled=want_sampled,
+    )
+
+
+def sample(logits: torch.Tensor, max_rows: int = 64, **parameters) -> SamplerOutput:
+    rows, vocab_size = logits.shape
+    sampler = Sampler(vocab_size, max_rows, "cpu", logits.dtype)
+    return sampler.sample(logits, make_batch(rows, vocab_size, **parameters))
+
+
+@dataclass
+class Exact:
+    """The definition, in float64 and one row at a time."""
+
+    full: np.ndarray
+    """Softmax after temperature."""
+    kept: np.ndarray
+    """Filtered and renormalised."""
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, temperature=1.0, top_k=None, top_p=1.0) -> "Exact":
+        scaled = logits.double().numpy() / np.float64(np.float32(temperature))
+        full = np.exp(scaled - scaled.max())
+        full /= full.sum()
+        order = np.argsort(-scaled, kind="stable")[:top_k]
+        renormalised = full[order] / full[order].sum()
+        before = np.concatenate([[0.0], renormalised.cumsum()[:-1]])
+        order = order[(before < np.float64(np.float32(top_p))) | (np.arange(len(order)) == 0)]
+        kept = np.zeros_like(full)
+        kept[order] = full[order] / full[order].sum()
+        return cls(full, kept)
+
+
+def chi_square_p(tokens: np.ndarray, expected: np.ndarray) -> float:
+    """P-value of the draws; tokens of small expectation are pooled, as the test requires."""
+    counts = np.bincount(tokens, minlength=len(expected))
+    assert counts[expected == 0].sum() == 0
+    order = np.argsort(-expected)
+    mean = expected[order] * len(tokens)
+    pool = np.minimum(np.arange(len(mean)), np.cumsum(mean >= 10)[-1])
+    observed, mean = np.bincount(pool, counts[order]), np.bincount(pool, mean)
+    positive = mean > 0
+    if positive.sum() == 1:
+        return 1.0
+    return float(stats.chisquare(observed[positive], mean[positive] * observed.sum() / mean.sum()).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype", "parameters"),
+    [
+        pytest.param(500, torch.float32, {}, id="plain"),
+        pytest.param(500, torch.bfloat16, {"temperature": 0.7}, id="temperature"),
+        pytest.param(1000, torch.float32, {"temperature": 1.7, "top_k": 40}, id="top-k"),
+        pytest.param(1000, torch.float32, {"top_p": 0.8}, id="top-p"),
+        pytest.param(700, torch.bfloat16, {"temperature": 1.3, "top_k": 90, "top_p": 0.9}, id="both"),
+        pytest.param(2000, torch.float32, {"temperature": 5.0, "top_p": 0.999}, id="top-p, full sort"),
+        pytest.param(7, torch.float32, {}, id="less than a block"),
+        pytest.param(257, torch.float32, {"temperature": 4.0}, id="a block of one"),
+        pytest.param(1, torch.float32, {}, id="one token"),
+        pytest.param(1, torch.float32, {"top_p": 0.5}, id="one token, top-p"),
+        pytest.param(20_011, torch.bfloat16, {}, id="large vocabulary"),
+    ],
+)
+def test_draws_follow_the_exact_distribution(vocab_size, dtype, parameters):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(vocab_size, generator=generator) * 2).to(dtype)
+    tokens = sample(
+        logits.expand(DRAWS, -1), 512, u=uniforms(DRAWS), want_raw=False, want_sampled=False, **parameters
+    ).token_ids.numpy()
+    assert chi_square_p(tokens, Exact.of(logits, **parameters).kept) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 300, 4096, 151_936])
+def test_logprobs_match_float64(vocab_size, dtype):
+    generator = torch.Generator().manual_seed(3)
+    rows = 12
+    logits = (torch.randn(rows, vocab_size, generator=generator) * 8).to(dtype)
+    temperature = np.linspace(0.3, 3.0, rows)
+    greedy = np.arange(rows) % 3 == 0
+    top_k = np.where(np.arange(rows) % 4 == 1, min(20, vocab_size), vocab_size)
+    top_p = np.where(np.arange(rows) % 4 == 2, 0.6, 1.0)
+    u = uniforms(rows)
+    out = sample(logits, temperature=temperature, greedy=greedy, top_k=top_k, top_p=top_p, u=u)
+    for row in range(rows):
+        t, token = 1.0 if greedy[row] else temperature[row], int(out.token_ids[row])
+        exact = Exact.of(logits[row], t, top_k[row], top_p[row])
+        raw = torch.log_softmax(logits[row].double(), 0)
+        scaled = torch.log_softmax(logits[row].double() / np.float64(np.float32(t)), 0)
+        assert float(out.logprobs[row]) == pytest.approx(float(scaled[token]), abs=1e-5)
+        assert float(out.raw_logprobs[row]) == pytest.approx(float(raw[token]), abs=1e-5)
+        sampled = 0.0 if greedy[row] else np.log(exact.kept[token])
+        assert float(out.sampled_logprobs[row]) == pytest.approx(sampled, abs=1e-5)
+        if greedy[row]:
+            assert token == int(logits[row].float().argmax())
+
+
+def test_raw_logprob_survives_underflow():
+    """At a high temperature a token is drawn whose unscaled probability is below the smallest float32."""
+    logits = torch.tensor([[0.0, -300.0]])
+    out = sample(logits, temperature=1000.0, u=0.99)
+    assert out.token_ids.tolist() == [1]
+    assert out.raw_logprobs.tolist() == [-300.0]
+
+
+def test_optional_outputs_are_absent_unless_wanted():
+    out = sample(torch.zeros(2, 10), want_raw=False, want_sampled=False)
+    assert out.raw_logprobs is None
+    assert out.sampled_logprobs is None
+    assert (out.token_ids.dtype, out.logprobs.dtype) == (torch.int64, torch.float32)
+
+
+def test_greedy_takes_the_lowest_index_of_equals():
+    logits = torch.zeros(3, 1000)
+    logits[0, [300, 700]] = 1.0
+    logits[1, [511, 512]] = 1.0
+    assert sample(logits, greedy=True).token_ids.tolist() == [300, 511, 0]
+    # 1e-10 apart: different logits whose probabilities are the same float
+    close = torch.tensor([[1e-3, 1e-3 + 2e-10]])
+    assert close[0, 0] != close[0, 1]
+    assert sample(close, greedy=True).token_ids.tolist() == [1]
+
+
+def kept_set(logits: torch.Tensor, points: int, **parameters) -> set[int]:
+    """Every token that some noise leads to, for rows whose kept tokens all have a fair share."""
+    u = (np.arange(points) + 0.5) / points
+    return set(sample(logits.expand(points, -1), u=u, **parameters).token_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"),
+    [
+        (1e-6, {2}),
+        (0.4, {2}),
+        (0.5, {2}),
+        (0.51, {2, 0}),
+        (0.75, {2, 0}),
+        (0.76, {2, 0, 1}),
+        (1.0, {0, 1, 2, 3}),
+    ],
+)
+def test_top_p_keeps_the_shortest_prefix_that_reaches_it(top_p, expected):
+    logits = torch.log(torch.tensor([0.25, 0.125, 0.5, 0.125]))
+    assert kept_set(logits, 64, top_p=top_p) == expected
+
+
+def test_top_p_is_relative_to_what_top_k_left():
+    logits = torch.log(torch.tensor([0.25, 0.125, 0.5, 0.125]))
+    # Of 0.5 and 0.25 the first has two thirds.
+    assert kept_set(logits, 64, top_k=2, top_p=0.66) == {2}
+    assert kept_set(logits, 64, top_k=2, top_p=0.67) == {2, 0}
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "top_k"),
+    [
+        *((v, k) for v in (50, 64, 65, 300, 3000, 40_000) for k in (1, 7, 49)),
+        *((v, 64) for v in (65, 300, 40_000)),
+        *((v, 70) for v in (300, 3000, 40_000)),
+        (3000, 1500),
+    ],
+)
+def test_top_k_breaks_ties_by_index(vocab_size, top_k):
+    """Three better tokens at the end, all others equal: exactly k are kept, the lowest indices among the equal."""
+    logits = torch.zeros(vocab_size)
+    logits[-3:] = 1.0
+    better = [vocab_size - 3, vocab_size - 2, vocab_size - 1][:top_k]
+    expected = {*better, *range(top_k - len(better))}
+    assert kept_set(logits, 3 * top_k + 10, top_k=top_k) == expected
+
+
+def test_top_p_ties_across_shortlists():
+    """Equal probabilities, 3,000 of them: the lowest indices, whether 64, 1,024 or all tokens had to be looked at."""
+    logits = torch.zeros(3000)
+    for kept in (10, 200, 2000):
+        assert kept_set(logits, 3 * kept, top_p=(kept - 0.5) / 3000) == set(range(kept))
+
+
+@settings(max_examples=examples(150))
+@given(
+    values=st.lists(st.integers(-3, 3), min_size=1, max_size=40),
+    top_k=st.integers(1, 40),
+    top_p=st.sampled_from([0.1, 0.3, 0.5, 0.77, 0.95, 1.0]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_filters_match_the_definition(values, top_k, top_p, temperature):
+    logits = torch.tensor(values, dtype=torch.float32)
+    top_k = min(top_k, len(values))
+    exact = Exact.of(logits, temperature, top_k, top_p)
+    points = 400
+    u = (np.arange(points) + 0.5) / points
+    out = sample(logits.expand(points, -1), temperature=temperature, top_k=top_k, top_p=top_p, u=u)
+    tokens = out.token_ids.numpy()
+    # An evenly spaced grid gives every token its share to within one point: an exact test of the whole distribution.
+    counts = np.bincount(tokens, minlength=len(values))
+    assert np.abs(counts - exact.kept * points).max() <= 1.001
+    np.testing.assert_allclose(out.sampled_logprobs.numpy(), np.log(exact.kept[tokens]), atol=1e-5)
+
+
+@pytest.mark.parametrize("u", [0.0, 1e-300, LARGEST_UNIFORM, 0.5])
+@pytest.mark.parametrize("parameters", [{}, {"top_k": 200}, {"top_p": 0.999}, {"temperature": 0.01}])
+@pytest.mark.parametrize("fill", [-torch.inf, -500.0])
+def test_zero_probability_is_never_drawn(u, parameters, fill):
+    """Masked and underflowing tokens around, before, between and behind the possible ones."""
+    for possible in ([0], [999], [255, 256], [300, 700], [5, 6, 600]):
+        logits = torch.full((1, 1000), fill)
+        logits[0, possible] = torch.linspace(0.0, 1e-3, len(possible))
+        out = sample(logits, u=u, **parameters)
+        assert int(out.token_ids[0]) in possible
+        assert float(out.logprobs[0]) == pytest.approx(-np.log(len(possible)), abs=0.2)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_p": 0.9999}, {"top_k": 205}])
+def test_rounding_of_sums_does_not_push_the_draw_past_the_end(parameters):
+    """Behind the last possible token of a block lie impossible ones; float32 sums round to either side."""
+    logits = torch.randn(500, 256, generator=torch.Generator().manual_seed(2))
+    logits[:, 200:] = -torch.inf
+    tokens = sample(logits, u=LARGEST_UNIFORM, **parameters).token_ids
+    assert int(tokens.max()) < 200
+
+
+def test_extreme_noise_reaches_both_ends():
+    logits = torch.zeros(2, 1000)
+    assert sample(logits, u=[0.0, LARGEST_UNIFORM]).token_ids.tolist() == [0, 999]
+
+
+@pytest.mark.parametrize("parameters", [{}, {"greedy": True}, {"top_k": 5}, {"top_p": 0.5}])
+def test_rows_that_are_not_finite(parameters):
+    generator = torch.Generator().manual_seed(5)
+    clean = torch.randn(6, 700, generator=generator)
+    broken = clean.clone()
+    broken[0, 3] = torch.nan
+    broken[2, 699] = torch.inf
+    broken[3] = -torch.inf
+    broken[4, 0] = -torch.inf  # an ordinary mask: this row is fine
+    clean[4, 0] = -torch.inf
+    sampler = Sampler(700, 8, "cpu", torch.float32)
+    batch = make_batch(6, 700, u=uniforms(6), **parameters)
+    expected, got = sampler.sample(clean, batch), sampler.sample(broken, batch)
+    assert got.token_ids[[0, 2, 3]].tolist() == [-1, -1, -1]
+    for values, reference in (
+        (got.logprobs, expected.logprobs),
+        (got.raw_logprobs, expected.raw_logprobs),
+        (got.sampled_logprobs, expected.sampled_logprobs),
+    ):
+        assert values[[0, 2, 3]].isnan().all()
+        assert torch.equal(values[[1, 4, 5]], reference[[1, 4, 5]])
+    assert torch.equal(got.token_ids[[1, 4, 5]], expected.token_ids[[1, 4, 5]])
+    # Nothing is left behind in the workspaces.
+    again = sampler.sample(clean, batch)
+    assert torch.equal(again.token_ids, expected.token_ids)
+    assert torch.equal(again.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("vocab_size", [33, 4097, 151_936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_neighbours(vocab_size, dtype):
+    """Bit for bit: alone, in another order, and with chunks cut elsewhere."""
+    rows = 9
+    generator = torch.Generator().manual_seed(11)
+    logits = (torch.randn(rows, vocab_size, generator=generator) * 4).to(dtype)
+    parameters = {
+        "temperature": np.linspace(0.5, 2.0, rows),
+        "greedy": np.arange(rows) % 4 == 3,
+        "top_k": np.where(np.arange(rows) % 3 == 1, 20, vocab_size),
+        "top_p": np.where(np.arange(rows) % 5 == 2, 0.7, 1.0),
+        "u": uniforms(rows),
+    }
+
+    def run(index: list[int], max_rows: int) -> list[list]:
+        out = sample(
+            logits[index], max_rows, **{name: np.asarray(value)[index] for name, value in parameters.items()}
+        )
+        # As integers: equality of bits.
+        floats = (out.logprobs, out.raw_logprobs, out.sampled_logprobs)
+        return [out.token_ids.tolist(), *(f.view(torch.int32).tolist() for f in floats)]
+
+    everything = list(range(rows))
+    together = run(everything, 64)
+    assert run(everything, 2) == together
+    backwards = run(everything[::-1], 64)
+    assert [column[::-1] for column in backwards] == together
+    for row in everything:
+        assert run([row], 64) == [[column[row]] for column in together]
+
+
+def test_no_rows():
+    out = sample(torch.zeros(0, 10))
+    assert out.token_ids.shape == (0,)
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(2, 11), torch.zeros(2, 10, dtype=torch.bfloat16)])
+def test_unexpected_logits_are_refused(logits):
+    with pytest.raises(ValueError, match=r"expected torch\.float32"):
+        Sampler(10, 4, "cpu", torch.float32).sample(logits, make_batch(2, 10))
+
+
+# --- noise
+
+
+def test_splitmix64_known_outputs():
+    """The generator's published sequence for seed 1234567."""
+    outputs = _splitmix64(np.full(3, 1234567, np.uint64), np.arange(3))
+    assert outputs.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def vary(name: str, count: int, offset: int = 0) -> np.ndarray:
+    """Noise along one of its three arguments, from ``offset`` on."""
+    line = np.arange(offset, offset + count)
+    constant = np.full(count, 3, np.int64)
+    return noise(
+        line.astype(np.uint64) if name == "seed" else np.full(count, 42, np.uint64),
+        line if name == "index" else constant,
+        line if name == "position" else constant,
+    )
+
+
+@pytest.mark.parametrize("name", ["seed", "index", "position"])
+def test_noise_is_uniform(name):
+    values = vary(name, 50_000)
+    assert values.dtype == np.float64
+    assert values.min() >= 0.0
+    assert values.max() < 1.0
+    assert stats.kstest(values, "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("name", ["seed", "index", "position"])
+@pytest.mark.parametrize("lag", [1, 2, 16])
+def test_neighbouring_noise_is_independent(name, lag):
+    values, later = vary(name, 50_000), vary(name, 50_000, offset=lag)
+    table, _, _ = np.histogram2d(values, later, bins=16, range=[[0, 1], [0, 1]])
+    assert stats.chisquare(table.ravel()).pvalue > 1e-3
+
+
+def test_noise_of_neighbouring_streams_is_independent():
+    """Positions of seed s against those of seed s + 1, and of sample i against i + 1: not one sequence shifted."""
+    count = 50_000
+    positions, zeros = np.arange(count), np.zeros(count, np.int64)
+    base = noise(np.full(count, 7, np.uint64), zeros, positions)
+    for other in (
+        noise(np.full(count, 8, np.uint64), zeros, positions),
+        noise(np.full(count, 7, np.uint64), zeros + 1, positions),
+    ):
+        table, _, _ = np.histogram2d(base, other, bins=16, range=[[0, 1], [0, 1]])
+        assert stats.chisquare(table.ravel()).pvalue > 1e-3
+        assert len(np.intersect1d(base, other)) == 0
+
+
+def test_noise_is_a_pure_function_of_its_arguments():
+    rng = np.random.default_rng(0)
+    seeds = rng.integers(0, 2**64, 100, dtype=np.uint64)
+    index, positions = rng.integers(0, 1000, 100), rng.integers(0, 10**6, 100)
+    together = noise(seeds, index, positions)
+    order = rng.permutation(100)
+    np.testing.assert_array_equal(noise(seeds[order], index[order], positions[order]), together[order])
+    alone = [noise(seeds[i : i + 1], index[i : i + 1], positions[i : i + 1])[0] for i in range(100)]
+    np.testing.assert_array_equal(alone, together)

@@ -1,0 +1,74 @@
+"""The samplers beside an accelerator ask it for no value: here its tensors have none, so whoever asks fails."""
+
+import numpy as np
+import pytest
+import torch
+
+from caesura.io_struct import GenerateReqInput, SamplingParams
+from caesura.scheduler.execution.forward import SamplingBatch
+from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
+from caesura.scheduler.scheduling.request import RequestTable, make_requests
+from caesura.scheduler.scheduling.sampling_inputs import sampling_batch
+
+VOCAB = 3000
+META = torch.device("meta")
+FILTERS = {
+    "top-k": {"top_k": 20},
+    "a long top-k": {"top_k": 1500},
+    "top-p": {"top_p": 0.9},
+    "both": {"top_k": 20, "top_p": 0.9},
+    "min-p": {"min_p": 0.1},
+}
+
+
+def batch_of(*params: SamplingParams, **options: object) -> SamplingBatch:
+    """A step that samples one token for each of these, as the scheduler builds it."""
+    table = RequestTable(len(params), 64, 16, VOCAB)
+    for sampling_params in params:
+        message = GenerateReqInput(input_ids=[5, 6, 7], sampling_params=sampling_params, **options)
+        (request,) = make_requests(message, client=b"c", seed=1, limit=60, eos_token_ids=(), arrival=0.0)
+        table.bind(request, table.take_slot())
+    slots = np.arange(len(params))
+    return sampling_batch(table, slots, np.full(len(params), 3))
+
+
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS.keys())
+def test_filtered_rows(options):
+    rows = [SamplingParams(**options), SamplingParams(), SamplingParams(temperature=0.0, **options)]
+    batch = batch_of(*rows, return_logprob=True, return_raw_logprob=True)
+    assert batch.any_filtered
+    out = Sampler(VOCAB, 2, META, torch.bfloat16).sample(
+        torch.empty((3, VOCAB), dtype=torch.bfloat16, device=META), batch.to(META)
+    )
+    assert_of(out, 3)
+
+
+def test_special_rows():
+    rows = [
+        SamplingParams(top_k=20, repetition_penalty=1.2),
+        SamplingParams(top_p=0.9, logit_bias={3: 1.0}),
+        SamplingParams(min_new_tokens=4, stop_token_ids=[9]),
+        SamplingParams(),
+    ]
+    batch = batch_of(*rows, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[1, 2])
+    assert batch.special is not None
+    batch = batch.to(META)
+    sampler = SpecialSampler(Sampler(VOCAB, 4, META, torch.bfloat16), VOCAB, META)
+    out = sampler.sample(torch.empty((4, VOCAB), dtype=torch.bfloat16, device=META), batch, batch.special)
+    assert_of(out, 4)
+    assert out.further.top.shape == (4, 2)
+
+
+def assert_of(out: SamplerOutput, rows: int) -> None:
+    assert out.token_ids.device.type == "meta"
+    assert out.token_ids.shape == out.logprobs.shape == (rows,)
+
+
+def test_the_longest_list_is_known_on_the_host():
+    """Of the filtered rows only; a row of top-p alone may keep the whole vocabulary."""
+    greedy = SamplingParams(temperature=0.0, top_k=2000)
+    assert batch_of(SamplingParams(), greedy).largest_top_k is None
+    assert batch_of(SamplingParams(top_k=7), SamplingParams(), greedy).largest_top_k == 7
+    assert batch_of(SamplingParams(top_k=7), SamplingParams(top_k=90, top_p=0.5)).largest_top_k == 90
+    assert batch_of(SamplingParams(top_k=7), SamplingParams(top_p=0.5)).largest_top_k == VOCAB
