@@ -64,6 +64,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-cache
 	mkdir -p .check && ln -sfn .. .check/caesura
 	cd .check && ../$(BIN)/mypy --config-file ../pyproject.toml -p caesura.io_struct -p caesura.process -p caesura.transfer -p caesura.client -p caesura.scheduler -p caesura.integrations && ../$(BIN)/mypy --config-file ../pyproject.toml ../docs ../tests ../benchmarks ../examples
 

@@ -1,25 +1,17 @@
-"""Who may import whom, read from the syntax trees.
-
-Inside ``scheduler/`` a file imports at run time only from floors below its own, from its own package, and from modules to
-its left on its floor. Imports below ``if TYPE_CHECKING:`` are free: they cost nothing and order nothing.
-"""
+"""Import rules beside the order of layers, which import-linter checks (``[tool.importlinter]`` in pyproject.toml)."""
 
 import ast
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import pytest
-from generate_structures import FLOORS, PARTS, summary_of
-from generated_parts import generate
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("io_struct", "process", "transfer", "client", "scheduler", "integrations")
 
 
-PLACE = {name: (row, column) for row, names in enumerate(FLOORS) for column, name in enumerate(names)}
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -89,74 +81,32 @@ def imports_of(path: Path) -> tuple[Import, ...]:
     return tuple(found)
 
 
-def top(module: str) -> str:
-    """The entry of the table to which a scheduler module belongs: its own, or else its package's."""
-    parts = module.split(".")[2:]
-    return ".".join(parts[:2]) if ".".join(parts[:2]) in PLACE else parts[0]
-
-
 def where(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
-def test_the_page_of_structures_is_up_to_date():
-    page = (ROOT / "docs" / "contributing" / "structures.md").read_text(encoding="utf-8")
-    assert generate(page, PARTS) == page, "run: python docs/generate_structures.py"
-
-
 def test_every_module_says_what_it_is_for():
     silent = [
-        str(path.relative_to(ROOT)) for path in FILES if path.name != "__init__.py" and not summary_of(path)
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if path.name != "__init__.py" and not ast.get_docstring(tree_of(path))
     ]
     assert silent == []
 
 
-def test_a_renamed_module_makes_the_page_stale():
-    page = (ROOT / "docs" / "contributing" / "structures.md").read_text(encoding="utf-8")
-    stale = page.replace("| `runtime/loop.py` |", "| `circle.py` |")
-    assert stale != page
-    assert generate(stale, PARTS) == page
-
-
-def test_the_table_names_what_is_there():
-    there = {
-        path.stem if path.suffix == ".py" else path.name
-        for path in (ROOT / "scheduler").iterdir()
-        if path.suffix == ".py" or any(path.glob("*.py"))
-    } - {"__init__"}
-    assert there - PLACE.keys() == set(), (
-        "give the new module its place in FLOORS of docs/generate_structures.py"
-    )
-    modules = {place for place in PLACE if "." in place}
-    assert PLACE.keys() - there - modules == set(), "the table names what is not there"
-    assert all(f"caesura.scheduler.{module}" in MODULES for module in modules)
-
-
-def allowed(user: str, used: str) -> bool:
-    if user == used:
-        return True
-    (row, column), (used_row, used_column) = PLACE[user], PLACE[used]
-    return used_row < row or (used_row == row and used_column < column)
-
-
-@pytest.mark.parametrize("user,used,expected", [
-    ("runtime", "runtime.config", True), ("runtime.config", "runtime", False), ("runtime", "messaging", True), ("messaging", "runtime", False),
-    ("cache", "cache", True), ("attention", "layers", False), ("layers", "attention", True),
-])  # fmt: skip
-def test_the_rule_itself(user, used, expected):
-    assert allowed(user, used) is expected
-
-
-def test_scheduler_files_import_downwards():
-    wrong = [
-        f"{where(path, found.line)} imports {found.target}"
-        for path in FILES
-        if path.is_relative_to(ROOT / "scheduler") and module_of(path).count(".") >= 2
-        for found in imports_of(path)
-        if found.target.startswith("caesura.scheduler.")
-        and not allowed(top(module_of(path)), top(found.target))
+def test_every_module_of_the_engine_has_its_layer():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = (each for each in config["tool"]["importlinter"]["contracts"] if "containers" in each)
+    listed = {name.strip() for line in layers["layers"] for name in line.split(":")}
+    there = [module.removeprefix("caesura.scheduler.") for module in MODULES if module.count(".") >= 2]
+    engine = [name for name in there if not name.startswith("caesura.")]
+    packages = {name.split(".")[0] for name in engine if "." in name}
+    lost = [
+        name
+        for name in engine
+        if name not in packages and not {name, name.split(".")[0], ".".join(name.split(".")[:2])} & listed
     ]
-    assert wrong == []
+    assert lost == []
 
 
 def test_no_scheduler_file_imports_the_package_as_a_whole():
@@ -200,28 +150,6 @@ def test_imports_inside_the_package_are_relative():
         if (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("caesura"))
         or (isinstance(node, ast.Import) and any(alias.name.startswith("caesura") for alias in node.names))
     ]
-    assert wrong == []
-
-
-def test_client_and_scheduler_meet_in_io_struct_only():
-    other = {
-        "client": "caesura.scheduler",
-        "scheduler": "caesura.client",
-        "io_struct": "caesura.",
-        "process": "caesura.scheduler",
-        "transfer": "caesura.scheduler",
-        "integrations": "caesura.scheduler",
-    }
-    wrong = []
-    for path in FILES:
-        package = path.relative_to(ROOT).parts[0]
-        for node in nodes_of(path):  # names for typing included
-            if isinstance(node, ast.ImportFrom) and node.level:
-                base = module_of(path).split(".")
-                base = base if path.name == "__init__.py" else base[:-1]
-                target = ".".join([*base[: len(base) - node.level + 1], node.module or ""])
-                if target.startswith(other[package]) and not target.startswith(f"caesura.{package}"):
-                    wrong.append(f"{where(path, node.lineno)} imports {target}")
     assert wrong == []
 
 
