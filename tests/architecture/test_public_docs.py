@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from caesura import client
-from caesura.client import group as group
-from caesura.client import text
+from caesura.client import group, text
 from caesura.client import trainer as tensors
 
 
