@@ -1,14 +1,14 @@
 """A fixed slice of the fault campaign: one fault of every kind, against real processes.
 
-``python benchmarks/faults.py`` runs thousands of them; a failure here is repeated alone with ``-k KIND``.
+``make faults`` runs thousands of them; a failure here is repeated alone with ``-k KIND``.
 """
 
 from collections.abc import Iterator
 
 import pytest
-from harness.faults.campaign import Campaign
-from harness.faults.kinds import KINDS
-from harness.faults.known import make_versions
+from campaigns.faults.campaign import Campaign
+from campaigns.faults.kinds import KINDS
+from campaigns.faults.known import make_versions
 
 SEED = 20
 ORDER = sorted(KINDS, key=lambda name: KINDS[name].weight, reverse=True)

@@ -5,8 +5,8 @@ accepted request must have ended exactly once, the weights must be one whole kno
 token must be the one that the version in its span gives, and the engine must hold no more than before. The table counts what
 was not so. Exit status 1 if anything was not.
 
-    python benchmarks/faults.py --faults 2000 --seed 1 --json faults.json
-    python benchmarks/faults.py --seed 1 --first 137 --faults 1          # just that fault again
+    make faults FAULTS_ARGS="--faults 2000 --seed 1 --json faults.json"
+    make faults FAULTS_ARGS="--seed 1 --first 137 --faults 1"          # just that fault again
 """
 
 import argparse
@@ -19,11 +19,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.faults.campaign import Campaign, Outcome
-from harness.faults.kinds import KINDS
-from harness.faults.known import make_versions
-from harness.faults.ledger import HARMS, count_harms
 from harness.machine import machine_facts
+
+from .campaign import Campaign, Outcome
+from .kinds import KINDS
+from .known import make_versions
+from .ledger import HARMS, count_harms
 
 COLUMNS = ("kind", "count", *HARMS, "recovery p50", "p99")
 
@@ -50,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def again(options: argparse.Namespace, outcome: Outcome) -> str:
     """The command that repeats just this fault."""
     only = f" --only {' '.join(options.kinds)}" if len(options.kinds) < len(KINDS) else ""
-    return f"python benchmarks/faults.py --seed {options.seed} --first {outcome.number} --faults 1{only}"
+    return f'make faults FAULTS_ARGS="--seed {options.seed} --first {outcome.number} --faults 1{only}"'
 
 
 def percentile(values: Sequence[float], share: float) -> float:

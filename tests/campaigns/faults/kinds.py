@@ -1,4 +1,4 @@
-"""Where faults are registered under their names."""
+"""The table of faults by name; `campaign.py` imports the modules that fill it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

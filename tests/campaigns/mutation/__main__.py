@@ -1,12 +1,12 @@
 """Would the tests notice? Small changes are made in a copy of the tree, one at a time, and the nearest tests are run.
 
-    python benchmarks/mutation.py --per-module 40 --seed 1 --json mutants.json     # needs the extra `mutation`
-    python benchmarks/mutation.py --module scheduler/scheduling/output_processor.py --again mutants.json    # the survivors of that run
+    make mutation MUTATION_ARGS="--per-module 40 --seed 1 --json mutants.json"
+    make mutation MUTATION_ARGS="--module scheduler/scheduling/output_processor.py --again mutants.json"   # its survivors
 
 Changes are cosmic-ray's (operators, comparisons, numbers, booleans, loops, exceptions, negated conditions), drawn by seed. Left
 out of the draw by rule: annotations, decorators, type aliases, tests of TYPE_CHECKING, signatures but for defaults. A first run finds out which test executes
 which line; a mutant meets the tests that execute its statement, the module's own ones first and the fastest of these first, then
-the wider ones, and is killed by the first that fails or does not end. ``mutation_equivalents.json`` lists changes that cannot
+the wider ones, and is killed by the first that fails or does not end. ``equivalents.json`` lists changes that cannot
 change anything that a caller sees, each with the reason. The score is killed / (drawn - equivalent).
 
 Invariants:
@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.machine import describe, machine_facts
-from harness.mutation.mutants import Apply, Mutant, Place, draw, places_of_interest, statement_lines
-from harness.mutation.reach import Reached
-from harness.mutation.sandbox import Sandbox
 
-TREE = Path(__file__).resolve().parent.parent
-EQUIVALENTS = Path(__file__).with_name("mutation_equivalents.json")
+from .mutants import Apply, Mutant, Place, draw, places_of_interest, statement_lines
+from .reach import Reached
+from .sandbox import Sandbox
+
+TREE = Path(__file__).resolve().parents[3]
+EQUIVALENTS = Path(__file__).with_name("equivalents.json")
 KILLED, SURVIVED, TIMEOUT, EQUIVALENT = "killed", "survived", "timeout", "equivalent"
 COLUMNS = ("module", "drawn", "killed", "of these by time", "survived", "equivalent", "score")
 WIDER_S = 40.0
@@ -211,7 +212,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def all_mutants(options: argparse.Namespace) -> dict[str, list[Mutant]]:
     """The draw, by module."""
-    from harness.mutation.operators import (  # the extra `mutation` is needed here only
+    from .operators import (  # the extra `mutation` is needed here only
         all_places,
         changed_source,
     )

@@ -4,8 +4,8 @@ The wire has no checksums and no acknowledgements of its own: a message that is 
 and repetition must suffice. What is judged is the engine, and that no client waits for ever.
 """
 
+from .kinds import kind
 from .proxies import ByteProxy, Damage, Direction, FrameProxy, Harmful
-from .registry import kind
 from .scene import Scene
 
 SHORT_PATIENCE_S = 1.5

@@ -15,6 +15,7 @@ from typing import Any
 
 from caesura.client import EngineDied, EngineError, ShuttingDown, TimedOut
 
+from . import network_faults, process_faults, resource_faults  # noqa: F401 (they fill KINDS)
 from .footprint import shared_files_of, wait_until_within
 from .kinds import KINDS
 from .known import Version

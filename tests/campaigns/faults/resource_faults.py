@@ -7,9 +7,9 @@ import socket
 from pathlib import Path
 
 from .fault_engine import DAY_S
+from .kinds import kind
 from .known import Version
 from .life import DEADLINE_S, ENGINE_DESCRIPTORS, PATIENT_LEASE_S
-from .registry import kind
 from .scene import Scene, outcome_text
 
 MUTE_TOKENS = 3000

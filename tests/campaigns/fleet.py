@@ -7,7 +7,7 @@ requests that were not answered whole (lost), tokens that their span's weights d
 update and have tokens of older weights, outputs with weights whose update failed, and members that serve another label than the
 fleet (mixed). Exit status 1 if there is any.
 
-    python benchmarks/fleet.py --kills 100 --replicas 3 --seed 1 --json fleet.json
+    make kills KILLS_ARGS="--kills 100 --replicas 3 --seed 1 --json fleet.json"
 
 With --ray the replicas are those of a RolloutFleet on a Ray of this machine, which notices the kill, starts actor and engine again,
 and has the fleet admit them.
@@ -30,13 +30,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from harness.faults.known import FIRST_TOKEN, VOCAB, Version, make_versions
 from harness.machine import machine_facts
 from safetensors.torch import load_file
 
 from caesura.client import EngineError, GenerateOutput, LaunchedScheduler, SamplingParams, launch_scheduler
 from caesura.client.fleet import EngineAddress, Fleet, FleetUpdateFailed
 from caesura.io_struct import PauseMode
+
+from .faults.known import FIRST_TOKEN, VOCAB, Version, make_versions
 
 if TYPE_CHECKING:
     from caesura.client.fleet.ray_fleet import RolloutFleet

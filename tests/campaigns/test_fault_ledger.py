@@ -1,4 +1,4 @@
-"""The fault campaign's own accounts: it must notice what an engine loses, doubles, tears or leaks."""
+"""The ledger of the fault campaign must notice what an engine loses, doubles, tears or leaks."""
 
 import threading
 from dataclasses import replace
@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import zmq
-from faults import again, parse, table
-from harness.faults.campaign import Campaign, Outcome
-from harness.faults.footprint import Footprint
-from harness.faults.kinds import KINDS
-from harness.faults.known import VOCAB, Version, make_versions, successors
-from harness.faults.ledger import Ledger, Problem, check_tokens
-from harness.faults.scene import SpanFacts
-from harness.faults.witness import Witness
+from campaigns.faults.__main__ import again, parse, table
+from campaigns.faults.campaign import Campaign, Outcome
+from campaigns.faults.footprint import Footprint
+from campaigns.faults.kinds import KINDS
+from campaigns.faults.known import VOCAB, Version, make_versions, successors
+from campaigns.faults.ledger import Ledger, Problem, check_tokens
+from campaigns.faults.scene import SpanFacts
+from campaigns.faults.witness import Witness
 
 from caesura.io_struct import (
     BatchTokenOutput,
@@ -263,4 +263,4 @@ def test_the_table_counts_harms_by_kind_and_a_failure_says_how_to_repeat_it():
     assert rows[2][:8] == ["client-kill", "2", "1", "0", "0", "1", "0", "0"]
     assert rows[-1][:8] == ["all", "3", "1", "0", "0", "1", "1", "0"]
     options = parse(["--seed", "9", "--only", "client-kill"])
-    assert again(options, outcomes[1]).endswith("--seed 9 --first 1 --faults 1 --only client-kill")
+    assert again(options, outcomes[1]).endswith('--seed 9 --first 1 --faults 1 --only client-kill"')

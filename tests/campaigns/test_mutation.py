@@ -1,14 +1,24 @@
 """Mutation testing of a tiny tree: what may be drawn, which tests a mutant meets, and what becomes of it."""
 
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
 
-import mutation
 import pytest
-from harness.mutation.mutants import Place, draw, mutant_of, places_of_interest, statement_lines
-from mutation import EQUIVALENT, EQUIVALENTS, KILLED, MODULES, SURVIVED, TIMEOUT, TREE, Outcome, reason_of
+from campaigns.mutation import __main__ as mutation
+from campaigns.mutation.__main__ import (
+    EQUIVALENT,
+    EQUIVALENTS,
+    KILLED,
+    MODULES,
+    SURVIVED,
+    TIMEOUT,
+    TREE,
+    Outcome,
+    reason_of,
+)
+from campaigns.mutation.mutants import Place, draw, mutant_of, places_of_interest, statement_lines
 
 SOURCE = '''"""Arithmetic."""
 from functools import cache
@@ -173,9 +183,10 @@ def test_the_score_leaves_equivalents_out():
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from harness.mutation.mutants import Place, mutant_of, statement_lines
-from harness.mutation.sandbox import Sandbox
-from mutation import Tests, attempt
+from campaigns.mutation.mutants import Place, mutant_of, statement_lines
+from campaigns.mutation.sandbox import Sandbox
+from campaigns.mutation import __main__ as mutation
+from campaigns.mutation.__main__ import Tests, attempt
 
 tree, folder = Path(sys.argv[1]), Path(sys.argv[2])
 sandbox = Sandbox(tree, folder, preloaded=())
@@ -215,7 +226,10 @@ def test_one_mutant_is_killed_and_one_survives(tmp_path):
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tree, folder],
-        env={"PYTHONPATH": str(Path(mutation.__file__).parent), "PATH": "/usr/bin:/bin"},
+        env={
+            "PYTHONPATH": os.pathsep.join(str(TREE / name) for name in ("tests", "benchmarks")),
+            "PATH": "/usr/bin:/bin",
+        },
         capture_output=True,
         text=True,
     )
@@ -238,7 +252,7 @@ def test_one_mutant_is_killed_and_one_survives(tmp_path):
 
 def test_cosmic_rays_changes_are_listed_and_made():
     pytest.importorskip("cosmic_ray")
-    from harness.mutation.operators import all_places, changed_source
+    from campaigns.mutation.operators import all_places, changed_source
 
     places = places_of_interest(SOURCE, all_places(SOURCE))
     assert {place.start[0] for place in places} == {9, 13, 16, 22}

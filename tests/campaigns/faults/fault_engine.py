@@ -4,7 +4,7 @@ Invariants: nothing else differs from ``python -m caesura.scheduler``. ``time.ti
 the double that stands in a file. The monotonic clock is never touched. (No signal: an engine takes every one that it handles for
 a request to end.)
 
-    python benchmarks/harness/faults/fault_engine.py CLOCK_FILE <options of caesura scheduler>
+    python tests/campaigns/faults/fault_engine.py CLOCK_FILE <options of caesura scheduler>
 """
 
 import mmap

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..process_memory import MB, read_memory
+from harness.process_memory import MB, read_memory
 
 RESIDENT_SLACK = 96 * MB
 """Allocators keep some of what was used once; more than this is a leak."""
-SHARED_MEMORY = "/dev/shm"  # noqa: S108  where Linux keeps shared memory
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)

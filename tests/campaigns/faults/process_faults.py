@@ -3,7 +3,7 @@
 import signal
 
 from .frontend import FrontEnd
-from .registry import kind
+from .kinds import kind
 from .scene import Scene
 
 
