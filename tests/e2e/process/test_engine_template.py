@@ -185,7 +185,7 @@ def test_a_process_that_starts_others_forks_them_too(start):
     code = """
 import functools, subprocess
 import psutil
-from caesura.client.launch import launch
+from caesura.client.launch import launcher as launch
 executed, execute = [], subprocess.Popen._execute_child
 subprocess.Popen._execute_child = functools.wraps(execute)(lambda *given: executed.append(1) or execute(*given))
 with launch.Popen(launch.engine_command("--no-such-option"), stderr=subprocess.PIPE, text=True) as child:

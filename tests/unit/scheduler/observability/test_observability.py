@@ -33,7 +33,7 @@ def test_a_record_is_one_line_with_time_level_and_module(stream):
     logging.getLogger("caesura.scheduler.runtime.loop").debug("below the level")
     log.flush()
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO scheduler\.loop: held 3\\nERROR forged\n",
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO scheduler\.runtime\.loop: held 3\\nERROR forged\n",
         stream.getvalue(),
     )
 
@@ -70,7 +70,7 @@ def test_a_line_of_json_has_time_level_and_replica_whatever_was_logged(stream):
         assert (line["process"], line["replica"], line["rank"]) == ("scheduler", "replica-0", 1)
     first, second, third, *repeated = lines
     assert (first["level"], first["logger"], first["message"]) == (
-        "INFO", "scheduler.loop", r"held 3\n\x1b\ud800"
+        "INFO", "scheduler.runtime.loop", r"held 3\n\x1b\ud800"
     )  # fmt: skip
     assert second["traceback"][0].startswith("Traceback")
     assert "could not be formatted" in third["message"]
