@@ -2,7 +2,7 @@
 
 Invariants:
 - The server listens only when the engine is ready, and says where once it has answered.
-- Keys and addresses: ``listening.py``. Several engines behind one port: ``client/replicas/``.
+- Keys and addresses: ``listening.py``. Several engines behind one port: ``client/group/``.
 - How it ends, and what becomes of it without its engine: ``watch.py``.
 """
 
@@ -27,19 +27,19 @@ from ...process.json_log import JsonFormatter
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..exceptions import EngineError, InvalidRequest
+from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler, engine_command
 from ..launch.notify import notify
 from ..launch.stderr import Repeats, queued_stderr
 from ..launch.supervise import log_format_option, restart_options, status_of, stop_timeout_s, supervised
 from ..launch.supervisor import RestartPolicy, Supervisor
-from ..replicas.processes import ReplicaProcesses
 from .listening import ADMIN_KEY, API_KEY, OPEN_TO_ALL, Keys, bound, check_host, warn
 from .printable import PrintableFormatter
 from .tls import tls_context
 from .watch import Watch, interrupted_by_signals, unless_stopped
 
 if TYPE_CHECKING:
-    from ..replicas.fleet import ReplicaFleet
+    from ..group.replicas import ReplicaFleet
     from .context import FrontEnd, ServeOptions
     from .server import Server
 
@@ -379,7 +379,7 @@ async def _connected(
     from .context import OWNER
 
     if isinstance(launched, ReplicaProcesses):
-        from ..replicas.fleet import ReplicaFleet
+        from ..group.replicas import ReplicaFleet
 
         async with ReplicaFleet(launched, owner=OWNER) as fleet:
             yield fleet.client, f"{fleet.size} replicas", fleet
