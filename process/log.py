@@ -156,10 +156,10 @@ def queued_stderr(as_line: Callable[[str], str] | None = None) -> Iterator[None]
         stream.settle(FLUSH_S)
 
 
-class LogHandler(logging.StreamHandler[TextIO]):
+class LogHandler(logging.StreamHandler[TextIO | QueuedStream]):
     """Write records to ``stream``, default ``sys.stderr``, but count what a call site repeats and write the number."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | QueuedStream | None = None) -> None:
         super().__init__(stream)
         self._sites: dict[tuple[str, int], tuple[float, int]] = {}
         """For each call site, the start of its window and the number of its records since then."""
@@ -318,7 +318,9 @@ def configure(
     shown = printable(name).replace("%", "%%")
     where = " ".join(filter(None, (shown, f"rank{rank}" if rank else "", "%(module_path)s")))
     json = JsonFormatter("scheduler", name, rank) if log_format == "json" else None
-    handler = LogHandler(QueuedStream(sys.stderr if stream is None else stream, json and json.wrap))
+    handler = LogHandler(
+        QueuedStream(sys.stderr if stream is None else stream, None if json is None else json.wrap)
+    )
     handler.setFormatter(json or TextFormatter(where))
     logger.addHandler(handler)
     logger.propagate = False  # a root handler would print every line again
