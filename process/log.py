@@ -157,9 +157,9 @@ def queued_stderr(as_line: Callable[[str], str] | None = None) -> Iterator[None]
 
 
 class LogHandler(logging.StreamHandler[TextIO | QueuedStream]):
-    """Write records to ``stream``, default ``sys.stderr``, but count what a call site repeats and write the number."""
+    """Write records to ``stream``, but count what a call site repeats and write the number."""
 
-    def __init__(self, stream: TextIO | QueuedStream | None = None) -> None:
+    def __init__(self, stream: TextIO | QueuedStream) -> None:
         super().__init__(stream)
         self._sites: dict[tuple[str, int], tuple[float, int]] = {}
         """For each call site, the start of its window and the number of its records since then."""
@@ -280,7 +280,7 @@ def server_log(process: str, log_format: str, where: str) -> Iterator[None]:
     """
     json = JsonFormatter(process) if log_format == "json" else None
     with queued_stderr(None if json is None else json.wrap):
-        handler = LogHandler()
+        handler = LogHandler(sys.stderr)
         handler.setFormatter(json or TextFormatter(where))
         logging.basicConfig(handlers=[handler])
         try:
