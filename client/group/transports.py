@@ -16,7 +16,7 @@ from ..connection.control_client import ControlClient
 from ..connection.options import folder_of
 from ..exceptions import EngineError, GroupError, InvalidRequest
 from .members import EngineAddress, Member
-from .two_phase import Load, everywhere
+from .session import Load, everywhere
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors, WeightUpdateGroup

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caesura.client.connection.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs
-from caesura.client.fleet.joining import Part, continuation, joined
+from caesura.client.group.continuation import Part, continuation, joined
 from caesura.io_struct import (
     DeltaWeights,
     FinishReason,

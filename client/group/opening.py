@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from ...io_struct import GetStatusReqOutput
 from ..exceptions import EngineError, InvalidRequest, NoSession, WeightsInvalid
-from .catching_up import ASK_S, RELOAD_S, Source
 from .members import Member
-from .two_phase import ABORT_S, everywhere
+from .recovery import ASK_S, RELOAD_S, Source
+from .session import ABORT_S, everywhere
 
 if TYPE_CHECKING:
     from .fleet import Fleet

@@ -11,9 +11,9 @@ import msgspec
 from ...io_struct import Message, Request
 from ..connection.async_channel import wait_for
 from ..exceptions import EngineError, EngineRestarting, error_for
-from ..fleet.members import Member
-from ..fleet.two_phase import Answers
 from .combining import combined
+from .members import Member
+from .session import Answers
 
 RequestT = TypeVar("RequestT", bound=Request)
 

@@ -25,7 +25,7 @@ from ..connection.fork import Process
 from ..connection.images import ImageGeneration
 from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, Unsupported, error_for
-from .dispatch import Dispatcher
+from .dispatcher import Dispatcher
 from .members import Member
 
 

@@ -23,12 +23,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...process import private_directory
 from ...process.key_files import SECRET_SUFFIX, key_file
 from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
-from .dispatch import DEFAULT_PATIENCE_S
+from .dispatcher import DEFAULT_PATIENCE_S
 from .fleet import KEEPALIVE_TIMEOUT_S, LEASE_S, LOOK_INTERVAL_S, Fleet
 from .members import EngineAddress, Member
 from .opening import Adopt
-from .ray_engine import EngineActor, Replica
-from .two_phase import Verify
+from .ray_actor import EngineActor, Replica
+from .session import Verify
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,12 +24,12 @@ from ...io_struct import (
     UpdateWeightsFromDistributedReqInput,
 )
 from ..exceptions import EngineError, GroupError, InvalidRequest, SessionOpen
-from ..fleet.members import Member
-from ..fleet.two_phase import Answers, everywhere
 from .answers import sent_to
+from .members import Member
+from .session import Answers, everywhere
 
 if TYPE_CHECKING:
-    from .fleet import ReplicaFleet
+    from .replicas import ReplicaFleet
 
 
 class Groups:

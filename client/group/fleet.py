@@ -21,17 +21,17 @@ from ..connection.async_handle import AsyncGenerationHandle
 from ..connection.options import GenerateOptions, folder_of, label
 from ..connection.prompts import Ids, Prompts, Sampling
 from ..exceptions import EngineDied, EngineError, InvalidRequest
-from .catching_up import Source, catch_up, copy_here
 from .channel import FleetChannel, FleetClient
-from .dispatch import DEFAULT_PATIENCE_S, Dispatcher
+from .dispatcher import DEFAULT_PATIENCE_S, Dispatcher
 from .errors import FleetUpdateFailed
 from .leases import LeaseRenewal
-from .loading import Transport, Weights, loader
 from .members import EngineAddress, Member
 from .opening import Adopt, agree, take_over
+from .recovery import Source, catch_up, copy_here
 from .reports import FleetStatus, FleetUpdate, MemberStatus
 from .router import routed_by
-from .two_phase import Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
+from .session import Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
+from .transports import Transport, Weights, loader
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors

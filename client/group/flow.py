@@ -42,11 +42,11 @@ from ..exceptions import (
     WeightsInvalid,
     WeightsPoisoned,
 )
-from .joining import Part, continuation, ended_here, joined
+from .continuation import Part, continuation, ended_here, joined
 from .members import Member, foreign_commit
 
 if TYPE_CHECKING:
-    from .dispatch import Dispatcher
+    from .dispatcher import Dispatcher
 
 LOST = (EngineDied, EngineRestarting, ShuttingDown)
 """The engine is gone, or goes."""

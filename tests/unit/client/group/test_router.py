@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caesura.client.fleet.router import (
+from caesura.client.group.router import (
     LOAD_MARGIN,
     MAX_PREFIXES,
     PREFIX_BLOCK,

@@ -8,7 +8,7 @@ from typing import Self
 
 from ...io_struct import WeightUpdateOptions
 from ..exceptions import EngineError
-from ..fleet.members import Member
+from .members import Member
 
 ASK_S = 10.0
 

@@ -165,7 +165,7 @@ def test_somebody_elses_stays(parent):
 @pytest.mark.parametrize("made", ["p.make()", "p.make_with({'server.key_secret': 'x', 'fleet.key': 'y'})"])
 def test_a_killed_process_leaves_it_to_the_next(parent, made):
     script = (
-        "import tempfile, sys, time; from caesura.io_struct import private_directory as p\n"
+        "import tempfile, sys, time; from caesura.process import private_directory as p\n"
         f"tempfile.tempdir = {str(parent)!r}\n"
         f"d = {made}; print(d, flush=True); time.sleep(3600)"
     )

@@ -5,7 +5,7 @@ Invariants:
   weights.
 - A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the weights valid again.
 - A replica that somebody has updated or paused on its own socket is out from the next look on, and brought back like one that has
-  lost its weights. Tokens that it has sampled meanwhile are not passed on (``fleet/flow.py``).
+  lost its weights. Tokens that it has sampled meanwhile are not passed on (``group/flow.py``).
 - Nobody is brought back while a weight session is open, while memory is released, or while the weights were lost on purpose: the
   trainer's next update gives them to all.
 
@@ -22,18 +22,18 @@ from typing import Any, Self
 
 from ...io_struct import GetStatusReqOutput, MemoryTag, PauseGenerationReqInput, new_id
 from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
-from ..fleet.catching_up import RELOAD_S
-from ..fleet.channel import FleetClient
-from ..fleet.fleet import ASK_S, PAUSE_S, Fleet
-from ..fleet.members import EngineAddress, Member, foreign_commit
-from ..fleet.reports import MemberStatus
-from ..fleet.two_phase import Answers, everywhere
 from ..launch.supervisor import Down, Ended, Serving, State
-from .channel import CommandChannel
+from .channel import FleetClient
+from .command_channel import CommandChannel
 from .commands import Commands
 from .copying import Copies
+from .fleet import ASK_S, PAUSE_S, Fleet
+from .members import EngineAddress, Member, foreign_commit
 from .pause_lease import PauseLease
 from .processes import ReplicaProcesses
+from .recovery import RELOAD_S
+from .reports import MemberStatus
+from .session import Answers, everywhere
 from .statuses import Counters, combined_status
 from .updates import Updates
 

@@ -2,7 +2,7 @@
 
 Invariants:
 - Every call loads within one session of the same name on every replica; the label changes on all of them, or on none
-  (``fleet/two_phase.py``). Between the first commit and the last, no replica generates.
+  (``group/session.py``). Between the first commit and the last, no replica generates.
 - The kinds are an engine's own: ``explicit`` from ``begin`` to ``end``; ``implicit`` for calls without a session while paused, or while
   no replica has valid weights, committed when everything is written, at continue, at a flush or at ``end``; ``single`` otherwise, and
   for a whole checkpoint.
@@ -45,16 +45,16 @@ from ..exceptions import (
     SessionOpen,
     WeightMismatch,
 )
-from ..fleet.catching_up import Source
-from ..fleet.errors import FleetUpdateFailed
-from ..fleet.fleet import PAUSE_S
-from ..fleet.members import Member
-from ..fleet.two_phase import Answers, FleetSession, everywhere
 from .answers import combined_answer, one_error, sent_to, uniform
 from .coverage import Coverage
+from .errors import FleetUpdateFailed
+from .fleet import PAUSE_S
+from .members import Member
+from .recovery import Source
+from .session import Answers, FleetSession, everywhere
 
 if TYPE_CHECKING:
-    from .fleet import ReplicaFleet
+    from .replicas import ReplicaFleet
 
 SETTLE_S = 60.0
 """How long replicas may take to open a session, and to say what they have loaded."""

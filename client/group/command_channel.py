@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ...io_struct import AbortReq, Message, Request
 from ..connection.async_channel import Result
-from ..fleet.channel import FleetChannel
-from ..fleet.dispatch import Dispatcher
+from .channel import FleetChannel
+from .dispatcher import Dispatcher
 
 if TYPE_CHECKING:
     from .commands import Commands

@@ -39,13 +39,13 @@ from ...io_struct import (
     WeightUpdateOptions,
 )
 from ..exceptions import EngineError
-from ..fleet.members import Member
-from ..fleet.two_phase import Answers, everywhere
 from .answers import combined_answer, sent_to
-from .groups import Groups
+from .members import Member
+from .process_groups import Groups
+from .session import Answers, everywhere
 
 if TYPE_CHECKING:
-    from .fleet import ReplicaFleet
+    from .replicas import ReplicaFleet
 
 Work = Coroutine[Any, Any, Any]
 Handler = Callable[[Any, type[Message], Sequence[memoryview]], Work]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from ...io_struct import GetStatusReqOutput
 from ..connection.control_client import ControlClient
 from ..exceptions import EngineError, MemoryReleased, WeightsInvalid
-from .loading import own_address
 from .members import EngineAddress, Member
-from .two_phase import Verify
+from .session import Verify
+from .transports import own_address
 
 RELOAD_S = 600.0
 """How long an engine may take for a whole reload."""

@@ -1,6 +1,6 @@
 """Weights from one replica to another by a process of its own: the server has no torch, and answers meanwhile.
 
-python -m caesura.client.replicas.copying   (the addresses stand on stdin, as JSON; status 1 and the reason on stderr if it fails)
+python -m caesura.client.group.copying   (the addresses stand on stdin, as JSON; status 1 and the reason on stderr if it fails)
 """
 
 import json
@@ -11,9 +11,9 @@ from dataclasses import asdict
 
 from ...io_struct import CaesuraError
 from ..exceptions import InternalError
-from ..fleet.catching_up import RELOAD_S, copy_here
-from ..fleet.members import EngineAddress
 from ..launch.child_log import how_it_ended
+from .members import EngineAddress
+from .recovery import RELOAD_S, copy_here
 
 
 class Copies:

@@ -3,8 +3,8 @@
 import pytest
 
 from caesura.client import InvalidRequest
-from caesura.client.replicas import placement
-from caesura.client.replicas.placement import VISIBLE, cuda_devices, placed, ranks_of
+from caesura.client.group import placement
+from caesura.client.group.placement import VISIBLE, cuda_devices, placed, ranks_of
 
 CPU = {"OMP_NUM_THREADS": "8", VISIBLE: ""}
 FOUR = {"OMP_NUM_THREADS": "8", VISIBLE: "4,5,GPU-x,7"}

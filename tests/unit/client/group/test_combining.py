@@ -5,9 +5,9 @@ import pytest
 from support.fake_scheduler import status_reply
 
 from caesura.client import InternalError
-from caesura.client.replicas.combining import combined
-from caesura.client.replicas.coverage import Coverage
-from caesura.client.replicas.statuses import Counters, combined_status
+from caesura.client.group.combining import combined
+from caesura.client.group.coverage import Coverage
+from caesura.client.group.statuses import Counters, combined_status
 from caesura.io_struct import (
     ContinueGenerationReqOutput,
     Distribution,

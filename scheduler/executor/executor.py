@@ -25,7 +25,7 @@ Settle = Callable[[CaesuraError | None], Iterator[None]]
 """Waits for other ranks, given what has gone wrong on this one; raises all of it together."""
 
 
-class OtherRanks(Protocol):
+class Executor(Protocol):
     """All ranks but rank 0, which asks."""
 
     @property
