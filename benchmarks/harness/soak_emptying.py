@@ -155,7 +155,7 @@ def signed(value: float) -> str:
 def plot(found: Found, path: Path) -> None:
     """Draw reserved memory: a column per mode, a row per kind of derivation, with and without the step in each."""
     soaks = found["soaks"]
-    rows = []
+    rows: list[list[Panel]] = []
     for allocations in dict.fromkeys(cell["allocations"] for cell in soaks):
         cells = [cell for cell in soaks if cell["allocations"] == allocations]
         panels: dict[str, Panel] = {}
