@@ -16,7 +16,7 @@ from collections.abc import Generator
 
 from ...io_struct import CaesuraError
 from ..cache.manager import CacheManager
-from ..executor.others import OtherRanks
+from ..executor.executor import Executor
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import EmptyCacheReport
 from ..models.base import Weights
@@ -42,7 +42,7 @@ class WeightCommit:
         model: Weights,
         loader: WeightLoader,
         runner: StepRunner,
-        others: OtherRanks,
+        executor: Executor,
         lifecycle: Lifecycle,
         sessions: Sessions,
         batcher: StepBatcher,
@@ -55,7 +55,7 @@ class WeightCommit:
         self._model = model
         self._loader = loader
         self._runner = runner
-        self._others = others
+        self._executor = executor
         self._lifecycle = lifecycle
         self._sessions = sessions
         self._batcher = batcher
@@ -82,7 +82,7 @@ class WeightCommit:
     def _prepare(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """The first phase, in which every rank can still refuse: all are ready to serve the new weights, or it raises."""
         self._loader.require_whole()
-        settle = self._others.derive(self._check_finite and bool(self._loader.written))
+        settle = self._executor.derive(self._check_finite and bool(self._loader.written))
         own: CaesuraError | None = None
         try:
             with stages.stage("derive"), self._runner.on_stream():

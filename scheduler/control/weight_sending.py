@@ -31,7 +31,7 @@ from ...io_struct import (
     WeightsCheckerReqInput,
     WeightUpdateOptions,
 )
-from ..executor.others import OtherRanks
+from ..executor.executor import Executor
 from ..layers.parameters import WeightSlot
 from ..models.base import Weights
 from ..runtime.dtypes import NAMES
@@ -56,9 +56,9 @@ class WeightSending:
         runner: StepRunner,
         lifecycle: Lifecycle,
         groups: WeightsUpdateGroups,
-        others: OtherRanks,
+        executor: Executor,
     ) -> None:
-        self._others = others
+        self._executor = executor
         self._model = model
         self._runner = runner
         self._lifecycle = lifecycle
@@ -98,7 +98,7 @@ class WeightSending:
         slots = self._slots(request.component)
         batches = batches_of(request)
         _require_stored(batches, slots)
-        if self._others.parallel.size > 1:
+        if self._executor.parallel.size > 1:
             require_placeable(slots[spec.name] for batch in batches for spec in batch)
         total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), self._lifecycle.stamp
         transmission = self._groups.transmit(request.group_name, max(map(nbytes_of, batches), default=0))
@@ -138,7 +138,7 @@ class WeightSending:
         """Copy the tensors of ``batch`` to the start of ``buffer``, one after the other."""
         self._require_committed()
         divided = [spec for spec in batch if is_divided(slots[spec.name])]
-        elsewhere = self._others.read([spec.name for spec in divided]) if divided else None
+        elsewhere = self._executor.read([spec.name for spec in divided]) if divided else None
         whole = [spec for spec in batch if not is_divided(slots[spec.name])]
         for _ in read_into(buffer, whole, slots, self._runner.on_stream):
             yield Wait.SLICE

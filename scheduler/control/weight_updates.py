@@ -35,7 +35,7 @@ from ...io_struct import (
     WeightUpdateOptions,
     WeightUpdateReqOutput,
 )
-from ..executor.others import OtherRanks
+from ..executor.executor import Executor
 from ..memory.workspace import Workspace
 from ..models.base import Weights
 from ..observability.memory_history import MemoryHistory
@@ -68,7 +68,7 @@ class WeightUpdates:
         model: Weights,
         loader: WeightLoader,
         runner: StepRunner,
-        others: OtherRanks,
+        executor: Executor,
         lifecycle: Lifecycle,
         sessions: Sessions,
         batcher: StepBatcher,
@@ -94,7 +94,7 @@ class WeightUpdates:
         self._model = model
         self._loader = loader
         self._runner = runner
-        self._others = others
+        self._executor = executor
         self._lifecycle = lifecycle
         self._batcher = batcher
         self._outputs = outputs
@@ -246,7 +246,7 @@ class WeightUpdates:
         own = pieces_of(source, self._loader, None, self._config.load_bucket_bytes)
         with (
             self.sessions.working(),
-            contextlib.closing(self._others.pieces(source, own, self._loader)) as pieces,
+            contextlib.closing(self._executor.pieces(source, own, self._loader)) as pieces,
             stages.stage("receive"),
         ):
             while next(pieces, END) is not END:
@@ -276,7 +276,7 @@ class WeightUpdates:
         kept = component in self._model.kept_components  # written on the host
         uploader = None if kept else self._uploader
         own = pieces_of(source, self._loader, uploader, self._config.load_bucket_bytes)
-        with contextlib.closing(self._others.pieces(source, own, self._loader)) as pieces:
+        with contextlib.closing(self._executor.pieces(source, own, self._loader)) as pieces:
             try:
                 self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)

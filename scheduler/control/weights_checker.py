@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable
 
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
-from ..executor.others import OtherRanks
+from ..executor.executor import Executor
 from ..models.base import Weights
 from ..scheduling.stepping import StepRunner
 from ..weights.reading import checksums, garbage
@@ -24,13 +24,13 @@ class WeightsChecker:
         model: Weights,
         runner: StepRunner,
         lifecycle: Lifecycle,
-        others: OtherRanks,
+        executor: Executor,
         poison: Callable[[str], None],
     ) -> None:
         self._model = model
         self._runner = runner
         self._lifecycle = lifecycle
-        self._others = others
+        self._executor = executor
         self._poison = poison
         self._snapshot: dict[str, str] = {}
 
@@ -42,7 +42,7 @@ class WeightsChecker:
                 "reset by weights_checker"
             )  # before the first write, so that no step uses these weights
             yield from self._lifecycle.barrier()
-            elsewhere = self._others.reset_tensors()
+            elsewhere = self._executor.reset_tensors()
             for slot, start, rows in garbage(self._model):
                 with self._runner.on_stream():
                     slot.write(rows, start)
@@ -50,7 +50,7 @@ class WeightsChecker:
             self._runner.synchronize()
             yield from waiting(elsewhere)
             return WeightsCheckerReqOutput(id=request.id)
-        elsewhere = self._others.checksums()
+        elsewhere = self._executor.checksums()
         found: dict[str, str] = yield from waiting(checksums(self._model), Wait.SLICE)
         of_others: dict[str, str] = yield from waiting(elsewhere)
         found |= of_others

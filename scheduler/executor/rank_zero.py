@@ -1,6 +1,6 @@
 """Rank 0 of several: what the engine asks of its other ranks, as calls to their processes.
 
-Invariants: those of :class:`~.others.OtherRanks`. An update that ends early on this rank has ended on all before anybody hears of it.
+Invariants: those of :class:`~.executor.Executor`. An update that ends early on this rank has ended on all before anybody hears of it.
 Answers that nobody waits for to the end are not kept.
 """
 
@@ -22,6 +22,7 @@ from ..weights.loader import END, WeightLoader
 from ..weights.reading import Held
 from ..weights.source import WeightSource
 from .collectives import Founded, device_of
+from .executor import Pieces, Settle
 from .messages import (
     Abandon,
     Agreed,
@@ -43,7 +44,6 @@ from .messages import (
     Start,
     Write,
 )
-from .others import Pieces, Settle
 from .runner import RanksRunner
 from .sources import described
 from .workers import Workers, raise_failures
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankZero:
-    """The :class:`~.others.OtherRanks` of an engine that has some."""
+    """The :class:`~.executor.Executor` of an engine that has some."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the workers.
@@ -71,16 +71,16 @@ class RankZero:
 
     @property
     def parallel(self) -> TensorParallel:
-        """See :class:`~.others.OtherRanks`; this rank alone before :meth:`begin`."""
+        """See :class:`~.executor.Executor`; this rank alone before :meth:`begin`."""
         return self._parallel
 
     @property
     def heard(self) -> Mapping[Any, Callable[[], None]]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return self._workers.heard
 
     def begin(self, folder: str | None) -> None:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         self._workers.await_all()
         founded = Founded(self._config)
         here = self._config.tp - self._config.tp_joined
@@ -96,7 +96,7 @@ class RankZero:
         self._workers.require_all()
 
     def ready(self) -> None:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         _require(self._workers.wait(self._start))
 
     def offered(self, value: int) -> int:
@@ -111,17 +111,17 @@ class RankZero:
         return self._config.tp - self._config.tp_joined
 
     def close(self) -> None:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         self._workers.close()
         self._parallel.close()
 
     def runner(self, own: Runner) -> Runner:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         graphs = own.graphs if isinstance(own, ModelRunner) else None
         return RanksRunner(own, self._workers, self._parallel, graphs)
 
     def pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         fresh = not loader.written and loader.is_whole
         described_source, frames = described(source)
         opening = self._workers.next_number()
@@ -156,7 +156,7 @@ class RankZero:
                     self._abandon()
 
     def derive(self, check_finite: bool) -> Settle:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         number = self._call(lambda number: Derive(number=number, check_finite=check_finite))
         asked = Asked(self._workers, number, raises=False)
 
@@ -167,19 +167,19 @@ class RankZero:
         return settle
 
     def keep(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return self._until(self._call(lambda number: Keep(number=number, tags=sorted(tags))))
 
     def give_up(self, tags: Collection[MemoryTag]) -> None:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         self._until(self._call(lambda number: GiveUp(number=number, tags=sorted(tags))))
 
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return self._until(self._call(lambda number: Release(number=number, tags=sorted(tags))))
 
     def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         number = self._call(lambda number: Resume(number=number, tags=sorted(tags)))
         answers = yield from Asked(self._workers, number, raises=False)
         try:
@@ -190,11 +190,11 @@ class RankZero:
             raise
 
     def capture(self) -> Iterator[None]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return self._until(self._call(lambda number: Capture(number=number)))
 
     def empty(self, place: str) -> Sequence[RankMemory]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         answers = self._workers.wait(self._call(lambda number: EmptyCache(number=number, place=place)))
         reports = []
         for rank, answer in enumerate(answers, 1):
@@ -206,7 +206,7 @@ class RankZero:
         return reports
 
     def checksums(self) -> Generator[None, None, dict[str, str]]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         answers = yield from self._answers(self._call(lambda number: Checksums(number=number)))
         return {
             f"{name} of rank {rank}": checksum
@@ -215,23 +215,23 @@ class RankZero:
         }
 
     def read(self, names: Sequence[str]) -> Generator[None, None, list[list[Held]]]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return _held(self._answers(self._call(lambda number: Read(number=number, names=list(names)))))
 
     def reset_tensors(self) -> Iterator[None]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return self._until(self._call(lambda number: ResetTensors(number=number)))
 
     def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Generator[None, None, object]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return self._until(self._call(lambda number: JoinGroup(number=number, request=request)))
 
     def leave_group(self, name: str, reason: str | None = None) -> Iterator[None]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return self._until(self._call(lambda number: LeaveGroup(number=number, name=name, reason=reason)))
 
     def status(self) -> list[RankStatus]:
-        """See :class:`~.others.OtherRanks`."""
+        """See :class:`~.executor.Executor`."""
         return [
             RankStatus(
                 rank=rank,

@@ -34,7 +34,7 @@ from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..control.weights_checker import WeightsChecker
 from ..execution.build import MakeRunner, build_runner
-from ..executor.others import Alone, OtherRanks
+from ..executor.executor import Alone, Executor
 from ..executor.rank_zero import RankZero
 from ..memory.device_cache import DeviceCache
 from ..memory.device_module import DeviceModule, device_module_for
@@ -128,8 +128,8 @@ class Engine:
         module = device_module_for(config.device)
         self._device_cache = DeviceCache(module)
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
-        self._others = _other_ranks(config)
-        self._cleanup.callback(self._others.close)
+        self._executor = _executor(config)
+        self._cleanup.callback(self._executor.close)
         residency = ComponentResidencyManager(
             config.device, device_cache=self._device_cache, backed_up=backed_up
         )
@@ -142,7 +142,7 @@ class Engine:
         self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
         core = self._build_core(config, residency, make_runner)
         self._device_cache.synchronize = core.steps.runner.synchronize
-        self._device_cache.elsewhere = self._others.empty
+        self._device_cache.elsewhere = self._executor.empty
         self._throughput = Throughput(
             lambda: self._counters(core),
             lambda: core.lifecycle.may_execute and core.steps.batcher.has_work,
@@ -205,7 +205,7 @@ class Engine:
             wakeup=self.wakeup,
             shutdown=shutdown,
             heartbeat=self.heartbeat,
-            heard=self._others.heard,
+            heard=self._executor.heard,
         )
 
     def _build_core(
@@ -220,7 +220,7 @@ class Engine:
             stages=self._stages,
             start=start,
             stamp=stamp,
-            others=self._others,
+            executor=self._executor,
             send=self.router.send,
             on_finished=self._finished,
         )
@@ -329,7 +329,7 @@ class Engine:
             cache=self.cache,
             prompts=core.steps.prompts,
             runner=runner,
-            others=self._others,
+            executor=self._executor,
             graphs=graphs,
             device_cache=self._device_cache,
             history=self.history,
@@ -340,7 +340,7 @@ class Engine:
             model=loaded.model,
             runner=runner,
             lifecycle=lifecycle,
-            others=self._others,
+            executor=self._executor,
             poison=self.updates.poison,
         )
         sending = self._build_sending(core)
@@ -350,11 +350,11 @@ class Engine:
             lifecycle=lifecycle,
             updates=self.updates,
             distributed=DistributedUpdates(
-                updates=self.updates, groups=self.process_groups, others=self._others
+                updates=self.updates, groups=self.process_groups, executor=self._executor
             ),
             sending=sending,
             parameter_server=parameter_server,
-            process_groups=ProcessGroupCommands(self.process_groups, self._others),
+            process_groups=ProcessGroupCommands(self.process_groups, self._executor),
             occupation=occupation,
             checker=checker,
             profiling=ProfilingCommands(trace, lambda: lifecycle.step),
@@ -367,7 +367,7 @@ class Engine:
             runner=core.steps.runner,
             lifecycle=core.lifecycle,
             groups=self.process_groups,
-            others=self._others,
+            executor=self._executor,
         )
 
     def _build_updates(
@@ -379,7 +379,7 @@ class Engine:
             model=loaded.model,
             loader=loaded.loader,
             runner=runner,
-            others=self._others,
+            executor=self._executor,
             lifecycle=lifecycle,
             sessions=lifecycle.sessions,
             batcher=core.steps.batcher,
@@ -389,7 +389,7 @@ class Engine:
                 model=loaded.model,
                 loader=loaded.loader,
                 runner=runner,
-                others=self._others,
+                executor=self._executor,
                 lifecycle=lifecycle,
                 sessions=lifecycle.sessions,
                 batcher=core.steps.batcher,
@@ -448,7 +448,7 @@ class Engine:
             scoring=commands.scoring,
             samples=self.replies.samples,
             recovery=core.steps.recovery,
-            others=self._others,
+            executor=self._executor,
             device_module=module,
             device_cache=self._device_cache,
             residency=core.residency,
@@ -465,7 +465,7 @@ class Engine:
         self.replies.finished(request, result)
 
 
-def _other_ranks(config: EngineConfig) -> OtherRanks:
+def _executor(config: EngineConfig) -> Executor:
     """The other ranks of an engine, whose processes start here where they are of this host. Raises what has one rank."""
     if config.tp == 1:
         return Alone()

@@ -23,7 +23,7 @@ from caesura.io_struct import (
     WeightUpdateReqOutput,
 )
 from caesura.scheduler.execution.model_runner import ModelRunner
-from caesura.scheduler.executor.others import Alone
+from caesura.scheduler.executor.executor import Alone
 from caesura.scheduler.runtime import engine
 
 MIB = 1 << 20

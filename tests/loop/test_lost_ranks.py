@@ -105,7 +105,7 @@ def test_a_loop_that_sleeps_is_woken(driver, worker, other_model, state):
     polls = run_to_its_end(driver, worker, lambda: driver.engine.heartbeat.asleep)
     timeout, found = polls.last
     assert timeout is None or timeout > 1_000
-    assert driver.engine._others._workers._alarm.fd in found
+    assert driver.engine._executor._workers._alarm.fd in found
     assert_all_told(driver, rids)
 
 

@@ -191,7 +191,7 @@ def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
         master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=3, group_name="nobody's",
         timeout_s=0.2,
     )  # fmt: skip
-    workers = driver.engine._others._workers
+    workers = driver.engine._executor._workers
     for _ in range(2):
         assert_error(
             driver.call(msgspec.structs.replace(join, id=new_id()), max_ticks=100_000), "group_error"

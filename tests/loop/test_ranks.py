@@ -269,7 +269,7 @@ def test_a_pause_answers_when_every_rank_has_ended_the_step(driver):
     driver.call(PauseGenerationReqInput(mode="in_place"))
     steps = driver.engine.scheduler._runner
     assert steps._under_way == []
-    assert driver.engine._others._workers._answers == {}
+    assert driver.engine._executor._workers._answers == {}
     driver.call(ContinueGenerationReqInput())
     driver.run_until_idle()
     assert len(tokens_of(driver.result(rid))) == 40
