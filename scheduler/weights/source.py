@@ -113,7 +113,7 @@ class BufferSource:
         for spec in specs:
             _require_fitting(spec, buffers)
 
-    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
         """Yield views of the buffers, cut where a piece would be larger than ``bucket_bytes``."""
         for spec in self.specs:
             if skip(spec.name):
