@@ -14,6 +14,7 @@ from time import monotonic
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEngineReqInput
+from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
 from ..runtime.config import EngineConfig
@@ -27,7 +28,6 @@ from ..weights.transports.checkpoint_engine import (
     Opening,
     Turn,
 )
-from ..weights.transports.cuda_ipc import uuid_of
 from ..weights.transports.ipc import SharedMemoryMaps
 from .lifecycle import Operation, Wait
 from .pause_ownership import Sender
