@@ -17,7 +17,11 @@ class LaunchedWorker:
     """One worker's process."""
 
     def __init__(self, rank: int, command: Sequence[str], on_end: Callable[[str], None]) -> None:
-        """``command`` says where rank 0 is; ``on_end(reason)`` is called in a thread."""
+        """
+        Args:
+            command: starts a worker, but for its rank.
+            on_end: called in a thread with the reason.
+        """
         self._rank = rank
         reader, self._writer = os.pipe()
         try:
@@ -48,19 +52,15 @@ class LaunchedWorker:
 
     def _watch(self, on_end: Callable[[str], None]) -> None:
         status = self.process.wait()
-        on_end(f"rank {self._rank} (pid {self.process.pid}) {how_it_ended(status)}")
-
-
-def how_it_ended(status: int) -> str:
-    """An exit status in words."""
-    if status >= 0:
-        return f"ended with exit status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+        how = f"ended with exit status {status}"
+        if status < 0:
+            try:
+                how = f"was killed by {signal.Signals(-status).name}"
+            except ValueError:
+                how = f"was killed by signal {-status}"
+        on_end(f"rank {self._rank} (pid {self.process.pid}) {how}")
 
 
 def worker_command(*arguments: str) -> list[str]:
-    """What runs ``caesura worker ARGUMENTS`` with this interpreter; ``-P`` as of a scheduler's command."""
+    """Return the command line of ``caesura worker ARGUMENTS`` with this interpreter; ``-P`` as in a scheduler's command."""
     return [sys.executable, "-P", "-m", "caesura.scheduler.executor", *arguments]

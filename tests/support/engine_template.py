@@ -44,7 +44,7 @@ _ALWAYS = (
     "click",
     "caesura.scheduler.runtime.process",
     "caesura.scheduler.models.qwen3",
-    "caesura.scheduler.executor.worker",
+    "caesura.scheduler.executor.worker_process",
 )
 _COMMAND_LINE = (
     "caesura.client.cli",

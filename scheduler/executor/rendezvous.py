@@ -38,7 +38,7 @@ class Founded:
         self._store, self.address = process_group.listen(host or _LOOPBACK, 0, config.tp)
 
     def join(self) -> TensorParallel:
-        """Rank 0's place, when all have come."""
+        """Enter as rank 0; return when all ranks have."""
         config = self._config
         if self._memory is not None:
             return shared_memory.join(self._memory, 0, config.tp)
@@ -46,21 +46,21 @@ class Founded:
 
 
 def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:
-    """The place of another rank, at an address that :class:`Founded` has given out."""
+    """Enter as a worker, at the address of a :class:`Founded`."""
     if address.startswith(_SHARED):
         return shared_memory.join(address.removeprefix(_SHARED), rank, config.tp)
     return process_group.join(address, rank, config.tp, torch.device(config.device), _dtype_of(config))
 
 
 def _dtype_of(config: EngineConfig) -> torch.dtype:
-    """In which the model computes."""
+    """Return the dtype that the model computes in."""
     return (
         load_model_config(config.model_path).dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     )
 
 
 def device_of(config: EngineConfig, rank: int) -> str:
-    """The device of a rank: rank 0's, or on accelerators of the same host the next ones.
+    """Return the device of a rank: rank 0's, or on accelerators of the same host one of the next.
 
     Raises:
         CaesuraError: ``invalid_request``, there are not so many.
