@@ -1,4 +1,4 @@
-"""``caesura worker``, or ``python -m caesura.scheduler.executor``: one rank of an engine whose rank 0 is another process."""
+"""``caesura worker``: one rank of an engine whose rank 0 is another process."""
 
 import os
 import sys

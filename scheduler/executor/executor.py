@@ -1,10 +1,11 @@
 """The executor: calls a method on all workers of an engine, which are its ranks but rank 0.
 
 Invariants:
-- Rank 0 decides everything: workers execute what they are told, in order. So no clock, lease or message can mean different
-  things on two ranks.
-- :meth:`Executor.call` returns when the call has been sent. Its :class:`Pending` yields while answers are missing, for the loop
-  to look elsewhere; if it is closed or forgotten, the answers are dropped when they come.
+- Rank 0 decides everything: workers execute what they are told, in order. So no clock, lease or message can
+  mean different things on two ranks.
+- :meth:`Executor.call` returns when the call has been sent. Its :class:`Pending` yields while answers are
+  missing, for the loop to look elsewhere; if it is closed or forgotten, the answers are dropped when they
+  come.
 - An engine of one rank has no workers: a call sends nothing and its answers, none, are there at once.
 - An update that ends early on rank 0 has ended on all ranks before anybody hears of it.
 """
@@ -36,13 +37,13 @@ from .workers import Workers
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 600.0
-"""Longest wait for an answer that holds up the loop, in seconds. The engine's watchdog is earlier by default."""
+"""Longest wait that holds up the loop, in seconds. The engine's watchdog is earlier by default."""
 Pieces = Generator[WeightPiece | None, None, None]
 _Value = TypeVar("_Value")
 
 
 class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
-    """The answers to one call: yields until all workers have answered, and returns their values in the order of ranks."""
+    """Answers to one call: yields until all workers have answered; returns their values, ordered by rank."""
 
     def __init__(
         self, executor: "Executor", number: int, method: str, answers: dict[int, Answer], reply: Any
@@ -71,7 +72,7 @@ class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
         return any(answer.failure is not None for answer in self.answers.values())
 
     def send(self, value: None) -> None:
-        """Return if answers are missing, else end with their values, or with what workers have failed with."""
+        """Return if answers are missing; else end with their values, or raise what workers failed with."""
         if self.complete:
             raise StopIteration(self._values())
 
@@ -87,13 +88,16 @@ class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
     __del__ = close
 
     def settle(self, own: CaesuraError | None) -> Generator[None, None, None]:
-        """Wait for all answers, and raise what workers have failed with together with ``own``, the error of rank 0."""
+        """Wait for all answers; raise what workers failed with, together with ``own``, rank 0's error."""
         while not self.complete:
             yield
         raise_failures(self.answers, own)
 
     def wait(self, *, until_failure: bool = False) -> list[_Value]:
-        """Block until all workers have answered, or with ``until_failure`` until one has failed; return their values.
+        """Block until all workers have answered; return their values.
+
+        Args:
+            until_failure: do not wait for the others once one has failed.
 
         Raises:
             CaesuraError: workers have failed.
@@ -188,7 +192,7 @@ class Executor:
                 wanted[rank] = answer
 
     def wait(self, deadline: float, pending: Pending[Any]) -> None:
-        """Block until something comes for ``pending``, to ``deadline`` at most. Raises as :meth:`Pending.wait`."""
+        """Block until something comes for ``pending``. Raises as :meth:`Pending.wait`."""
         assert self._connection is not None
         missing = set(range(1, 1 + self.workers)) - pending.answers.keys()
         self._connection.wait(deadline, f"answer {pending.method}", missing)
@@ -246,8 +250,8 @@ class Executor:
     def pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
         """Yield ``own`` pieces of ``source`` for rank 0; end when all ranks have written theirs.
 
-        The workers have opened and checked the same source before the first piece comes, and write when the second is asked
-        for.
+        The workers have opened and checked the same source before the first piece comes, and write when the
+        second is asked for.
         """
         if self._connection is None:
             return own
@@ -287,8 +291,10 @@ class Executor:
                     self.call("abandon").wait()
 
     def _all_or_none(self, pending: Pending[_Value]) -> Generator[None, None, list[_Value]]:
-        """Wait for a part of an update. Once a rank has failed, break it off on the others: what these wait for may never come
-        without that rank."""
+        """Wait for a part of an update, and break it off once a rank has failed.
+
+        What the other ranks wait for may never come without that rank.
+        """
         with closing(pending):
             while not pending.complete:
                 if pending.failed:

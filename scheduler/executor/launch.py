@@ -1,7 +1,7 @@
 """A worker that rank 0 starts on its own host.
 
-Invariants: it never outlives rank 0, which holds the only write end of a pipe that it watches; it is reaped; a thread says how it
-ended, unless its end was asked for.
+Invariants: it never outlives rank 0, which holds the only write end of a pipe that it watches; it is reaped;
+a thread says how it ended, unless its end was asked for.
 """
 
 import os
@@ -62,5 +62,5 @@ class LaunchedWorker:
 
 
 def worker_command(*arguments: str) -> list[str]:
-    """Return the command line of ``caesura worker ARGUMENTS`` with this interpreter; ``-P`` as in a scheduler's command."""
+    """Return the command line of ``caesura worker ARGUMENTS``, by this interpreter."""
     return [sys.executable, "-P", "-m", "caesura.scheduler.executor", *arguments]

@@ -2,11 +2,12 @@
 
 Invariants:
 - A step counts as done when every rank has said so: what one rank could not do, none has done.
-- After a failure, every step that was under way has ended on every rank before the failure is raised, and the group begins anew.
-  So recovery may launch the next step at once.
+- After a failure, every step that was under way has ended on every rank before the failure is raised, and the
+  group begins anew. So recovery may launch the next step at once.
 - Captured graphs hold the connections of the group (NCCL's communicator): all ranks drop them with the group,
   and capture them again with the next one. Not run on several GPUs.
-- The failure that is raised is that of the rank that failed by itself, not of those that have waited for it in vain.
+- The failure that is raised is that of the rank that failed by itself, not of those that have waited for it
+  in vain.
 """
 
 from collections.abc import Callable
@@ -100,7 +101,7 @@ class ParallelRunner:
             raise self._failures.pop(pending.number)
 
     def broken(self, error: Exception) -> None:
-        """Settle after rank 0 has failed with ``error``; if that only follows a worker's failure, raise the worker's."""
+        """Settle after rank 0 has failed; if ``error`` only follows a worker's failure, raise the worker's."""
         self._executor.parallel.abort()
         self._settle()
         if isinstance(error, RankLostError) and self._failures:

@@ -1,9 +1,10 @@
 """How the ranks of an engine meet to compute together, and on which devices.
 
 Invariants:
-- Rank 0 founds the group and says where; every rank, rank 0 included, enters it before it builds anything that computes.
-- Ranks on the CPU of one host share memory. All others meet over torch.distributed, whose sockets are its own: they are neither
-  encrypted nor authenticated, whatever keys the engine has.
+- Rank 0 founds the group and says where; every rank, rank 0 included, enters it before it builds anything
+  that computes.
+- Ranks on the CPU of one host share memory. All others meet over torch.distributed, whose sockets are its
+  own: they are neither encrypted nor authenticated, whatever keys the engine has.
 """
 
 from urllib.parse import urlsplit

@@ -1,8 +1,10 @@
 """Remote calls: rank 0 sends (number, method, arguments) to all workers, and each sends one answer back.
 
 Invariants:
-- Workers execute calls in the order of their numbers. A step is answered when it has ended, other calls when they are done.
-- Arguments and values are msgpack, and each is decoded by the type that is declared for it. Nothing is unpickled.
+- Workers execute calls in the order of their numbers. A step is answered when it has ended, other calls when
+  they are done.
+- Arguments and values are msgpack, and each is decoded by the type that is declared for it. Nothing is
+  unpickled.
 - Both ends are the same version of Caesura: a worker of another version is refused when it joins.
 - A call may be followed by frames of bytes: the arrays of a step (``step_encoding.py``), or tensors.
 """
@@ -93,7 +95,7 @@ class Method(NamedTuple):
 
 
 def methods_of(target: object) -> dict[str, Method]:
-    """Return the public methods of ``target`` by name. Frames that follow a call become variable positional arguments."""
+    """Return the public methods of ``target`` by name. Frames of a call are its variable arguments."""
     found = {}
     for name, function in vars(type(target)).items():
         if inspect.isfunction(function) and not name.startswith("_"):
@@ -127,7 +129,8 @@ def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) 
     """Raise one error for all ranks that have failed, ``own`` being that of rank 0; do nothing if none has.
 
     Raises:
-        CaesuraError: code and detail of the first rank that failed by itself; ``ranks`` has the reason of each that did.
+        CaesuraError: code and detail of the first rank that failed by itself; ``ranks`` has the reason of
+            each that did.
     """
     failures = {
         rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None

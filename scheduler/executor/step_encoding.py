@@ -1,8 +1,10 @@
 """A step as bytes: a forward batch of the host on the way from rank 0 to its workers.
 
 Invariants:
-- A batch comes back as it was, field by field as its classes declare them: what is added to these travels without a word here.
-- The header has the numbers, and of each array where it lies; each begins at a multiple of :data:`_ALIGNMENT` bytes.
+- A batch comes back as it was, field by field as its classes declare them: what is added to these travels
+  without a word here.
+- The header has the numbers, and of each array where it lies; each begins at a multiple of :data:`_ALIGNMENT`
+  bytes.
 """
 
 from typing import Any

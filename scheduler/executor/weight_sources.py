@@ -1,7 +1,7 @@
 """How a source of weights reaches the workers.
 
-Invariants: each rank reads files, maps memory and receives broadcasts for itself; only what came in frames of a message is sent on.
-The result of a source is the same on every rank, whichever way it took.
+Invariants: each rank reads files, maps memory and receives broadcasts for itself; only what came in frames of
+a message is sent on. The result of a source is the same on every rank, whichever way it took.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,13 @@
 """A worker: what one rank but rank 0 is made of, and what rank 0 can call.
 
 Invariants:
-- A worker is built by the functions that build rank 0's model, from the same configuration; it differs in its device and its shard.
-- It keeps no state of the engine: whether it is paused, which weights count and what is released, rank 0 knows. It only knows
-  which of its own memory is released: where one rank could not resume, the others release again, and what never came back must
-  not be copied.
-- What takes long is a generator that yields True when it waits for something; what it returns is the answer's value.
+- A worker is built by the functions that build rank 0's model, from the same configuration; it differs in its
+  device and its shard.
+- It keeps no state of the engine: whether it is paused, which weights count and what is released, rank 0
+  knows. It only knows which of its own memory is released: where one rank could not resume, the others
+  release again, and what never came back must not be copied.
+- What takes long is a generator that yields True when it waits for something; what it returns is the answer's
+  value.
 """
 
 from collections.abc import Callable, Iterator
@@ -108,7 +110,7 @@ class Worker:
         self._runner.set_last_tokens(np.asarray(slots, np.int64), np.asarray(tokens, np.int32))
 
     def recover(self) -> None:
-        """Form the group again after a step has failed on some rank, without the graphs that hold its connections."""
+        """Form the group again after a step has failed on some rank. Graphs hold its connections."""
         if self._graphs is not None:
             self._graphs.drop()
         self.parallel.reset()
@@ -120,7 +122,7 @@ class Worker:
         return report.reserved_before, report.reserved_after
 
     def capture(self) -> Operation:
-        """Capture the graphs that a release or :meth:`recover` has dropped, as all ranks do at the same time."""
+        """Capture the graphs that were dropped, as all ranks do at the same time."""
         return self._advance(self._graphs.capture() if self._graphs is not None else iter(()))
 
     def keep(self, tags: list[MemoryTag]) -> Operation:
@@ -128,7 +130,7 @@ class Worker:
         yield from self._advance(self._residency.keep([tag for tag in tags if tag not in self._released]))
 
     def give_up(self, tags: list[MemoryTag]) -> Operation:
-        """Drop the copies of these tags, which are not released after all; in its turn, since they may just be made."""
+        """Drop the copies of these tags, which are not released after all."""
         self._residency.give_up([tag for tag in tags if tag not in self._released])
         yield from ()
 

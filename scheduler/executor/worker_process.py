@@ -1,12 +1,12 @@
 """A worker's process: its connection to rank 0, and the loop that executes calls.
 
 Invariants:
-- Calls are executed in the order in which they come. What takes long is a generator that the loop advances, so that rank 0 can
-  break it off; only calls that such an operation does not touch are executed meanwhile.
-- At most one step is under way while the next one is launched, as on rank 0. A rank whose step fails aborts the group, so none
-  of the others waits for it longer than it takes to hear.
-- The worker ends when rank 0 does, within a second, whatever it does at that moment: a thread watches the connection, and for a
-  worker that rank 0 has started the lifeline, whose other end rank 0 holds.
+- Calls are executed in the order in which they come. What takes long is a generator that the loop advances,
+  so that rank 0 can break it off; only calls that such an operation does not touch are executed meanwhile.
+- At most one step is under way while the next one is launched, as on rank 0. A rank whose step fails aborts
+  the group, so none of the others waits for it longer than it takes to hear.
+- The worker ends when rank 0 does, within a second, whatever it does at that moment: a thread watches the
+  connection, and for a worker that rank 0 has started the lifeline, whose other end rank 0 holds.
 - Stop signals that reach a worker which rank 0 has started do nothing: rank 0 gets them, too, and decides.
 """
 
@@ -116,7 +116,7 @@ class Connection:
         return call, [frame.buffer for frame in frames]
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the smallest ``value`` of all ranks, while this one is built: rank 0 asks for it, and tells the result."""
+        """Return the smallest ``value`` of all ranks, which rank 0 asks for while this one is built."""
         offer = self._expect("offer")
         self.answer(Answer(number=offer.number, value=msgspec.Raw(encode(value))))
         (smallest,) = msgspec.msgpack.decode(self._expect("agree").arguments, type=tuple[int])

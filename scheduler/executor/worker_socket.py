@@ -2,11 +2,11 @@
 
 Invariants:
 - Workers of this host come over a socket in a private directory, which is removed when all are there.
-- Workers of other hosts come over tcp; beyond loopback only with CURVE keys: the socket's own, and those that clients of the engine
-  may have. With keys, connections are accepted in :meth:`WorkerSocket.answer_handshakes` alone, so never after
-  :meth:`WorkerSocket.shut`.
-- A thread tells of a connection that breaks afterwards: the operating system says so at once when a process ends, ZeroMQ's
-  heartbeats when a host does.
+- Workers of other hosts come over tcp; beyond loopback only with CURVE keys: the socket's own, and those that
+  clients of the engine may have. With keys, connections are accepted in
+  :meth:`WorkerSocket.answer_handshakes` alone, so never after :meth:`WorkerSocket.shut`.
+- A thread tells of a connection that breaks afterwards: the operating system says so at once when a process
+  ends, ZeroMQ's heartbeats when a host does.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
-"""Weight updates on a worker, which opens the source that rank 0 has opened, and writes its own shard from it.
+"""Weight updates on a worker: it opens the source that rank 0 has opened, and writes its shard from it.
 
 Invariants:
-- Nothing is written before rank 0 says so, which it does when every rank has opened and checked the source and no step runs.
+- Nothing is written before rank 0 says so, which it does when every rank has opened and checked the source
+  and no step runs.
 - An update that is abandoned writes nothing more.
 - Files must be those that rank 0 has found, by their digest: weights of two checkpoints never meet.
 """
@@ -86,7 +87,7 @@ class WorkerUpdates:
         return None
 
     def write(self) -> Operation:
-        """Write all of the source that is open; return the names of the tensors that differed from what was there."""
+        """Write all of the open source; return the names of tensors that differed from what was there."""
         turn, pieces, piece = self._turn, self._pieces, self._first
         assert pieces is not None, "rank 0 has opened no source"
         self._loader.take_counts()

@@ -2,10 +2,11 @@
 
 Invariants:
 - One socket sends, so every worker gets the same messages in the same order.
-- A worker that ends is noticed by a thread within milliseconds, whatever the engine does at that moment: collectives that wait
-  for it are broken off, the loop is woken, and :class:`~..runtime.guard.EngineEndsError` is raised wherever rank 0 waits or looks.
-- Workers that were started here end with this process: they hold the read end of a pipe whose write end only it has. Nothing of
-  the connection has a name after the last worker has come.
+- A worker that ends is noticed by a thread within milliseconds, whatever the engine does at that moment:
+  collectives that wait for it are broken off, the loop is woken, and
+  :class:`~..runtime.guard.EngineEndsError` is raised wherever rank 0 waits or looks.
+- Workers that were started here end with this process: they hold the read end of a pipe whose write end only
+  it has. Nothing of the connection has a name after the last worker has come.
 - Nothing waits for ever.
 """
 
