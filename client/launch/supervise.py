@@ -16,14 +16,12 @@ from typing import Any, TypeVar
 
 import click
 
-from ...io_struct.text import LOG_PREFIX, LOG_TIME
 from ...process import private_directory
-from ...process.json_log import JsonFormatter
+from ...process.log import server_log
 from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
 from ..exceptions import EngineDied, EngineError
 from .launcher import USAGE_STATUS, engine_command
 from .notify import notify, watchdog_interval_s
-from .stderr import queued_stderr
 from .supervisor import THE_ONLY_ONE, Ended, RestartPolicy, Serving, State, Supervisor
 
 GAVE_UP_STATUS = 3
@@ -218,11 +216,7 @@ def supervise(
         curve_server_key=curve_server_key,
         curve_client_key_file=curve_client_key_file,
     )
-    json = JsonFormatter("supervise") if log_format == "json" else None
-    with queued_stderr(None if json is None else json.wrap):
-        handler = logging.StreamHandler()
-        handler.setFormatter(json or logging.Formatter(f"{LOG_PREFIX} supervise: %(message)s", LOG_TIME))
-        logging.basicConfig(handlers=[handler])
+    with server_log("supervise", log_format, "supervise"):
         logging.getLogger(__package__).setLevel(logging.INFO)
         status = _run(supervisor)
     context.exit(status)

@@ -24,10 +24,8 @@ from ..execution.model_runner import ModelRunner
 from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.config import EngineConfig
 from ..runtime.guard import EngineEndsError
-from ..weights.loader import WeightLoader
-from ..weights.pieces import WeightPiece
-from ..weights.source import WeightSource
-from ..weights.writing import END
+from ..weights.loader import END, WeightLoader
+from ..weights.source import WeightPiece, WeightSource
 from .parallel_runner import ParallelRunner
 from .rendezvous import Founded, device_of
 from .rpc import Answer, Memory, Start, encode, raise_failures

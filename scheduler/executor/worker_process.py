@@ -31,10 +31,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ... import __version__
 from ...io_struct import CaesuraError
+from ...process import log
 from ...process.key_files import KeyPair
 from ..kernels.collectives import RankLostError
 from ..memory.device_memory import is_out_of_memory
-from ..runtime import log
 from ..runtime.background import Wakeup
 from .rpc import Answer, Call, Join, Start, decode_call, encode, failure_of, methods_of
 from .worker import Worker
