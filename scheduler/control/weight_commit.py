@@ -23,8 +23,8 @@ from ..models.base import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..scheduling.request import WeightStamp
 from ..scheduling.stepping import StepBatcher, StepRunner
-from ..weights.finite import find_non_finite, require_finite
 from ..weights.loader import WeightLoader
+from ..weights.reading import find_non_finite, require_finite
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Wait, waiting
 from .weight_sessions import Session, Sessions

@@ -37,7 +37,7 @@ from ..models.base import Weights
 from ..runtime.dtypes import NAMES
 from ..scheduling.stepping import StepRunner
 from ..weights.components import chosen
-from ..weights.misfits import Misfits
+from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
 from ..weights.transports.batches import Batch, batches_of, nbytes_of
 from ..weights.transports.distributed import WeightsUpdateGroups
@@ -177,24 +177,20 @@ class WeightSending:
 
 def _require_stored(batches: list[Batch], slots: dict[str, WeightSlot]) -> None:
     """Raise ``weight_mismatch`` unless each tensor is stored as it is described, and named once."""
-    misfits, seen = Misfits(slots), set[str]()
+    found, seen = Mismatches(slots), set[str]()
     for spec in (spec for batch in batches for spec in batch):
         slot = slots.get(spec.name)
         if slot is None:
-            misfits.add_unexpected(spec.name, spec.shape)
+            found.add_unexpected(spec.name, spec.shape)
             continue
         if tuple(spec.shape) != slot.shape:
-            misfits.mismatched.append(
-                {"name": spec.name, "expected_shape": list(slot.shape), "got_shape": spec.shape}
-            )
+            found.add_misshapen(spec.name, slot.shape, spec.shape)
         if spec.dtype != NAMES[slot.dtype]:
-            misfits.mismatched.append(
-                {"name": spec.name, "expected_dtype": NAMES[slot.dtype], "got_dtype": spec.dtype}
-            )
+            found.add_wrong_dtype(spec.name, NAMES[slot.dtype], spec.dtype)
         if spec.name in seen:
-            misfits.mismatched.append({"name": spec.name, "reason": "named twice"})
+            found.add(spec.name, "named twice")
         seen.add(spec.name)
-    misfits.raise_if_any(given=seen)
+    found.raise_if_any(given=seen)
 
 
 def _stored(name: str, slot: WeightSlot) -> StoredTensor:

@@ -11,7 +11,7 @@ from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, Weight
 from ..executor.executor import Executor
 from ..models.base import Weights
 from ..scheduling.stepping import StepRunner
-from ..weights.checksums import checksums, garbage
+from ..weights.reading import checksums, garbage
 from .lifecycle import Lifecycle, Operation, Wait, waiting
 
 

@@ -16,9 +16,8 @@ from ..execution.build import Agreement
 from ..execution.forward import Runner
 from ..parallel.group import SINGLE, TensorParallel
 from ..weights.loader import WeightLoader
-from ..weights.pieces import WeightPiece
 from ..weights.reading import Held
-from ..weights.source import WeightSource
+from ..weights.source import WeightPiece, WeightSource
 
 Pieces = Generator[WeightPiece | None, None, None]
 Settle = Callable[[CaesuraError | None], Iterator[None]]

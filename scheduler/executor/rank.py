@@ -22,10 +22,9 @@ from ..memory.device_cache import DeviceCache, EmptyCachePlace
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
 from ..memory.device_module import device_module_for, use_device
 from ..memory.residency import ComponentResidencyManager
-from ..weights.checksums import checksums, garbage
-from ..weights.reading import Held
+from ..weights.reading import Held, checksums, garbage
 from ..weights.transports.distributed import WeightsUpdateGroups
-from ..weights.write_stream import write_stream_of
+from ..weights.upload import write_stream_of
 from .collectives import join
 from .messages import (
     Abandon,

@@ -9,22 +9,20 @@ Invariants:
 from collections.abc import Callable, Generator
 from typing import Any
 
-from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...io_struct import CaesuraError, ErrorCode
 from ..execution.model_runner import ModelRunner
 from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..runtime.config import EngineConfig
-from ..weights.components import fitting
-from ..weights.finite import find_non_finite, require_finite
 from ..weights.loaded_model import LoadedModel
+from ..weights.loader import END, write_some
+from ..weights.reading import find_non_finite, require_finite
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import pieces_of, uploader_of
-from ..weights.write_stream import WriteStream
-from ..weights.writing import END, write_some
+from ..weights.upload import WriteStream, pieces_of, uploader_of
 from .messages import Broadcast, Buffers, Derive, Folder, Open, Shared
 
 _Operation = Generator[bool, None, object]
@@ -71,7 +69,6 @@ class RankUpdates:
         source = yield from self._opened(call, frames)
         self._require(turn)
         self._loader.check(source.specs, complete=source.complete)
-        self._loader.check_rows([spec for spec in source.specs if isinstance(spec, TensorSpec)], whole=False)
         pieces = pieces_of(source, self._loader, self._uploader, self._config.load_bucket_bytes)
         self._pieces = pieces
         while (piece := next(pieces, END)) is None:
@@ -153,7 +150,7 @@ class RankUpdates:
         """In a thread, because the disk may be slow: steps go on meanwhile."""
         config, loader, workspace = self._loaded.config, self._loader, self._workspace
         opening = Task(
-            lambda: fitting(open_fitting(folder.path, config), None, loader, workspace), self._wake
+            lambda: DiskSource(open_fitting(folder.path, config), workspace, loader.owned), self._wake
         )
         while not opening.done:
             yield True

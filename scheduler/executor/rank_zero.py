@@ -18,10 +18,9 @@ from ..execution.model_runner import ModelRunner
 from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.config import EngineConfig
 from ..runtime.guard import EngineEndsError
-from ..weights.loader import WeightLoader
+from ..weights.loader import END, WeightLoader
 from ..weights.reading import Held
 from ..weights.source import WeightSource
-from ..weights.writing import END
 from .collectives import Founded, device_of
 from .executor import Pieces, Settle
 from .messages import (

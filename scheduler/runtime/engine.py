@@ -58,8 +58,7 @@ from ..scheduling.live_requests import LiveSample
 from ..scheduling.request import WeightStamp
 from ..scoring.scoring import Scoring
 from ..weights.transports.distributed import WeightsUpdateGroups
-from ..weights.upload import uploader_of
-from ..weights.write_stream import WriteStream, write_stream_of
+from ..weights.upload import WriteStream, uploader_of, write_stream_of
 from .background import Wakeup
 from .config import EngineConfig
 from .core import Core, Surroundings, language_core
