@@ -209,7 +209,7 @@ class LogHandler(logging.StreamHandler[TextIO | QueuedStream]):
         self.stream.write(self.format(_notice(text)) + "\n")
 
     def settle(self) -> None:
-        """Write the numbers of records that were not written, and wait up to :data:`FLUSH_S` for the queue."""
+        """Write the numbers of suppressed records, and wait up to :data:`FLUSH_S` for the queue."""
         for site in list(self._sites):
             self._tell(site)
         if isinstance(self.stream, QueuedStream):

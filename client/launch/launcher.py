@@ -128,8 +128,7 @@ class LaunchedScheduler:
         return self._child.wait(timeout)
 
     def hurry(self) -> None:
-        """End a drain that :meth:`close` waits for in another thread. Raises RuntimeError in a forked child.
-        """
+        """End a drain that :meth:`close` waits for in another thread; RuntimeError in a forked child."""
         self._child.launcher.require()
         with contextlib.suppress(ProcessLookupError):
             self._child.process.terminate()
@@ -144,8 +143,7 @@ class LaunchedScheduler:
 
 
 class Child:
-    """A scheduler's process, its pipes and the threads that watch it. ``environment`` extends this process's.
-    """
+    """A scheduler's process, its pipes and the threads that watch it; ``environment`` extends ours."""
 
     def __init__(
         self,

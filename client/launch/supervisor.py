@@ -176,8 +176,7 @@ class Supervisor:
         self._thread.start()
 
     def subscribe(self, listener: Listener) -> None:
-        """Call ``listener`` with the present state now, and with every later one in the supervisor's thread.
-        """
+        """Call ``listener`` with the present state now, with later ones in the supervisor's thread."""
         with self._lock:
             self._listeners.append(listener)
             if self._state is not None:
