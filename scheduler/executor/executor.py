@@ -26,8 +26,8 @@ from ..runtime.config import EngineConfig
 from ..runtime.guard import EngineEndsError
 from ..weights.loader import END, WeightLoader
 from ..weights.source import WeightPiece, WeightSource
+from . import rendezvous
 from .parallel_runner import ParallelRunner
-from .rendezvous import Founded, device_of
 from .rpc import Answer, Memory, Start, encode, raise_failures
 from .weight_sources import described
 from .workers import Workers
@@ -213,16 +213,16 @@ class Executor:
             return self.call("start")
         config = self._config
         self._connection.await_all()
-        founded = Founded(config)
+        address, join = rendezvous.found(config)
         start = Start(
             config=config,
-            devices=[device_of(config, rank) for rank in range(config.tp)],
+            devices=[rendezvous.device_of(config, rank) for rank in range(config.tp)],
             folder=folder,
-            group=founded.address,
+            group=address,
             local_ranks=self.sharing,
         )
         started = self.call("start", start)
-        self.parallel = founded.join()
+        self.parallel = join()
         self._connection.on_lost = self.parallel.abort
         self._connection.require_all()
         return started

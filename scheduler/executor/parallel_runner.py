@@ -101,7 +101,8 @@ class ParallelRunner:
             raise self._failures.pop(pending.number)
 
     def broken(self, error: Exception) -> None:
-        """Settle after rank 0 has failed; if ``error`` only follows a worker's failure, raise the worker's."""
+        """Settle after rank 0 has failed; if ``error`` only follows a worker's failure, raise the
+        worker's."""
         self._executor.parallel.abort()
         self._settle()
         if isinstance(error, RankLostError) and self._failures:

@@ -7,9 +7,11 @@ Invariants:
   own: they are neither encrypted nor authenticated, whatever keys the engine has.
 """
 
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..models.config import load_model_config
@@ -21,43 +23,32 @@ from ..runtime.dtypes import by_torch_name
 _SHARED, _LOOPBACK = "shared:", "127.0.0.1"
 
 
-class Founded:
-    """A group that rank 0 has founded and not entered yet."""
+def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
+    """Found a group; return its address, and the function by which rank 0 enters it, which waits for all
+    ranks.
 
-    def __init__(self, config: EngineConfig) -> None:
-        """
-        Raises:
-            CaesuraError: ``unsupported``, this host cannot.
-        """
-        self._config = config
-        self._memory: int | None = None
-        if torch.device(config.device).type == "cpu" and not config.tp_joined:
-            self._memory, path = shared_memory.found(config.tp)
-            self.address = _SHARED + path
-            return
-        host = _LOOPBACK if config.tp_address is None else urlsplit(config.tp_address).hostname
-        self._store, self.address = process_group.listen(host or _LOOPBACK, 0, config.tp)
-
-    def join(self) -> TensorParallel:
-        """Enter as rank 0; return when all ranks have."""
-        config = self._config
-        if self._memory is not None:
-            return shared_memory.join(self._memory, 0, config.tp)
-        return process_group.join(self._store, 0, config.tp, torch.device(config.device), _dtype_of(config))
+    Raises:
+        CaesuraError: ``unsupported``, this host cannot.
+    """
+    if torch.device(config.device).type == "cpu" and not config.tp_joined:
+        memory, path = shared_memory.found(config.tp)
+        return _SHARED + path, lambda: shared_memory.join(memory, 0, config.tp)
+    host = _LOOPBACK if config.tp_address is None else urlsplit(config.tp_address).hostname
+    store, address = process_group.listen(host or _LOOPBACK, 0, config.tp)
+    return address, lambda: _enter(store, config, 0)
 
 
 def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:
-    """Enter as a worker, at the address of a :class:`Founded`."""
+    """Enter as a worker, at the address that :func:`found` has returned."""
     if address.startswith(_SHARED):
         return shared_memory.join(address.removeprefix(_SHARED), rank, config.tp)
-    return process_group.join(address, rank, config.tp, torch.device(config.device), _dtype_of(config))
+    return _enter(address, config, rank)
 
 
-def _dtype_of(config: EngineConfig) -> torch.dtype:
-    """Return the dtype that the model computes in."""
-    return (
-        load_model_config(config.model_path).dtype if config.dtype == "auto" else by_torch_name(config.dtype)
-    )
+def _enter(store: Store | str, config: EngineConfig, rank: int) -> TensorParallel:
+    auto = config.dtype == "auto"
+    dtype = load_model_config(config.model_path).dtype if auto else by_torch_name(config.dtype)
+    return process_group.join(store, rank, config.tp, torch.device(config.device), dtype)
 
 
 def device_of(config: EngineConfig, rank: int) -> str:

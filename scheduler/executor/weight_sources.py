@@ -10,11 +10,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ...io_struct.weights import UpdateWeightsFromDistributedReqInput
 from ..memory.storage import bytes_of
 from ..weights.components import ComponentSource
-from ..weights.source import BufferSource, WeightSource
+from ..weights.source import BufferSource, SharedMemory, WeightSource
 from ..weights.transports.disk import DiskSource
 from ..weights.transports.distributed import DistributedSource
 
@@ -28,20 +28,11 @@ class Folder(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Buffers(msgspec.Struct, kw_only=True, tag=True):
-    """Tensors in the frames of the call."""
+    """Tensors in memory that another process shares, or without that in the frames of the call."""
 
     name: str
     specs: list[TensorSpec]
-
-
-class Shared(msgspec.Struct, kw_only=True, tag=True):
-    """Tensors in memory that another process shares."""
-
-    name: str
-    specs: list[TensorSpec]
-    handle: SharedMemoryHandle | CudaIPCHandle
-    start: int
-    nbytes: int
+    memory: SharedMemory | None
 
 
 class Broadcast(msgspec.Struct, kw_only=True, tag=True):
@@ -50,7 +41,7 @@ class Broadcast(msgspec.Struct, kw_only=True, tag=True):
     request: UpdateWeightsFromDistributedReqInput
 
 
-Source = Folder | Buffers | Shared | Broadcast
+Source = Folder | Buffers | Broadcast
 
 
 def described(source: WeightSource) -> tuple[Source, Sequence[bytes | memoryview]]:
@@ -65,11 +56,8 @@ def described(source: WeightSource) -> tuple[Source, Sequence[bytes | memoryview
         # Rank 0 alone relays: the engines behind it are in a group of its own.
         return Broadcast(request=msgspec.structs.replace(source.request, relay_to=None)), ()
     if isinstance(source, BufferSource):
-        name, specs, memory = source.name, source.specs, source.memory
-        if memory is None:
-            return Buffers(name=name, specs=specs), [_on_host(each) for each in source.buffers]
-        start, nbytes = memory.start, memory.nbytes
-        return Shared(name=name, specs=specs, handle=memory.handle, start=start, nbytes=nbytes), ()
+        frames = [_on_host(each) for each in source.buffers] if source.memory is None else []
+        return Buffers(name=source.name, specs=source.specs, memory=source.memory), frames
     assert not isinstance(source, ComponentSource), "models of several components have one rank"
     raise CaesuraError(ErrorCode.UNSUPPORTED, f"updates by {source.name} are not built for several ranks")
 

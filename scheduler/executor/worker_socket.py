@@ -12,6 +12,7 @@ Invariants:
 import contextlib
 import ipaddress
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -24,7 +25,6 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
 from ...process.key_files import KeyPair, read_key_pair, read_public_keys
 from ..runtime.config import EngineConfig
-from .launch import worker_command
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class WorkerSocket:
         keys = []
         if self._keys is not None and self._key_file is not None:
             keys = ["--curve-server-key", self._key_file, "--curve-client-key-file", self._key_file]
-        return worker_command("--join", self.address, *keys)
+        return [sys.executable, "-P", "-m", __package__, "--join", self.address, *keys]
 
     def answer_handshakes(self) -> None:
         """Accept the connections whose keys are authorized now (RFC 27, ZAP)."""

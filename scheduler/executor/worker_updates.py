@@ -24,7 +24,7 @@ from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import WriteStream, pieces_of, uploader_of
-from .weight_sources import Broadcast, Buffers, Folder, Shared, Source
+from .weight_sources import Broadcast, Folder, Source
 
 Operation = Generator[bool, None, Any]
 """Yields True when it waits for something; returns the answer's value."""
@@ -137,16 +137,14 @@ class WorkerUpdates:
             self._maps.collect()
 
     def _opened(self, source: Source, frames: tuple[memoryview, ...]) -> Generator[bool, None, WeightSource]:
-        match source:
-            case Folder():
-                return (yield from self._folder(source))
-            case Buffers():
-                return BufferSource(source.name, source.specs, frames)
-            case Shared():
-                memory = self._maps.view(source.handle)[source.start : source.start + source.nbytes]
-                return BufferSource(source.name, source.specs, [memory])
-            case Broadcast():
-                return self._groups.open(source.request)
+        if isinstance(source, Folder):
+            return (yield from self._folder(source))
+        if isinstance(source, Broadcast):
+            return self._groups.open(source.request)
+        if (memory := source.memory) is None:
+            return BufferSource(source.name, source.specs, frames)
+        view = self._maps.view(memory.handle)[memory.start : memory.start + memory.nbytes]
+        return BufferSource(source.name, source.specs, [view])
 
     def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
         """Open a folder in a thread, because the disk may be slow: steps go on meanwhile."""

@@ -5,15 +5,17 @@ Invariants:
 - A worker that ends is noticed by a thread within milliseconds, whatever the engine does at that moment:
   collectives that wait for it are broken off, the loop is woken, and
   :class:`~..runtime.guard.EngineEndsError` is raised wherever rank 0 waits or looks.
-- Workers that were started here end with this process: they hold the read end of a pipe whose write end only
-  it has. Nothing of the connection has a name after the last worker has come.
+- Nothing of the connection has a name after the last worker has come.
 - Nothing waits for ever.
 """
 
 import contextlib
 import logging
+import os
+import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
+from subprocess import DEVNULL, Popen
 from time import monotonic
 
 import msgspec
@@ -24,7 +26,6 @@ from ...io_struct import CaesuraError, ErrorCode
 from ..runtime.background import Wakeup
 from ..runtime.config import EngineConfig
 from ..runtime.guard import EngineEndsError
-from .launch import LaunchedWorker
 from .rpc import Answer, Join, decode_said, encode
 from .worker_socket import WorkerSocket
 
@@ -187,6 +188,58 @@ class Workers:
         self._is_lost.set()
         self.on_lost()
         self.alarm.set()
+
+
+class LaunchedWorker:
+    """A worker that rank 0 starts on its own host.
+
+    It never outlives rank 0, which holds the only write end of a pipe that the worker watches. It is reaped.
+    A thread says how it ended, unless its end was asked for.
+    """
+
+    def __init__(self, rank: int, command: Sequence[str], on_end: Callable[[str], None]) -> None:
+        """
+        Args:
+            command: starts a worker, but for its rank.
+            on_end: called in a thread with the reason.
+        """
+        self._rank = rank
+        reader, self._writer = os.pipe()
+        try:
+            self.process = Popen(  # noqa: S603 (our own interpreter and module)
+                [*command, "--rank", str(rank), "--lifeline-fd", str(reader)],
+                stdin=DEVNULL,
+                pass_fds=(reader,),
+            )
+        except BaseException:
+            os.close(self._writer)
+            raise
+        finally:
+            os.close(reader)
+        self._thread = threading.Thread(
+            target=self._watch, args=(on_end,), name=f"caesura-rank-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, deadline: float) -> None:
+        """End it, at the latest at ``deadline`` on the monotonic clock, and reap it."""
+        if self._writer >= 0:
+            os.close(self._writer)
+            self._writer = -1
+        self._thread.join(max(0.0, deadline - monotonic()))
+        if self._thread.is_alive():
+            self.process.kill()
+            self._thread.join()
+
+    def _watch(self, on_end: Callable[[str], None]) -> None:
+        status = self.process.wait()
+        how = f"ended with exit status {status}"
+        if status < 0:
+            try:
+                how = f"was killed by {signal.Signals(-status).name}"
+            except ValueError:
+                how = f"was killed by signal {-status}"
+        on_end(f"rank {self._rank} (pid {self.process.pid}) {how}")
 
 
 def identity_of(rank: int) -> bytes:
