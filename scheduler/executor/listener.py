@@ -16,12 +16,11 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
-from ...process.key_files import KeyPair, read_key_pair, read_public_keys
+from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
 from ..runtime.config import EngineConfig
 from .launch import worker_command
 
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_MS = 2_000
 DEAD_HOST_MS = 20_000
 """A host that sends nothing for so long is gone; a process that is gone is noticed at once."""
-_DOMAIN = b"caesura-ranks"
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _LINGER_MS = 500
 
 
@@ -66,7 +63,7 @@ class Listener:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by who waits for the answers
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self._zap: zmq.Socket[bytes] | None = None
+        self._handshakes: Handshakes | None = None
         self._directory: str | None = None
         if config.tp_address is None:
             self._directory = str(private_directory.make())
@@ -77,7 +74,8 @@ class Listener:
             self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_HOST_MS)
         if self._keys is not None:
-            self._use_keys(self._keys)
+            self._handshakes = Handshakes(self.socket, self._context, self._keys, self._allowed, "worker")
+            self._cleanup.callback(self._handshakes.socket.close)
         self._watch_connections()
         try:
             self.socket.bind(self.address)
@@ -96,14 +94,8 @@ class Listener:
 
     def answer_handshakes(self) -> None:
         """Accept those whose keys are authorized now (RFC 27, ZAP)."""
-        while self._zap is not None and self._zap.poll(0):
-            _, number, _, address, _, mechanism, *credentials = self._zap.recv_multipart()
-            status, text = b"400", b"this key is not authorized"
-            if mechanism == b"CURVE" and z85.encode(credentials[0]) in self._allowed():
-                status, text = b"200", b"OK"
-            else:
-                logger.warning("refused a worker of %s: its key is not authorized", address.decode())
-            self._zap.send_multipart([b"1.0", number, status, text, b"", b""])
+        if self._handshakes is not None:
+            self._handshakes.answer()
 
     def shut(self, workers: int) -> None:
         """All ``workers`` are there: take no other connection, and tell of each that breaks."""
@@ -116,17 +108,6 @@ class Listener:
         self.socket.disable_monitor()
         self._thread.join()
         self._cleanup.close()
-
-    def _use_keys(self, keys: KeyPair) -> None:
-        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(_ZAP_ENDPOINT)
-        self._cleanup.callback(self._zap.close)
 
     def _allowed(self) -> frozenset[bytes]:
         assert self._keys is not None
