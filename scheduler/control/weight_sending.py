@@ -98,7 +98,7 @@ class WeightSending:
         slots = self._slots(request.component)
         batches = batches_of(request)
         _require_stored(batches, slots)
-        if self._executor.parallel.size > 1:
+        if self._executor.workers:
             require_placeable(slots[spec.name] for batch in batches for spec in batch)
         total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), self._lifecycle.stamp
         transmission = self._groups.transmit(request.group_name, max(map(nbytes_of, batches), default=0))
@@ -138,7 +138,8 @@ class WeightSending:
         """Copy the tensors of ``batch`` to the start of ``buffer``, one after the other."""
         self._require_committed()
         divided = [spec for spec in batch if is_divided(slots[spec.name])]
-        elsewhere = self._executor.read([spec.name for spec in divided]) if divided else None
+        names = [spec.name for spec in divided]
+        elsewhere = self._executor.call("read", names, reply=list[Held]) if divided else None
         whole = [spec for spec in batch if not is_divided(slots[spec.name])]
         for _ in read_into(buffer, whole, slots, self._runner.on_stream):
             yield Wait.SLICE

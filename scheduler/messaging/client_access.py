@@ -112,7 +112,7 @@ class Access:
         self._thread.start()
 
     def close(self) -> None:
-        """Close ``router``, whose last event ends the thread; no client is accepted afterwards. Idempotent."""
+        """Close ``router``; its last event ends the thread: no client is accepted afterwards. Idempotent."""
         # Disable_monitor would wait with the GIL for an I/O thread that waits for this thread
         self._router.close()
         self._thread.join()
