@@ -11,13 +11,8 @@ from ..runtime.libraries import settings
 os.environ.update(settings())
 
 from ...io_struct import CaesuraError
-<<<<<<< HEAD
 from ...process.curve import read_key_pair, server_key
-from .worker import Line, end, run
-=======
-from ...process.key_files import read_key_pair, server_key
 from .worker_process import Connection, end, run
->>>>>>> origin/main
 
 
 @click.command("caesura worker")

@@ -18,32 +18,6 @@ import msgspec
 import numpy as np
 import torch
 
-<<<<<<< HEAD
-from ... import __version__
-from ...io_struct import CaesuraError
-from ...process import log
-from ...process.curve import KeyPair
-from ..memory.device_memory import is_out_of_memory
-from ..runtime.background import Wakeup
-from .listener import DEAD_HOST_MS, HEARTBEAT_MS
-from .messages import (
-    Agreed,
-    Answer,
-    Join,
-    Offer,
-    Open,
-    Refused,
-    Start,
-    Step,
-    Stop,
-    decode_call,
-    encode,
-    failure_of,
-)
-from .rank import Operation, Rank
-from .rank_updates import AbandonedError
-from .workers import identity_of
-=======
 from ...io_struct import CaesuraError, InitWeightsUpdateGroupReqInput, MemoryTag
 from ..execution.build import build_components, build_runner
 from ..execution.forward import ForwardOutput
@@ -58,7 +32,6 @@ from . import rendezvous
 from .rpc import Memory, Start
 from .step_encoding import decode_batch
 from .worker_updates import Operation, WorkerUpdates
->>>>>>> origin/main
 
 LEAVE_S = 2.0
 """Longest wait until a trainer's process group is left, in seconds."""

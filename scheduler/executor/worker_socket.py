@@ -29,6 +29,71 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 2_000
 DEAD_HOST_MS = 20_000
+"""Silence after which a host counts as gone; a process that ends is noticed at once."""
+_LINGER_MS = 500
+
+
+class WorkerSocket:
+    """A bound ROUTER socket."""
+
+    def __init__(self, config: EngineConfig, on_lost: Callable[[str], None]) -> None:
+        """``on_lost(reason)`` is called in a thread when a connection breaks after :meth:`shut`.
+
+        Raises:
+            CaesuraError: ``invalid_request``, ``endpoint_in_use``.
+        """
+        self._on_lost = on_lost
+        self._authorized = config.curve_authorized_clients
+        self._keys: KeyPair | None = None
+        self._key_file = config.curve_secret_key_file
+        if config.tp_address is not None and self._key_file is not None:
+            self._keys = read_key_pair(self._key_file, "curve_secret_key_file")
+        self._expected = 0
+        self._handshakes: Handshakes | None = None
+        self._directory: str | None = None
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._open(config)
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    def _open(self, config: EngineConfig) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._cleanup.callback(self._context.term)
+        self.socket = self._context.socket(zmq.ROUTER)
+        self._cleanup.callback(self.socket.close, _LINGER_MS)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by who waits for the answers
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        if config.tp_address is None:
+            self._directory = str(private_directory.make())
+            self._cleanup.callback(private_directory.remove, self._directory)
+            self.address = f"ipc://{self._directory}/{private_directory.SOCKET}"
+        else:
+            self.address = _checked(config.tp_address, has_keys=self._keys is not None)
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_HOST_MS)
+        if self._keys is not None:
+            self._handshakes = Handshakes(self.socket, self._context, self._keys, self._allowed, "worker")
+            self._cleanup.callback(self._handshakes.socket.close)
+        self._watch_connections()
+        try:
+            self.socket.bind(self.address)
+        except zmq.ZMQError as error:
+            raise CaesuraError(
+                ErrorCode.ENDPOINT_IN_USE, f"workers cannot join at {self.address}: {error}"
+            ) from error
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def command(self) -> list[str]:
+        """Return the command that starts a worker on this host, without its rank."""
+        keys = []
+        if self._keys is not None and self._key_file is not None:
+            keys = ["--curve-server-key", self._key_file, "--curve-client-key-file", self._key_file]
+        return [sys.executable, "-P", "-m", __package__, "--join", self.address, *keys]
+
+    def answer_handshakes(self) -> None:
         """Accept the connections whose keys are authorized now (RFC 27, ZAP)."""
         if self._handshakes is not None:
             self._handshakes.answer()
