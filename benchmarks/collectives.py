@@ -38,7 +38,7 @@ Operation = Callable[[], object]
 def operations(
     groups: dict[str, TensorParallel], store: Any, rank: int, size: int
 ) -> Iterator[tuple[str, str, Operation]]:
-    """What is called, over what, and how."""
+    """Yield the name of each operation, its transport, and a call."""
     bare = dist.ProcessGroupGloo(PrefixStore("bare", store), rank, size, timedelta(seconds=ANSWER_S))
     for elements in ELEMENTS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -72,7 +72,7 @@ def _broadcast(group: TensorParallel, x: Tensor) -> Operation:
 
 
 def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
-    """One rank: rank 0 says where the others find it, and what came out."""
+    """Run one rank; rank 0 says where the others find it, and what came out."""
     torch.set_num_threads(1)
     memory: Any
     if rank == 0:
@@ -101,7 +101,7 @@ def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
 
 
 def measure(size: int, rounds: int, calls: int) -> dict[tuple[str, str], list[float]]:
-    """Microseconds a call, in each round, of every operation and way."""
+    """Return the microseconds a call of every operation and transport in each round."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(size):

@@ -63,13 +63,13 @@ GB = 1e9
 _BYTES_ACKED = 120
 """Offset of tcpi_bytes_acked in the kernel's struct tcp_info (include/uapi/linux/tcp.h)."""
 _COPIES = "import torch; torch.set_num_threads(1); a, b = torch.ones(2, 1 << 23, dtype=torch.uint8)\nwhile True: a.copy_(b)"
-"""What a process that is in the way does: what a receiver does with a bucket."""
+"""Program of a process that competes for the cores: it copies memory as a receiver does with a bucket."""
 Weights = dict[str, torch.Tensor]
 
 
 @dataclass
 class Measured:
-    """The turns of one road with one number of engines."""
+    """The turns of one route with one number of engines."""
 
     cpu_s: list[float] = field(default_factory=list)
     own_s: list[float] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Measured:
 
 
 def acknowledged_bytes() -> int:
-    """Bytes that the other ends of this process's TCP connections have acknowledged since each was made."""
+    """Return the bytes that the other ends of this process's TCP connections have acknowledged."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -95,7 +95,7 @@ def acknowledged_bytes() -> int:
 
 
 class Trainer:
-    """Weights that differ in every tensor from turn to turn, and every road to some of the engines."""
+    """Weights that differ in every tensor from turn to turn, and every route to some of the engines."""
 
     def __init__(self, engines: Sequence[ControlClient], weights: Weights, bucket_bytes: int) -> None:
         self._engines = engines
@@ -116,7 +116,7 @@ class Trainer:
         self._stack.close()
 
     def turn(self, road: str, number: int, into: Measured, *, bucket_bytes: int | None = None) -> None:
-        """One update of the first ``number`` engines."""
+        """Update the first ``number`` engines."""
         self._turns += 1
         for tensor in self._weights.values():
             tensor.view(-1)[0] = self._turns % 251  # which bfloat16 holds exactly
@@ -161,7 +161,7 @@ class Trainer:
         return lambda: clone_weights(source, targets[:number], bucket_bytes=bucket)
 
     def _others(self, number: int) -> list["subprocess.Popen[bytes]"]:
-        """So many processes that copy memory between :func:`_signal`'s two signals."""
+        """Return processes that copy memory between the two signals of :func:`_signal`."""
         while len(self._crowd) < number:
             process = subprocess.Popen([sys.executable, "-c", _COPIES])
             self._stack.callback(process.wait)
@@ -191,7 +191,7 @@ def _signal(processes: Sequence["subprocess.Popen[bytes]"], number: signal.Signa
 
 @contextmanager
 def engines_of(folder: Path, number: int) -> Iterator[list[ControlClient]]:
-    """``number`` engines of one thread each."""
+    """Start ``number`` engines of one thread each."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(launch_scheduler(str(folder), num_threads=1, kv_pool_tokens=1024))
@@ -202,7 +202,7 @@ def engines_of(folder: Path, number: int) -> Iterator[list[ControlClient]]:
 def measure(
     trainer: Trainer, numbers: Sequence[int], roads: Sequence[str], turns: int
 ) -> dict[str, dict[int, Measured]]:
-    """Interleaved turns of every road with every number of engines, after one that is not counted."""
+    """Run interleaved turns of every route with every number of engines, after one that is not counted."""
     found = {road: {number: Measured() for number in numbers} for road in roads}
     for turn in range(turns + 1):
         for road, by_number in found.items():
@@ -214,7 +214,7 @@ def measure(
 
 
 def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
-    """What a broadcast costs on a hop beside its bytes: one per tensor against one for all, each the fastest of its turns."""
+    """Return the seconds a broadcast costs on a hop beside its bytes: one per tensor against one for all, the fastest turns."""
     each, all_in_one = Measured(), Measured()
     for turn in range(turns + 1):
         for into, bucket in ((each, 1), (all_in_one, trainer.nbytes)):
@@ -224,7 +224,7 @@ def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
 
 
 def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
-    """Medians, and the trainer's CPU seconds beside those of one engine."""
+    """Show medians, and the trainer's CPU seconds beside those of one engine."""
     table = Table(title=f"one update of {nbytes / GB:.2f} GB")
     for heading in (
         "road",
@@ -252,7 +252,7 @@ def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
 
 
 def model_table(weights: float, engines: int, link: float, hop_s: float) -> Table:
-    """Seconds and copies by road, each with 64 MiB buckets, and the chain with its best."""
+    """Show seconds and copies by route, each with 64 MiB buckets, and the chain with its best."""
     title = f"{engines:,} engines, {weights / GB:.0f} GB, {8 * link / GB:.0f} Gb/s, {1e3 * hop_s:.2f} ms a bucket and hop"
     table = Table(title=title)
     for heading in ("road", "bucket", "seconds", "copies that leave the trainer"):

@@ -65,7 +65,7 @@ LABELS = {
 
 
 def chosen_from(allowed: Sequence[str], text: str) -> list[str]:
-    """Comma-separated names, in the order given."""
+    """Split comma-separated names, in the order given."""
     names = text.split(",")
     if unknown := set(names) - set(allowed):
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose from {', '.join(allowed)}")
@@ -112,7 +112,7 @@ def run_mode(
     options: argparse.Namespace,
     console: Console,
 ) -> dict[str, Any]:
-    """All cycles in one mode: seconds of the steps, and by transport the cycles."""
+    """Run all cycles in one mode; return the seconds of the steps, and the cycles by transport."""
     steps: list[float] = []
     found: dict[Transport, list[Cycle]] = {transport: [] for transport in options.transports}
     with ExitStack() as stack:
@@ -149,7 +149,7 @@ def run_mode(
 
 
 def report_mode(mode: PauseMode, raw: dict[str, Any]) -> dict[str, Any]:
-    """Distributions and verdicts of :func:`run_mode`'s measurements, and these as lists."""
+    """Return distributions and verdicts of :func:`run_mode`'s measurements, and these as lists."""
     step = distribution([1e3 * seconds for seconds in raw["steps"]])
     transports = {}
     for transport, cycles in raw["cycles"].items():
@@ -164,7 +164,6 @@ def report_mode(mode: PauseMode, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_table(mode: PauseMode, report: dict[str, Any]) -> Table:
-    """For people, in ms."""
     step = report["step_ms"]
     quantiles = ", ".join(f"{name} {step[name]:.1f}" for name in QUANTILES)
     table = Table(
@@ -194,7 +193,7 @@ def _verdict(target: dict[str, Any]) -> str:
 
 
 def footnote(modes: dict[str, dict[str, Any]]) -> str:
-    """How many targets were met, also against the median step."""
+    """Count the targets that were met, also against the median step."""
     targets = [
         target
         for report in modes.values()

@@ -63,7 +63,7 @@ REQUESTS_KILLED = 8
 
 @dataclass
 class Measured:
-    """Of one kind."""
+    """Measurements of one kind."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Measured:
 
 @contextmanager
 def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedScheduler]:
-    """One of ``kind``, and the worker that joins it by hand where there is one."""
+    """Start an engine of ``kind``, and the worker that joins it by hand if there is one."""
     options: dict[str, Any] = {
         "dtype": "bfloat16",
         "num_threads": kind.threads,
@@ -104,7 +104,7 @@ def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedSch
 
 
 def rollout(launched: LaunchedScheduler, workload: Workload, seed: int) -> float:
-    """Tokens per second of one batch."""
+    """Return the tokens per second of one batch."""
     params = SamplingParams(
         max_new_tokens=workload.new_tokens, temperature=1.0, seed=seed, ignore_eos=True, n=workload.samples
     )
@@ -115,7 +115,7 @@ def rollout(launched: LaunchedScheduler, workload: Workload, seed: int) -> float
 
 
 def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: Measured) -> None:
-    """``count`` pauses under load; between them steps without, since these become longer with their sequences."""
+    """Pause ``count`` times under load; time steps in between, which become longer with their sequences."""
     chance = random.Random(count)
     with Load(launched.endpoint, workload, seed=0) as load:
         for _ in range(count):
@@ -130,7 +130,7 @@ def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: M
 
 
 def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[float | None, float]:
-    """Seconds from SIGKILL of the worker until a live request was told (None: there was none), and until rank 0 had ended."""
+    """Return the seconds from SIGKILL of the worker until a live request is told, if any, and until rank 0 ends."""
     client, handle = launched.client, None
     (rank,) = client.status().ranks
     if state != "idle":
@@ -201,7 +201,7 @@ def kill_table(found: dict[str, list[tuple[float | None, float]]]) -> Table:
 
 
 def measure(folder: Path, workload: Workload, options: argparse.Namespace) -> dict[str, Measured]:
-    """Rollouts and pauses of every kind, turn by turn."""
+    """Run rollouts and pauses of every kind, turn by turn."""
     found = {name: Measured() for name in options.kinds}
     for turn in range(options.turns):
         order = [*options.kinds[turn % len(options.kinds) :], *options.kinds[: turn % len(options.kinds)]]

@@ -32,7 +32,7 @@ from rich.text import Text
 ENGINES = ("caesura", "vllm", "transformers")
 
 CEILING_BYTES, CEILING_PRODUCT = 256 << 20, 2048
-"""Of what measures the machine: a tensor that no cache holds, and a square product."""
+"""Sizes for measuring the machine: a tensor that no cache holds, and a square product."""
 
 LOG_WIDTH = 132
 """Columns when the output is not a terminal: three engines and two ratios fit."""
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -> list[Engine]:
-    """The wanted engines that are installed; the others are named."""
+    """Return the wanted engines that are installed; print the others."""
     threads = options.threads
     available = {
         "caesura": participants.caesura(threads),
@@ -92,7 +92,7 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
 def run_shape(
     workload: Workload, chosen: Sequence[Engine], options: argparse.Namespace, work: Path, console: Console
 ) -> dict[str, Any]:
-    """All repeats of one shape, printed and returned."""
+    """Run, print and return all repeats of one shape."""
     shape = ARCHITECTURES[workload.model]
     with console.status(f"{workload.shape}: writing checkpoints"):
         folders = [
@@ -141,7 +141,7 @@ def run_shape(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 when an engine failed or none was there."""
+    """Return 1 if an engine failed or none was there."""
     options = parse(argv)
     console = Console()
     if not console.is_terminal:

@@ -46,7 +46,7 @@ SHAPE = Shape(
 
 
 class NullRunner:
-    """Samples token 7 without looking at anything."""
+    """A runner that samples token 7 without computing anything."""
 
     def execute(self, batch: ForwardBatch) -> "NullRunner":
         self._rows = len(batch.sample_tokens)
@@ -113,13 +113,13 @@ class Bench:
             self._socket.recv_multipart()
 
     def run(self) -> None:
-        """Until every request has ended."""
+        """Tick until every request has ended."""
         while self.engine.live:
             self.engine.scheduler.tick(None)
             self.drain()
 
     def steps(self, count: int) -> list[float]:
-        """Milliseconds of ``count`` ticks."""
+        """Return the milliseconds of ``count`` ticks."""
         times = []
         for _ in range(count):
             start = time.perf_counter()

@@ -25,7 +25,6 @@ class Fp8Shape(Shape):
         return shapes
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json``."""
         blocks = {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
         return super().config(dtype) | {
             "quantization_config": {

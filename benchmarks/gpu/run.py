@@ -178,7 +178,7 @@ class Run:
     def prompts(
         self, count: int, length: int, seed: int, shape: CheckpointShape | None = None
     ) -> list[list[int]]:
-        """Uniform random ids."""
+        """Return uniform random ids."""
         rng = random.Random(seed)
         size = (shape or self.plan.shape).tensor_shapes()["model.embed_tokens.weight"][0]
         return [[rng.randrange(size) for _ in range(length)] for _ in range(count)]

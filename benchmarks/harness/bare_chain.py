@@ -21,7 +21,7 @@ _LIMIT = timedelta(seconds=300)
 
 
 def _link(store: Any, number: int, rank: int) -> Any:
-    """One end of a link, as the engines' (scheduler/weights/transports/process_group.py)."""
+    """Return one end of a link like the engines' (scheduler/weights/transports/process_group.py)."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
     options._threads, options._timeout = 2, _LIMIT
@@ -36,7 +36,7 @@ def _broadcast(link: Any, view: torch.Tensor) -> Any:
 
 
 def _pass_on(port: int, number: int, is_last: bool, sizes: Sequence[int], turns: Any, done: Any) -> None:
-    """A process: one update for each time that ``turns`` is released; ``done`` is, when it has all of it."""
+    """Receive and pass on one update for each release of ``turns``; release ``done`` after each."""
     torch.set_num_threads(1)
     store = TCPStore(_HOST, port, is_master=False)
     source = _link(store, number, 1)
@@ -61,10 +61,9 @@ def _pass_on(port: int, number: int, is_last: bool, sizes: Sequence[int], turns:
 
 
 class BareChain:
-    """``receivers`` processes, and the sender in this one."""
+    """Processes that receive, and the sender in this one."""
 
     def __init__(self, receivers: int, parts: Sequence[list[tuple[str, torch.Tensor]]]) -> None:
-        """``parts``: the tensors of each bucket."""
         self._stack = ExitStack()
         self._parts = parts
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)

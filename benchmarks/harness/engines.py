@@ -30,20 +30,18 @@ NO_SERVER = "transformers has no engine process: nothing to pause, resume or upd
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One participant."""
-
     name: str
     python: str
     script: str
     """File name in ``benchmarks/peers``."""
     module: str
-    """What the interpreter must be able to import."""
+    """Modules that the interpreter must be able to import."""
     environment: dict[str, str]
     no_pause_reason: str = ""
-    """Why pauses and updates cannot be measured; empty: they can."""
+    """Reason why pauses and updates cannot be measured, or empty."""
 
     def why_missing(self) -> str | None:
-        """None if its interpreter imports it; this also brings its files into the page cache before the timing."""
+        """Return None if the interpreter imports it; this also brings its files into the page cache."""
         try:
             check = subprocess.run(
                 [self.python, "-c", f"import {self.module}"],
@@ -83,7 +81,7 @@ def transformers(python: str, threads: int) -> Engine:
 
 
 def vllm(python: str, threads: int, bind: str, cache: Path) -> Engine:
-    """vLLM with the libraries its own documentation asks to preload, where they exist.
+    """Return vLLM with the libraries its own documentation asks to preload, where they exist.
 
     Args:
         bind: ``VLLM_CPU_OMP_THREADS_BIND``. ``auto`` keeps one core for vLLM's scheduler process.
@@ -177,6 +175,6 @@ def _tcmalloc() -> str | None:
 
 
 def _intel_openmp(python: str) -> str | None:
-    """``pip install intel-openmp`` puts the library into the environment's ``lib`` folder."""
+    """Find what ``pip install intel-openmp`` puts into the environment's ``lib`` folder."""
     path = Path(python).parent.parent / "lib" / "libiomp5.so"
     return str(path) if path.exists() else None

@@ -21,7 +21,7 @@ _BLOCK = 128
 
 
 def fresh_derivation_bytes(tensors: Mapping[str, Tensor], heads: int | None, nope: int | None) -> int:
-    """By how much this process's resident memory rose while it derived from ``tensors``.
+    """Return by how many bytes this process's resident memory rises while it derives from ``tensors``.
 
     Args:
         heads, nope: of latent attention: its heads, and the size of a head's keys that are not rotated. None: no such.
@@ -40,7 +40,7 @@ def fresh_derivation_bytes(tensors: Mapping[str, Tensor], heads: int | None, nop
 
 
 def stacked_experts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Per layer ``[experts, 2 * intermediate, hidden]`` and ``[experts, hidden, intermediate]``."""
+    """Return per layer ``[experts, 2 * intermediate, hidden]`` and ``[experts, hidden, intermediate]``."""
     layers: dict[str, dict[str, list[Tensor]]] = {}
     for name in sorted(tensors, key=_expert_number):
         if match := _EXPERT.fullmatch(name):
@@ -55,7 +55,7 @@ def stacked_experts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def absorbed_halves(tensors: Mapping[str, Tensor], heads: int, nope: int) -> list[Tensor]:
-    """Per layer ``w_kc`` [heads, nope, rank] and ``w_vc`` [heads, values, rank], contiguous, in bfloat16."""
+    """Return per layer ``w_kc`` [heads, nope, rank] and ``w_vc`` [heads, values, rank], contiguous, in bfloat16."""
     found = []
     for name, weight in tensors.items():
         if not name.endswith(".kv_b_proj.weight"):

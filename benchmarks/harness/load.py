@@ -35,11 +35,11 @@ from caesura.io_struct import (
 from .workload import Workload
 
 PATIENCE_S = 300.0
-"""For one answer of the load's process: as long as it takes to compute all prompts of the load again."""
+"""Limit for one answer of the load's process, which may compute all prompts again before it."""
 JOIN_S = 5.0
 
 Arrival = tuple[int, float]
-"""A step's number, and when its tokens were here."""
+"""A step's number, and the time its tokens arrived."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Around:
-    """Answered with the last arrival up to ``step`` and the first ``count`` after it. Of what came since ``Steady`` was asked."""
+    """Answered with the last arrival up to ``step`` since ``Steady`` was asked, and the first ``count`` after it."""
 
     step: int
     count: int = 1
@@ -72,7 +72,7 @@ class LoadError(RuntimeError):
 
 
 class Load:
-    """As a context manager: the load runs."""
+    """Process that keeps requests live, as a context manager."""
 
     def __init__(self, endpoint: str, workload: Workload, seed: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -88,17 +88,17 @@ class Load:
         self._ask(Steady(steps))
 
     def step_seconds(self, count: int) -> list[float]:
-        """How long the next ``count`` steps take, from tokens to tokens."""
+        """Return the seconds of the next ``count`` steps, from tokens to tokens."""
         arrivals: list[Arrival] = self._ask(Steps(count + 1))
         return [(after - before) / (later - step) for (step, before), (later, after) in pairwise(arrivals)]
 
     def around(self, step: int) -> tuple[Arrival, Arrival]:
-        """The last tokens sampled up to step number ``step``, and the first ones after it, waiting for them."""
+        """Return the last tokens sampled up to step number ``step``, and wait for the first ones after it."""
         last, first = self._ask(Around(step))
         return last, first
 
     def following(self, step: int, count: int) -> list[Arrival]:
-        """The first ``count`` arrivals of tokens sampled after step number ``step``, waiting for them."""
+        """Wait for the first ``count`` arrivals of tokens sampled after step number ``step``."""
         arrivals: tuple[Arrival, ...] = self._ask(Around(step, count))
         return list(arrivals[1:])
 
@@ -156,7 +156,7 @@ class Feeder:
                 pass
 
     def take(self, frame: bytes, at: float) -> None:
-        """One message of the engine, which arrived at ``at``.
+        """Take a message of the engine that arrived at ``at``.
 
         Raises:
             RuntimeError: a request was refused or failed.
@@ -175,7 +175,7 @@ class Feeder:
                 raise RuntimeError(f"the load was refused: {message}")
 
     def answer(self) -> tuple[Any] | None:
-        """What the open question is answered with, in a tuple; None: not yet, or there is none."""
+        """Return the answer to the open question in a tuple, or None if there is none yet."""
         answer: tuple[Any] | None = None
         match self._question:
             case Steady(steps) if not self._unseen and len(self._arrivals) >= steps:
@@ -218,7 +218,7 @@ class Feeder:
 
 
 def _main(pipe: Connection, endpoint: str, workload: Workload, seed: int) -> None:
-    """Until the other end of ``pipe`` closes."""
+    """Run until the other end of ``pipe`` closes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, 0

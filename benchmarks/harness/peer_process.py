@@ -23,7 +23,7 @@ class PeerError(Exception):
 
 
 class PeerProcess:
-    """Starts at construction; ``started`` is the monotonic time just before."""
+    """A process that starts at construction; ``started`` is the monotonic time just before."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -40,7 +40,7 @@ class PeerProcess:
             )
 
     def call(self, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """The result of one operation.
+        """Return the result of one operation.
 
         Raises:
             PeerError: the process ended, or ``timeout_s`` passed.

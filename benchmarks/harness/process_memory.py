@@ -11,7 +11,7 @@ class ProcessMemory:
     """Resident bytes of one process."""
 
     resident: int
-    """Everything: anonymous, shared and mapped files."""
+    """Anonymous memory, shared memory and mapped files."""
     anonymous: int
     """Heap, weights, KV."""
     shared: int
@@ -21,7 +21,6 @@ class ProcessMemory:
 
 
 def read_memory(pid: int) -> ProcessMemory:
-    """Of process ``pid``, now."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     )

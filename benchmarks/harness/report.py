@@ -58,7 +58,7 @@ def _of(part: str, key: str) -> Callable[[Sequence[Run]], Values]:
 
 
 def _resume(empty_cache: bool) -> Callable[[Sequence[Run]], Values]:
-    """Engines with a single way to resume are compared on the row without the empty-cache step."""
+    """Compare engines with a single way to resume on the row without the empty-cache step."""
     wanted = ("empty-cache",) if empty_cache else ("plain", "resume")
 
     def values(runs: Sequence[Run]) -> Values:
@@ -83,7 +83,7 @@ ROWS = (
 
 
 def summarise(runs: Sequence[Run], engines: Sequence[str]) -> list[dict[str, Any]]:
-    """One entry per row: label, ``figures`` and ``counts`` by engine, ``ratios`` of Caesura to each other engine."""
+    """Return per row the label, ``figures`` and ``counts`` by engine, and Caesura's ``ratios`` to the others."""
     summary = []
     for row in ROWS:
         values = {name: row.values([run for run in runs if run["engine"] == name]) for name in engines}
@@ -105,7 +105,7 @@ def summarise(runs: Sequence[Run], engines: Sequence[str]) -> list[dict[str, Any
 
 
 def table(workload: Workload, runs: Sequence[Run], engines: Sequence[str], least_s: float) -> Table:
-    """The printed table of one shape; in brackets the number of measurements behind a figure.
+    """Return the table of one shape; in brackets the number of measurements behind a figure.
 
     ``least_s`` is what a rollout must take on this machine (``limits.py``).
     """
@@ -139,11 +139,11 @@ class Note:
 
     text: str
     alarming: bool = False
-    """True: something failed or cannot be right."""
+    """True if something failed or cannot be right."""
 
 
 def footnotes(workload: Workload, runs: Sequence[Run], reference: dict[str, float]) -> list[Note]:
-    """Why dashes are dashes, what a reader must know to compare, and everything that looked wrong."""
+    """Explain missing figures and what a reader must know to compare, and report everything that looked wrong."""
     size, floor = reference["bytes"], reference["seconds"]
     notes = [
         Note(

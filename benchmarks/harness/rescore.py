@@ -18,7 +18,7 @@ Span = Mapping[str, Any]
 
 
 class Rescorer:
-    """``folders`` are checkpoints by label."""
+    """Models of checkpoints by label."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         logging.disable_progress_bar()
@@ -29,7 +29,7 @@ class Rescorer:
 
     @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], output: Sequence[int], spans: Sequence[Span]) -> list[float]:
-        """Of each output token; ``spans`` cover them all, in order."""
+        """Return the log-probability of each output token; ``spans`` cover them all, in order."""
         tokens = [*prompt, *output]
         found: list[float] = []
         cache, computed = DynamicCache(), 0

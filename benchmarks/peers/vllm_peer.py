@@ -85,7 +85,7 @@ class VllmEngine:
         await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     async def abort_all(self) -> None:
-        """Nothing to do: a cancelled ``generate`` has aborted its request."""
+        """Do nothing: a cancelled ``generate`` has aborted its request."""
 
     async def close(self) -> None:
         self._engine.shutdown()

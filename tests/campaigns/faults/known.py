@@ -83,7 +83,6 @@ class SuccessorShape:
         return (random_tensor(name, shape, seed=seed, dtype=torch.float32) * 50 * LAYER_SCALE / 8).to(dtype)
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json``."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
