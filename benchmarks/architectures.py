@@ -1,11 +1,14 @@
-"""Shapes of models whose update is hard: experts, latent attention, block-quantised weights; for ``checkpoints.py``.
+"""Shapes of models whose update is hard: experts, latent attention, block-quantised weights; for
+``checkpoints.py``.
 
 - ``moe``: Qwen3-MoE, 4 layers of 32 experts, 0.11 GB.
 - ``moe-0.2b``: the same with 8 layers and a vocabulary of 32,000, 0.26 GB.
 - ``mla``: DeepSeek V3, 6 layers, one dense, 16 experts and a shared one, 0.06 GB.
 - ``mla-0.2b``: the same with 8 layers, 32 experts and a vocabulary of 32,000, 0.28 GB.
-- ``hybrid``: Qwen3.5 (text), 8 layers of which each fourth attends and the others keep a state, vocabulary 32,000, 0.09 GB.
-- ``mla-fp8``: ``mla`` as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32 scale.
+- ``hybrid``: Qwen3.5 (text), 8 layers of which each fourth attends and the others keep a state, vocabulary
+  32,000, 0.09 GB.
+- ``mla-fp8``: ``mla`` as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32
+  scale.
 """
 
 from dataclasses import dataclass
@@ -28,7 +31,9 @@ class MoeShape(Shape):
     moe_intermediate_size: int
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Return the share of the tensor that ``tokens`` tokens read: of experts, the chance that one token chose it."""
+        """Return the share of the tensor that ``tokens`` tokens read: of experts, the chance that one token
+        chose it.
+        """
         return chosen_by(name, tokens, self.num_experts_per_tok / self.num_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -57,7 +62,9 @@ class MoeShape(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridShape(Shape):
-    """Qwen3.5 (text): each fourth layer attends, with gates; the others have linear attention by the gated delta rule."""
+    """Qwen3.5 (text): each fourth layer attends, with gates; the others have linear attention by the gated
+    delta rule.
+    """
 
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -82,7 +89,9 @@ class HybridShape(Shape):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's states over all layers, in float32, without the few inputs of the convolution."""
+        """Bytes of a sequence's states over all layers, in float32, without the few inputs of the
+        convolution.
+        """
         state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
         return 4 * state * (self.num_hidden_layers - self.num_hidden_layers // self.full_attention_interval)
 
@@ -166,11 +175,15 @@ class LatentShape:
 
     @property
     def attended_width(self) -> int:
-        """Multiplications of a token with another one in each layer, at least: keys and values may be those of heads."""
+        """Multiplications of a token with another one in each layer, at least: keys and values may be those
+        of heads.
+        """
         return self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Return the share of the tensor that ``tokens`` tokens read: of experts, the chance that one token chose it."""
+        """Return the share of the tensor that ``tokens`` tokens read: of experts, the chance that one token
+        chose it.
+        """
         return chosen_by(name, tokens, self.num_experts_per_tok / self.n_routed_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,20 +1,24 @@
-"""Has anything become slower? A small fixed workload on a real engine, stage by stage against recorded ratios.
+"""Has anything become slower? A small fixed workload on a real engine, stage by stage against recorded
+ratios.
 
-    python benchmarks/check_baselines.py                               # exit status 1 where something is much slower
-    python benchmarks/check_baselines.py --update --reason "new kernel for decode"
+    python benchmarks/check_baselines.py                               # exit status 1 where something is much
+    slower python benchmarks/check_baselines.py --update --reason "new kernel for decode"
 
 The workload, on an engine of its own in each round: a start, a rollout on the tiny shape (bfloat16, one
-thread), pause / update from disk / continue in the midst of another, a release and a resume; then images of a tiny pipeline,
-whose text encoders and VAE come and go. What is compared is the time that each of an engine's stages took in sum (they are in
-its status), and each part of the workload from end to end.
+thread), pause / update from disk / continue in the midst of another, a release and a resume; then images of a
+tiny pipeline, whose text encoders and VAE come and go. What is compared is the time that each of an engine's
+stages took in sum (they are in its status), and each part of the workload from end to end.
 
 Invariants:
-- Times are compared as ratios to a loop that resembles them (``harness/yardstick.py``), measured before, between and after the
-  engines of the same round: a baseline holds on another machine, and on this one while others use it.
-- A time beyond :data:`SLOWER` of its baseline is reported, one beyond :data:`FAILS` in every round is a regression, however
-  short its stage is. A stage that has disappeared is one too: nobody would notice otherwise.
+- Times are compared as ratios to a loop that resembles them (``harness/yardstick.py``), measured before,
+  between and after the engines of the same round: a baseline holds on another machine, and on this one while
+  others use it.
+- A time beyond :data:`SLOWER` of its baseline is reported, one beyond :data:`FAILS` in every round is a
+  regression, however short its stage is. A stage that has disappeared is one too: nobody would notice
+  otherwise.
 - There are no more rounds once nothing is a regression: what disturbs a time only ever makes it longer.
-- A machine with other instructions than the recorded one has other ratios: there nothing but a lost stage is a regression.
+- A machine with other instructions than the recorded one has other ratios: there nothing but a lost stage is
+  a regression.
 - ``--update`` adds to the history what was measured and why that is right; nothing in it is ever changed.
 """
 
@@ -55,11 +59,13 @@ WORKLOAD: dict[str, Any] = {
 """Baselines of another workload are no baselines."""
 
 RESEMBLES: dict[str, Kind] = {
-    "stage.prefill": "product", "stage.decode": "product", "stage.sample": "product", "end_to_end.rollout": "product",
+    "stage.prefill": "product", "stage.decode": "product", "stage.sample": "product",
+    "end_to_end.rollout": "product",
     "stage.update.receive": "copy", "stage.update.copy": "copy", "end_to_end.cycles": "copy",
     "end_to_end.releases": "copy",
     "images.stage.encode": "product", "images.stage.denoise": "product", "images.stage.decode": "product",
-    "images.stage.components.arrive": "copy", "images.stage.components.leave": "copy", "images.end_to_end": "product",
+    "images.stage.components.arrive": "copy", "images.stage.components.leave": "copy",
+    "images.end_to_end": "product",
 }  # fmt: skip
 """Loop that a time is held against; ``interpreter`` by default."""
 
@@ -94,7 +100,7 @@ class Verdict:
 
 
 def at_the_speed_of(recorded: Mapping[str, float], now: Mapping[str, float], measured: Times) -> Times:
-    """Scale ``measured`` from a machine with the yardsticks ``now`` to one with the yardsticks ``recorded``."""
+    """Scale ``measured`` from a machine with the yardsticks ``now`` to one with ``recorded``."""
     scaled = {}
     for name, value in measured.items():
         kind = RESEMBLES.get(name, "interpreter")
@@ -103,7 +109,7 @@ def at_the_speed_of(recorded: Mapping[str, float], now: Mapping[str, float], mea
 
 
 def compare(baselines: Mapping[str, float], measured: Mapping[str, float]) -> list[Verdict]:
-    """Return a verdict for each name on either side, in the order of the baselines, then of the measurement."""
+    """Return a verdict for each name on either side, those of the baselines first."""
     return [
         Verdict(name, baselines.get(name), measured.get(name))
         for name in dict.fromkeys([*baselines, *measured])

@@ -1,22 +1,25 @@
 """Write random-weight Hugging Face checkpoints for benchmarks, with torch and safetensors only.
 
 Invariants:
-- A tensor's values depend on (seed, its name, its shape, the dtype) and nothing else: sharding, tying or adding
-  layers changes no other tensor, and two seeds give two checkpoints between which every weight matrix differs.
+- A tensor's values depend on (seed, its name, its shape, the dtype) and nothing else: sharding, tying or
+  adding layers changes no other tensor, and two seeds give two checkpoints between which every weight matrix
+  differs.
 - ``config.json`` is written last, so a folder that has one is complete.
 
 Two shapes:
 
-- ``tiny``: Qwen3, 6 layers, hidden 256, intermediate 768, 4 heads and 2 kv heads of 64, vocabulary 4,096, tied.
-  The proportions of Qwen3-0.6B (intermediate = 3 x hidden, groups of 2) at a size where an engine's own overhead,
-  not arithmetic, decides. Head size is 64: smaller ones meet no compiled attention kernel anywhere.
-- ``0.6b``: Qwen3-0.6B as published: 28 layers, hidden 1,024, intermediate 3,072, 16 heads and 8 kv heads of 128,
-  vocabulary 151,936, tied.
+- ``tiny``: Qwen3, 6 layers, hidden 256, intermediate 768, 4 heads and 2 kv heads of 64, vocabulary 4,096,
+  tied. The proportions of Qwen3-0.6B (intermediate = 3 x hidden, groups of 2) at a size where an engine's own
+  overhead, not arithmetic, decides. Head size is 64: smaller ones meet no compiled attention kernel anywhere.
+- ``0.6b``: Qwen3-0.6B as published: 28 layers, hidden 1,024, intermediate 3,072, 16 heads and 8 kv heads of
+  128, vocabulary 151,936, tied.
 
-``image`` is a Stable Diffusion 3 pipeline instead, as ``harness/image_pipelines.py`` writes it; needs diffusers.
+``image`` is a Stable Diffusion 3 pipeline instead, as ``harness/image_pipelines.py`` writes it; needs
+diffusers.
 
-The shapes of language models are bfloat16. Matrices are normal with standard deviation 0.02, norms are one: logits are then close to normal
-with a standard deviation under one, so sampling at temperature 1 visits the whole vocabulary.
+The shapes of language models are bfloat16. Matrices are normal with standard deviation 0.02, norms are one:
+logits are then close to normal with a standard deviation under one, so sampling at temperature 1 visits the
+whole vocabulary.
 """
 
 import argparse
@@ -128,7 +131,7 @@ class Shape:
         return random_tensor(name, self.tensor_shapes()[name], seed=seed, dtype=dtype)
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """Return ``config.json`` in the form of transformers 4, which transformers 5 and vLLM read as well."""
+        """Return ``config.json`` in the form of transformers 4, which all peers read."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",

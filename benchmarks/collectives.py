@@ -1,8 +1,10 @@
-"""What the collectives of tensor parallelism take between processes of this host: over shared memory, and over gloo.
+"""What the collectives of tensor parallelism take between processes of this host: over shared memory, and
+over gloo.
 
-Each rank is a process of one thread. Every operation runs some times in a row, all of them once per round; the median and the
-least of all rounds but the first, in microseconds a call. `gloo's own sum` is torch's all-reduce, whose order of additions
-depends on the number of elements; the engine gathers by gloo and adds in the order of ranks.
+Each rank is a process of one thread. Every operation runs some times in a row, all of them once per round;
+the median and the least of all rounds but the first, in microseconds a call. `gloo's own sum` is torch's
+all-reduce, whose order of additions depends on the number of elements; the engine gathers by gloo and adds in
+the order of ranks.
 
     python benchmarks/collectives.py --ranks 2
 """

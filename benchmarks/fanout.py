@@ -1,21 +1,24 @@
 """What a trainer spends on an update of 1, 2 and 4 engines of this host, and what that makes of a thousand.
 
-Roads: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it receives, gloo over loopback),
-``broadcast`` (one group of all, gloo), ``clone`` (no trainer: an engine sends to the others down a chain), and ``crowded``: the chain, while for
-each engine that is not in it a process copies memory. It says what sharing the cores with so many costs a trainer that has nothing
-to do with them. ``bare`` is the chain without engines (``harness/bare_chain.py``): what gloo and the kernel make of the same bytes here.
-Columns:
+Roads: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it
+receives, gloo over loopback), ``broadcast`` (one group of all, gloo), ``clone`` (no trainer: an engine sends
+to the others down a chain), and ``crowded``: the chain, while for each engine that is not in it a process
+copies memory. It says what sharing the cores with so many costs a trainer that has nothing to do with them.
+``bare`` is the chain without engines (``harness/bare_chain.py``): what gloo and the kernel make of the same
+bytes here. Columns:
 
-    CPU         of the trainer's process, all threads: what an update costs the trainer
-    own         of that, its calling thread: copying into buckets, messages, and handing broadcasts to the backend, whose threads send
-    busy        until the trainer has handed over its last byte (chain), or is back from the call (the others)
-    committed   until every engine serves the new weights
-    sent        bytes that its TCP connections had acknowledged, in copies of the weights (from the kernel's own counters)
+    CPU         of the trainer's process, all threads: what an update costs the trainer own         of that,
+    its calling thread: copying into buckets, messages, and handing broadcasts to the backend, whose threads
+    send busy        until the trainer has handed over its last byte (chain), or is back from the call (the
+    others) committed   until every engine serves the new weights sent        bytes that its TCP connections
+    had acknowledged, in copies of the weights (from the kernel's own counters)
 
-All engines share this machine's cores with the trainer, so ``committed`` grows with their number: they compare and copy with the
-same cores. What says whether the trainer's cost is flat is ``CPU`` and ``sent``. Turns are interleaved; medians.
+All engines share this machine's cores with the trainer, so ``committed`` grows with their number: they
+compare and copy with the same cores. What says whether the trainer's cost is flat is ``CPU`` and ``sent``.
+Turns are interleaved; medians.
 
-The second table puts the measured cost of a hop into the model of ``harness/fan_out_model.py`` (alone: ``--hop-ms``).
+The second table puts the measured cost of a hop into the model of ``harness/fan_out_model.py`` (alone:
+``--hop-ms``).
 
     python benchmarks/fanout.py --turns 7 --json out.json
 """
@@ -62,7 +65,10 @@ SIZES = {**MODELS, "tiny": SHAPES["tiny"]}
 GB = 1e9
 _BYTES_ACKED = 120
 """Offset of tcpi_bytes_acked in the kernel's struct tcp_info (include/uapi/linux/tcp.h)."""
-_COPIES = "import torch; torch.set_num_threads(1); a, b = torch.ones(2, 1 << 23, dtype=torch.uint8)\nwhile True: a.copy_(b)"
+_COPIES = """import torch
+torch.set_num_threads(1)
+a, b = torch.ones(2, 1 << 23, dtype=torch.uint8)
+while True: a.copy_(b)"""
 """Program of a process that competes for the cores: it copies memory as a receiver does with a bucket."""
 Weights = dict[str, torch.Tensor]
 
@@ -214,7 +220,9 @@ def measure(
 
 
 def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
-    """Return the seconds a broadcast costs on a hop beside its bytes: one per tensor against one for all, the fastest turns."""
+    """Return the seconds a broadcast costs on a hop beside its bytes: one per tensor against one for all, the
+    fastest turns.
+    """
     each, all_in_one = Measured(), Measured()
     for turn in range(turns + 1):
         for into, bucket in ((each, 1), (all_in_one, trainer.nbytes)):
@@ -253,7 +261,9 @@ def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
 
 def model_table(weights: float, engines: int, link: float, hop_s: float) -> Table:
     """Show seconds and copies by route, each with 64 MiB buckets, and the chain with its best."""
-    title = f"{engines:,} engines, {weights / GB:.0f} GB, {8 * link / GB:.0f} Gb/s, {1e3 * hop_s:.2f} ms a bucket and hop"
+    title = (
+        f"{engines:,} engines, {weights / GB:.0f} GB, {8 * link / GB:.0f} Gb/s, {1e3 * hop_s:.2f} ms a hop"
+    )
     table = Table(title=title)
     for heading in ("road", "bucket", "seconds", "copies that leave the trainer"):
         table.add_column(heading, justify="left" if heading == "road" else "right")

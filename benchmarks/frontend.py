@@ -1,12 +1,14 @@
-"""What the HTTP server costs: the same requests to one engine, through its socket and through the server, in turns.
+"""What the HTTP server costs: the same requests to one engine, through its socket and through the server, in
+turns.
 
-256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this process; the others go
-through ``caesura serve --endpoint`` of the same engine: SGLang's ``/generate`` with token ids in, text, ids and
-log-probabilities out, whole or streamed, and OpenAI's ``/v1/completions``. Rounds take turns; figures are medians. The load
-is made by this process, which has the cores in common with engine and server, as a trainer would.
+256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this
+process; the others go through ``caesura serve --endpoint`` of the same engine: SGLang's ``/generate`` with
+token ids in, text, ids and log-probabilities out, whole or streamed, and OpenAI's ``/v1/completions``. Rounds
+take turns; figures are medians. The load is made by this process, which has the cores in common with engine
+and server, as a trainer would.
 
-A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, where an interpreter that has it is
-given, gets the same requests at ``/v1/completions``.
+A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, where an interpreter
+that has it is given, gets the same requests at ``/v1/completions``.
 
     python benchmarks/frontend.py --vllm-python /opt/peer-vllm/bin/python --json frontend.json
 """
@@ -49,7 +51,9 @@ Prompts = list[list[list[int]]]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer of the model's size: each token beyond the bytes is a short word of its own."""
+    """Write a byte-level tokenizer of the model's size: each token beyond the bytes is a short word of its
+    own.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     merges = []

@@ -1,15 +1,15 @@
 """Images of a diffusion policy: speed beside diffusers' own pipeline, pauses, updates, and memory over them.
 
-Both read the same checkpoint of random weights, use as many threads, make the same images (Euler steps, no noise added) and
-take turns. ``one`` is one request after the other, ``eight`` eight at a time, and ``mixed`` requests that arrive one by one, a
-third of an image's time apart: diffusers takes those that wait as its next batch, of eight at most, and Caesura lets them
-join between two steps.
+Both read the same checkpoint of random weights, use as many threads, make the same images (Euler steps, no
+noise added) and take turns. ``one`` is one request after the other, ``eight`` eight at a time, and ``mixed``
+requests that arrive one by one, a third of an image's time apart: diffusers takes those that wait as its next
+batch, of eight at most, and Caesura lets them join between two steps.
 
     python benchmarks/images.py
     python benchmarks/images.py --shape small --threads 2 --json images.json
 
-With ``--residency`` it measures something else: bytes of weights on the device by the strategies of the components, at their
-peak and between stages, and what an image and its stages take then.
+With ``--residency`` it measures something else: bytes of weights on the device by the strategies of the
+components, at their peak and between stages, and what an image and its stages take then.
 
     python benchmarks/images.py --shape even --residency
 """
@@ -241,7 +241,8 @@ def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
         for name, times in cycles.stage_ms.items()
     )
     console.print(
-        f"pause p50 {cycles.pause_ms['p50']:.1f}, p99 {cycles.pause_ms['p99']:.1f}, max {cycles.pause_ms['max']:.1f} ms; "
+        f"pause p50 {cycles.pause_ms['p50']:.1f}, p99 {cycles.pause_ms['p99']:.1f}, "
+        f"max {cycles.pause_ms['max']:.1f} ms; "
         f"in the engine: {steps}; allowed beyond a step {ALLOWANCE_MS:.0f}; "
         f"update p50 {cycles.update_ms['p50']:.1f}, p99 {cycles.update_ms['p99']:.1f} ms",
         soft_wrap=True,

@@ -1,10 +1,10 @@
 """Compiled kernels beside torch's own operations, on shapes of a 0.6B model and of the tiny one.
 
-Every case runs its variants in turn, round by round, over enough copies of the weights that none is found in a cache; a
-figure is the median. ``of torch`` is the time of torch's best variant over that of the kernel, so above 1 the kernel is
-faster. GB/s counts the bytes that must be moved once (weights, K and V, logits); ``of limit`` is the time that these need
-at the read bandwidth, or the arithmetic at the rate of torch's largest product, whichever is longer, over the kernel's.
-Both limits are measured and printed first.
+Every case runs its variants in turn, round by round, over enough copies of the weights that none is found in
+a cache; a figure is the median. ``of torch`` is the time of torch's best variant over that of the kernel, so
+above 1 the kernel is faster. GB/s counts the bytes that must be moved once (weights, K and V, logits); ``of
+limit`` is the time that these need at the read bandwidth, or the arithmetic at the rate of torch's largest
+product, whichever is longer, over the kernel's. Both limits are measured and printed first.
 
     python benchmarks/kernels.py --threads 2 --isa avx512bf16 avx2 --operation linear attention
 """
@@ -102,7 +102,7 @@ def on(isa: str, run: Run) -> Run:
 
 
 def linear_cases(dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
-    """Yield products with packed weights, beside ``F.linear`` and, in bfloat16, oneDNN's own packed layout."""
+    """Yield products with packed weights, beside ``F.linear`` and oneDNN's own packed layout."""
     for name, (outputs, inputs) in LINEAR_SHAPES.items():
         size = outputs * inputs * dtype.itemsize
         copies = max(1, min(16, COLD_BYTES // size))
@@ -387,8 +387,8 @@ def main() -> None:
     bandwidth, rate = limits()
     console.print(
         describe(machine_facts()),
-        f"\n{options.threads} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s, torch's product of 2048 x 2048 in "
-        f"bfloat16 {rate / 1e9:.0f} GFLOP/s",
+        f"\n{options.threads} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s, torch's product of "
+        f"2048 x 2048 in bfloat16 {rate / 1e9:.0f} GFLOP/s",
     )
     table = Table("operation", "", *_peers(), *isas, "GB/s", "GFLOP/s", "of limit")
     for case in cases(options.operation, getattr(torch, options.dtype), options.rows):

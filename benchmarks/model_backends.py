@@ -1,10 +1,12 @@
-"""The same rollouts by transformers' modules in the engine, beside its own model code where it has some, and beside vLLM.
+"""The same rollouts by transformers' modules in the engine, beside its own model code where it has some, and
+beside vLLM.
 
-Engines of one checkpoint live at a time and generate one after the other, in an order that rotates, so that whatever else the
-machine does meets all of them. Printed are tokens per second of each run, their medians, and the medians' ratios.
+Engines of one checkpoint live at a time and generate one after the other, in an order that rotates, so that
+whatever else the machine does meets all of them. Printed are tokens per second of each run, their medians,
+and the medians' ratios.
 
-    .venv/bin/python benchmarks/model_backends.py --shape tiny --threads 2 --repeats 5
-    .venv/bin/python benchmarks/model_backends.py --architecture Olmo2ForCausalLM --vllm-python /opt/peer-vllm/bin/python
+    .venv/bin/python benchmarks/model_backends.py --shape tiny --threads 2 --repeats 5 .venv/bin/python
+    benchmarks/model_backends.py --architecture Olmo2ForCausalLM --vllm-python /opt/peer-vllm/bin/python
 """
 
 import argparse

@@ -1,13 +1,15 @@
 """Pause, update and resume under load, by every transport and in every mode: whole distributions.
 
 A real engine process has as many live requests as the shape says, all the time, from a process of their own
-(``harness/load.py``). This process is the trainer. One cycle (``harness/cycles.py``): wait until all requests decode, and
-for a random phase of a step; pause, update to the other checkpoint, continue. Transports and both ways to continue,
-with and without the empty-cache step, take turns, so that a machine that slows down slows all of them.
+(``harness/load.py``). This process is the trainer. One cycle (``harness/cycles.py``): wait until all requests
+decode, and for a random phase of a step; pause, update to the other checkpoint, continue. Transports and both
+ways to continue, with and without the empty-cache step, take turns, so that a machine that slows down slows
+all of them.
 
-Each mode has an engine of its own. The time of a step without pauses is measured under the same load, half before the
-cycles and half after them; the targets are one such step and 2 ms for a pause, and for the first token after a plain continue.
-After ``abort`` and ``retract`` the first step computes prompts: there one step is what the engine lets such a step take.
+Each mode has an engine of its own. The time of a step without pauses is measured under the same load, half
+before the cycles and half after them; the targets are one such step and 2 ms for a pause, and for the first
+token after a plain continue. After ``abort`` and ``retract`` the first step computes prompts: there one step
+is what the engine lets such a step take.
 
     python benchmarks/pause_cycles.py --shape tiny --cycles 200 --json out.json
 """
@@ -202,8 +204,8 @@ def footnote(modes: dict[str, dict[str, Any]]) -> str:
     ]
     met, strict = (sum(target[key] for target in targets) for key in ("met", "met_by_median_step"))
     return (
-        f"Targets: p99 within the p99 of a step + 2 ms, {met} of {len(targets)} met; within the median step + 2 ms, "
-        f"{strict} of {len(targets)}."
+        f"Targets: p99 within the p99 of a step + 2 ms, {met} of {len(targets)} met; within the median step "
+        f"+ 2 ms, {strict} of {len(targets)}."
     )
 
 

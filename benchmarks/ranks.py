@@ -1,11 +1,14 @@
-"""What ranks change on this host: tokens per second, pauses, and how fast an engine ends when one of them is killed.
+"""What ranks change on this host: tokens per second, pauses, and how fast an engine ends when one of them is
+killed.
 
-Every engine is one of ``KINDS``. The first two parts take them in turn, in an order that rotates, so that whatever else the machine
-does meets all; one engine lives at a time, since idle ranks cost memory only, but threads of two engines would share the cores.
+Every engine is one of ``KINDS``. The first two parts take them in turn, in an order that rotates, so that
+whatever else the machine does meets all; one engine lives at a time, since idle ranks cost memory only, but
+threads of two engines would share the cores.
 
-    rollouts    the whole batch of the shape; medians of tokens per second, and the ratio to one rank
-    pauses      ``pause("in_place")`` at a random phase of a step, under the shape's load; p99 beside that of a step
-    kills       SIGKILL of a worker, idle, while stepping and while paused: until a live request is told, and until the process
+    rollouts    the whole batch of the shape; medians of tokens per second, and the ratio to one rank pauses
+    ``pause("in_place")`` at a random phase of a step, under the shape's load; p99 beside that of a step kills
+    SIGKILL of a worker, idle, while stepping and while paused: until a live request is told, and until the
+    process
                 of rank 0 has ended
 
     python benchmarks/ranks.py --shape tiny --turns 3 --pauses 200 --kills 20 --json ranks.json
@@ -130,7 +133,9 @@ def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: M
 
 
 def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[float | None, float]:
-    """Return the seconds from SIGKILL of the worker until a live request is told, if any, and until rank 0 ends."""
+    """Return the seconds from SIGKILL of the worker until a live request is told, if any, and until rank 0
+    ends.
+    """
     client, handle = launched.client, None
     (rank,) = client.status().ranks
     if state != "idle":

@@ -1,8 +1,10 @@
-"""Rollout benchmark: Caesura beside vLLM and transformers, on one checkpoint and the same requests, in one run.
+"""Rollout benchmark: Caesura beside vLLM and transformers, on one checkpoint and the same requests, in one
+run.
 
 Repeats are interleaved: each starts every engine once, one at a time, in an order that rotates, and measures
-everything on it (``harness/engines.py``), so that a machine that slows down slows all of them. Printed figures are
-medians over all repeats. The first repeat finds no compile caches; the files of all engines are in the page cache.
+everything on it (``harness/engines.py``), so that a machine that slows down slows all of them. Printed
+figures are medians over all repeats. The first repeat finds no compile caches; the files of all engines are
+in the page cache.
 
     python benchmarks/rollout.py --shape tiny --vllm-python /opt/peer-vllm/bin/python --json out.json
 """
@@ -123,8 +125,9 @@ def run_shape(
     names = [engine.name for engine in chosen]
     console.print(table(workload, runs, names, least_s))
     console.print(
-        f"The limit: {ceilings.bandwidth / 1e9:.1f} GB/s and {ceilings.flops / 1e9:.0f} GFLOP/s, measured before; "
-        f"prompts at the latter, each decode step at the longer of reading weights and KV and of its products: {least_s:.2f} s.",
+        f"The limit: {ceilings.bandwidth / 1e9:.1f} GB/s and {ceilings.flops / 1e9:.0f} GFLOP/s, measured "
+        "before; prompts at the latter, each decode step at the longer of reading weights and KV and of its "
+        f"products: {least_s:.2f} s.",
         style="dim",
         highlight=False,
     )

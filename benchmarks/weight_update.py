@@ -1,17 +1,19 @@
 """Weight updates by every transport, beside what the same bytes cost without an engine, in one run.
 
-References, each on the same bytes and in the same process: a plain read + copy of the files (disk), a bare ZeroMQ loop
-with an answer for each bucket (tensor), a plain copy of the tensors (ipc), a bare gloo broadcast + copy (distributed).
-``of reference`` is the reference's time over the update's, so 100 % means that the engine adds nothing. Stages are the
-engine's own figures, summed over all buckets; total is from the first message to the last answer, and so contains what
-the engine waits for the trainer. Turns are interleaved; medians.
+References, each on the same bytes and in the same process: a plain read + copy of the files (disk), a bare
+ZeroMQ loop with an answer for each bucket (tensor), a plain copy of the tensors (ipc), a bare gloo broadcast
++ copy (distributed). ``of reference`` is the reference's time over the update's, so 100 % means that the
+engine adds nothing. Stages are the engine's own figures, summed over all buckets; total is from the first
+message to the last answer, and so contains what the engine waits for the trainer. Turns are interleaved;
+medians.
 
-A model's ``commit`` line is what the commit alone takes: a session is filled, then ``end`` is sent. Its peak stands beside
-what the same derivations cost in fresh tensors (``harness/fresh.py``, measured in this process).
+A model's ``commit`` line is what the commit alone takes: a session is filled, then ``end`` is sent. Its peak
+stands beside what the same derivations cost in fresh tensors (``harness/fresh.py``, measured in this
+process).
 
-``peak`` is how far the engine's resident memory (shared memory included) rose above what it was before the update,
-the largest of all turns; with ipc-shared that is the trainer's own memory, mapped. The target is at most ``workspace``
-and 5 % of weights and KV. The first turn starts from a trimmed heap and is not timed.
+``peak`` is how far the engine's resident memory (shared memory included) rose above what it was before the
+update, the largest of all turns; with ipc-shared that is the trainer's own memory, mapped. The target is at
+most ``workspace`` and 5 % of weights and KV. The first turn starts from a trimmed heap and is not timed.
 
     python benchmarks/weight_update.py --models dense dense-1.2 moe mla mla-fp8 --json out.json
 """

@@ -1,7 +1,7 @@
 """What an update's bytes cost without an engine: one reference per transport, each between two threads.
 
-Invariant: a reference moves the same bytes from where the trainer has them to where the engine would want them, in one
-copy at the end of the plainest road of that kind, and does nothing else.
+Invariant: a reference moves the same bytes from where the trainer has them to where the engine would want
+them, in one copy at the end of the plainest road of that kind, and does nothing else.
 """
 
 import threading
@@ -55,7 +55,7 @@ class BareZeroMQ:
         self._thread.start()
 
     def seconds(self, which: int) -> float:
-        """Return the seconds of one pass over the weights number ``which``, with an answer for each bucket."""
+        """Return the seconds of one pass over the weights number ``which``, bucket by bucket."""
         start, first = time.perf_counter(), 0
         for bucket in buckets(self._weights[which].items(), self._bucket_bytes):
             _, frames = as_frames(bucket)
@@ -99,7 +99,9 @@ class BareGloo:
         self._group = ProcessGroupGloo(store, 0, 2, GLOO_TIMEOUT)
 
     def seconds(self, which: int) -> float:
-        """Return the seconds of one pass over the weights number ``which``, until the last byte is in its place."""
+        """Return the seconds of one pass over the weights number ``which``, until the last byte is in its
+        place.
+        """
         start = time.perf_counter()
         self._start.release()
         for _, bucket in _cut(self._bytes[which], self._bucket_bytes):

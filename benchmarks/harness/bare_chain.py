@@ -1,7 +1,8 @@
-"""A chain without engines: processes that receive buckets over gloo, copy each once and pass it on, and do nothing else.
+"""A chain without engines: processes that receive buckets over gloo, copy each once and pass it on, and do
+nothing else.
 
-What its sender spends is what gloo and the kernel's loopback make of the same bytes on this machine, with as many receivers on the
-same cores. The difference to a chain of engines is the engines' and their messages'.
+What its sender spends is what gloo and the kernel's loopback make of the same bytes on this machine, with as
+many receivers on the same cores. The difference to a chain of engines is the engines' and their messages'.
 """
 
 import multiprocessing
@@ -89,7 +90,8 @@ class BareChain:
     def update(self) -> None:
         """Send all parts, as a chain's trainer does, and wait until every receiver has them.
 
-        What the kernel counts as acknowledged is all of it then, as after an update that engines have answered.
+        What the kernel counts as acknowledged is all of it then, as after an update that engines have
+        answered.
         """
         for turns in self._turns:
             turns.release()

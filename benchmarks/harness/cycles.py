@@ -2,8 +2,8 @@
 
 Invariants:
 - A pause is asked for while every request of the load decodes, at a random phase of a step.
-- First and last tokens are told apart by the step in which they were sampled, which the pause's reply names. A step
-  that ran between that reply and the continue is an error, not a measurement.
+- First and last tokens are told apart by the step in which they were sampled, which the pause's reply names.
+  A step that ran between that reply and the continue is an error, not a measurement.
 - Every update is other weights than those in place, complete, and committed before the engine goes on.
 """
 
@@ -58,7 +58,7 @@ class Cycle:
 
 
 class Cycles:
-    """Pauses, updates and continues on one engine and one load; weights alternate between the trainer's two."""
+    """Cycles on one engine and one load; weights alternate between the trainer's two."""
 
     def __init__(
         self, client: ControlClient, trainer: Trainer, load: Load, mode: PauseMode, seed: int
@@ -73,7 +73,8 @@ class Cycles:
     def run(self, transport: Transport, variant: str, step_s: float) -> Cycle:
         """Run one cycle; ``step_s`` is about the length of a step."""
         self._load.steady(STEPS_BETWEEN)
-        # A timer, not a busy loop: with as many engine threads as cores that would take one of them away from a step.
+        # A timer, not a busy loop: with as many engine threads as cores that would take one of them away from
+        # a step.
         time.sleep(self._random.random() * step_s)
         self._which = 1 - self._which
         pausing = time.perf_counter()
@@ -108,7 +109,9 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(cycles: Sequence[Cycle]) -> dict[str, dict[str, float]]:
-    """Return the distribution of each part of a cycle in ms (``steps``: a number), by variant where it matters."""
+    """Return the distribution of each part of a cycle in ms (``steps``: a number), by variant where it
+    matters.
+    """
     found = {part: distribution([1e3 * getattr(cycle, part) for cycle in cycles]) for part in COMMON}
     for part in BY_VARIANT:
         for variant in VARIANTS:
@@ -123,9 +126,10 @@ def verdicts(
 ) -> dict[str, dict[str, Any]]:
     """Judge a pause and a plain continue to the first token: each may take one step and 2 ms.
 
-    The slowest hundredth is held against the slowest hundredth of ``step`` (``met``), for the step that a pause waits for may
-    be any, and against its median (``met_by_median_step``). After ``abort`` and ``retract`` the first step computes
-    prompts; the step that counts there is as long as the engine lets such a one become.
+    The slowest hundredth is held against the slowest hundredth of ``step`` (``met``), for the step that a
+    pause waits for may be any, and against its median (``met_by_median_step``). After ``abort`` and
+    ``retract`` the first step computes prompts; the step that counts there is as long as the engine lets such
+    a one become.
     """
     first = step if mode == "in_place" else dict.fromkeys(step, 1e3 * TARGET_STEP_S)
     found = {}

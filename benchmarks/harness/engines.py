@@ -1,7 +1,8 @@
 """Which engines take part, how each one's process is started, and what one start measures.
 
-Every engine gets the same checkpoint, prompts, context length, KV capacity and thread count, in a process of its
-own. Thread and allocator variables of the caller's environment are removed first, so that what decides is set here.
+Every engine gets the same checkpoint, prompts, context length, KV capacity and thread count, in a process of
+its own. Thread and allocator variables of the caller's environment are removed first, so that what decides is
+set here.
 """
 
 import os
@@ -116,8 +117,9 @@ def measure(
     Returns:
         ``engine``, ``repeat``, ``no_pause_reason``, ``busy_before`` (share of the cores that others used just
         before); ``cold_start_s`` from just before the process starts to its first token; ``facts``;
-        ``rollouts`` (seconds, tokens); ``pauses`` and ``updates`` as in ``peers/measure.py``, absent where the engine
-        has no such thing; ``error``, text or None. After an error the keys measured until then are there.
+        ``rollouts`` (seconds, tokens); ``pauses`` and ``updates`` as in ``peers/measure.py``, absent where
+        the engine has no such thing; ``error``, text or None. After an error the keys measured until then are
+        there.
     """
     current, other = map(str, checkpoints)
     run: dict[str, Any] = {"engine": engine.name, "repeat": repeat, "rollouts": [], "error": None}

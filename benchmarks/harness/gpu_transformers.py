@@ -1,4 +1,5 @@
-"""transformers on the card: ``generate`` on one batch, and its continuous batching. A process of its own, to free the card.
+"""transformers on the card: ``generate`` on one batch, and its continuous batching. A process of its own, to
+free the card.
 
     python benchmarks/harness/gpu_transformers.py '{"model": …, "device": "cuda", …}'
 

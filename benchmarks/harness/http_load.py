@@ -1,7 +1,9 @@
-"""Many HTTP requests at once from one process that uses next to no CPU: keep-alive connections, bodies made beforehand.
+"""Many HTTP requests at once from one process that uses next to no CPU: keep-alive connections, bodies made
+beforehand.
 
-An HTTP library's client would take as much of two cores as the server that is measured. This one writes bytes and counts
-them: it understands ``Content-Length`` and chunked bodies, and nothing else of the protocol (RFC 9112).
+An HTTP library's client would take as much of two cores as the server that is measured. This one writes bytes
+and counts them: it understands ``Content-Length`` and chunked bodies, and nothing else of the protocol (RFC
+9112).
 """
 
 import asyncio

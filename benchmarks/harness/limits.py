@@ -1,7 +1,8 @@
 """What a device can do, measured, and what a step of a decoder must at least take on it.
 
-The limit of a decode step is the time to read what it must read: every weight but the embedding table, of which it gathers
-a few rows, and experts that no row chose, the KV of every row, and its states, which it writes as well. The limit of a prefill is the time of its products at the measured peak.
+The limit of a decode step is the time to read what it must read: every weight but the embedding table, of
+which it gathers a few rows, and experts that no row chose, the KV of every row, and its states, which it
+writes as well. The limit of a prefill is the time of its products at the measured peak.
 """
 
 import time
@@ -83,7 +84,7 @@ def seconds_of(work: Callable[[], object], synchronize: Synchronize, repeats: in
 
 
 def streamed_weight_bytes(shape: AnyShape, itemsize: int, rows: int = 1) -> float:
-    """Return the bytes of the weights that a decode step of ``rows`` rows reads: of experts the chosen ones."""
+    """Return the bytes of weights that a decode step of ``rows`` rows reads, of chosen experts only."""
     sizes = {
         name: torch.Size(size).numel() * shape.used_by(name, rows)
         for name, size in shape.tensor_shapes().items()
@@ -99,7 +100,7 @@ def kv_bytes_per_token(shape: AnyShape, itemsize: int) -> int:
 
 
 def prefill_flops(shape: AnyShape, prompts: int, length: int) -> float:
-    """Return the operations of ``prompts`` prompts: products, causal attention, the head for each last token."""
+    """Return the operations of ``prompts`` prompts: products, causal attention, a head for each prompt."""
     head = shape.vocab_size * shape.hidden_size
     tables = {"model.embed_tokens.weight", "lm_head.weight"}
     weights = sum(
@@ -112,7 +113,9 @@ def prefill_flops(shape: AnyShape, prompts: int, length: int) -> float:
 
 
 def least_seconds(workload: Workload, shape: AnyShape, ceilings: Ceilings, itemsize: int = 2) -> float:
-    """Return the seconds that a rollout must take: the products of its prompts, then of every step the longer of reading and products."""
+    """Return the seconds that a rollout must take: the products of its prompts, then of every step the longer
+    of reading and products.
+    """
     rows = workload.requests * workload.samples
     seconds = prefill_flops(shape, workload.requests, workload.prompt_tokens) / ceilings.flops
     weights, computed = (streamed_weight_bytes(shape, itemsize, count) for count in (rows, 1))

@@ -1,13 +1,14 @@
 """Steady load on an engine, from a process of its own, and when each step's tokens arrived.
 
 Invariants:
-- As many requests are live as the workload has. One that ends, in whatever way, is replaced at once, during a pause too,
-  by one with another prompt; lengths differ, so that they do not all end in the same step.
-- All of them stream, so a step is one message here, timed before it is decoded. Steps carry their numbers, so what came
-  before a pause and what after it is known, not guessed from the time.
+- As many requests are live as the workload has. One that ends, in whatever way, is replaced at once, during a
+  pause too, by one with another prompt; lengths differ, so that they do not all end in the same step.
+- All of them stream, so a step is one message here, timed before it is decoded. Steps carry their numbers, so
+  what came before a pause and what after it is known, not guessed from the time.
 - Times are ``perf_counter``'s, which on Linux is one clock for all processes.
 
-It speaks the wire itself, in one thread: nobody shares an interpreter lock with it, and it uses next to no CPU.
+It speaks the wire itself, in one thread: nobody shares an interpreter lock with it, and it uses next to no
+CPU.
 """
 
 import multiprocessing
@@ -44,9 +45,11 @@ Arrival = tuple[int, float]
 
 @dataclass(frozen=True)
 class Steady:
-    """Answered with None once every request that was sampling has sampled since, and ``steps`` more steps have arrived.
+    """Answered with None once every request that was sampling has sampled since, and ``steps`` more steps
+    have arrived.
 
-    One that was aborted hands its place to its successor; the successor of one that came to its end is new, and may wait.
+    One that was aborted hands its place to its successor; the successor of one that came to its end is new,
+    and may wait.
     """
 
     steps: int
@@ -61,7 +64,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Around:
-    """Answered with the last arrival up to ``step`` since ``Steady`` was asked, and the first ``count`` after it."""
+    """Answered with the last arrival up to ``step`` since ``Steady`` was asked, and the first ``count`` after
+    it.
+    """
 
     step: int
     count: int = 1
@@ -137,7 +142,9 @@ class Feeder:
         self._submitted = 0
         self._arrivals: list[Arrival] = []
         self._sampling = set(range(workload.requests))
-        """Slots whose request has sampled, or succeeds one that was aborted; at first all, so that the load gets started."""
+        """Slots whose request has sampled, or succeeds one that was aborted; at first all, so that the load
+        gets started.
+        """
         self._unseen: set[int] = set()
         self._question: Steady | Steps | Around | None = None
         for slot in range(workload.requests):

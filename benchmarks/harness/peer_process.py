@@ -1,7 +1,8 @@
 """One engine's process, spoken to in JSON lines (the protocol is in ``peers/json_lines.py``).
 
-Invariants: the peer and everything it starts is one process group, which is gone when :meth:`PeerProcess.close`
-returns; a peer that dies or stays silent past its deadline is an error that shows the end of its log.
+Invariants: the peer and everything it starts is one process group, which is gone when
+:meth:`PeerProcess.close` returns; a peer that dies or stays silent past its deadline is an error that shows
+the end of its log.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Tables for people, and nothing measured here: medians and ratios of what the runs returned.
 
-A ratio above 1 always means that Caesura is better: for a rate it is ours over theirs, for a time theirs over ours.
+A ratio above 1 always means that Caesura is better: for a rate it is ours over theirs, for a time theirs over
+ours.
 """
 
 import statistics
@@ -83,7 +84,7 @@ ROWS = (
 
 
 def summarise(runs: Sequence[Run], engines: Sequence[str]) -> list[dict[str, Any]]:
-    """Return per row the label, ``figures`` and ``counts`` by engine, and Caesura's ``ratios`` to the others."""
+    """Return per row the label, ``figures`` and ``counts`` by engine, and Caesura's ``ratios``."""
     summary = []
     for row in ROWS:
         values = {name: row.values([run for run in runs if run["engine"] == name]) for name in engines}
@@ -143,7 +144,9 @@ class Note:
 
 
 def footnotes(workload: Workload, runs: Sequence[Run], reference: dict[str, float]) -> list[Note]:
-    """Explain missing figures and what a reader must know to compare, and report everything that looked wrong."""
+    """Explain missing figures and what a reader must know to compare, and report everything that looked
+    wrong.
+    """
     size, floor = reference["bytes"], reference["seconds"]
     notes = [
         Note(
@@ -151,7 +154,7 @@ def footnotes(workload: Workload, runs: Sequence[Run], reference: dict[str, floa
             f"({size / floor / 1e9:.1f} GB/s)."
         ),
         Note(
-            "Pauses: in_place (vLLM: keep, whose call ends with a fixed sleep of 20 ms of its own), asked for at a "
+            "Pauses: in_place (vLLM: keep, whose call ends with a sleep of 20 ms of its own), asked for at a "
             "random phase of a step. In brackets: measurements behind the figure."
         ),
     ]

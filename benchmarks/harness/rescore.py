@@ -1,8 +1,9 @@
 """A rollout's log-probabilities again, by transformers, under the weights that its spans name.
 
-A token's logits come from the forward of the token before it, on KV that earlier forwards left. After a retraction all KV is
-of the span's own weights; a span marked ``stale_kv`` goes on with the KV of the spans before it. So a fresh cache is computed for
-each span that is not stale, and a stale one continues on the cache at hand.
+A token's logits come from the forward of the token before it, on KV that earlier forwards left. After a
+retraction all KV is of the span's own weights; a span marked ``stale_kv`` goes on with the KV of the spans
+before it. So a fresh cache is computed for each span that is not stale, and a stale one continues on the
+cache at hand.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,9 @@ from caesura.client.trainer import SharedTensors, WeightUpdateGroup
 from caesura.io_struct import WeightUpdateReqOutput
 
 Transport = Literal["disk", "tensor", "ipc", "ipc-shared", "distributed"]
-"""``ipc-shared`` is ipc by a trainer that keeps its weights in shared memory; ``ipc`` copies them there first."""
+"""``ipc-shared`` is ipc by a trainer that keeps its weights in shared memory; ``ipc`` copies them there
+first.
+"""
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 Weights = dict[str, torch.Tensor]

@@ -1,7 +1,7 @@
 """How fast this machine is right now, in three small loops that have nothing of the engine in them.
 
-A time divided by the loop that resembles it holds from machine to machine, and from hour to hour on a shared one, far better
-than the time itself.
+A time divided by the loop that resembles it holds from machine to machine, and from hour to hour on a shared
+one, far better than the time itself.
 """
 
 import time

@@ -41,7 +41,7 @@ class PausableEngine(Protocol):
         """Generate exactly ``max_new_tokens`` tokens; call ``on_tokens`` as soon as some arrive."""
 
     async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> list[list[int]]:
-        """Generate ``samples`` outputs of all prompts at once, by the means the engine's users would choose."""
+        """Generate ``samples`` outputs of all prompts at once, as the engine's users would."""
 
     async def pause(self) -> None:
         """Freeze every request with its KV; returns when the engine has acknowledged."""
@@ -128,9 +128,9 @@ async def measure_pauses(
     """Pause and resume under load.
 
     Returns:
-        ``pause_s``: call to acknowledgement, per cycle. ``resume_s``: variant to a list of times from the resume call
-        to the next token of a live request. ``step_s``: intervals between tokens while running. ``late_tokens``:
-        deliveries of the watched request after an acknowledgement.
+        ``pause_s``: call to acknowledgement, per cycle. ``resume_s``: variant to a list of times from the
+        resume call to the next token of a live request. ``step_s``: intervals between tokens while running.
+        ``late_tokens``: deliveries of the watched request after an acknowledgement.
     """
     rng = random.Random(seed)
     pause_s: list[float] = []
@@ -170,9 +170,9 @@ async def measure_updates(
     """Update a paused engine with frozen requests from disk, alternating between two checkpoints.
 
     Returns:
-        ``update_s``: call to reply, per update. ``gap_s``: pause call to the next token after the update, that is,
-        how long a trainer keeps generation stopped. ``changed`` and ``restored``: greedy output differs under the
-        other weights, and is the same again under the first ones.
+        ``update_s``: call to reply, per update. ``gap_s``: pause call to the next token after the update,
+        that is, how long a trainer keeps generation stopped. ``changed`` and ``restored``: greedy output
+        differs under the other weights, and is the same again under the first ones.
     """
     update_s: list[float] = []
     gap_s: list[float] = []
