@@ -1,13 +1,15 @@
-"""The log of every process: formats of lines, repeated warnings, and a stderr whose writers never wait for its readers.
+"""The log of every process: formats, repeated warnings, and a stderr whose writers never wait for readers.
 
 Invariants:
-- Writing never blocks: text goes through a bounded queue to a thread. Text that does not fit is dropped and counted, and
-  the count is written when there is room again. logging's QueueListener bounds records, not bytes, and cannot be waited
-  for with a limit; hence :class:`QueuedStream`.
-- Text from peers cannot start a line or control a terminal: unprintable characters are escaped. The lines of a traceback
-  follow its record, each indented by a tab.
-- Of the warnings and errors of one call site, :data:`REPEATS` are written within :data:`REPEAT_WINDOW_S`, then their number.
-- With the JSON format a line is one object, with ``time``, ``level``, ``process``, ``replica`` and ``message``.
+- Writing never blocks: text goes through a bounded queue to a thread. Text that does not fit is dropped and
+  counted, and the count is written when there is room again. logging's QueueListener bounds records, not
+  bytes, and cannot be waited for with a limit; hence :class:`QueuedStream`.
+- Text from peers cannot start a line or control a terminal: unprintable characters are escaped. The lines of
+  a traceback follow its record, each indented by a tab.
+- Of the warnings and errors of one call site, :data:`REPEATS` are written within :data:`REPEAT_WINDOW_S`,
+  then their number.
+- With the JSON format a line is one object, with ``time``, ``level``, ``process``, ``replica`` and
+  ``message``.
 """
 
 import contextlib
@@ -39,7 +41,7 @@ _MAX_SITES = 1024
 
 
 class QueuedStream(io.TextIOBase):
-    """A text stream over ``target``, a stream or a descriptor, that a thread writes to; ``as_line`` formats each line."""
+    """A text stream whose text a thread writes to ``target``, each line formatted by ``as_line`` if given."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -48,7 +50,8 @@ class QueuedStream(io.TextIOBase):
         self._stream = None if isinstance(target, int) else target
         self._descriptor = target if isinstance(target, int) else None
         if self._stream is not None:
-            # Not through the stream: the lock of its buffer, held by a write that blocks, would stop the interpreter's end.
+            # Not through the stream: the lock of its buffer, held by a write that blocks, would stop the
+            # interpreter's end.
             with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream of Python's own
                 self._descriptor = self._stream.fileno()
         self._as_line = as_line
@@ -85,7 +88,7 @@ class QueuedStream(io.TextIOBase):
         return len(text)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until everything is written; return True if it is. ``flush`` does not wait."""
+        """Wait up to ``timeout_s`` until everything is written; return True if it is (flush never waits)."""
         if self._begun:
             self.write("\n")
         with self._changed:
@@ -188,7 +191,7 @@ class LogHandler(logging.StreamHandler[TextIO | QueuedStream]):
         return count < REPEATS
 
     def _tell(self, site: tuple[str, int], window: float | None = None) -> None:
-        """Write how many records of ``site`` were not written, unless ``window`` was the start of an earlier window."""
+        """Write the number of suppressed records, unless ``window`` began before the current one."""
         self.acquire()
         try:
             since, count = self._sites.get(site, (0.0, 0))
@@ -206,7 +209,7 @@ class LogHandler(logging.StreamHandler[TextIO | QueuedStream]):
         self.stream.write(self.format(_notice(text)) + "\n")
 
     def settle(self) -> None:
-        """Write the numbers of records that were not written, and wait up to :data:`FLUSH_S` for the queue."""
+        """Write the numbers of suppressed records, and wait up to :data:`FLUSH_S` for the queue."""
         for site in list(self._sites):
             self._tell(site)
         if isinstance(self.stream, QueuedStream):
@@ -227,7 +230,9 @@ def _bounded(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-08-01 12:00:00.123 INFO WHERE: message``; ``where`` may have logging's fields, and ``module_path``."""
+    """``2026-08-01 12:00:00.123 INFO WHERE: message``; ``where`` may use ``module_path`` and logging's
+    fields.
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)s {where}: %(message)s", "%Y-%m-%d %H:%M:%S")
