@@ -34,13 +34,13 @@ from harness.machine import machine_facts
 from safetensors.torch import load_file
 
 from caesura.client import EngineError, GenerateOutput, LaunchedScheduler, SamplingParams, launch_scheduler
-from caesura.client.fleet import EngineAddress, Fleet, FleetUpdateFailed
+from caesura.client.group import EngineAddress, Fleet, FleetUpdateFailed
 from caesura.io_struct import PauseMode
 
 from .faults.known import FIRST_TOKEN, VOCAB, Version, make_versions
 
 if TYPE_CHECKING:
-    from caesura.client.fleet.ray_fleet import RolloutFleet
+    from caesura.client.group.ray_fleet import RolloutFleet
 
 PHASES = ("generate", "pause", "begin", "load", "verify", "commit", "continue")
 CALLS = {
@@ -380,7 +380,7 @@ async def _own_fleet(folder: Path, model: Path, count: int) -> AsyncIterator[tup
 async def _ray_fleet(_: Path, model: Path, count: int) -> AsyncIterator[tuple[Fleet, Replicas]]:
     import ray
 
-    from caesura.client.fleet.ray_fleet import Placement, RolloutFleet
+    from caesura.client.group.ray_fleet import Placement, RolloutFleet
 
     ray.init(
         num_cpus=count, include_dashboard=False, log_to_driver=False
