@@ -44,6 +44,7 @@ class SharedBucket:
         self.nbytes = padded(max(nbytes, 1))
         """Bytes of the memory: those asked for, rounded up."""
         self.device = device
+        """The CUDA device that has the memory; None if the host has it."""
         self.handle: SharedMemoryHandle | CudaIPCHandle
         """What an engine needs to open it."""
         self._close: weakref.finalize[..., Any]

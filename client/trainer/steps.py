@@ -54,7 +54,9 @@ last-level cache, where the engine finds them; the third one hides the time that
 class Ticket(Protocol):
     """A message that was sent: a future of either kind."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return True if the answer has arrived."""
+        ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> object:
         """Call the function when the answer has arrived; it is kept alive until then."""
@@ -66,6 +68,7 @@ class Send:
     """Send a message and go on; the generator gets its :class:`Ticket`."""
 
     request: ControlRequest
+    """Header of the message."""
     buffers: list[memoryview] = field(default_factory=list)
     """The frames behind the header."""
 
@@ -83,6 +86,7 @@ class Await:
     ticket: Any
     """A :class:`Ticket` of this client."""
     request: ControlRequest
+    """The message that is answered."""
 
 
 @dataclass(frozen=True, slots=True)
