@@ -45,23 +45,26 @@ class SharedBucket:
         """Bytes of the memory: those asked for, rounded up."""
         self.device = device
         """The CUDA device that has the memory; None if the host has it."""
-        self.handle: SharedMemoryHandle | CudaIPCHandle
+        self.handle = self._host_memory() if device is None else self._device_memory(device)
         """What an engine needs to open it."""
-        self._close: weakref.finalize[..., Any]
-        if device is None:
-            self.handle, mapping = shared_memory.create(self.nbytes)
-            self._close = weakref.finalize(self, os.close, self.handle.fd)
-            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-            return
+
+    def _host_memory(self) -> SharedMemoryHandle:
+        handle, mapping = shared_memory.create(self.nbytes)
+        self._close: weakref.finalize[..., Any] = weakref.finalize(self, os.close, handle.fd)
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        return handle
+
+    def _device_memory(self, device: torch.device) -> CudaIPCHandle:
         try:
             self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise CaesuraError(
                 ErrorCode.OUT_OF_MEMORY, f"no {self.nbytes} bytes on {device}", needed_bytes=self.nbytes
             ) from error
-        self.handle = cuda_ipc.export(self._bytes)
+        handle = cuda_ipc.export(self._bytes)
         self._close = weakref.finalize(self, torch.cuda.ipc_collect)
         self._close.atexit = False  # the process ends anyway, and CUDA may be gone by then
+        return handle
 
     def view(self, offset: int, nbytes: int) -> Tensor:
         """Return uint8 [nbytes], in place."""
