@@ -102,7 +102,7 @@ class Rank:
         module = device_module_for(config.device)
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
         self._module = module
-        self._device_cache = DeviceCache(module)
+        self._device_cache = DeviceCache(module, synchronize=lambda: self._runner.synchronize())
         self._residency = ComponentResidencyManager(
             config.device, device_cache=self._device_cache, backed_up=backed_up
         )
@@ -111,7 +111,6 @@ class Rank:
         )
         runner = build_runner(config, loaded, pool, routing)
         self._loaded, self._runner, self._graphs = loaded, runner, runner.graphs
-        self._device_cache.synchronize = runner.synchronize
         self._away: set[MemoryTag] = set()
         write_stream = write_stream_of(loaded.device, runner.on_stream)
         self._groups = WeightsUpdateGroups(

@@ -59,13 +59,13 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
     driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
     trainer.close()
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(model)), max_ticks=100_000).committed
-    workers = driver.engine._others._workers
+    workers = driver.engine.executor._workers
     assert (workers._answers, workers._asked) == ({}, set())
 
 
 def test_what_rank_0_cannot_do_leaves_no_answers_of_the_others(driver, monkeypatch):
     """They have done their part."""
-    steps, workers = driver.engine.scheduler._runner, driver.engine._others._workers
+    steps, workers = driver.engine.runner, driver.engine.executor._workers
 
     def fails(*_):
         raise RuntimeError("an injected defect")
