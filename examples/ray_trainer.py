@@ -28,8 +28,8 @@ from grpo_trainer import (
 from transformers import PreTrainedModel
 
 from caesura.client import SamplingParams, oldest_epoch
-from caesura.client.fleet import Fleet
-from caesura.client.fleet.ray_fleet import Placement, RolloutFleet
+from caesura.client.group import Fleet
+from caesura.client.group.ray_fleet import Placement, RolloutFleet
 from caesura.client.trainer import checkpoint_tensors
 
 

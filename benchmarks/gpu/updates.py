@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from gpu.run import Run
 from harness.reference import plain_read_and_copy
+from harness.soak import SETTLED
 from harness.transports import Trainer, Transport
-from memory_over_updates import settled_growth
 from safetensors.torch import load_file
 
 from caesura.client import SamplingParams, SchedulerClient
@@ -85,7 +85,7 @@ def growth(run: Run) -> dict[str, Any]:
             reserved.append(after)
             for handle in handles:
                 handle.result()
-    total, late = settled_growth(reserved)
+    total, late = reserved[-1] - reserved[SETTLED - 1], reserved[-1] - reserved[len(reserved) // 2 - 1]
     return {
         "updates": len(reserved), "reserved": reserved, "growth_bytes": total, "late_bytes": late,
         "pause_s": paused_s, "update_s": update_s,

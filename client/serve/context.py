@@ -18,7 +18,7 @@ from .unknown_keys import UnknownKeys
 from .workers import Workers
 
 if TYPE_CHECKING:
-    from ..replicas.fleet import ReplicaFleet
+    from ..group.replicas import ReplicaFleet
     from .pages.metrics import Metrics
 
 OWNER = "http"

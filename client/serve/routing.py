@@ -6,7 +6,7 @@ Invariant: a key chooses among the engines and does nothing else; with one engin
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from ..fleet.router import current_routing_key, routed_by
+from ..group.router import current_routing_key, routed_by
 
 HEADER = "X-SMG-Routing-Key"
 """That of sglang-router and its successor smg."""

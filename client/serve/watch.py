@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..exceptions import EngineRestarting
+from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler
 from ..launch.notify import notify
 from ..launch.supervise import status_of
 from ..launch.supervisor import Down, Serving, State, Supervisor
-from ..replicas.processes import ReplicaProcesses
 
 if TYPE_CHECKING:
     from .context import FrontEnd

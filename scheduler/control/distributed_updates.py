@@ -33,7 +33,7 @@ def update_from_distributed(
         if not engine.sessions.protects(route, error):
             for name in (request.group_name, *filter(None, [request.relay_to])):
                 engine.process_groups.out_of_step(name, f"an update failed: {error}")
-            engine.executor.leave_group(request.group_name, f"an update failed: {error}")
+            engine.executor.call("leave_group", request.group_name, f"an update failed: {error}")
         raise
     assert isinstance(reply, WeightUpdateReqOutput)
     reply.relay_error = opened[-1].relay_error

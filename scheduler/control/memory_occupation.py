@@ -66,7 +66,7 @@ def release_memory(engine: "Engine", request: ReleaseMemoryOccupationReqInput, s
             freed[tag] = _occupied(engine, tag)
             with engine.stages.stage(f"release.{tag}"):
                 yield from _advance(engine, engine.residency.release([tag]), "release")
-        yield from waiting(engine.executor.release(tags))
+        yield from waiting(engine.executor.call("release", sorted(tags)))
         with engine.stages.stage("release.empty_cache"):
             after = engine.device_cache.empty("release", reserved_before=before).reserved_after
         engine.history.note("release", ", ".join(sorted(tags)), returned=before - after)
@@ -89,13 +89,13 @@ def _close_gate(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait,
         return
     try:
         with engine.stages.stage("release.keep"):
-            elsewhere = engine.executor.keep(tags)
+            elsewhere = engine.executor.call("keep", sorted(tags))
             yield from _advance(engine, engine.residency.keep(tags), "keep", engine.runner.on_stream)
             yield from waiting(elsewhere)
     except BaseException:
         state.set_released(before)
         engine.residency.give_up(tags)
-        engine.executor.give_up(tags)
+        engine.executor.call("give_up", sorted(tags))
         raise
 
 
@@ -107,7 +107,7 @@ def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sen
     if tags:
         yield from _resume(engine, tags)
         if engine.graphs is not None and state.released == tags:
-            elsewhere = engine.executor.capture()
+            elsewhere = engine.executor.call("capture")
             yield from _advance(engine, engine.graphs.capture(), "capture")
             yield from waiting(elsewhere)
         engine.runner.synchronize()
@@ -125,13 +125,13 @@ def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sen
 
 
 def _resume(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
-    """On every rank or on none: the others first, which go back where this one fails."""
-    yield from waiting(engine.executor.resume(tags))
+    """Resume on every rank or on none: the workers first, which release again where one rank fails."""
+    yield from waiting(engine.executor.call("resume", sorted(tags)))
     try:
         yield from _advance(engine, engine.residency.resume(tags), "resume", engine.runner.on_stream)
     except CaesuraError:
-        yield from waiting(engine.executor.keep(tags))
-        yield from waiting(engine.executor.release(tags))
+        yield from waiting(engine.executor.call("keep", sorted(tags)))
+        yield from waiting(engine.executor.call("release", sorted(tags)))
         raise
 
 

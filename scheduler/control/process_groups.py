@@ -17,7 +17,6 @@ from ...io_struct import (
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
 )
-from ..executor.others import Alone
 from .operations import Operation, Wait, waiting
 from .pause_ownership import Sender
 
@@ -33,21 +32,22 @@ LEAVE_S = 2.0
 def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
     """Join a process group; answered at once if this engine has joined it already."""
     group = engine.process_groups.join(request)
-    others = engine.executor if request.rank_offset else Alone()
-    elsewhere = others.join_group(request)
+    elsewhere = engine.executor.call("join_group", request) if request.rank_offset else None
     try:
         while not group.joined():
             yield Wait.CHANGE
-        yield from waiting(elsewhere, Wait.CHANGE)
+        if elsewhere is not None:
+            yield from waiting(elsewhere, Wait.CHANGE)
     except CaesuraError:
         engine.process_groups.forget(group)
-        engine.executor.leave_group(request.group_name)
+        engine.executor.call("leave_group", request.group_name, None)
         raise
     except BaseException:
         engine.process_groups.forget(group)
         raise
     finally:
-        elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
+        if elsewhere is not None:
+            elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
     member = group.membership
     logger.info(
         "joined weight update group %r at %s as rank %d of %d (%s)",
@@ -68,7 +68,7 @@ def destroy_group(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput, 
 
 def _left(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput) -> Operation:
     group, limit = engine.process_groups.leave(request.group_name), monotonic() + LEAVE_S
-    elsewhere = engine.executor.leave_group(request.group_name)
+    elsewhere = engine.executor.call("leave_group", request.group_name, None)
     while group.is_leaving and monotonic() < limit:
         yield Wait.CHANGE
     yield from waiting(elsewhere, Wait.CHANGE)

@@ -19,7 +19,7 @@ from ...io_struct import CaesuraError
 from ..memory.device_memory import EmptyCacheReport
 from ..observability.stage_profiler import StageProfiler
 from ..scheduling.request import WeightStamp
-from ..weights.finite import find_non_finite, require_finite
+from ..weights.reading import find_non_finite, require_finite
 from .operations import Wait, waiting
 from .weight_sessions import Session
 
@@ -56,7 +56,7 @@ class WeightCommit:
         """The first phase, in which every rank can still refuse: all are ready to serve the new weights, or it raises."""
         engine = self._engine
         engine.loader.require_whole()
-        settle = engine.executor.derive(engine.config.check_finite and bool(engine.loader.written))
+        derived = engine.executor.call("derive", engine.config.check_finite and bool(engine.loader.written))
         own: CaesuraError | None = None
         try:
             with stages.stage("derive"), engine.runner.on_stream():
@@ -66,7 +66,7 @@ class WeightCommit:
                 yield from self._require_finite(session, stages)
         except CaesuraError as error:
             own = error
-        for wait in waiting(settle(own)):
+        for wait in waiting(derived.settle(own)):
             yield wait
             engine.sessions.require_open(session)
 

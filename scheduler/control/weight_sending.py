@@ -35,7 +35,7 @@ from ...io_struct import (
 from ..layers.parameters import WeightSlot
 from ..runtime.dtypes import NAMES
 from ..weights.components import chosen
-from ..weights.misfits import Misfits
+from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
 from ..weights.transports.batches import Batch, batches_of, nbytes_of
 from .operations import Operation, Wait, waiting
@@ -87,7 +87,7 @@ class WeightSending:
         slots = self._slots(request.component)
         batches = batches_of(request)
         _require_stored(batches, slots)
-        if engine.executor.parallel.size > 1:
+        if engine.executor.workers:
             require_placeable(slots[spec.name] for batch in batches for spec in batch)
         total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), engine.state.stamp
         transmission = engine.process_groups.transmit(
@@ -130,7 +130,8 @@ class WeightSending:
         engine = self._engine
         self._require_committed()
         divided = [spec for spec in batch if is_divided(slots[spec.name])]
-        elsewhere = engine.executor.read([spec.name for spec in divided]) if divided else None
+        names = [spec.name for spec in divided]
+        elsewhere = engine.executor.call("read", names, reply=list[Held]) if divided else None
         whole = [spec for spec in batch if not is_divided(slots[spec.name])]
         for _ in read_into(buffer, whole, slots, engine.runner.on_stream):
             yield Wait.SLICE
@@ -171,24 +172,20 @@ class WeightSending:
 
 def _require_stored(batches: list[Batch], slots: dict[str, WeightSlot]) -> None:
     """Raise ``weight_mismatch`` unless each tensor is stored as it is described, and named once."""
-    misfits, seen = Misfits(slots), set[str]()
+    found, seen = Mismatches(slots), set[str]()
     for spec in (spec for batch in batches for spec in batch):
         slot = slots.get(spec.name)
         if slot is None:
-            misfits.add_unexpected(spec.name, spec.shape)
+            found.add_unexpected(spec.name, spec.shape)
             continue
         if tuple(spec.shape) != slot.shape:
-            misfits.mismatched.append(
-                {"name": spec.name, "expected_shape": list(slot.shape), "got_shape": spec.shape}
-            )
+            found.add_misshapen(spec.name, slot.shape, spec.shape)
         if spec.dtype != NAMES[slot.dtype]:
-            misfits.mismatched.append(
-                {"name": spec.name, "expected_dtype": NAMES[slot.dtype], "got_dtype": spec.dtype}
-            )
+            found.add_wrong_dtype(spec.name, NAMES[slot.dtype], spec.dtype)
         if spec.name in seen:
-            misfits.mismatched.append({"name": spec.name, "reason": "named twice"})
+            found.add(spec.name, "named twice")
         seen.add(spec.name)
-    misfits.raise_if_any(given=seen)
+    found.raise_if_any(given=seen)
 
 
 def _stored(name: str, slot: WeightSlot) -> StoredTensor:

@@ -28,7 +28,6 @@ from ...io_struct import (
     EndWeightUpdateReqInput,
     ErrorCode,
     StageTimes,
-    TensorSpec,
     UpdateProgress,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -39,14 +38,12 @@ from ...io_struct import (
 from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
-from ..weights.components import ComponentSource, chosen, component_of, fitting, in_component, renamed
-from ..weights.loader import LoadCounts
-from ..weights.pieces import WeightPiece
-from ..weights.source import BufferSource, WeightSource
+from ..weights.components import ComponentSource, chosen, in_component, renamed
+from ..weights.loader import END, LoadCounts, write_some
+from ..weights.source import BufferSource, WeightPiece, WeightSource
 from ..weights.transports.disk import DiskSource
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of, uploader_of
-from ..weights.writing import END, write_some
 from .idle import barrier, held_kind, pending
 from .operations import Operation, Wait
 from .pause_ownership import Sender
@@ -141,7 +138,7 @@ class WeightUpdates:
         component = chosen(engine.model.components, request.component)
         loader, workspace = engine.loader, self._workspace
         opening = Task(
-            lambda: fitting(engine.open_folder(path, component), component, loader, workspace),
+            lambda: DiskSource(engine.open_folder(path, component), workspace, loader.owned),
             engine.wakeup.set,
         )
         while not opening.done:
@@ -242,7 +239,8 @@ class WeightUpdates:
         """Write all of ``source``. Steps go on until its first piece has arrived."""
         engine = self._engine
         started = monotonic()
-        kept = component_of(source) in engine.model.kept_components  # written on the host
+        component = source.component if isinstance(source, ComponentSource) else None
+        kept = component in engine.model.kept_components  # written on the host
         uploader = None if kept else self._uploader
         own = pieces_of(source, engine.loader, uploader, engine.config.load_bucket_bytes)
         with contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces:
@@ -353,10 +351,9 @@ class WeightUpdates:
         engine = self._engine
         try:
             source = in_component(open_source(), chosen(engine.model.components, named))
-            names = engine.loader.check(source.specs, complete=source.complete)
-            rows = [spec for spec in source.specs if isinstance(spec, TensorSpec)]  # files hold whole tensors
             single = session is None and engine.state.generation == "running"
-            engine.loader.check_rows(rows, whole=single and engine.state.serviceable)
+            last = single and engine.state.serviceable
+            names = engine.loader.check(source.specs, complete=source.complete, last=last)
         except CaesuraError as error:
             if session is not None and session.touched:
                 self.abort_session(session, f"a later call of the session failed: {error.message}")

@@ -8,7 +8,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
-from ..weights.checksums import checksums, garbage
+from ..weights.reading import checksums, garbage
 from .idle import barrier
 from .operations import Operation, Wait, waiting
 from .pause_ownership import Sender
@@ -25,7 +25,7 @@ def check_weights(engine: "Engine", request: WeightsCheckerReqInput, sender: Sen
             "reset by weights_checker"
         )  # before the first write: no step uses these weights
         yield from barrier(engine)
-        elsewhere = engine.executor.reset_tensors()
+        elsewhere = engine.executor.call("reset_tensors")
         for slot, start, rows in garbage(engine.model):
             with engine.runner.on_stream():
                 slot.write(rows, start)
@@ -33,10 +33,11 @@ def check_weights(engine: "Engine", request: WeightsCheckerReqInput, sender: Sen
         engine.runner.synchronize()
         yield from waiting(elsewhere)
         return WeightsCheckerReqOutput(id=request.id)
-    reading = engine.executor.checksums()
+    checked = engine.executor.call("checksums", reply=dict[str, str])
     found: dict[str, str] = yield from waiting(checksums(engine.model), Wait.SLICE)
-    of_others: dict[str, str] = yield from waiting(reading)
-    found |= of_others
+    of_workers: list[dict[str, str]] = yield from waiting(checked)
+    for rank, of_worker in enumerate(of_workers, 1):
+        found |= {f"{name} of rank {rank}": checksum for name, checksum in of_worker.items()}
     total = hashlib.blake2b(
         "".join(found[name] for name in sorted(found)).encode(), digest_size=16
     ).hexdigest()

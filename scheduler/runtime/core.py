@@ -87,14 +87,12 @@ def language_core(engine: "Engine", make_runner: MakeRunner) -> Core:
     config, residency, executor = engine.config, engine.residency, engine.executor
     reference = load_reference(config, residency)
     folder, stamp = engine.initial_weights.folder, engine.state.stamp
-    executor.begin(folder)
-    loaded, pool, routing, limits = build_components(
-        config, residency, folder, executor.parallel, executor.group
-    )
+    started = executor.start(folder)
+    loaded, pool, routing, limits = build_components(config, residency, folder, executor.parallel, executor)
     own = make_runner(config, loaded, pool, routing)
     if isinstance(own, ModelRunner):
         own.stages = engine.stages  # from here on: the steps of the warm-up do not count
-    executor.ready()
+    started.wait()
     runner = executor.runner(own)
     table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
     cache = CacheManager(

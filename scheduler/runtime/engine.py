@@ -20,8 +20,7 @@ from ..control.weight_sending import WeightSending
 from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..execution.build import MakeRunner, build_runner
-from ..executor.others import Alone, OtherRanks
-from ..executor.rank_zero import RankZero
+from ..executor.executor import Executor
 from ..memory.device_cache import DeviceCache
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager
@@ -40,7 +39,7 @@ from ..observability.throughput import Counters, Throughput
 from ..scheduling.request import WeightStamp
 from ..scoring.scoring import Scoring
 from ..weights.transports.distributed import WeightsUpdateGroups
-from ..weights.write_stream import write_stream_of
+from ..weights.upload import write_stream_of
 from .background import Wakeup
 from .config import EngineConfig
 from .core import Core, language_core
@@ -189,19 +188,18 @@ class Engine:
         )
 
 
-def _executor(config: EngineConfig) -> OtherRanks:
-    """The other ranks of an engine, whose processes start here where they are of this host. Raises what has one rank."""
-    if config.tp == 1:
-        return Alone()
-    if is_pipeline(config.model_path):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"tp = {config.tp}: image pipelines have one rank",
-            field="tp",
-            value=config.tp,
-        )
-    require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
-    return RankZero(config)
+def _executor(config: EngineConfig) -> Executor:
+    """Start the workers of this host, after refusing a model that cannot be divided among ``tp`` ranks."""
+    if config.tp > 1:
+        if is_pipeline(config.model_path):
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED,
+                f"tp = {config.tp}: image pipelines have one rank",
+                field="tp",
+                value=config.tp,
+            )
+        require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
+    return Executor(config)
 
 
 def _core(engine: Engine, make_runner: MakeRunner) -> Core:

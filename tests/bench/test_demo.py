@@ -130,7 +130,7 @@ def test_the_policy_learns_from_two_replicas_behind_one_port(tmp_path, transport
     assert (summary["transport"], summary["updates"], summary["requests_lost"]) == (transport, 2, 0)
     assert 0.0 < summary["max_logprob_gap"] <= 1e-3
     log = (tmp_path / "engine.log").read_text()
-    assert log.count("scheduler.process: serving") == 2
+    assert log.count("scheduler.runtime.process: serving") == 2
     assert log.count("committed, epoch 3, version '2'") == 2
     page = (tmp_path / "report.html").read_text()
     assert "sampled, 2 engines of one thread each" in page

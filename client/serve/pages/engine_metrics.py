@@ -23,7 +23,7 @@ from .metric_families import Families
 from .ticks import TICK_S, Tick, Ticks
 
 if TYPE_CHECKING:
-    from ...replicas.fleet import ReplicaFleet
+    from ...group.replicas import ReplicaFleet
 
 FRESH_S = 0.2
 """A status younger than this is reused."""

@@ -26,7 +26,7 @@ from .engine_metrics import EngineWatch, Look, engine_families, percentiles
 from .metric_families import Families
 
 if TYPE_CHECKING:
-    from ...replicas.fleet import ReplicaFleet
+    from ...group.replicas import ReplicaFleet
 
 
 class Metrics:

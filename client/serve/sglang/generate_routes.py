@@ -14,7 +14,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError
 from ...exceptions import RETRYABLE
-from ...fleet.router import routed_by
+from ...group.router import routed_by
 from ..bodies import INLINE
 from ..context import Front, FrontEnd
 from ..errors import engine_error, json_bytes, native_error, status_of
