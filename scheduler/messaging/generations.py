@@ -8,12 +8,13 @@ Invariants:
 
 import hashlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...io_struct import (
     AbortReq,
+    AbortReqOutput,
     CaesuraError,
     ErrorCode,
     FetchResultReqInput,
@@ -56,7 +57,8 @@ def generate(engine: "Engine", client: bytes, message: Generate, buffers: list[m
     if engine.state.generation != "running" and engine.config.requests_while_paused == "refuse":
         raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
     engine.state.require_epoch(message.min_weights_epoch)
-    requests = engine.admission.admit(message, buffers, client, len(engine.waiting))
+    admission: Any = engine.admission  # that of the request type
+    requests: list[Any] = admission.admit(message, buffers, client, len(engine.waiting))
     engine.answers.begin_generation(message.id, rid, body, samples=len(requests))
     engine.live.add(requests)
     for request in requests:
@@ -80,10 +82,10 @@ def _join(engine: "Engine", client: bytes, message: Generate, rid: str, body: by
     return True
 
 
-def abort(engine: "Engine", message: AbortReq) -> int:
-    """Abort the samples that ``message`` names; returns their number."""
+def abort(engine: "Engine", message: AbortReq) -> AbortReqOutput:
+    """Abort the samples that ``message`` names."""
     if message.abort_all:
-        return engine.outputs.abort_all("Aborted")
+        return AbortReqOutput(id=message.id, aborted=engine.outputs.abort_all("Aborted"))
     if message.rid is None:
         raise CaesuraError(
             ErrorCode.INVALID_REQUEST, "abort needs a rid, or abort_all", field="rid", value=None
@@ -91,7 +93,7 @@ def abort(engine: "Engine", message: AbortReq) -> int:
     samples = engine.live.samples(message.rid)
     if message.index is not None:
         samples = [sample for sample in samples if sample.index == message.index]
-    return engine.outputs.abort(samples, "Aborted")
+    return AbortReqOutput(id=message.id, aborted=engine.outputs.abort(samples, "Aborted"))
 
 
 def fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutput:

@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
-from ..observability.sample_totals import SampleTotals
+from ..observability.throughput import SampleTotals
 from ..runtime.guard import checked, defect
 from ..scheduling.live_requests import LiveSample
 from .answers import SampleResult

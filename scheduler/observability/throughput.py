@@ -10,7 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...io_struct import GenerateImagesReqOutput, GenerateReqOutput
+from ...io_struct.distribution import EPOCHS, SECONDS, Distribution, Histogram
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +47,25 @@ class Counters(NamedTuple):
     """Samples are images: their denoise steps are what ``generated_tokens`` counts."""
     state: str
     """What the engine does, for people: ``running``, ``paused in_place``, …"""
+
+
+def counters(engine: "Engine") -> Counters:
+    """Read the counters of ``engine``."""
+    state, batcher, kv = engine.state, engine.batcher, engine.cache.usage()
+    return Counters(
+        generated_tokens=engine.outputs.generated_tokens,
+        prefilled_tokens=batcher.prefilled_tokens,
+        prompt_tokens=batcher.prompt_tokens,
+        cached_tokens=batcher.cached_tokens,
+        paused_s=sum(total.seconds for total in state.pause_totals()),
+        running=batcher.num_running + batcher.num_prefilling,
+        waiting=len(engine.waiting),
+        kv_held=kv.held,
+        kv_total=kv.total,
+        images=batcher.images is not None,
+        state=" ".join(filter(None, (state.generation, state.pause_mode)))
+        + ("" if state.weights == "valid" else f", weights {state.weights}"),
+    )
 
 
 class _Reading(NamedTuple):
@@ -122,3 +147,27 @@ def _token_rates(before: Counters, now: Counters, seconds: float) -> str:
         f"generated {(now.generated_tokens - before.generated_tokens) / seconds:.1f} tok/s, "
         f"prefilled {(now.prefilled_tokens - before.prefilled_tokens) / seconds:.1f} tok/s, prefix hits {hits}"
     )
+
+
+class SampleTotals:
+    """Histograms over finished samples."""
+
+    def __init__(self) -> None:
+        self._queue = Histogram(SECONDS)
+        self._latency = Histogram(SECONDS)
+        self._staleness = Histogram(EPOCHS)
+
+    def count(self, result: GenerateReqOutput | GenerateImagesReqOutput) -> None:
+        """Count a finished sample. One without a token has no staleness."""
+        self._queue.observe(result.queue_time)
+        self._latency.observe(result.e2e_latency)
+        if spans := result.weight_versions:
+            self._staleness.observe(spans[-1].epoch - spans[0].epoch)
+
+    def totals(self) -> dict[str, Distribution]:
+        """Return the histograms as fields of :class:`~caesura.io_struct.control.EngineTotals`."""
+        return {
+            "queue_time": self._queue.distribution(),
+            "latency_s": self._latency.distribution(),
+            "staleness": self._staleness.distribution(),
+        }

@@ -8,8 +8,9 @@ Invariants:
 """
 
 import secrets
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from time import monotonic
+from typing import Protocol, TypeVar
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
 from ..cache.manager import LedgerError
@@ -35,20 +36,27 @@ from ..models.registry import require_ranks
 from ..observability.memory_history import MemoryGauges, MemoryHistory, OwnBytes
 from ..observability.stage_profiler import StageProfiler
 from ..observability.step_trace import StepTrace
-from ..observability.throughput import Counters, Throughput
+from ..observability.throughput import Throughput, counters
 from ..scheduling.request import WeightStamp
 from ..scoring.scoring import Scoring
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from .background import Wakeup
 from .config import EngineConfig
-from .core import Core, language_core
 from .files import is_pipeline
 from .guard import Guard
 from .housekeeping import Housekeeping
 from .loop import Scheduler
 from .shutdown import Shutdown
+from .steps import Steps, token_steps
 from .watchdog import Heartbeat
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_Part = TypeVar("_Part", bound=_Closable)
 
 
 class Engine:
@@ -62,132 +70,111 @@ class Engine:
         Args:
             config: the resolved configuration.
             shutdown: decides when the loop ends, or None if only a shutdown message ends it.
-            make_runner: builds the runner of the steps, or None for :func:`build_runner`.
+            make_runner: builds the runner of a language model's steps, or None for :func:`build_runner`.
         """
         assert config.endpoint is not None
         self.config = config
         self.shutdown = shutdown or shutdown_of(config)
         self.started_at = monotonic()
         self._cleanup = ExitStack()
-        self._has_steps = False  # while the model is loaded, components may leave the device already
-        keys = ServerKeys.read(config.curve_secret_key_file, config.curve_authorized_clients)
-        self.router = self._cleanup.enter_context(
-            closing(
+        try:
+            keys = ServerKeys.read(config.curve_secret_key_file, config.curve_authorized_clients)
+            self.router = self._own(
                 Router(config.endpoint, on_gone=lambda client: self.dispatcher.client_gone(client), keys=keys)
             )
-        )
-        self.heartbeat = Heartbeat()
-        self.wakeup = self._cleanup.enter_context(closing(Wakeup()))
-        try:
-            self._build(make_runner or build_runner)
+            self.heartbeat = Heartbeat()
+            self.wakeup = self._own(Wakeup())
+            self._build_memory()
+            self._build_steps(make_runner or build_runner)
+            self._build_control()
+            self.guard = Guard(fatal=(LedgerError,) if config.check_ledger else ())
+            self.housekeeping = Housekeeping(self)
+            self.scheduler = Scheduler(self)
+            self.device_cache.empty("start")  # loading leaves unused blocks
+            self.history.note("start", config.model_path)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Release the endpoint, stop the background threads, and release memory."""
+        """Release the endpoint, stop the background threads, and release memory. Idempotent."""
         self._cleanup.close()
 
-    def _build(self, make_runner: MakeRunner) -> None:
-        config, closed = self.config, self._cleanup.enter_context
-        self.weights_file = closed(closing(WeightsFile(config)))
+    def _own(self, part: _Part) -> _Part:
+        """Close ``part`` when the engine is closed, before the parts that it was built after."""
+        self._cleanup.callback(part.close)
+        return part
+
+    def _build_memory(self) -> None:
+        """Build what is there before the model: its memory, the other ranks, and the state that it begins in."""
+        config = self.config
+        self.weights_file = self._own(WeightsFile(config))
         self.device_module = device_module_for(config.device)
+        self._has_steps = False  # while the model is loaded, components may leave the device already
         self.device_cache = DeviceCache(
             self.device_module,
             synchronize=lambda: self.runner.synchronize() if self._has_steps else None,
             elsewhere=lambda place: self.executor.empty(place) if self._has_steps else (),
             note_failure=lambda what, freed: self.history.note("failure", what, returned=freed),
         )
-        self.executor = closed(closing(_executor(config)))
+        self.executor = self._own(_executor(config))
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
-        self.residency = closed(
-            closing(
-                ComponentResidencyManager(config.device, device_cache=self.device_cache, backed_up=backed_up)
-            )
+        self.residency = self._own(
+            ComponentResidencyManager(config.device, device_cache=self.device_cache, backed_up=backed_up)
         )
-        self.gauges = MemoryGauges(
-            self.device_module, self.residency, self._own_bytes
-        )  # before large allocations
+        self.gauges = MemoryGauges(self.device_module, self.residency, self._own_bytes)
         self.history: MemoryHistory = MemoryHistory(
             self.gauges, lambda: (self.state.step, self.state.stamp.epoch)
         )
         self.stages = StageProfiler(log=config.log_stages, describe_memory=self.gauges.describe)
-        self.initial_weights = self.weights_file.start()
-        start = self.initial_weights
-        self.state: EngineState = EngineState(
-            self, WeightStamp(start.epoch, start.version, secrets.token_hex(8)), start.lost
-        )
+        self.initial_weights = start = self.weights_file.start()
+        stamp = WeightStamp(start.epoch, start.version, secrets.token_hex(8))
+        self.state: EngineState = EngineState(self, stamp, start.lost)
         self.sessions = Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s)
         self.replies = Replies(self)
-        self._build_steps(make_runner)
-        self.throughput = Throughput(
-            self._counters,
-            lambda: self.state.may_execute and self.batcher.has_work,
-            config.log_stats_interval_s,
-        )
-        self.write_stream = write_stream_of(self.loaded.device, self.runner.on_stream)
-        self.process_groups = closed(
-            closing(
-                WeightsUpdateGroups(
-                    self.loaded.device,
-                    self.wakeup.set,
-                    interface=config.group_interface,
-                    write_stream=self.write_stream,
-                )
-            )
-        )
-        self.updates: WeightUpdates = WeightUpdates(self)
-        self.parameter_server: ParameterServerUpdates = closed(closing(ParameterServerUpdates(self)))
-        self.sending: WeightSending = WeightSending(self)
-        self.checksums: dict[str, str] = {}
-        """Checksums of the weights checker's snapshot, by tensor; empty before the first."""
-        self.trace = closed(
-            closing(StepTrace(self.stages, config.profile_dir, config.device, self.wakeup.set))
-        )
-        self.scoring = None if self.steps.reference is None else Scoring(self, self.steps.reference)
-        self.answers = Answers(config.result_ttl_s, config.result_bytes or 0)
-        self.commands = CommandQueue(self)
-        self.dispatcher = Dispatcher(self)
-        self.guard = Guard(fatal=(LedgerError,) if config.check_ledger else ())
-        self.housekeeping = Housekeeping(self)
-        self.scheduler = Scheduler(self)
-        self.device_cache.empty("start")  # loading leaves unused blocks
-        self.history.note("start", config.model_path)
 
     def _build_steps(self, make_runner: MakeRunner) -> None:
-        """Build what computes steps: the parts that depend on what a step is."""
-        self.steps = steps = _core(self, make_runner)
+        """Build the parts that depend on what a step is."""
+        self.steps = steps = _steps(self, make_runner)
         self.loaded, self.model, self.loader = steps.loaded, steps.loaded.model, steps.loaded.loader
         self.weights_bytes, self.derived_bytes = steps.loaded.weights_bytes, steps.loaded.derived_bytes
         self.runner, self.batcher, self.recovery = steps.runner, steps.batcher, steps.recovery
         self.live, self.waiting, self.admission = steps.live, steps.waiting, steps.admission
         self.outputs, self.outbox, self.request_type = steps.outputs, steps.outbox, steps.request_type
-        self.cache, self.prompts, self.open_folder = steps.cache, steps.prompts, steps.open_folder
-        self.graphs = None if steps.model_runner is None else steps.model_runner.graphs
+        self.cache, self.prompts, self.graphs = steps.cache, steps.prompts, steps.graphs
+        self.open_folder = steps.open_folder
         self._has_steps = True
         steps.serving.log()
         self.weights_file.begin(self.state.stamp, steps.loaded.digest)
+        self.throughput = Throughput(
+            lambda: counters(self),
+            lambda: self.state.may_execute and self.batcher.has_work,
+            self.config.log_stats_interval_s,
+        )
+
+    def _build_control(self) -> None:
+        """Build what carries out messages."""
+        config, device, wake = self.config, self.loaded.device, self.wakeup.set
+        self.write_stream = write_stream_of(device, self.runner.on_stream)
+        self.process_groups = self._own(
+            WeightsUpdateGroups(
+                device, wake, interface=config.group_interface, write_stream=self.write_stream
+            )
+        )
+        self.updates: WeightUpdates = WeightUpdates(self)
+        self.parameter_server: ParameterServerUpdates = self._own(ParameterServerUpdates(self))
+        self.sending: WeightSending = WeightSending(self)
+        self.checksums: dict[str, str] = {}
+        """Checksums of the weights checker's snapshot, by tensor; empty before the first."""
+        self.trace = self._own(StepTrace(self.stages, config.profile_dir, config.device, wake))
+        self.scoring = None if self.steps.reference is None else Scoring(self, self.steps.reference)
+        self.answers = Answers(config.result_ttl_s, config.result_bytes or 0)
+        self.commands = CommandQueue(self)
+        self.dispatcher = Dispatcher(self)
 
     def _own_bytes(self) -> OwnBytes:
         graphs = 0 if self.graphs is None else self.graphs.nbytes
         return OwnBytes(self.derived_bytes, graphs, self.answers.nbytes if self.config.device == "cpu" else 0)
-
-    def _counters(self) -> Counters:
-        state, batcher, kv = self.state, self.batcher, self.cache.usage()
-        return Counters(
-            generated_tokens=self.outputs.generated_tokens,
-            prefilled_tokens=batcher.prefilled_tokens,
-            prompt_tokens=batcher.prompt_tokens,
-            cached_tokens=batcher.cached_tokens,
-            paused_s=sum(total.seconds for total in state.pause_totals()),
-            running=batcher.num_running + batcher.num_prefilling,
-            waiting=len(self.waiting),
-            kv_held=kv.held,
-            kv_total=kv.total,
-            images=batcher.images is not None,
-            state=" ".join(filter(None, (state.generation, state.pause_mode)))
-            + ("" if state.weights == "valid" else f", weights {state.weights}"),
-        )
 
 
 def _executor(config: EngineConfig) -> Executor:
@@ -204,19 +191,19 @@ def _executor(config: EngineConfig) -> Executor:
     return Executor(config)
 
 
-def _core(engine: Engine, make_runner: MakeRunner) -> Core:
-    """The core of the model in the configuration's folder."""
+def _steps(engine: Engine, make_runner: MakeRunner) -> Steps:
+    """Build the steps of the model in the configuration's folder."""
     if not is_pipeline(engine.config.model_path):
-        return language_core(engine, make_runner)
+        return token_steps(engine, make_runner)
     try:
-        from .image_core import image_core  # diffusers is optional, and only this core needs it
+        from .image_steps import image_steps  # needs diffusers, which is optional
     except ImportError as error:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,
             f"{error.name} is not installed, which image pipelines need: pip install 'caesura[diffusion]'",
             field="model_path",
         ) from error
-    return image_core(engine)
+    return image_steps(engine)
 
 
 def shutdown_of(config: EngineConfig, **fds: int | None) -> Shutdown:

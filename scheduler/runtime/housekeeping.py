@@ -7,23 +7,62 @@ Invariants:
 
 import logging
 import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from time import localtime, monotonic, strftime, time
 from typing import TYPE_CHECKING
 
 from ..control.pause import expire_lease
-from .timers import Timer, Timers
+from .guard import Guard
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
+HOLD_OFF_S = 1.0
+"""Seconds until a failed timer is due again."""
 KEEPALIVE_S = 2.0
 """How often keepalives are sent to clients that wait for an answer or have a session open, which also shows whether they are
 gone; and how often owners of mapped shared memory are checked."""
 LONG_PAUSE_S = 60.0
 """A pause that has no lease for so long is warned of, once: nothing but a command ends it."""
+
+
+@dataclass(slots=True)
+class Timer:
+    """An action that is due from a point in time on, until it has been done."""
+
+    what: str
+    """Name of the action, for the log."""
+    due: Callable[[], float | None]
+    """Returns the due time on the monotonic clock; None if the timer is not set."""
+    act: Callable[[], object]
+    not_before: float = 0.0
+    """Earliest time of the next attempt after a failure, on the same clock."""
+
+
+class Timers:
+    """The timers of a loop, in the order in which they fire."""
+
+    def __init__(self, guard: Guard, timers: Sequence[Timer]) -> None:
+        self._guard = guard
+        self._timers = timers
+
+    def next_due(self) -> float | None:
+        """Due time of the first timer, on the monotonic clock; None if no timer is set."""
+        moments = [max(due, timer.not_before) for timer in self._timers if (due := timer.due()) is not None]
+        return min(moments, default=None)
+
+    def fire(self, now: float) -> None:
+        """Run the actions that are due at ``now``."""
+        for timer in self._timers:
+            due = timer.due()
+            if due is None or due > now or timer.not_before > now:
+                continue
+            if not self._guard.run(timer.what, timer.act):
+                timer.not_before = monotonic() + HOLD_OFF_S
 
 
 class Housekeeping:

@@ -14,14 +14,13 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..messaging.outbox import MAX_SENDS
 from ..scheduling.step_recovery import Failure
-from ..scheduling.stepping import Batch, LaunchedStep
 from .guard import EngineEndsError
 
 if TYPE_CHECKING:
@@ -43,8 +42,9 @@ class Step:
 
     number: int
     """Number of the launch, from 1."""
-    batch: Batch
-    output: LaunchedStep | Failure
+    batch: Any
+    output: Any
+    """What the runner returned, whose ``fetch`` waits for the results; or a :class:`Failure`."""
     launched_at: float
 
     @property
@@ -108,7 +108,7 @@ class Scheduler:
         engine = self._engine
         run = engine.guard.run
         self._receive(self._timeout(in_flight))
-        run("advancing commands", engine.dispatcher.advance)
+        run("advancing commands", engine.commands.advance)
         run("scoring", engine.dispatcher.score)
         may_execute = engine.state.may_execute and not (in_flight is not None and in_flight.has_failed)
         launched = self._execute() if may_execute else None
@@ -177,7 +177,7 @@ class Scheduler:
         number = engine.state.step + 1
         try:
             with engine.stages.stage("schedule"):
-                batch = engine.batcher.schedule()
+                batch: Any = engine.batcher.schedule()
         except Exception as error:  # noqa: BLE001  a step may fail in any way; recovery decides what to do
             engine.recovery.build_failed(Failure.of(error, number))
             return None
@@ -187,9 +187,8 @@ class Scheduler:
         engine.state.begin_step()
         engine.stages.begin(batch.kind)
         launched_at = monotonic()
-        output: LaunchedStep | Failure
         try:
-            output = engine.runner.execute(batch.forward)
+            output: Any = engine.runner.execute(batch.forward)
         except Exception as error:  # noqa: BLE001  as above
             output = Failure.of(error, number)
         return Step(number, batch, output, launched_at)

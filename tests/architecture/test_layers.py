@@ -236,6 +236,29 @@ READER = "transfer/legacy_pickle.py"
 METHODS = {"recv_pyobj", "send_pyobj", "recv_json", "recv_serialized"}
 
 
+def test_only_one_module_writes_the_state_of_the_engine():
+    facts = {
+        "generation",
+        "pause_mode",
+        "ownership",
+        "weights",
+        "weights_detail",
+        "stamp",
+        "released",
+        "step",
+    }
+    writers = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "scheduler").rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr in facts
+        and ast.unparse(node.value).rpartition(".")[2] == "state"
+    ]
+    assert writers == [], "engine_state.py has a method for each change"
+
+
 def test_nothing_is_ever_unpickled():
     """And the restricted reader alone parses pickles."""
     wrong = []

@@ -242,7 +242,7 @@ def test_a_retry_with_the_same_rid_attaches_while_live(driver):
 @pytest.fixture
 def time_of_all(monkeypatch, clock):
     """The same clock for the loop and its timers."""
-    for module in ("runtime.loop", "runtime.housekeeping", "runtime.timers"):
+    for module in ("runtime.loop", "runtime.housekeeping"):
         monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", clock)
     return clock
 

@@ -24,7 +24,6 @@ def clock(monkeypatch):
         [
             "runtime.loop",
             "runtime.housekeeping",
-            "runtime.timers",
             "control.engine_state",
             "observability.throughput",
         ],

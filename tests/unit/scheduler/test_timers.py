@@ -2,15 +2,15 @@
 
 import pytest
 
-from caesura.scheduler.runtime import timers
+from caesura.scheduler.runtime import housekeeping
 from caesura.scheduler.runtime.guard import Guard
-from caesura.scheduler.runtime.timers import HOLD_OFF_S, Timer, Timers
+from caesura.scheduler.runtime.housekeeping import HOLD_OFF_S, Timer, Timers
 
 
 @pytest.fixture
 def now(monkeypatch):
     moments = [100.0]
-    monkeypatch.setattr(timers, "monotonic", lambda: moments[0])
+    monkeypatch.setattr(housekeeping, "monotonic", lambda: moments[0])
     return moments
 
 

@@ -27,7 +27,7 @@ from caesura.io_struct import (
     decode_request,
 )
 from caesura.scheduler.messaging.client_access import ServerKeys
-from caesura.scheduler.messaging.hello import answer_hello
+from caesura.scheduler.messaging.dispatcher import answer_hello
 from caesura.scheduler.messaging.router_socket import Router
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start

@@ -1,9 +1,8 @@
-"""The part of an engine that knows what a step is, and how that of a language model is built.
+"""What computes an engine's steps, and how it is built for a language model.
 
 Invariants:
-- :class:`Core` is all that the rest of an engine sees of it: the socket, the commands, the loop, memory and results are the same
-  for every kind of engine.
-- What can be released is allocated while the core is built (``build.py``).
+- :class:`Steps` is all that differs between kinds of engines: the socket, the commands, the loop and memory are the same.
+- What can be released is allocated while the steps are built (``execution/build.py``).
 """
 
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ..execution.build import (
     build_windows,
     routing_bytes_per_token,
 )
+from ..execution.graphs import DecodeGraphs
 from ..execution.kernel_report import Serving, what_serves
 from ..execution.model_runner import ModelRunner
 from ..messaging.outbox import Outbox
@@ -27,50 +27,51 @@ from ..scheduling.live_requests import LiveRequests
 from ..scheduling.output_processor import OutputProcessor
 from ..scheduling.request import Request, RequestTable
 from ..scheduling.step_recovery import Recovery
-from ..scheduling.stepping import (
-    Admission,
-    KeptPrompts,
-    StepBatcher,
-    StepOutbox,
-    StepOutputs,
-    StepQueue,
-    StepRecovery,
-    StepRunner,
-)
 from ..scheduling.waiting_queue import TokenAdmission, WaitingQueue
 from ..scoring.reference import load_reference
 from ..scoring.scoring import ReferenceModel
-from ..weights.loaded_model import LoadedWeights
 from ..weights.transports.disk import OpenFolder, open_fitting
 from .config import PAGE_SIZE
 
 if TYPE_CHECKING:
+    from ..execution.forward import Runner
+    from ..images.admission import ImageAdmission
+    from ..images.batcher import ImageBatcher, ImageQueue
+    from ..images.outbox import ImageOutbox
+    from ..images.outputs import ImageOutputs
+    from ..images.pipeline import LoadedPipeline
+    from ..images.prompts import EncodedPrompts
+    from ..images.recovery import ImageRecovery
+    from ..images.runner import ImageRunner
+    from ..weights.loaded_model import LoadedModel
     from .engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Core:
-    """The objects that compute steps, and the state that they work on."""
+class Steps:
+    """The parts that compute steps, of a language model or of an image pipeline.
 
-    loaded: LoadedWeights
+    Only these know what a batch, an output and a sample are. The loop hands batches and outputs from one to the next.
+    """
+
+    loaded: "LoadedModel | LoadedPipeline"
     open_folder: OpenFolder
     reference: ReferenceModel | None = None
-    runner: StepRunner
-    model_runner: ModelRunner | None = None
-    """This rank's, of a language model."""
+    runner: "Runner | ImageRunner"
+    graphs: DecodeGraphs | None = None
     request_type: type[Message]
     """The message that asks for samples."""
-    admission: Admission
+    admission: "TokenAdmission | ImageAdmission"
     live: LiveRequests[Any]
-    waiting: StepQueue
-    batcher: StepBatcher
-    prompts: KeptPrompts | None = None
-    """None: prompts are kept as KV alone."""
-    outputs: StepOutputs
-    outbox: StepOutbox
-    recovery: StepRecovery
+    waiting: "WaitingQueue | ImageQueue"
+    batcher: "Batcher | ImageBatcher"
+    prompts: "EncodedPrompts | None" = None
+    """Encoded prompts that are kept, or None where prompts are kept as KV alone."""
+    outputs: "OutputProcessor | ImageOutputs"
+    outbox: "Outbox | ImageOutbox"
+    recovery: "Recovery | ImageRecovery"
     cache: CacheManager
-    """The KV pages; without any where steps have no KV."""
+    """The KV pages; one that nobody takes where steps have no KV."""
     serving: Serving
     context_len: int = 0
     """Most tokens of prompt plus output; 0 where nothing is limited so."""
@@ -78,12 +79,12 @@ class Core:
     kv_bytes_per_token: int = 0
     routing_bytes_per_token: int = 0
     latent_bytes_per_pixel: float | None = None
-    """Of a language model None."""
+    """Bytes of latents per pixel of an image, or None for a language model."""
     pipeline_depth: int = 0
 
 
-def language_core(engine: "Engine", make_runner: MakeRunner) -> Core:
-    """The core of a language model, over paged KV."""
+def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
+    """Build the steps of a language model, over paged KV."""
     config, residency, executor = engine.config, engine.residency, engine.executor
     reference = load_reference(config, residency)
     folder, stamp = engine.initial_weights.folder, engine.state.stamp
@@ -121,12 +122,12 @@ def language_core(engine: "Engine", make_runner: MakeRunner) -> Core:
     recovery = Recovery(
         batcher=batcher, outputs=outputs, runner=runner, chunks=chunks, device_cache=engine.device_cache
     )
-    return Core(
+    return Steps(
         loaded=loaded,
         open_folder=lambda path, _: open_fitting(path, loaded.config),
         reference=reference,
         runner=runner,
-        model_runner=own if isinstance(own, ModelRunner) else None,
+        graphs=own.graphs if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,
         admission=TokenAdmission(limits),
         live=live,

@@ -1,4 +1,4 @@
-"""The core of an image engine: a diffusion pipeline behind the same socket, commands and loop.
+"""What computes the steps of an image engine: a diffusion pipeline behind the same socket, commands and loop.
 
 Invariant: only an engine whose model is a pipeline imports this, and with it diffusers.
 """
@@ -21,11 +21,11 @@ from ..images.recovery import ImageRecovery
 from ..images.runner import ImageRunner
 from ..images.stages import Stages
 from ..kernels import TORCH
-from ..memory.device_module import DeviceModule, device_module_for
+from ..memory.device_module import device_module_for
 from ..memory.host import HOST
 from ..scheduling.live_requests import LiveRequests
 from .config import PAGE_SIZE
-from .core import Core
+from .steps import Steps
 
 if TYPE_CHECKING:
     from ..images.request import ImageRequest
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def image_core(engine: "Engine") -> Core:
-    """The core of the pipeline in ``config.model_path``.
+def image_steps(engine: "Engine") -> Steps:
+    """Build the steps of the pipeline in ``config.model_path``.
 
     Raises:
         CaesuraError: the folder cannot be served; ``unsupported``, an option that only language models have.
@@ -55,7 +55,10 @@ def image_core(engine: "Engine") -> Core:
     prompts = EncodedPrompts(config.prompt_cache_bytes)
     waiting = ImageQueue()
     module, on_host = device_module_for(loaded.device), loaded.device.type == "cpu"
-    holding = _holding(engine, module, on_host=on_host)
+    holding = Holding.of_free_memory(
+        module, HOST, config.sizes.kv_fraction, kept_free=engine.residency.still_to_come, on_host=on_host
+    )
+    logger.info("samples may hold %s together", holding)
     batcher = ImageBatcher(
         waiting,
         max_running=config.sizes.rows,
@@ -70,7 +73,7 @@ def image_core(engine: "Engine") -> Core:
     outputs = ImageOutputs(
         batcher, live, outbox, on_finished=engine.replies.finished, stamp=engine.state.stamp
     )
-    return Core(
+    return Steps(
         loaded=loaded,
         open_folder=lambda path, name: open_component(path, loaded.model.parts[name or ""]),
         runner=ImageRunner(loaded.family, stages, loaded.device, module, footprint),
@@ -90,22 +93,7 @@ def image_core(engine: "Engine") -> Core:
         outputs=outputs,
         outbox=outbox,
         recovery=ImageRecovery(batcher, outputs, engine.device_cache),
-        cache=CacheManager(
-            2, PAGE_SIZE, False, engine.state.stamp.epoch
-        ),  # one page, the least there is; nobody takes it
+        cache=CacheManager(2, PAGE_SIZE, False, engine.state.stamp.epoch),  # one page, the least there is
         serving=Serving({"denoise": TORCH}, None),
         latent_bytes_per_pixel=loaded.family.latent_bytes_per_pixel,
     )
-
-
-def _holding(engine: "Engine", module: DeviceModule, *, on_host: bool) -> Holding:
-    """Of the memory that is free now."""
-    holding = Holding.of_free_memory(
-        module,
-        HOST,
-        engine.config.sizes.kv_fraction,
-        kept_free=engine.residency.still_to_come,
-        on_host=on_host,
-    )
-    logger.info("samples may hold %s together", holding)
-    return holding
