@@ -1,8 +1,9 @@
 """The engine's state and its only writer.
 
-The state is three independent facts: generation (running, pausing, paused in a mode), weights (valid, updating, poisoned,
-invalid) and memory (resident, released tags). A step is launched only when they are running, valid and resident.
-docs/reference/states.md says what each command does in each state; a test drives a real engine through every cell of it.
+The state is three independent facts: generation (running, pausing, paused in a mode), weights (valid,
+updating, poisoned, invalid) and memory (resident, released tags). A step is launched only when they are
+running, valid and resident. docs/reference/states.md says what each command does in each state; a test drives
+a real engine through every cell of it.
 
 Invariants:
 - The attributes are public to read; only the methods here write them.
@@ -45,8 +46,8 @@ class EngineState:
         Args:
             engine: its parts are used by a commit.
             stamp: epoch and label of the weights that are loaded.
-            lost: which committed weights could not be restored at this start, or None. Then the weights are invalid,
-                unless the configuration serves the initial ones.
+            lost: which committed weights could not be restored at this start, or None. Then the weights are
+                invalid, unless the configuration serves the initial ones.
         """
         self._engine = engine
         self.generation: GenerationState = "running"
@@ -209,7 +210,9 @@ class EngineState:
         logger.error("weights are POISONED: %s", reason)
 
     def commit_weights(self, version: str | None, source: str) -> None:
-        """Make the new weights serve: next epoch, and the new label if one was sent. No cached KV is reused after it (I6)."""
+        """Make the new weights serve: next epoch, and the new label if one was sent. No cached KV is reused
+        after it (I6).
+        """
         self._commits[source] += 1
         label = version if version is not None else self.stamp.version
         self.stamp = replace(self.stamp, epoch=self.stamp.epoch + 1, version=label)

@@ -1,4 +1,6 @@
-"""When the engine stands still: the barrier that ends the step in flight, and what keeps an engine from being idle."""
+"""When the engine stands still: the barrier that ends the step in flight, and what keeps an engine from being
+idle.
+"""
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -11,14 +13,16 @@ if TYPE_CHECKING:
 
 
 def barrier(engine: "Engine") -> Generator[Wait, None, None]:
-    """Wait until no step is in flight and the forward stream is idle. The caller has closed the gate for further steps."""
+    """Wait until no step is in flight and the forward stream is idle; the caller has closed the gate."""
     while engine.batcher.in_flight:
         yield Wait.STEP
     engine.runner.synchronize()
 
 
 def is_idle(engine: "Engine") -> bool:
-    """Return True if no request holds KV, no step is in flight, no update is being written and, unless paused, none waits."""
+    """Return True if nothing is held, in flight or written, and, unless the engine is paused, no request
+    waits.
+    """
     waiting_blocks = len(engine.waiting) > 0 and engine.state.generation != "paused"
     holding = engine.batcher.num_holding > 0 or engine.batcher.in_flight
     return not (holding or waiting_blocks or engine.sessions.is_working)

@@ -1,17 +1,19 @@
 """Commands that release and resume memory occupation: device memory, by tag.
 
 Invariants:
-- A release is refused with an error if a live request holds the KV, if an update is writing the weights, or if the engine is
-  neither paused nor idle.
-- No step is launched while any tag is released: the gate closes before memory is released and opens after it has been
-  resumed. Weights become INVALID before their memory is released, unless they are backed up: then their values are copied
-  to the host behind the closed gate, and a copy that fails opens it again, with nothing released.
-- A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record of what an
-  uncommitted update has written, with either the encoded prompts that are kept.
-- A resume that fails changes nothing. Resuming what is resident, and releasing what is released, has no effect.
+- A release is refused with an error if a live request holds the KV, if an update is writing the weights, or
+  if the engine is neither paused nor idle.
+- No step is launched while any tag is released: the gate closes before memory is released and opens after it
+  has been resumed. Weights become INVALID before their memory is released, unless they are backed up: then
+  their values are copied to the host behind the closed gate, and a copy that fails opens it again, with
+  nothing released.
+- A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record
+  of what an uncommitted update has written, with either the encoded prompts that are kept.
+- A resume that fails changes nothing. Resuming what is resident, and releasing what is released, has no
+  effect.
 - Without captured graphs the tag ``cuda_graph`` stands for nothing, and is never called released.
-- Captured graphs are dropped with the tag ``cuda_graph``, and with every tag whose memory they read and that moves on
-  release. The resume that makes everything resident captures them again before the next step.
+- Captured graphs are dropped with the tag ``cuda_graph``, and with every tag whose memory they read and that
+  moves on release. The resume that makes everything resident captures them again before the next step.
 """
 
 import logging
@@ -43,7 +45,7 @@ _END: Any = object()
 
 
 def release_memory(engine: "Engine", request: ReleaseMemoryOccupationReqInput, sender: Sender) -> Operation:
-    """Release memory; the reply is sent once it has been given back to the system."""
+    """Release memory; reply once it has been given back to the system."""
     state = engine.state
     requested = _requested_tags(request.tags) - state.released
     tags = requested - {"cuda_graph"} if engine.graphs is None else requested
@@ -81,7 +83,7 @@ def release_memory(engine: "Engine", request: ReleaseMemoryOccupationReqInput, s
 
 
 def _close_gate(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
-    """Call ``tags`` released, and copy what is backed up to the host. If that fails, nothing has changed."""
+    """Mark ``tags`` as released, and copy what is backed up to the host. A failure changes nothing."""
     state = engine.state
     before = state.released
     state.set_released(before | tags)
@@ -100,8 +102,10 @@ def _close_gate(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait,
 
 
 def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sender: Sender) -> Operation:
-    """Allocate released memory again: all requested tags or none. Weights come back with their values if they are backed
-    up, else without."""
+    """Allocate released memory again: all requested tags or none.
+
+    Weights come back with their values if they are backed up, else without.
+    """
     state = engine.state
     tags = _requested_tags(request.tags) & state.released
     if tags:
@@ -125,7 +129,7 @@ def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sen
 
 
 def _resume(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
-    """Resume on every rank or on none: the workers first, which release again where one rank fails."""
+    """Resume on every rank or on none: the workers first, which release again if one rank fails."""
     yield from waiting(engine.executor.call("resume", sorted(tags)))
     try:
         yield from _advance(engine, engine.residency.resume(tags), "resume", engine.runner.on_stream)
@@ -141,11 +145,11 @@ def _advance(
     what: str,
     context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Generator[Wait, None, None]:
-    """Run ``steps`` to their end, each slice of them within ``context``: ``on_stream`` for what copies, since updates write
-    and steps read there.
+    """Run ``steps`` to their end, each slice of them within ``context``.
 
-    A slice, not a step, is declared as a long operation: one step may move all of a model's memory, many are short, and
-    the declaration takes a tenth of a millisecond.
+    Copies need ``on_stream``, since updates write and steps read there. A slice, not a step, is declared as a
+    long operation: one step may move all of a model's memory, many are short, and the declaration takes a
+    tenth of a millisecond.
     """
     unfinished = True
     while unfinished:
@@ -182,7 +186,7 @@ def _require_releasable(engine: "Engine", tags: Collection[MemoryTag]) -> None:
 
 
 def _occupied(engine: "Engine", tag: MemoryTag) -> int:
-    """Bytes that a release of ``tag`` gives back now."""
+    """Return the bytes that a release of ``tag`` gives back now."""
     if tag == "cuda_graph":
         return 0 if engine.graphs is None else engine.graphs.nbytes
     return engine.residency.occupied_bytes(tag)

@@ -17,7 +17,7 @@ class Wait(Enum):
     """Why an operation yields."""
 
     STEP = "step"
-    """Until the step in flight is completed or rolled back. The operation has closed the gate for further steps."""
+    """Until the step in flight is completed or rolled back; the operation has closed the gate for more."""
     SLICE = "slice"
     """There is more work; the loop receives messages first."""
     THREAD = "thread"

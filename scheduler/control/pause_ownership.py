@@ -1,10 +1,10 @@
 """The sender of a command, and the owner and lease of a pause.
 
 Invariants:
-- Two messages have the same sender if they carry the same owner token. If one of them carries no token, they have the same
-  sender if they came over the same socket.
-- A pause belongs to the sender that paused first, until the pause ends or its lease expires. A later pause changes the mode
-  and not the owner; a pause without a token is not taken over by another sender's lease.
+- Two messages have the same sender if they carry the same owner token. If one of them carries no token, they
+  have the same sender if they came over the same socket.
+- A pause belongs to the sender that paused first, until the pause ends or its lease expires. A later pause
+  changes the mode and not the owner; a pause without a token is not taken over by another sender's lease.
 - This module reads no clock: callers pass the time.
 """
 
@@ -16,15 +16,15 @@ from ...io_struct.control import LeaseAction
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """The sender of one message."""
+    """Sender of one message."""
 
     client: bytes
     """Id of the sender's socket."""
     owner: str | None = None
-    """Owner token of the message; None if it has none."""
+    """Owner token of the message, or None."""
 
     def is_same(self, other: "Sender") -> bool:
-        """Whether both count as the same sender."""
+        """Return True if both count as the same sender."""
         if self.owner is not None and other.owner is not None:
             return self.owner == other.owner
         return self.client == other.client
@@ -32,7 +32,7 @@ class Sender:
 
 @dataclass(slots=True)
 class Lease:
-    """How long the owner may send nothing, and what the engine does after that."""
+    """Seconds that the owner may send nothing, and what the engine does after that."""
 
     seconds: float
     action: LeaseAction
@@ -40,20 +40,22 @@ class Lease:
 
 
 class PauseOwnership:
-    """The owner and lease of the current pause; both None while the engine runs."""
+    """Owner and lease of the current pause; both None while the engine runs."""
 
     def __init__(self) -> None:
         self.sender: Sender | None = None
-        """The sender that paused; None if the engine is not paused, or if the lease has expired."""
+        """Sender that paused, or None if the engine is not paused or the lease has expired."""
         self.lease: Lease | None = None
 
     @property
     def owner(self) -> str | None:
-        """The owner token of the pause; None if it has none."""
+        """Owner token of the pause, or None."""
         return None if self.sender is None else self.sender.owner
 
     def take(self, sender: Sender, request: PauseGenerationReqInput, now: float) -> None:
-        """Record a completed pause. The first sender stays the owner; its own later pauses may change token and lease."""
+        """Record a completed pause. The first sender stays the owner; its own later pauses may change token
+        and lease.
+        """
         if self.sender is None or (self.sender.owner is None and self.sender.client == sender.client):
             self.sender = sender
         if request.lease_s is not None and sender.owner == self.owner:
@@ -69,12 +71,12 @@ class PauseOwnership:
         self.sender = self.lease = None
 
     def require_continue(self, sender: Sender, force: bool) -> None:
-        """Raise ``not_owner`` unless ``sender`` may end the pause. Anybody may end a pause without a token."""
+        """Raise ``not_owner`` unless ``sender`` may end the pause; every sender may end one without a token."""
         if self.owner is not None and sender.owner != self.owner and not force:
             raise CaesuraError(
                 ErrorCode.NOT_OWNER, f"the pause belongs to {self.owner!r}; use force", owner=self.owner
             )
 
     def is_owner(self, sender: Sender) -> bool:
-        """Whether ``sender`` owns the pause."""
+        """Return True if ``sender`` owns the pause."""
         return self.sender is not None and self.sender.is_same(sender)

@@ -1,7 +1,8 @@
-"""The weights checker: checksums of every parameter and derived tensor of every rank, and an action that overwrites them all.
+"""The weights checker: checksums of every parameter and derived tensor of every rank, and an action that
+overwrites them all.
 
-Invariants: reading yields between slices and never runs beside an update; overwritten weights are poisoned, so they never
-serve.
+Invariants: reading yields between slices and never runs beside an update; overwritten weights are poisoned,
+so they never serve.
 """
 
 import hashlib
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_weights(engine: "Engine", request: WeightsCheckerReqInput, sender: Sender) -> Operation:
-    """Compute checksums, or overwrite all weights so that a test can prove that an update writes every one of them."""
+    """Compute checksums, or overwrite all weights so that a test can prove that an update writes every one of
+    them.
+    """
     engine.state.require_resident("weights")
     if request.action == "reset_tensors":
         engine.updates.poison(

@@ -56,9 +56,13 @@ class Agreement(MinReduce, Protocol):
 
 
 _TOUCHED_KV_BYTES = 128 << 20
-"""Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's steps."""
+"""Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's
+steps.
+"""
 _STATES_PER_ROW, _STATES_SHARE = 2, 0.5
-"""Rows of states for each request that may run: its own, and one that is kept for a prefix; and their most of a pool's memory."""
+"""Rows of states for each request that may run: its own, and one that is kept for a prefix; and their most of
+a pool's memory.
+"""
 _ROWS_IN_FLIGHT, _WIDE_ROWS, _LOGITS = 4, 3, 3
 """Of each token as wide as the model, and as a layer at its widest; and copies of the logits."""
 _CPU_WARM_UP_ROWS = 16
@@ -68,13 +72,14 @@ _CPU_WARM_UP_ROWS = 16
 def load_model(
     config: EngineConfig, folder: str | None = None, parallel: TensorParallel = SINGLE
 ) -> LoadedModel:
-    """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are another's.
+    """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are
+    another's.
 
     Of several ranks, this one's shard.
 
     Raises:
-        CaesuraError: the checkpoint cannot be read or served, or ``context_len`` is beyond what it was made for; a model of
-            another library does not compute here what it computes there.
+        CaesuraError: the checkpoint cannot be read or served, or ``context_len`` is beyond what it was made
+            for; a model of another library does not compute here what it computes there.
     """
     model_config = load_model_config(config.model_path, config.model_backend)
     possible = model_config.max_position_embeddings
@@ -120,7 +125,9 @@ def _window_layers(loaded: LoadedModel) -> frozenset[int]:
 
 
 def _window_pages(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Pages that these layers need for all requests that may run, the scratch page not counted; 0 without such layers."""
+    """Pages that these layers need for all requests that may run, the scratch page not counted; 0 without
+    such layers.
+    """
     longest = max((form.window or 0 for form in loaded.model.forms), default=0)
     if not longest:
         return 0
@@ -181,7 +188,8 @@ def build_pool(
 
     Args:
         kept_free: bytes that are not there for it.
-        group: ranks that all have as many pages, as few as the one with the least memory can have. None: this rank alone.
+        group: ranks that all have as many pages, as few as the one with the least memory can have. None: this
+            rank alone.
     """
     per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
     per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
@@ -224,7 +232,8 @@ def build_pool(
 
 
 def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None) -> int | None:
-    """Free bytes that this rank's pool may take. None: the device does not tell, and the configuration has the pool's size.
+    """Free bytes that this rank's pool may take. None: the device does not tell, and the configuration has
+    the pool's size.
 
     Raises:
         CaesuraError: ``unsupported``, neither says how large a pool can be.
@@ -243,7 +252,9 @@ def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None
 
 
 def _affordable(share: int, per_page: int, per_window_page: int, most_windows: int) -> int:
-    """Pages for ``share`` bytes: layers with a window have as many as the others, up to what all requests need of them."""
+    """Pages for ``share`` bytes: layers with a window have as many as the others, up to what all requests
+    need of them.
+    """
     alike = share // (per_page + per_window_page)
     if alike <= most_windows:
         return alike
@@ -251,7 +262,8 @@ def _affordable(share: int, per_page: int, per_window_page: int, most_windows: i
 
 
 def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """About what the largest step has in memory at a time on an accelerator, beside weights and KV; 0 on the CPU.
+    """About what the largest step has in memory at a time on an accelerator, beside weights and KV; 0 on the
+    CPU.
 
     Logits in float32, read and written by the sampler, and the widest activations of a layer.
     """
@@ -269,7 +281,8 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = None) -> MHAPool | MLAPool:
-    """The KV storage that the model's attention reads, of ``num_pages`` pages; ``window_pages`` in layers with a window.
+    """The KV storage that the model's attention reads, of ``num_pages`` pages; ``window_pages`` in layers
+    with a window.
 
     None: these have as many as the others, and the same page table.
     """
@@ -323,8 +336,9 @@ def build_components(
     parallel: TensorParallel = SINGLE,
     group: Agreement | None = None,
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
-    """What can be released, weights and KV pool, and the limits that follow from their sizes; ``folder`` as of :func:`load_model`,
-    ``group`` as of :func:`build_pool`."""
+    """What can be released, weights and KV pool, and the limits that follow from their sizes; ``folder`` as
+    of :func:`load_model`, ``group`` as of :func:`build_pool`.
+    """
     with residency.component("weights"):
         loaded = load_model(config, folder, parallel)
     context_len = longest_context(config, loaded)
@@ -346,7 +360,8 @@ def build_components(
 
 
 def require_deterministic(loaded: LoadedModel) -> None:
-    """Row-invariant kernels must serve everything that computes: torch's products change bits with the number of rows.
+    """Row-invariant kernels must serve everything that computes: torch's products change bits with the number
+    of rows.
 
     Raises:
         CaesuraError: ``unsupported``, with what serves which operation.
@@ -407,7 +422,9 @@ def build_runner(
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel) -> WarmUp:
-    """How the runner of this model warms up: at the size of the request pool where kernels are chosen by size."""
+    """How the runner of this model warms up: at the size of the request pool where kernels are chosen by
+    size.
+    """
     rows = config.sizes.rows
     if loaded.device.type == "cpu":
         rows = min(rows, _CPU_WARM_UP_ROWS)

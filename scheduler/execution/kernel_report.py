@@ -1,8 +1,9 @@
-"""What serves each operation of a loaded model, and why torch does where compiled kernels could have been expected.
+"""What serves each operation of a loaded model, and why torch does where compiled kernels could have been
+expected.
 
 Invariants:
-- What is reported is what is built: attention is chosen in one place for both (``backends.py``), and an operation counts as torch's where torch
-  computes the products of any layer.
+- What is reported is what is built: attention is chosen in one place for both (``backends.py``), and an
+  operation counts as torch's where torch computes the products of any layer.
 - Nothing here depends on requests: the answers hold from the start of an engine to its end.
 """
 
@@ -34,7 +35,9 @@ class Serving:
     by: dict[str, str]
     """Operation to ``torch``, an instruction set of compiled kernels, or a library of kernels."""
     reason: str | None
-    """Why torch serves some of them on a CPU, and why no better kernels serve attention elsewhere. None: nothing better is."""
+    """Why torch serves some of them on a CPU, and why no better kernels serve attention elsewhere. None:
+    nothing better is.
+    """
 
     def log(self) -> None:
         """One line at start; a warning where no compiled kernels serve on a CPU."""
@@ -87,7 +90,9 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
 
 
 def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
-    """Add what only some models' layers have, and leave out one call for all layers where they are computed part by part."""
+    """Add what only some models' layers have, and leave out one call for all layers where they are computed
+    part by part.
+    """
     if loaded.config.delta is None:
         del by["linear_attention"]
     elif not computable(state_shape(loaded.config)):
@@ -107,7 +112,9 @@ def _why_not_better(attention: Choice, device: torch.device) -> str | None:
 
 
 def why_torch(loaded: LoadedModel) -> str | None:
-    """Why torch computes some of this model's products, whatever the configuration names. None: it computes none."""
+    """Why torch computes some of this model's products, whatever the configuration names. None: it computes
+    none.
+    """
     config = loaded.config
     if TORCH in serving(loaded.device, loaded.dtype).values():
         return why_not() or "there are none for this device and dtype"

@@ -1,16 +1,18 @@
 """Stored answers by message id, so that a retry of a message has no second effect.
 
 Invariants:
-- A message id is new once. Afterwards it is under way, answered with a stored answer, or answered and *forgotten* (the answer
-  is no longer stored). A retry under a forgotten id is refused. Forgotten ids are remembered for at least
-  :data:`REMEMBERED_IDS` later ids.
-- Stored answers lie encoded in two rings of fixed size, written at start: they never make memory grow. Later answers overwrite
-  the oldest. The ring for commands is apart, so that the last :data:`STORED_ANSWERS` of them are stored whatever is generated.
-- Answers of exchanges under way are kept outside the rings, ``limit_bytes`` at most; beyond, the largest exchange drops
-  its own.
-- An exchange under way that has dropped answers is *lost*: it goes on for those who wait for it, and nobody can attach to it.
-- Results that their client may not have read are *kept*: they can be fetched by rid while they are stored, for ``window_s``
-  seconds after that client left, or until a new generation uses the rid.
+- A message id is new once. Afterwards it is under way, answered with a stored answer, or answered and
+  *forgotten* (the answer is no longer stored). A retry under a forgotten id is refused. Forgotten ids are
+  remembered for at least :data:`REMEMBERED_IDS` later ids.
+- Stored answers lie encoded in two rings of fixed size, written at start: they never make memory grow. Later
+  answers overwrite the oldest. The ring for commands is apart, so that the last :data:`STORED_ANSWERS` of
+  them are stored whatever is generated.
+- Answers of exchanges under way are kept outside the rings, ``limit_bytes`` at most; beyond, the largest
+  exchange drops its own.
+- An exchange under way that has dropped answers is *lost*: it goes on for those who wait for it, and nobody
+  can attach to it.
+- Results that their client may not have read are *kept*: they can be fetched by rid while they are stored,
+  for ``window_s`` seconds after that client left, or until a new generation uses the rid.
 """
 
 import hashlib
@@ -41,11 +43,12 @@ SampleResult = GenerateReqOutput | GenerateImagesReqOutput
 
 STORED_ANSWERS = 1024
 COMMAND_ANSWER_BYTES = 1024
-"""Maximum size of a record in the ring for commands; a pause takes 240 bytes. Larger ones are stored like results."""
+"""Maximum bytes of a record in the ring for commands; a pause takes 240. Larger ones are stored like results.
+"""
 REMEMBERED_IDS = 1 << 15
 _REMEMBERED_RIDS = 1 << 14
 _PER_BUCKET, _WAYS = 4, 16
-"""Shape of the tables of ids: four of the remembered ids fall into a bucket on average, rarely over sixteen."""
+"""Shape of the tables of ids: on average four remembered ids fall into a bucket, rarely over sixteen."""
 _FORGOTTEN = 0
 """Place of an answer that was never stored."""
 _LENGTH_BYTES = 8
@@ -53,19 +56,19 @@ _LENGTH_BYTES = 8
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One effect under way: the messages that asked for it, the clients that wait for it, and its answers so far."""
+    """One effect under way: messages that asked for it, clients that wait for it, and its answers so far."""
 
     message_ids: list[str]
     clients: list[bytes]
     remaining: int = 1
-    """Number of answers still to come; a generation has one per sample."""
+    """Number of answers to come; a generation has one per sample."""
     answers: list[list[bytes | memoryview]] = field(default_factory=list)
-    """The frames of each."""
+    """Frames of each answer."""
     nbytes: int = 0
     is_lost: bool = False
-    """Its answers so far took too much memory, and were dropped."""
+    """True if the answers so far took too much memory and were dropped."""
     rid: str = ""
-    """Of a generation; else empty."""
+    """Id of the generation; empty for a command."""
     generation: bytes = b""
     """Digest of the generate request without its message id."""
 
@@ -74,37 +77,37 @@ class _Record(msgspec.Struct, array_like=True):
     """A finished exchange."""
 
     digests: dict[str, bytes]
-    """Message id to digest of the message."""
+    """Digests of the messages by id."""
     client: bytes
-    """The only client that waited for the results of a generation; else empty."""
+    """The only client that waited for the results of a generation, or empty."""
     rid: str
     generation: bytes
     done_at: float
-    """When the last answer was added, on the monotonic clock."""
+    """Monotonic time at which the last answer was added."""
     answers: list[list[bytes]]
 
 
 class Answers:
-    """The exchanges under way, and the stored answers of finished ones."""
+    """Exchanges under way, and stored answers of finished ones."""
 
     def __init__(self, window_s: float, limit_bytes: int) -> None:
         """
         Args:
-            window_s: how long results of clients that left can be fetched, as far as memory allows.
+            window_s: seconds that results of clients that left can be fetched, as far as memory allows.
             limit_bytes: size of the ring for results and large answers.
         """
         self._window_s = window_s
         self._limit_bytes = limit_bytes
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
-        """Under way."""
+        """Digest of the message and exchange, by message id."""
         self._begun: dict[Exchange, None] = {}
-        """Under way, with answers."""
+        """Exchanges with answers, oldest first."""
         self._begun_bytes = 0
         self._rings = _Ring(STORED_ANSWERS * COMMAND_ANSWER_BYTES), _Ring(limit_bytes)
         self._ids = PlaceTable(REMEMBERED_IDS)
         self._rids = PlaceTable(_REMEMBERED_RIDS)
         self._left: dict[bytes, float] = {}
-        """Clients that left within ``window_s``, and when; oldest first."""
+        """Monotonic times at which clients left, within ``window_s``; oldest first."""
         self.nbytes = sum(each.nbytes for each in (*self._rings, self._ids, self._rids))
         """Memory allocated at start, in bytes."""
 
@@ -114,10 +117,10 @@ class Answers:
         """Register a message, or attach a retry of it.
 
         Args:
-            buffers: frames behind ``frame`` that say what is asked for, too.
+            buffers: frames behind ``frame`` that belong to the request.
 
         Returns:
-            For a retry, the answers so far; ``client`` will get the later ones. None if the id is new.
+            Answers so far of a retry, whose ``client`` will get the later ones; None if the id is new.
 
         Raises:
             CaesuraError: ``id_conflict`` if the id was used with other frames; ``answer_forgotten``.
@@ -141,12 +144,13 @@ class Answers:
         return _decoded(record.answers)
 
     def get(self, message_id: str) -> Exchange | None:
-        """The exchange of a message that is under way."""
+        """Return the exchange of a message, or None if it is not under way."""
         known = self._exchanges.get(message_id)
         return None if known is None else known[1]
 
     def join(self, client: bytes, message_id: str, exchange: Exchange) -> list[Message]:
-        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; returns its answers so far.
+        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; return its answers so
+        far.
 
         Raises:
             CaesuraError: ``answer_forgotten``.
@@ -158,7 +162,7 @@ class Answers:
         return answers
 
     def add(self, exchange: Exchange, answer: Message) -> None:
-        """Add an answer to ``exchange``; with the last one it is done, and stored."""
+        """Add an answer to ``exchange``; the last one ends and stores it."""
         exchange.remaining -= 1
         place = _FORGOTTEN
         if not exchange.is_lost:
@@ -174,16 +178,16 @@ class Answers:
             self._lose(max(self._begun, key=lambda each: each.nbytes))
 
     def begin_generation(self, message_id: str, rid: str, generation: bytes, *, samples: int) -> None:
-        """Record that the just attached ``message_id`` begins generation ``rid`` with ``samples`` samples."""
+        """Record that the just attached ``message_id`` begins generation ``rid`` of ``samples`` samples."""
         _, exchange = self._exchanges[message_id]
         exchange.rid, exchange.generation, exchange.remaining = rid, generation, samples
         self._rids.discard(rid)
 
     def kept(self, rid: str, generation: bytes | None = None) -> list[SampleResult]:
-        """The kept results of ``rid``, by sample index.
+        """Return the kept results of ``rid``, by sample index.
 
         Args:
-            generation: digest of a request; results of another request are not returned. None accepts any.
+            generation: digest of the request whose results are wanted, or None for any.
         """
         place = self._rids.find(rid) if self._left else None
         record = None if place is None else self._read(place)
@@ -198,7 +202,7 @@ class Answers:
         return [results[index] for index in sorted(results)]
 
     def keep_for(self, client: bytes) -> None:
-        """Keep the results that only ``client`` waited for, because it has left and may not have read them."""
+        """Keep results that only ``client`` waited for: it has left and may not have read them."""
         now = monotonic()
         self._left.pop(client, None)
         self._left[client] = now
@@ -208,11 +212,11 @@ class Answers:
             del self._left[oldest]
 
     def awaited_by(self) -> set[bytes]:
-        """Every client that waits for an answer."""
+        """Return all clients that wait for an answer."""
         return {client for _, exchange in self._exchanges.values() for client in exchange.clients}
 
     def is_awaited(self, message_id: str) -> bool:
-        """Whether a client that is not known to be gone waits for the answer."""
+        """Return True if a client that is not known to be gone waits for the answer."""
         exchange = self.get(message_id)
         return exchange is not None and bool(exchange.clients)
 
@@ -224,7 +228,7 @@ class Answers:
                 exchange.clients.remove(client)
 
     def _wait(self, client: bytes, exchange: Exchange, message_id: str) -> list[Message]:
-        """Let ``client`` wait for the answers to come; returns those so far."""
+        """Let ``client`` wait for the answers to come; return those so far."""
         if exchange.is_lost:
             raise _forgotten(message_id)
         if client not in exchange.clients:
@@ -240,7 +244,7 @@ class Answers:
         self._begun[exchange] = None
 
     def _store(self, exchange: Exchange) -> int:
-        """Copy the answers to a ring; returns their place there, or :data:`_FORGOTTEN` if they are too large."""
+        """Copy the answers to a ring; return their place, or :data:`_FORGOTTEN` if they are too large."""
         digests = {message_id: self._exchanges[message_id][0] for message_id in exchange.message_ids}
         client = exchange.clients[0] if exchange.rid and len(exchange.clients) == 1 else b""
         fields = digests, client, exchange.rid, exchange.generation, monotonic(), exchange.answers
@@ -251,7 +255,7 @@ class Answers:
         return _FORGOTTEN if start is None else len(self._rings) * start + number
 
     def _read(self, place: int) -> _Record | None:
-        """The record at ``place``; None if it was overwritten, or never stored."""
+        """Return the record at ``place``, or None if it was overwritten or never stored."""
         start, number = divmod(place, len(self._rings))
         found = self._rings[number].read(start)
         return None if found is None else msgspec.msgpack.decode(found, type=_Record)
@@ -274,7 +278,7 @@ class Answers:
 class _Ring:
     """Records one behind the other, the latest over the oldest, in memory that is written at start.
 
-    A record is addressed by the number of bytes written before it, so no address comes again, and none is 0.
+    A record's address is the number of bytes written before it, so no address comes again, and none is 0.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -283,7 +287,7 @@ class _Ring:
         self._end = nbytes
 
     def append(self, record: bytes) -> int | None:
-        """Returns where ``record`` begins; None if the ring is too small."""
+        """Append ``record``; return where it begins, or None if the ring is too small."""
         nbytes = _LENGTH_BYTES + len(record)
         if nbytes > self.nbytes:
             return None
@@ -296,7 +300,7 @@ class _Ring:
         return start
 
     def read(self, start: int) -> memoryview | None:
-        """The record that begins at ``start``; None if it was overwritten."""
+        """Return the record that begins at ``start``, or None if it was overwritten."""
         if not start or start < self._end - self.nbytes:
             return None
         at, view = start % self.nbytes, memoryview(self._bytes)
@@ -305,13 +309,13 @@ class _Ring:
 
 
 class PlaceTable:
-    """Places of answers by id: a table of hashes of fixed size in which a full bucket overwrites its oldest entry.
+    """Places of answers by id: a hash table of fixed size in which a full bucket overwrites its oldest entry.
 
     Python's string hash is keyed per process, so a client cannot choose ids that collide.
     """
 
     def __init__(self, remembered: int) -> None:
-        """``remembered``: number of later ids for which an id is remembered at least."""
+        """Remember an id at least until ``remembered`` later ids were set."""
         self._buckets = remembered // _PER_BUCKET
         entries = self._buckets * _WAYS
         # array() copies the bytes, which touches all pages now, so the table never grows later
@@ -329,7 +333,7 @@ class PlaceTable:
         self._keys[found], self._places[found] = key, place
 
     def find(self, name: Hashable) -> int | None:
-        """The place of ``name``; None if it is not remembered."""
+        """Return the place of ``name``, or None if it is not remembered."""
         _, found = self._lookup(name)
         return None if found is None else self._places[found]
 
@@ -340,7 +344,7 @@ class PlaceTable:
             self._keys[found] = 0
 
     def _lookup(self, name: Hashable) -> tuple[int, int | None]:
-        """The key of ``name``, and the index of its entry."""
+        """Return the key of ``name``, and the index of its entry or None."""
         key = hash(name) & (1 << 64) - 1 or 1
         first = key % self._buckets * _WAYS
         bucket = self._keys[first : first + _WAYS]
@@ -348,14 +352,14 @@ class PlaceTable:
 
 
 def results_in(answer: Message) -> Sequence[SampleResult]:
-    """The terminal results that ``answer`` is or contains."""
+    """Return the terminal results that ``answer`` is or contains."""
     if isinstance(answer, BatchTokenOutput):
         return answer.finished
     return [answer] if isinstance(answer, GenerateImagesReqOutput) else []
 
 
 def _decoded(answers: Sequence[Sequence[bytes | memoryview]]) -> list[Message]:
-    """The messages with these frames."""
+    """Decode the frames of messages."""
     messages: list[Message] = []
     for header, *buffers in answers:
         message = decode_reply(header)

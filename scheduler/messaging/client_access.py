@@ -29,33 +29,32 @@ from .endpoint import Endpoint
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_MS = 10_000
-"""A connection whose handshake takes longer is closed."""
+"""Milliseconds after which a connection without a completed handshake is closed."""
 HEARTBEAT_MS = 10_000
-"""Over tcp, how often ZeroMQ sends a heartbeat to a silent peer."""
+"""Milliseconds between ZeroMQ's heartbeats to a silent peer, over tcp."""
 DEAD_PEER_MS = 60_000
-"""Over tcp, a peer that sends nothing for so long counts as gone; the peer applies the same timeout to the
-engine.
+"""Milliseconds after which a silent peer counts as gone, over tcp; the peer applies the same to the engine.
 """
 MAX_RESERVE = 1536
-"""Descriptors that connections leave free, or half of the process's limit if that is less. More than ZeroMQ
-can accept before this thread has looked: 1,002, when it waits for room in the pipe of its events, and the
-backlog of the endpoint.
+"""Descriptors that connections leave free, or half of the process's limit if that is less. ZeroMQ can accept
+fewer before this thread has looked: 1,002, when it waits for room in the pipe of its events, and the backlog
+of the endpoint.
 """
 RECHECK_MS = 1000
-"""How often a shut endpoint is checked for whether it can be opened."""
+"""Milliseconds between checks whether a shut endpoint can be opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The engine's key pair, and where the public keys of its clients are."""
+    """The engine's key pair, and the place of its clients' public keys."""
 
     own: KeyPair
     authorized: Path
-    """A file of public keys, or a folder of such files."""
+    """File of public keys, or folder of such files."""
 
     @classmethod
     def read(cls, secret_key_file: str | None, authorized_clients: str | None) -> "ServerKeys | None":
-        """Read the keys; None if neither option is set.
+        """Read the keys; return None if neither option is set.
 
         Raises:
             CaesuraError: ``invalid_request`` if only one option is set, or if a file is not readable.
@@ -136,7 +135,7 @@ class Access:
             each.close()
 
     def _process_events(self) -> bool:
-        """Count accepted connections from ZeroMQ's monitor events; False after the last event."""
+        """Count accepted connections from ZeroMQ's monitor events; return False after the last event."""
         self._descriptor_guard.note_accepted(0)
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())["event"]

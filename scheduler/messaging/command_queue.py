@@ -1,11 +1,13 @@
 """The queue of commands: they run one at a time in the order of arrival, and are advanced between steps.
 
 Invariants:
-- Each command is an :data:`Operation` generator. A command that waits for the engine to change *steps aside*: the next command
-  runs, and this one is checked in every tick. When it has work again it goes to the head of the queue, behind a command there
-  that has begun: one command works at a time.
-- A command that must not begin yet (it would change weights that are being sent) keeps its place, and so do those behind it.
-- Every command gets exactly one answer. After a failure the device cache is emptied before the answer is sent.
+- Each command is an :data:`Operation` generator. A command that waits for the engine to change *steps aside*:
+  the next command runs, and this one is checked in every tick. When it has work again it goes to the head of
+  the queue, behind a command there that has begun: one command works at a time.
+- A command that must not begin yet (it would change weights that are being sent) keeps its place, and so do
+  those behind it.
+- Every command gets exactly one answer. After a failure the device cache is emptied before the answer is
+  sent.
 """
 
 import logging
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_COMMANDS = 1024
-"""Most commands that are queued, under way or have stepped aside."""
+"""Maximum number of commands that are queued, under way or have stepped aside."""
 
 _EXCLUSIVE = (
     BeginWeightUpdateReqInput,
@@ -45,7 +47,7 @@ _EXCLUSIVE = (
 
 @dataclass(slots=True)
 class _PendingCommand:
-    """A command without an answer yet, and its operation."""
+    """Command without an answer yet, and its operation."""
 
     message: ControlRequest
     operation: Operation
@@ -63,22 +65,23 @@ class CommandQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any command is queued, under way or has stepped aside."""
+        """True if any command is queued, under way or has stepped aside."""
         return bool(self._queue or self._stepped_aside)
 
     @property
     def wants_tick(self) -> bool:
-        """Whether the command at the head can go on at once, because it does not wait for a background thread."""
+        """True if the command at the head can go on at once: it waits for no background thread."""
         return bool(self._queue) and not self._waits_for_thread
 
     @property
     def has_stepped_aside(self) -> bool:
-        """Whether any command has stepped aside: it waits for the engine to change, or for its deadline."""
+        """True if a command has stepped aside: it waits for the engine to change, or for its deadline."""
         return bool(self._stepped_aside)
 
     @property
     def defers_lease(self) -> bool:
-        """Whether the pause lease must not expire now: its owner waits for a pending command, or a command has begun.
+        """True if the pause lease must not expire now: its owner waits for a pending command, or any has
+        begun.
 
         A command that has begun is not interrupted, whoever sent it.
         """
@@ -92,14 +95,15 @@ class CommandQueue:
         )
 
     def message_ids(self) -> list[str]:
-        """Message ids of all unanswered commands."""
+        """Return the message ids of all unanswered commands."""
         return [command.message.id for command in (*self._queue, *self._stepped_aside)]
 
     def add(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> None:
         """Queue a command; it does nothing before its turn.
 
         Raises:
-            CaesuraError: ``queue_full``; ``busy`` if another exclusive command is queued; what its handler refuses.
+            CaesuraError: ``queue_full``; ``busy`` if another exclusive command is queued; what its function
+                refuses at once.
         """
         self._refuse_when_full()
         if isinstance(message, _EXCLUSIVE):
@@ -140,7 +144,7 @@ class CommandQueue:
         self._stepped_aside, self._queue = [], deque()
 
     def _advance_operation(self, command: _PendingCommand) -> Wait | None:
-        """Advance an operation; returns what it waits for, or None if it has ended and was answered."""
+        """Advance an operation; return what it waits for, or None if it has ended and was answered."""
         engine = self._engine
         message_id, name = command.message.id, type(command.message).__name__
         weights, failed = engine.state.weights, False

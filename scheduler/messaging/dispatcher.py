@@ -1,8 +1,8 @@
 """Routes received messages: decoding, idempotence, typed errors.
 
 Invariants:
-- Every readable request gets exactly one answer: its reply, or an ``ErrorReply``. An unreadable frame gets an ``ErrorReply``
-  with its message id if that can be found. Neither stops the loop (I11).
+- Every readable request gets exactly one answer: its reply, or an ``ErrorReply``. An unreadable frame gets an
+  ``ErrorReply`` with its message id if that can be found. Neither stops the loop (I11).
 - One message id has one effect (``answers.py``).
 - Status, abort and lease renewal never wait for commands (``command_queue.py``).
 """
@@ -104,7 +104,9 @@ class Dispatcher:
                 engine.replies.answer(answer.id, answer)
 
     def client_gone(self, client: bytes) -> None:
-        """Record that a send to ``client`` has failed; :meth:`reap` does the rest, as steps may be processed now."""
+        """Record that a send to ``client`` has failed; :meth:`reap` does the rest, as steps may be processed
+        now.
+        """
         self._gone.append(client)
 
     def reap(self) -> None:
@@ -138,7 +140,8 @@ class Dispatcher:
                 engine.sessions.note_message(message, Sender(client, message.owner))
             if (query := _QUERIES.get(type(message))) is not None:
                 return [query(engine, message)]
-            # Tensors of a prompt are few; those of an update are the weights, and take as long as writing them.
+            # Tensors of a prompt are few; those of an update are the weights, and take as long as writing
+            # them.
             compared = buffers if isinstance(message, GenerateImagesReqInput) else ()
             return engine.answers.attach(client, message.id, frame, compared)
         except CaesuraError as error:

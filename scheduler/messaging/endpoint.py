@@ -1,12 +1,13 @@
 """The address that the engine listens on: which are allowed, locking it, and shutting it for a while.
 
 Invariants:
-- One scheduler per endpoint: it first takes an ``flock`` on a lock file beside the ipc path, because a second bind on the
-  same path would succeed and take over the traffic.
+- One scheduler per endpoint: it first takes an ``flock`` on a lock file beside the ipc path, because a second
+  bind on the same path would succeed and take over the traffic.
 - ipc paths fit ``sockaddr_un`` (107 bytes) and never replace a file that is not a socket.
 - tcp binds loopback addresses only, unless clients must authenticate with keys.
-- A shut endpoint accepts no new connections and keeps those that it has. ZeroMQ has no such state: unbinding closes every
-  connection of the address. Therefore an ipc socket is renamed, and a tcp listener drops connection requests.
+- A shut endpoint accepts no new connections and keeps those that it has. ZeroMQ has no such state: unbinding
+  closes every connection of the address. Therefore an ipc socket is renamed, and a tcp listener drops
+  connection requests.
 """
 
 import contextlib
@@ -26,13 +27,13 @@ from ...process.contract import MAX_IPC_PATH, SHUT_SUFFIX
 
 MAX_PORT = 65535
 LISTEN_BACKLOG = 128
-"""Most connections that the kernel completes before ZeroMQ accepts them; these are accepted even if the endpoint is shut."""
+"""Connections that the kernel completes before ZeroMQ accepts them, even if the endpoint is shut."""
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_RET = 0x06
 
 
 class Endpoint:
-    """A checked and locked address; binds a socket to it, shuts it and opens it."""
+    """Checked and locked address that binds a socket, and shuts and opens."""
 
     def __init__(self, address: str, *, has_keys: bool) -> None:
         """Check ``address`` and, for ipc, take its lock.
@@ -41,7 +42,7 @@ class Endpoint:
             CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
         """
         self.address = address
-        """The configured address; after the bind, the address that ZeroMQ reports."""
+        """The configured address, and after the bind the one that ZeroMQ reports."""
         self._lock: int | None = None
         self._listener: socket.socket | None = None
         self._path: str | None = None
@@ -54,7 +55,7 @@ class Endpoint:
             self._lock = _locked_path(address)
 
     def bind(self, router: "zmq.Socket[bytes]") -> None:
-        """Bind ``router`` here.
+        """Bind ``router`` to this address.
 
         Raises:
             CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
@@ -73,7 +74,7 @@ class Endpoint:
             os.chmod(self._path, 0o600)
 
     def shut(self) -> None:
-        """Accept no new connections. Raises OSError if the system call fails."""
+        """Stop accepting connections; raise OSError if the system call fails."""
         if self._is_shut:
             return
         if self._path is not None:
@@ -85,7 +86,7 @@ class Endpoint:
         self._is_shut = True
 
     def open(self) -> None:
-        """Accept connections again. Raises OSError if the system call fails."""
+        """Accept connections again; raise OSError if the system call fails."""
         if not self._is_shut:
             return
         if self._path is not None:
@@ -109,14 +110,15 @@ class Endpoint:
 
 
 def _locked_path(endpoint: str) -> int:
-    """Check an ipc address and take its lock; the descriptor holds it."""
+    """Check an ipc address and take its lock; return the descriptor that holds it."""
     path = endpoint.removeprefix("ipc://")
     if not endpoint.startswith("ipc://") or not os.path.isabs(path):
         raise _bad_endpoint(endpoint, "must be ipc:///absolute/path or tcp://address:port")
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         raise _bad_endpoint(endpoint, f"ipc paths are limited to {MAX_IPC_PATH} bytes")
     try:
-        # The lock file is neither truncated nor removed: it may be a foreign file, and the lock belongs to its inode.
+        # The lock file is neither truncated nor removed: it may be a foreign file, and the lock belongs to
+        # its inode.
         lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         folder = os.path.dirname(path)
@@ -154,7 +156,7 @@ def _remove_shut_socket(path: str) -> None:
 
 
 def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
-    """Host and port of a tcp address; refuses a host that is not loopback, unless clients must authenticate with keys."""
+    """Return host and port of a tcp address; refuse a host beyond loopback unless clients must have keys."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):  # ZeroMQ takes 99999 modulo 65536
         raise _bad_endpoint(endpoint, f"needs a port from 0 (any free one) to {MAX_PORT}")
@@ -174,7 +176,9 @@ def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
 
 
 def _listener(endpoint: str, host: str, port: int) -> socket.socket:
-    """A listening socket. ZeroMQ gets a duplicate of it; the engine keeps its own to set the filter that drops connections."""
+    """Return a listening socket. ZeroMQ gets a duplicate; the engine keeps its own to set the filter that
+    drops connections.
+    """
     family = socket.AF_INET6 if "[" in host else socket.AF_INET
     try:
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=LISTEN_BACKLOG)

@@ -1,9 +1,10 @@
 """Generations as clients see them: start, retry, abort, fetching results, and clients that leave.
 
 Invariants:
-- One message id has one effect (``answers.py``). A retry under a new message id, with the same rid and body, attaches to the
-  live generation, or gets its kept results.
-- A generation is aborted when no client waits for it any more. Its results so far are kept and can be fetched by rid.
+- One message id has one effect (``answers.py``). A retry under a new message id, with the same rid and body,
+  attaches to the live generation, or gets its kept results.
+- A generation is aborted when no client waits for it any more. Its results so far are kept and can be fetched
+  by rid.
 """
 
 import hashlib
@@ -39,8 +40,8 @@ def generate(engine: "Engine", client: bytes, message: Generate, buffers: list[m
     """Start a generation, or attach ``message`` to the generation that it repeats.
 
     Raises:
-        CaesuraError: ``duplicate_rid``, ``shutting_down``, ``paused``, ``weights_poisoned``, ``weights_invalid``,
-            ``epoch_behind``; what :class:`~..stepping.Admission` refuses. Nothing has changed then.
+        CaesuraError: ``duplicate_rid``, ``shutting_down``, ``paused``, ``weights_poisoned``,
+            ``weights_invalid``, ``epoch_behind``; what the admission refuses. Nothing has changed then.
     """
     rid, body = message.rid if message.rid is not None else message.id, _body_of(message, buffers)
     if not isinstance(message, engine.request_type):
@@ -66,7 +67,7 @@ def generate(engine: "Engine", client: bytes, message: Generate, buffers: list[m
 
 
 def _join(engine: "Engine", client: bytes, message: Generate, rid: str, body: bytes) -> bool:
-    """Answer a retry, under a new message id, of a generation that is live or kept; False if it is no such retry."""
+    """Answer a retry of a live or kept generation under a new message id; return False if it is no retry."""
     live = engine.live.samples(rid)
     exchange = engine.answers.get(live[0].message_id) if live else None
     if exchange is not None:
@@ -97,7 +98,7 @@ def abort(engine: "Engine", message: AbortReq) -> AbortReqOutput:
 
 
 def fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutput:
-    """The kept results of a rid, and the number of its live samples."""
+    """Return the kept results of a rid, and the number of its live samples."""
     live = len(engine.live.samples(message.rid))
     kept = engine.answers.kept(message.rid)
     if any(isinstance(result, GenerateImagesReqOutput) for result in kept):
@@ -109,7 +110,7 @@ def fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutpu
 
 
 def client_gone(engine: "Engine", client: bytes) -> None:
-    """Abort the requests that only ``client`` waits for, and keep their results; others get a new receiving client."""
+    """Abort the requests that only ``client`` waits for, and keep their results; give others a new receiver."""
     aborted = 0
     for request in engine.live.of_client(client):
         exchange = engine.answers.get(request.message_id)
@@ -125,7 +126,7 @@ def client_gone(engine: "Engine", client: bytes) -> None:
 
 
 def _body_of(message: Generate, buffers: list[memoryview]) -> bytes:
-    """Digest of a request without its message id, with its tensors."""
+    """Return the digest of a request with its tensors, without its message id."""
     digest = hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16)
     for buffer in buffers:
         digest.update(buffer)

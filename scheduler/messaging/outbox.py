@@ -1,8 +1,9 @@
 """Collects the output of a step per client, and sends it as at most one message per client and step.
 
 Invariants:
-- If the message of one client cannot be built or sent, the other clients get theirs without delay. The message is tried
-  :data:`MAX_SENDS` times. After that each result is sent alone, and a result that cannot be sent is replaced by an error.
+- If the message of one client cannot be built or sent, the other clients get theirs without delay. The
+  message is tried :data:`MAX_SENDS` times. After that each result is sent alone, and a result that cannot be
+  sent is replaced by an error.
 - A client's tokens and terminal results of a step are sent in one message, the tokens first.
 """
 
@@ -34,7 +35,7 @@ Send = Callable[[bytes, BatchTokenOutput], None]
 
 
 class _ClientOutput:
-    """The output for one client that has not been sent yet."""
+    """Output for one client that has not been sent yet."""
 
     __slots__ = (
         "attempts", "counts", "details", "finished", "indices", "logprobs", "rids", "starts", "token_ids_logprobs", "tokens", "top",
@@ -79,7 +80,7 @@ class Outbox:
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether any output has not been sent yet."""
+        """True if any output has not been sent yet."""
         return bool(self._outputs)
 
     def add_tokens(
@@ -126,7 +127,7 @@ class Outbox:
             del self._outputs[client]
 
     def _deliver_one_by_one(self, client: bytes, output: _ClientOutput, step: int) -> None:
-        """Send every result in a message of its own; a result that cannot be sent is replaced by an error."""
+        """Send every result in a message of its own; replace one that cannot be sent by an error."""
         for result in output.finished:
             try:
                 self._send(client, BatchTokenOutput(step=step, finished=[result]))
@@ -141,7 +142,7 @@ class Outbox:
 
 
 def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
-    """Join the rows of a delta, one per token; None if no row has logprobs."""
+    """Join the rows of a delta, one per token; return None if no row has logprobs."""
     if not any(rows):
         return None
     return DeltaLogprobs(
@@ -152,7 +153,7 @@ def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
 
 
 def _error_result(result: GenerateReqOutput, error: Exception) -> GenerateReqOutput:
-    """A terminal result with ``error`` and no content, in place of ``result``."""
+    """Return a terminal result with ``error`` and no content in place of ``result``."""
     code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
     message = f"its result cannot be sent: {type(error).__name__}: {error}"
     return GenerateReqOutput(

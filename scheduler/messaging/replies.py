@@ -41,7 +41,9 @@ class Replies:
         engine.answers.add(exchange, answer)
 
     def finished(self, request: LiveSample, result: SampleResult) -> None:
-        """Store the result of a sample, and send it to the clients that attached; its own client gets it by the outbox."""
+        """Store the result of a sample, and send it to clients that attached; its own client gets it by the
+        outbox.
+        """
         engine = self._engine
         self.samples.count(result)
         exchange = engine.answers.get(request.message_id)
@@ -54,13 +56,13 @@ class Replies:
                 self.send_answer(client, answer, request.message_id)
 
     def result(self, result: SampleResult) -> Message:
-        """An answer that is or contains ``result``."""
+        """Return an answer that is or contains ``result``."""
         if isinstance(result, GenerateReqOutput):
             return BatchTokenOutput(step=self._engine.state.step, finished=[result])
         return result
 
     def repeat(self, message_id: str, results: list[SampleResult]) -> None:
-        """Answer a message, that repeats an earlier one under a new id, with the results of that."""
+        """Answer a message that repeats an earlier one under a new id with the results of that."""
         engine = self._engine
         exchange = engine.answers.get(message_id)
         if exchange is None:
@@ -73,10 +75,10 @@ class Replies:
             engine.answers.add(exchange, answer)
 
     def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
-        """Send ``answer``, or an error if it cannot be sent; returns what was sent.
+        """Send ``answer``, or an error if it cannot be sent; return what was sent.
 
         Args:
-            message_id: the message that it answers; None means the ``id`` of the answer.
+            message_id: the message that it answers, or None for the ``id`` of the answer.
         """
         engine = self._engine
         try:

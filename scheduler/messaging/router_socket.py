@@ -1,13 +1,15 @@
 """The scheduler's ROUTER socket: receives messages, and sends to clients that may read slowly or vanish.
 
 Invariants:
-- A send never blocks and never drops a message silently: a message for a client whose pipe is full waits in that client's
-  queue, in order.
+- A send never blocks and never drops a message silently: a message for a client whose pipe is full waits in
+  that client's queue, in order.
 - A client's queue is bounded (``send_queues.py``); a client that leaves more than that unread counts as gone.
-- Receiving is bounded per tick, in messages and in frames. The rest of a message of many frames is read in the next ticks.
-- A message with too many frames or bytes is refused, and its rest is read and dropped. A client that sends several of them
-  counts as gone, and its later messages are dropped.
-- A slow client does not delay the others: its waiting messages are merged and encoded once, however often a send is tried.
+- Receiving is bounded per tick, in messages and in frames. The rest of a message of many frames is read in
+  the next ticks.
+- A message with too many frames or bytes is refused, and its rest is read and dropped. A client that sends
+  several of them counts as gone, and its later messages are dropped.
+- A slow client does not delay the others: its waiting messages are merged and encoded once, however often a
+  send is tried.
 - ``endpoint.py`` decides what may be bound, ``client_access.py`` who may connect.
 """
 
@@ -34,28 +36,30 @@ HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 8192
 """Messages of one client that ZeroMQ receives ahead of the loop before it applies back-pressure."""
 LINGER_S = 1.0
-"""How long closing waits for slow clients to take their last messages."""
+"""Seconds that closing waits for slow clients to take their last messages."""
 MESSAGES_PER_DRAIN = 512
 """Messages taken per tick, so that a flood cannot stop generation."""
 FRAMES_PER_DRAIN = 4096
-"""Frames after the header that are taken per tick; each costs about 2 us."""
+"""Frames after the header taken per tick; each costs about 2 us."""
 DISCARDED_PER_DRAIN = 16_384
-"""Frames of a refused message that are dropped per tick. No other message can be received before its last frame."""
+"""Frames of a refused message dropped per tick. No other message can be received before its last frame."""
 OVERLONG_MESSAGES = 3
-"""Messages over the limit that a client may send; after the next one it counts as gone."""
+"""Messages over the limit that a client may send; the next one makes it count as gone."""
 _REMEMBERED_OFFENDERS = 1024
 
 
 class Router:
-    """Non-blocking sends to any number of clients, and their messages in the order of arrival."""
+    """Socket to any number of clients: sends never block, and messages come in the order of arrival."""
 
     def __init__(
         self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
     ) -> None:
-        """Bind ``endpoint``; ``on_gone(client)`` is called when a send fails because the client has left.
+        """Bind ``endpoint``.
 
         Args:
-            keys: only clients with an authorized key may connect; if None, every process that can open the socket may.
+            on_gone: called with a client when a send fails because it has left.
+            keys: clients with an authorized key may connect, or every process that can open the socket if
+                None.
 
         Raises:
             CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
@@ -91,11 +95,11 @@ class Router:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether any client's queue is not empty."""
+        """True if any client's queue is not empty."""
         return bool(self._backlogs)
 
     def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
-        """Yield ``(client, header, buffers)`` of received messages, a bounded number per call; never blocks.
+        """Yield ``(client, header, buffers)`` of received messages, a bounded number per call; never block.
 
         Buffers are views of libzmq's own memory, valid while they are referenced.
         """
@@ -128,7 +132,7 @@ class Router:
                 yield message.client, message.header, message.buffers
 
     def _read_frames(self, message: "_Incoming", frames: int) -> int:
-        """Read up to ``frames`` further frames of ``message``; returns how many of them may still be read in this tick."""
+        """Read up to ``frames`` further frames of ``message``; return how many more may be read in this tick."""
         socket = self.socket
         while not message.is_refused and frames and socket.rcvmore:
             try:
@@ -149,7 +153,7 @@ class Router:
         return frames
 
     def _refuse_without_memory(self, client: bytes, error: MemoryError) -> "_Incoming":
-        """Answer with ``out_of_memory``; returns a refused message, so that its remaining frames are dropped."""
+        """Answer with ``out_of_memory``; return a refused message, so that its remaining frames are dropped."""
         logger.error("no memory for a message of client %s", client.hex(), exc_info=error)
         if client:
             self.send(client, CaesuraError(ErrorCode.OUT_OF_MEMORY, "no memory for a message").to_reply(""))
@@ -191,7 +195,7 @@ class Router:
             self._drop_client(each)
 
     def retry(self) -> None:
-        """Try to send what waits in the queues."""
+        """Try to send the messages that wait in the queues."""
         for client, backlog in self._backlogs.items():
             while (frames := backlog.head()) is not None and self._offer(client, frames):
                 if client not in self._backlogs:
@@ -202,7 +206,7 @@ class Router:
                     self._backlogs.forget(client)
 
     def keepalive(self, clients: set[bytes], step: int) -> None:
-        """Send a keepalive to ``clients``: only a send reveals which clients are gone."""
+        """Send a keepalive to ``clients``: only a send reveals which of them are gone."""
         frame = encode(Keepalive(step=step))
         for client in clients:
             if client not in self._backlogs:
@@ -220,7 +224,9 @@ class Router:
         self._cleanup.close()
 
     def _offer(self, client: bytes, frames: Frames) -> bool:
-        """Try to send; False if the client's pipe is full. A message for a client that is gone counts as sent."""
+        """Try to send; return False if the client's pipe is full. A message to a client that is gone counts
+        as sent.
+        """
         try:
             self.socket.send_multipart([client, *frames], zmq.NOBLOCK)
         except zmq.Again:
@@ -238,22 +244,21 @@ class Router:
 
 @dataclass(slots=True)
 class _Incoming:
-    """A message of several frames that is being read."""
+    """Message of several frames that is being read."""
 
     client: bytes
     header: bytes
     buffers: list[memoryview] = field(default_factory=list)
     nbytes: int = 0
-    """Total size of the buffers."""
+    """Total bytes of the buffers."""
     is_refused: bool = False
-    """Whether its remaining frames are read and dropped."""
+    """True if the remaining frames are read and dropped."""
 
     def add(self, buffer: memoryview) -> None:
-        """Add the next frame."""
         self.buffers.append(buffer)
         self.nbytes += len(buffer)
 
     @property
     def is_too_long(self) -> bool:
-        """Whether it has more frames or bytes than a message may have."""
+        """True if it has more frames or bytes than a message may have."""
         return len(self.buffers) >= MAX_FRAMES or self.nbytes + len(self.header) > MAX_MESSAGE_BYTES

@@ -1,10 +1,12 @@
-"""The queues of messages that clients have not taken yet: one per client, merged while they wait, and bounded.
+"""The queues of messages that clients have not taken yet: one per client, merged while they wait, and
+bounded.
 
 Invariants:
-- Order is kept: encoded frames first, then the *open* token outputs, into which later ones merge. An encoded frame is never
-  encoded again.
-- Stream deltas beyond :data:`MAX_PENDING_DELTA_TOKENS` are dropped, because the terminal result contains all tokens. Replies
-  and terminal results are never dropped. Instead a client with too many counts as gone: :meth:`Backlogs.append` returns it.
+- Order is kept: encoded frames first, then the *open* token outputs, into which later ones merge. An encoded
+  frame is never encoded again.
+- Stream deltas beyond :data:`MAX_PENDING_DELTA_TOKENS` are dropped, because the terminal result contains all
+  tokens. Replies and terminal results are never dropped. Instead a client with too many counts as gone:
+  :meth:`Backlogs.append` returns it.
 - A result counts from the moment it waits, merged or not, with an estimate of its memory.
 """
 
@@ -26,25 +28,25 @@ from ...io_struct import (
 from .stream_details import details_bytes, merge_details
 
 MAX_PENDING_DELTA_TOKENS = 1 << 16
-"""Per client; further stream deltas are dropped, which leaves a gap in ``starts``."""
+"""Maximum tokens of deltas per client; further ones are dropped, which leaves a gap in ``starts``."""
 MAX_PENDING_MESSAGES = 1 << 16
-"""Per client; a client with more unread replies and results counts as gone."""
+"""Maximum unread replies and results per client; one with more counts as gone."""
 MAX_PENDING_BYTES = 256 << 20
-"""Per client, for replies, results and deltas together; a client with more counts as gone."""
+"""Maximum bytes of replies, results and deltas per client; one with more counts as gone."""
 MAX_ALL_PENDING_BYTES = 1 << 30
-"""For all clients together; beyond it, the client with the most bytes counts as gone."""
+"""Maximum bytes of all clients together; beyond it, the client with the most counts as gone."""
 SEAL_BYTES = 4 << 20
-"""Size at which open token outputs are encoded, so that encoding one message never takes long."""
+"""Bytes at which open token outputs are encoded, so that encoding one message never takes long."""
 _ROW_BYTES = 64  # of a delta's row beside its columns: a reference to the rid, and its share of the lists
 _RESULT_BYTES = 1536  # of a result's fields beside its arrays
 
 
 Frames = Sequence[bytes | memoryview]
-"""A header, and the frames behind it."""
+"""Header, and the frames behind it."""
 
 
 def frames_of(message: Message) -> Frames:
-    """``message`` as it is sent."""
+    """Return ``message`` as it is sent."""
     header = encode_reply(message)
     return (header, *message.buffers) if isinstance(message, FramedMessage) else (header,)
 
@@ -59,11 +61,11 @@ class Load:
 
 
 class Backlogs:
-    """The queues of all clients that have not taken everything."""
+    """Queues of all clients that have not taken everything."""
 
     def __init__(self) -> None:
         self.load = Load()
-        """Of all queues together."""
+        """Load of all queues together."""
         self._queues: dict[bytes, Backlog] = {}
 
     def __len__(self) -> int:
@@ -80,13 +82,17 @@ class Backlogs:
         yield from list(self._queues.items())
 
     def begin(self, client: bytes, frames: Frames) -> list[bytes]:
-        """Start the queue of ``client`` with a message that it could not take; returns the clients over a limit."""
+        """Start the queue of ``client`` with a message that it could not take; return the clients over a
+        limit.
+        """
         self._queues[client] = Backlog(self.load)
         self._queues[client].put(frames)
         return self._over(client)
 
     def append(self, client: bytes, message: Message) -> list[bytes]:
-        """Append ``message`` to the queue of ``client``; returns the clients over a limit, which count as gone."""
+        """Append ``message`` to the queue of ``client``; return the clients over a limit, which count as
+        gone.
+        """
         self._queues[client].append(message)
         return self._over(client)
 
@@ -106,10 +112,10 @@ class Backlogs:
 
 
 class Backlog:
-    """The queue of one client, in order: encoded frames, then the open token outputs."""
+    """Queue of one client, in order: encoded frames, then the open token outputs."""
 
     def __init__(self, total: Load) -> None:
-        """``total`` is the load of all queues together, which this queue updates."""
+        """Begin empty; ``total`` is the load of all queues together, which this queue updates."""
         self.load = Load()
         self._total = total
         self._frames: deque[_Encoded] = deque()
@@ -123,7 +129,6 @@ class Backlog:
         self._open_delta = _OpenDelta()
 
     def append(self, message: Message) -> None:
-        """Append ``message``."""
         if not isinstance(message, BatchTokenOutput):
             self._seal()
             self.put(frames_of(message))
@@ -139,11 +144,10 @@ class Backlog:
             self._seal()
 
     def put(self, frames: Frames) -> None:
-        """Append one encoded reply."""
         self._push(_Encoded(frames, 1, 0))
 
     def head(self) -> Frames | None:
-        """The message to send next; None if the queue is empty."""
+        """Return the message to send next, or None if the queue is empty."""
         if not self._frames:
             self._seal()
         return self._frames[0].frames if self._frames else None
@@ -208,16 +212,14 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """An encoded message."""
-
     frames: Frames
     messages: int
-    """Number of replies or results in it."""
+    """Number of replies or results."""
     delta_tokens: int
 
     @property
     def nbytes(self) -> int:
-        """Of all frames."""
+        """Bytes of all frames."""
         return sum(map(len, self.frames))
 
 
@@ -230,7 +232,7 @@ class _OpenDelta:
 
 
 def result_bytes(result: GenerateReqOutput) -> int:
-    """Estimated memory of keeping ``result``."""
+    """Return the estimated bytes of keeping ``result``."""
     arrays = (
         result.output_ids,
         result.output_logprobs,
@@ -252,7 +254,7 @@ def result_bytes(result: GenerateReqOutput) -> int:
 
 
 def delta_bytes(delta: StreamDelta) -> int:
-    """Estimated memory of keeping ``delta``."""
+    """Return the estimated bytes of keeping ``delta``."""
     further = sum(
         len(each.ks) + len(each.ids) + len(each.logprobs)
         for each in (delta.top, delta.token_ids)
@@ -267,7 +269,7 @@ def delta_bytes(delta: StreamDelta) -> int:
 def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
     """Merge deltas into one, with a row for each contiguous run of a sample's tokens.
 
-    Samples in ``ended`` are left out, because their terminal result follows. None if no row is left.
+    Samples in ``ended`` are left out, because their terminal result follows. Return None if no row is left.
     """
     numbers: dict[tuple[str, int], int] = {}
     indices = np.concatenate([np.frombuffer(delta.indices, "<i4") for delta in deltas])
@@ -303,7 +305,9 @@ def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta
 
 
 def _places(lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Indices of the values of the rows ``order``, when the values of all rows are concatenated and have ``lengths`` each."""
+    """Return indices of the values of the rows ``order`` among those of all rows, which have ``lengths``
+    each.
+    """
     begins, taken = (np.cumsum(lengths) - lengths)[order], lengths[order]
     offsets = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
     places: np.ndarray = np.repeat(begins, taken) + offsets
@@ -316,7 +320,7 @@ def _merge_further(
     order: np.ndarray,
     first: np.ndarray,
 ) -> DeltaLogprobs | None:
-    """The extra logprobs of the rows ``order``, merged into runs that begin at its entries ``first``."""
+    """Return the extra logprobs of the rows ``order``, merged into runs that begin at its entries ``first``."""
     if not any(further for _, further in deltas):
         return None
     ks = np.concatenate(

@@ -1,7 +1,7 @@
 """Builds the status reply: one consistent snapshot of the engine.
 
-Invariants: the snapshot is taken between two steps; it has no side effect (it empties no cache, synchronises no stream and
-generates no token).
+Invariants: the snapshot is taken between two steps; it has no side effect (it empties no cache, synchronises
+no stream and generates no token).
 """
 
 import os

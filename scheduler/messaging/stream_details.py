@@ -1,6 +1,8 @@
-"""What a stream says of its tokens beyond ids and log-probabilities (``stream_details``): made per token, merged per message.
+"""What a stream says of its tokens beyond ids and log-probabilities (``stream_details``): made per token,
+merged per message.
 
-Invariant: a column has one entry per token of its delta, in the order of the tokens; entries of rows that did not ask are -1 or NaN.
+Invariant: a column has one entry per token of its delta, in the order of the tokens; entries of rows that did
+not ask are -1 or NaN.
 """
 
 import itertools
@@ -16,17 +18,17 @@ from ..scheduling.sampling_masks import joined_masks
 
 @dataclass(frozen=True, slots=True)
 class TokenDetails:
-    """Details of one token."""
-
     weights: DeltaWeights
     raw: float
     sampled: float
     mask: np.ndarray | None
-    """int32: what it was sampled from. None: not requested."""
+    """Ids that it was sampled from, int32, or None if not requested."""
 
     @staticmethod
     def of(request: Request, at: int, raw: float, sampled: float) -> "TokenDetails | None":
-        """Of the newest token of ``request``, output token number ``at``; None if the request did not ask for details."""
+        """Return details of the newest token of ``request``, output token ``at``, or None if it asked for
+        none.
+        """
         if not request.details:
             return None
         stamp, stale, _ = request.spans[-1]
@@ -41,7 +43,7 @@ class TokenDetails:
 
 
 def details_of(tokens: Sequence[TokenDetails | None]) -> DeltaDetails | None:
-    """The details of a delta whose rows have one token each; None if nobody asked for them."""
+    """Return the details of a delta whose rows have one token each, or None if nobody asked for them."""
     if not any(tokens):
         return None
     numbers: dict[DeltaWeights, int] = {}
@@ -67,7 +69,9 @@ def _masks(positions: list[np.ndarray | None]) -> SamplingMask | None:
 
 
 def merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDetails | None:
-    """The details of the tokens ``places`` of all tokens of ``deltas`` together; None if nobody asked for them."""
+    """Return details of the tokens ``places`` among those of all ``deltas``, or None if nobody asked for
+    them.
+    """
     if not any(delta.details for delta in deltas):
         return None
     numbers: dict[DeltaWeights, int] = {}
@@ -95,7 +99,7 @@ def merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDet
 
 
 def _each_mask(details: DeltaDetails | None, count: int) -> list[np.ndarray | None]:
-    """The mask of each of ``count`` tokens; None where nobody asked in their delta."""
+    """Return the mask of each of ``count`` tokens, None where nobody asked in their delta."""
     if details is None or details.sampling_mask is None:
         return [None] * count
     ids, offsets = (
@@ -105,7 +109,7 @@ def _each_mask(details: DeltaDetails | None, count: int) -> list[np.ndarray | No
 
 
 def details_bytes(details: DeltaDetails | None) -> int:
-    """Estimated memory of keeping ``details``."""
+    """Return the estimated bytes of keeping ``details``."""
     if details is None:
         return 0
     mask = details.sampling_mask

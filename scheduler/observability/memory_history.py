@@ -1,12 +1,12 @@
 """The memory history: a bounded record of memory readings and their causes.
 
 Invariants:
-- Readings have no side effect and are not taken per step, but at commands, at failures and, while steps run, every few
-  seconds.
-- The record has a fixed size, allocated at start, so that it does not make memory grow itself. Older events are summarised
-  by period; the periods get longer as time passes.
-- Consecutive readings of steady memory are one event, which is extended; a drift beyond :data:`STEADY_BYTES`, however slow,
-  starts another.
+- Readings have no side effect and are not taken per step, but at commands, at failures and, while steps run,
+  every few seconds.
+- The record has a fixed size, allocated at start, so that it does not make memory grow itself. Older events
+  are summarised by period; the periods get longer as time passes.
+- Consecutive readings of steady memory are one event, which is extended; a drift beyond :data:`STEADY_BYTES`,
+  however slow, starts another.
 - The parts by tag add up to what is reserved.
 """
 
@@ -39,7 +39,9 @@ DETAIL_BYTES = 96
 _TAGS = MemoryByTag.__struct_fields__
 _CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
 _AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
-"""Causes whose reading must take microseconds, since generation waits for it, unless the cache was emptied for them."""
+"""Causes whose reading must take microseconds, since generation waits for it, unless the cache was emptied
+for them.
+"""
 _NONE = np.iinfo(np.int64).min
 _EVENT = np.dtype(
     [
@@ -68,7 +70,9 @@ class OwnBytes(NamedTuple):
 
 
 class MemoryGauges:
-    """Reads the memory in total and by tag. Created before large allocations: what is in use then counts as ``runtime``."""
+    """Reads the memory in total and by tag. Created before large allocations: what is in use then counts as
+    ``runtime``.
+    """
 
     def __init__(
         self,
@@ -86,8 +90,9 @@ class MemoryGauges:
     def __call__(self, thorough: bool = True) -> tuple[DeviceMemoryReading, MemoryByTag]:
         """Reserved and allocated bytes, and the reserved ones by tag.
 
-        With ``thorough`` False, components count as in the last thorough reading: on the CPU the kernel walks all pages of a
-        mapping, which takes up to a millisecond per gigabyte. Pages touched since count as ``other``.
+        With ``thorough`` False, components count as in the last thorough reading: on the CPU the kernel walks
+        all pages of a mapping, which takes up to a millisecond per gigabyte. Pages touched since count as
+        ``other``.
         """
         reading, own = DeviceMemoryReading.of(self._module), self._own()
         if thorough:
@@ -205,7 +210,9 @@ class MemoryHistory:
         )
 
     def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
-        """At most ``limit`` events with a number above ``after``, oldest first, and whether there are newer ones."""
+        """At most ``limit`` events with a number above ``after``, oldest first, and whether there are newer
+        ones.
+        """
         if after >= self._seq:
             return [], False
         first = max(after + 1, self._oldest)
@@ -251,7 +258,9 @@ class MemoryHistory:
 
 
 class _Stretches:
-    """Summarised events. When the table is full, neighbours are merged, and later stretches hold twice as many events."""
+    """Summarised events. When the table is full, neighbours are merged, and later stretches hold twice as
+    many events.
+    """
 
     def __init__(self, count: int) -> None:
         assert count >= 2

@@ -1,7 +1,8 @@
 """Wall time per named stage of a longer operation, and of the engine as a whole.
 
-Invariants: stages never synchronise a device, so on an accelerator they time the host's part; the time of a stage that
-raises counts; stages may nest, and then both count in full (seconds are not exclusive). Memory per stage is bounded.
+Invariants: stages never synchronise a device, so on an accelerator they time the host's part; the time of a
+stage that raises counts; stages may nest, and then both count in full (seconds are not exclusive). Memory per
+stage is bounded.
 """
 
 import logging

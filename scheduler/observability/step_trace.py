@@ -1,11 +1,13 @@
 """A trace of steps by torch's profiler, written as a file for trace viewers.
 
 Invariants:
-- Nothing is installed in the engine while no trace is recorded: a recording counts steps by :meth:`StageProfiler.call_at_ends`.
-- The profiler is started and stopped in the loop's thread, which executes the steps; the file is written by another thread,
-  under a temporary name, and appears when it is complete.
+- Nothing is installed in the engine while no trace is recorded: a recording counts steps by
+  :meth:`StageProfiler.call_at_ends`.
+- The profiler is started and stopped in the loop's thread, which executes the steps; the file is written by
+  another thread, under a temporary name, and appears when it is complete.
 - What torch's profiler imports when it first starts, seconds of it, is imported by another thread before.
-- A trace ends at its last step whoever is there to hear of it, and what it holds in memory is bounded by its steps.
+- A trace ends at its last step whoever is there to hear of it, and what it holds in memory is bounded by its
+  steps.
 """
 
 import logging
@@ -40,7 +42,8 @@ class StepTrace:
     ) -> None:
         """
         Args:
-            folder: what files are written under. None means a new private folder, made when it is first needed.
+            folder: what files are written under. None means a new private folder, made when it is first
+                needed.
             device: the engine's device.
             wake: wakes the loop from another thread.
         """
@@ -84,7 +87,8 @@ class StepTrace:
         """Record the steps after ``step``; returns how many at most.
 
         Raises:
-            CaesuraError: ``busy``, another trace is recorded or written; ``invalid_request``, a folder that is not permitted.
+            CaesuraError: ``busy``, another trace is recorded or written; ``invalid_request``, a folder that
+                is not permitted.
         """
         if self._recording is not None or (self._writing is not None and not self._writing.done):
             raise CaesuraError(ErrorCode.BUSY, f"the trace {self.path} is still being recorded or written")

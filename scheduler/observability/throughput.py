@@ -1,9 +1,10 @@
 """Throughput over the last seconds, and the log line about load.
 
 Invariants:
-- Counters that exist anyway are read about once a second while steps run, and never per step or token. An engine that has
-  nothing to do is woken once, for the last line.
-- A line covers the time since the line before, or since the work began: what an idle engine does not do is not averaged in.
+- Counters that exist anyway are read about once a second while steps run, and never per step or token. An
+  engine that has nothing to do is woken once, for the last line.
+- A line covers the time since the line before, or since the work began: what an idle engine does not do is
+  not averaged in.
 """
 
 import logging
@@ -90,7 +91,9 @@ class Throughput:
         """Where the next line begins; None: no work since the last one."""
 
     def generated_per_s(self) -> float:
-        """Tokens generated per second in the last :data:`WINDOW_S`, or since the work began if that was later."""
+        """Tokens generated per second in the last :data:`WINDOW_S`, or since the work began if that was
+        later.
+        """
         now = monotonic()
         recent = [reading for reading in self._readings if now - reading.at <= WINDOW_S]
         if not recent and self._readings and self._is_working():  # steps take longer than the window

@@ -1,9 +1,10 @@
 """Background threads for work that may block, and how they wake the loop.
 
 Invariants:
-- The loop never waits for a thread. It takes the items that are ready, and sleeps in ``poll`` until a message arrives or a
-  thread wakes it.
-- A thread never touches engine state: it fills its own buffers and hands them over, at most ``ahead`` at a time.
+- The loop never waits for a thread. It takes the items that are ready, and sleeps in ``poll`` until a message
+  arrives or a thread wakes it.
+- A thread never touches engine state: it fills its own buffers and hands them over, at most ``ahead`` at a
+  time.
 - A cancelled thread hands over nothing more, however long its blocking call still takes.
 """
 
@@ -20,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class Wakeup:
-    """A descriptor that threads make readable to wake the loop."""
+    """Descriptor that threads make readable to wake the loop."""
 
     def __init__(self) -> None:
         self.fd, self._writer = os.pipe()
@@ -30,7 +31,7 @@ class Wakeup:
         self._lock = threading.Lock()
 
     def set(self) -> None:
-        """Wake the loop, from any thread; has no effect after :meth:`close`."""
+        """Wake the loop; any thread may call this. No effect after :meth:`close`."""
         with (
             self._lock,
             contextlib.suppress(BlockingIOError),
@@ -53,7 +54,9 @@ class Wakeup:
 
 
 class Worker:
-    """A thread that runs callables in order. Reuse it for gloo, which keeps some memory for every thread that calls it."""
+    """Thread that runs callables in order. It is reused for gloo, which keeps memory for every thread that
+    calls it.
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -73,7 +76,6 @@ class Worker:
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Run ``work`` in a new daemon thread."""
     threading.Thread(target=work, name="caesura-feed", daemon=True).start()
 
 
@@ -87,10 +89,12 @@ class Task(Generic[Item]):
         *,
         submit: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """``submit`` runs a callable in a thread, that of a :class:`Worker` for instance; None means a new one."""
+        """Begin the call in the thread of ``submit``, for example a :class:`Worker`'s, or in a new one if it
+        is None.
+        """
         began = monotonic()
         self.seconds = 0.0
-        """Duration of the call; 0 until it has ended."""
+        """Duration of the call, or 0 until it has ended."""
         self._outcome: tuple[Item] | BaseException | None = None
 
         def run() -> None:
@@ -105,15 +109,11 @@ class Task(Generic[Item]):
 
     @property
     def done(self) -> bool:
-        """Whether the call has ended, with a result or an error."""
+        """True if the call has ended, with a result or an error."""
         return self._outcome is not None
 
     def result(self) -> Item:
-        """The call's return value; it must be done.
-
-        Raises:
-            BaseException: what the call raised.
-        """
+        """Return the value of the call, which is done, or raise what it raised."""
         assert self._outcome is not None
         if isinstance(self._outcome, BaseException):
             raise self._outcome
@@ -123,8 +123,8 @@ class Task(Generic[Item]):
 class Feed(Generic[Item]):
     """Runs an iterator in a thread; the loop takes its items without waiting.
 
-    The iterator is at most ``ahead`` items ahead of the loop: it goes on when the loop has *released* an earlier item, whose
-    buffers may then be reused.
+    The iterator is at most ``ahead`` items ahead of the loop. It goes on when the loop has *released* an
+    earlier item, whose buffers may then be reused.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Feed(Generic[Item]):
         ahead: int = 1,
         submit: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
-        """``submit`` runs a callable in a thread: a new one, or that of a :class:`Worker`."""
+        """Begin in the thread of ``submit``: a new one, or that of a :class:`Worker`."""
         self._items = items
         self._wake = wake
         self._room = threading.Semaphore(ahead)
@@ -147,19 +147,18 @@ class Feed(Generic[Item]):
 
     @property
     def ended(self) -> bool:
-        """Whether the iterator has ended and every item was taken."""
+        """True if the iterator has ended and every item was taken."""
         return self._ended and not self._ready
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread still runs; after :meth:`cancel` it may run until its blocking call returns."""
+        """True if the thread runs; after :meth:`cancel` it runs until its blocking call returns."""
         return not self._ended
 
     def take(self) -> Item | None:
-        """The next item; None if none is ready, or if the iterator has ended.
+        """Return the next item, or None if none is ready or the iterator has ended.
 
-        Raises:
-            BaseException: what the iterator raised, after all items before it were taken.
+        After the last item, raise what the iterator raised.
         """
         ended = self._ended  # read before the queue, so that an item added in between is not missed
         if self._ready:
@@ -194,6 +193,7 @@ class Feed(Generic[Item]):
         finally:
             self._ended = True
             self._wake()
-            # What was broken off between two items would keep what it holds, a process group's connections for instance.
+            # What was broken off between two items would keep what it holds, a process group's connections
+            # for instance.
             if isinstance(self._items, Generator):
                 self._items.close()

@@ -9,20 +9,20 @@ from ...transfer.safetensors import DTYPES as KNOWN
 from ...transfer.safetensors import NAMES_BY_TORCH
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in KNOWN.items()}
-"""By safetensors' name, which is the wire's: ``BF16``."""
+"""Dtypes by their names in safetensors and on the wire, such as ``BF16``."""
 SHORT_NAMES = {
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16",
 }  # fmt: skip
-"""What people and other engines call a dtype."""
+"""Further names of dtypes, of people and of other engines."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The other way."""
+"""Names in safetensors and on the wire by dtype."""
 
 
 def torch_name(dtype: torch.dtype) -> str:
-    """As in a config.json, and numpy's where that has the dtype: ``bfloat16``."""
+    """Return the name in a config.json, such as ``bfloat16``; numpy uses the same."""
     return KNOWN[NAMES[dtype]].torch
 
 
 def by_torch_name(name: str) -> torch.dtype:
-    """The dtype of this :func:`torch_name`, or of a short name."""
+    """Return the dtype of a :func:`torch_name` or a short name."""
     return DTYPES[NAMES_BY_TORCH[SHORT_NAMES.get(name, name)]]

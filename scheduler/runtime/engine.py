@@ -3,8 +3,8 @@
 Invariants:
 - The endpoint is bound before anything is allocated, so a second engine on the same endpoint fails first.
 - If a part cannot be built, everything that was built before is released.
-- A part takes the engine and reads other parts when it works, not when it is built, so the order below is only that of
-  memory and of what a constructor needs at once.
+- A part takes the engine and reads other parts when it works, not when it is built, so the order below is
+  only that of memory and of what a constructor needs at once.
 """
 
 import secrets

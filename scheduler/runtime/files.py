@@ -14,22 +14,18 @@ from ...io_struct import CaesuraError, ErrorCode
 
 PIPELINE_INDEX = "model_index.json"
 MAX_REASON = 1000
-"""Most characters of an error's reason, which may quote the file's contents."""
+"""Maximum characters of an error's reason, which may quote the file's contents."""
 
 
 def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
-    """A CHECKPOINT_ERROR that says what is wrong with ``path``."""
+    """Return a ``checkpoint_error`` for ``path``."""
     if len(reason) > MAX_REASON:
         reason = reason[:MAX_REASON] + " …"
     return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path}: {reason}", path=str(path), reason=reason)
 
 
 def require_folder(path: str | Path) -> None:
-    """Refuse a checkpoint that is no folder, with what would be one.
-
-    Raises:
-        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
-    """
+    """Raise ``checkpoint_error`` if a checkpoint is not a folder, and say what would be one."""
     given = str(path)
     if os.path.isdir(given):  # pathlib's raises on a path that is too long
         return
@@ -44,8 +40,7 @@ def require_folder(path: str | Path) -> None:
 
 
 def _hub_id(path: str) -> str | None:
-    """The id of the Hugging Face hub that was given as a path, as it is or behind a working directory; None if it does not look
-    like one."""
+    """Return the Hugging Face hub id in a path, as it is or behind a working directory, or None."""
     organisation, name = os.path.split(os.path.normpath(path))
     place, organisation = os.path.split(organisation)
     is_behind_nothing = not os.path.lexists(os.path.join(place, organisation)) and os.path.isdir(place or ".")
@@ -54,15 +49,13 @@ def _hub_id(path: str) -> str | None:
 
 
 def is_pipeline(folder: str | Path) -> bool:
-    """Whether ``folder`` is an image pipeline of diffusers rather than a language model."""
+    """Return True if ``folder`` is an image pipeline of diffusers rather than a language model."""
     return os.path.lexists(os.path.join(folder, PIPELINE_INDEX))
 
 
 def open_regular(path: str | Path) -> int:
-    """Open the regular file ``path`` for reading; returns the descriptor.
-
-    Raises:
-        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
+    """Open the regular file ``path`` for reading and return the descriptor; raise ``checkpoint_error`` if it
+    cannot be.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -76,11 +69,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_small(path: str | Path, limit: int) -> bytes:
-    """Read all of the regular file ``path``, which may have at most ``limit`` bytes.
-
-    Raises:
-        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
-    """
+    """Return the contents of the regular file ``path``; raise ``checkpoint_error`` beyond ``limit`` bytes."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size

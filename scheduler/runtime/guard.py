@@ -1,9 +1,11 @@
-"""Contains unforeseen exceptions: they are logged and answered, and end neither the loop nor the requests of other clients.
+"""Contains unforeseen exceptions: they are logged and answered, and end neither the loop nor the requests of
+other clients.
 
 Invariants:
-- Everything that the loop does for a message or a timer runs in :meth:`Guard.run`, which catches its exceptions.
-- Steps are not guarded here: ``step_recovery.py`` knows which requests they contain. If the recovery itself fails, it is
-  unknown which requests hold KV. Then the loop ends and answers every request with an error.
+- Everything that the loop does for a message or a timer runs in :meth:`Guard.run`, which catches its
+  exceptions.
+- Steps are not guarded here: ``step_recovery.py`` knows which requests they contain. If the recovery itself
+  fails, it is unknown which requests hold KV. Then the loop ends and answers every request with an error.
 """
 
 import logging
@@ -18,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class EngineEndsError(BaseException):
-    """Nothing can go on: the loop ends, and everybody who waits for something is answered with ``error``.
+    """The engine cannot go on: the loop ends, and every waiting client is answered with ``error``.
 
-    Not an ``Exception``: no step, command or timer survives it, whatever else it recovers from.
+    It is not an ``Exception``, so no step, command or timer recovers from it.
     """
 
     def __init__(self, error: CaesuraError) -> None:
@@ -32,12 +34,12 @@ class Guard:
     """Runs actions whose exceptions must not end the loop, and counts these exceptions."""
 
     def __init__(self, fatal: tuple[type[Exception], ...] = ()) -> None:
-        """Exceptions of the types ``fatal`` are not caught: an engine that checks itself must stop at a failed check."""
+        """Do not catch the types ``fatal``: an engine that checks itself must stop at a failed check."""
         self.failures = 0
         self._fatal = fatal
 
     def run(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
-        """Call ``act(*arguments)``; False if it raised, which is logged as a failure of ``what``."""
+        """Call ``act(*arguments)``; log an exception as a failure of ``what`` and return False."""
         try:
             act(*arguments)
         except self._fatal:
@@ -50,7 +52,7 @@ class Guard:
 
 
 def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
-    """Log an unforeseen ``error`` of ``what``, and make the answer to the message that caused it."""
+    """Log an unforeseen ``error`` of ``what``, and return the answer to the message that caused it."""
     logger.error("%s failed", what, exc_info=error)
     reply = CaesuraError(
         ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL,
@@ -61,7 +63,7 @@ def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
 
 
 def checked(answer: object) -> Message:
-    """Return ``answer`` if it is a message; a handler may return anything."""
+    """Return ``answer``, or raise if it is not a message: a handler may return anything."""
     if not isinstance(answer, Message):
         raise TypeError(f"a handler has returned {type(answer).__name__}, which is not a message")
     return answer

@@ -1,4 +1,5 @@
-"""What the loop does by the clock: keepalives, expiries, readings of the load, warnings, the emptying of an idle engine.
+"""What the loop does by the clock: keepalives, expiries, readings of the load, warnings, the emptying of an
+idle engine.
 
 Invariants:
 - A timer is set only while something can become due, so an engine that has nothing to do is not woken.
@@ -24,34 +25,35 @@ logger = logging.getLogger(__name__)
 HOLD_OFF_S = 1.0
 """Seconds until a failed timer is due again."""
 KEEPALIVE_S = 2.0
-"""How often keepalives are sent to clients that wait for an answer or have a session open, which also shows whether they are
-gone; and how often owners of mapped shared memory are checked."""
+"""Seconds between keepalives to clients that wait for an answer or have a session open, which also shows
+which of them are gone, and between checks of the owners of mapped shared memory.
+"""
 LONG_PAUSE_S = 60.0
-"""A pause that has no lease for so long is warned of, once: nothing but a command ends it."""
+"""Seconds after which a pause without a lease is warned of, once: only a command ends it."""
 
 
 @dataclass(slots=True)
 class Timer:
-    """An action that is due from a point in time on, until it has been done."""
+    """Action that is due from a point in time on, until it has been done."""
 
     what: str
     """Name of the action, for the log."""
     due: Callable[[], float | None]
-    """Returns the due time on the monotonic clock; None if the timer is not set."""
+    """Returns the monotonic due time, or None if the timer is not set."""
     act: Callable[[], object]
     not_before: float = 0.0
-    """Earliest time of the next attempt after a failure, on the same clock."""
+    """Monotonic time of the next attempt after a failure."""
 
 
 class Timers:
-    """The timers of a loop, in the order in which they fire."""
+    """Timers of a loop, in the order in which they fire."""
 
     def __init__(self, guard: Guard, timers: Sequence[Timer]) -> None:
         self._guard = guard
         self._timers = timers
 
     def next_due(self) -> float | None:
-        """Due time of the first timer, on the monotonic clock; None if no timer is set."""
+        """Return the monotonic due time of the first timer, or None if none is set."""
         moments = [max(due, timer.not_before) for timer in self._timers if (due := timer.due()) is not None]
         return min(moments, default=None)
 
@@ -88,18 +90,18 @@ class Housekeeping:
         )
 
     def busy(self) -> None:
-        """The loop has work: an idle period, if there was one, is over."""
+        """End the idle period, if there is one: the loop has work."""
         self._idle_since = None
 
     def idle(self, now: float) -> None:
-        """The loop has nothing to do at ``now``."""
+        """Begin an idle period at ``now``, unless one has begun: the loop has nothing to do."""
         if self._engine.state.generation != "running":
             self._idle_since = None  # continue decides whether to empty the device cache of a paused engine
         elif self._idle_since is None:
             self._idle_since = now
 
     def step_completed(self) -> None:
-        """A step's output was processed: sample the memory it took."""
+        """Sample the memory that a step took, once its output was processed."""
         self._engine.history.sample()
 
     def _keepalive_due(self) -> float | None:

@@ -5,17 +5,15 @@ Invariant: values that the user has set are kept.
 
 import os
 
-# OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a
-# front end, and then a spinning thread holds the core that its partner needs: 5,000 to 20,000 turns cost 10 to 30 %
-# beside one busy process, and gain at most 4 % on idle cores (docs/contributing/experiments.md).
-#
-# torch and oneDNN keep a compiled primitive for each shape they have met, up to 1,024 of them: with prompts of every
-# length, memory grew by half a gigabyte on the tiny model. 64 cost no measurable speed.
-#
-# numpy asks for huge pages where an array of 4 MB or more lies, also in malloc's heap. Of what malloc_trim gives back there, the
-# kernel may fill every 2 MB that have a page in use with a huge page again.
-#
-# torch's flight recorder keeps a record of the last 2,000 broadcasts: 1.5 MB that look like a leak.
+# OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a
+# trainer and a front end, and then a spinning thread holds the core that its partner needs: 5,000 to 20,000
+# turns cost 10 to 30 % beside one busy process, and gain at most 4 % on idle cores
+# (docs/contributing/experiments.md).  torch and oneDNN keep a compiled primitive for each shape they have
+# met, up to 1,024 of them: with prompts of every length, memory grew by half a gigabyte on the tiny model. 64
+# cost no measurable speed.  numpy asks for huge pages where an array of 4 MB or more lies, also in malloc's
+# heap. Of what malloc_trim gives back there, the kernel may fill every 2 MB that have a page in use with a
+# huge page again.  torch's flight recorder keeps a record of the last 2,000 broadcasts: 1.5 MB that look like
+# a leak.
 _SETTINGS = {
     "GOMP_SPINCOUNT": "1000",
     "LRU_CACHE_CAPACITY": "64",
@@ -26,5 +24,5 @@ _SETTINGS = {
 
 
 def settings() -> dict[str, str]:
-    """Those that the user has not set."""
+    """Return the settings that the user has not made."""
     return {name: value for name, value in _SETTINGS.items() if name not in os.environ}

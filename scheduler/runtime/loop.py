@@ -1,13 +1,16 @@
-"""The scheduler's loop. One tick: receive messages, advance commands, schedule and execute a step, process its output, send.
+"""The scheduler's loop. One tick: receive messages, advance commands, schedule and execute a step, process
+its output, send.
 
 Invariants:
-- The loop survives whatever a client sends or omits (I11), errors of timers (both run under ``guard.py``), and steps that
-  fail (``step_recovery.py``). If it fails all the same, every live request still gets its terminal message.
-- The loop blocks in ``poll`` whenever there is nothing to run, also while paused: an idle or paused engine uses no CPU.
-- At pipeline depth 0 a step's output is processed in the tick that launched it; at depth 1 in the next tick, while the device
-  computes the next step. The step in flight is passed from tick to tick and not stored.
-- A launch that raises counts as a step whose output is a :class:`Failure`. It is processed in order, after the step before it,
-  and no other step is launched until then.
+- The loop survives whatever a client sends or omits (I11), errors of timers (both run under ``guard.py``),
+  and steps that fail (``step_recovery.py``). If it fails all the same, every live request still gets its
+  terminal message.
+- The loop blocks in ``poll`` whenever there is nothing to run, also while paused: an idle or paused engine
+  uses no CPU.
+- At pipeline depth 0 a step's output is processed in the tick that launched it; at depth 1 in the next tick,
+  while the device computes the next step. The step in flight is passed from tick to tick and not stored.
+- A launch that raises counts as a step whose output is a :class:`Failure`. It is processed in order, after
+  the step before it, and no other step is launched until then.
 """
 
 import logging
@@ -29,11 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAITING_POLL_S = 0.005
-"""How often commands that have stepped aside are checked when nothing else happens."""
+"""Seconds between checks of commands that have stepped aside when nothing else happens."""
 MAX_POLL_S = 3600.0
-"""Longest sleep: poll takes milliseconds as 32 bits, and deadlines may be further away or infinite."""
+"""Longest sleep in seconds: poll takes 32 bits of milliseconds, and deadlines may be infinite."""
 BACKLOG_POLL_S = 0.005
-"""How often unsent output is tried again when nothing else happens."""
+"""Seconds between attempts to send unsent output when nothing else happens."""
 
 
 @dataclass(slots=True)
@@ -49,7 +52,7 @@ class Step:
 
     @property
     def has_failed(self) -> bool:
-        """Whether its launch raised."""
+        """True if the launch raised."""
         return isinstance(self.output, Failure)
 
 
@@ -88,7 +91,7 @@ class Scheduler:
         self._answer_everything(ending, failed=False)
 
     def _answer_everything(self, error: CaesuraError, *, failed: bool) -> None:
-        """Answer every live request and pending command; an error in one of these actions does not skip the next."""
+        """Answer every live request and pending command; an error in one action does not skip the next."""
         engine = self._engine
         run = engine.guard.run
         finish = engine.outputs.fail if failed else engine.outputs.abort
@@ -98,13 +101,13 @@ class Scheduler:
             run("sending the last results", engine.outbox.deliver, engine.state.step)
 
     def _must_drain(self, in_flight: Step | None) -> bool:
-        """Whether the shutdown still waits for requests, commands or unsent output."""
+        """Return True if the shutdown still waits for requests, commands or unsent output."""
         engine = self._engine
         busy = in_flight is not None or engine.live or engine.outbox.has_undelivered
         return engine.shutdown.is_draining and bool(busy or engine.dispatcher.has_unanswered)
 
     def tick(self, in_flight: Step | None) -> Step | None:
-        """Run one tick; returns the step that is still in flight, which exists at depth 1 only."""
+        """Run one tick; return the step that is still in flight, which exists at depth 1 only."""
         engine = self._engine
         run = engine.guard.run
         self._receive(self._timeout(in_flight))
@@ -121,7 +124,9 @@ class Scheduler:
         return in_flight
 
     def _receive(self, timeout_s: float | None) -> None:
-        """Wait up to ``timeout_s`` for an event (None means without limit), receive messages, and fire timers."""
+        """Wait up to ``timeout_s`` for an event (None means without limit), receive messages, and fire
+        timers.
+        """
         engine = self._engine
         blocks = timeout_s != 0
         if blocks:
@@ -155,7 +160,7 @@ class Scheduler:
             engine.guard.run("handling a message", engine.dispatcher.handle, client, header, buffers)
 
     def _timeout(self, in_flight: Step | None) -> float | None:
-        """Seconds to block in ``poll``: 0 if there is work, else until the next timer; None if no timer is set."""
+        """Return the seconds to block in ``poll``: 0 if there is work, None if no timer is set."""
         engine = self._engine
         runnable = engine.state.may_execute and engine.batcher.has_work
         if in_flight is not None or runnable or engine.dispatcher.wants_tick:
@@ -194,7 +199,7 @@ class Scheduler:
         return Step(number, batch, output, launched_at)
 
     def _process_output(self, step: Step) -> Failure | None:
-        """Process the output of a step; returns the failure if its results are lost."""
+        """Process the output of a step; return the failure if its results are lost."""
         engine = self._engine
         if isinstance(step.output, Failure):
             return step.output
@@ -216,7 +221,9 @@ class Scheduler:
         return None
 
     def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:
-        """Recover from the loss of a step's results; ``later`` was launched after it and is rolled back with it."""
+        """Recover from the loss of a step's results; ``later`` was launched after it and is rolled back with
+        it.
+        """
         if later is not None and not isinstance(later.output, Failure):
             with suppress(Exception):  # its results are dropped; it must only have left the device
                 later.output.fetch()

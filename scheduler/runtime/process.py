@@ -2,8 +2,9 @@
 
 Invariants:
 - The launcher receives exactly one line on the ready descriptor: that the engine serves, or why it does not.
-- A signal, a shutdown message, the launcher's death and a failed loop all have the same effect: every live request gets its
-  terminal message, one log line gives the reason, and the process exits. ``shutdown.py`` decides when.
+- A signal, a shutdown message, the launcher's death and a failed loop all have the same effect: every live
+  request gets its terminal message, one log line gives the reason, and the process exits. ``shutdown.py``
+  decides when.
 - The process always ends: the watchdog ends a loop or a shutdown that hangs (``runtime/watchdog.py``).
 - The engine never runs without one of its threads: if one fails, the engine ends.
 """
@@ -37,16 +38,16 @@ from .watchdog import Watchdog, exit_within
 logger = logging.getLogger(__name__)
 
 END_S = 30.0
-"""Longest time for the cleanup after the loop: last messages, process groups, files."""
+"""Seconds that the cleanup after the loop may take: last messages, process groups, files."""
 
 
 def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> int:
-    """Serve until told to stop; returns the exit status.
+    """Serve until told to stop; return the exit status.
 
     Args:
-        ready_fd: receives one JSON line: ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code", …}``; None if
-            nobody reads it.
-        lifeline_fd: the process ends when this becomes readable, which happens when its other end is closed.
+        ready_fd: receives one JSON line, ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code",
+            …}``, or None if nobody reads it.
+        lifeline_fd: ends the process when it becomes readable, because its other end is closed.
     """
     faulthandler.enable()  # prints a traceback if a library crashes
     try:
@@ -63,7 +64,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
 def _run(
     config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None, cleanup: contextlib.ExitStack
 ) -> int:
-    """:func:`run` without its last words; ``cleanup`` gets what must be undone at the end."""
+    """Do the work of :func:`run`; ``cleanup`` gets what must be undone at the end."""
     started = time.monotonic()
     signals = StopSignals(lambda: exit_within(END_S))
     name_fatal_signals(_last_words)
@@ -88,7 +89,7 @@ def _run(
 
 
 def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:
-    """Serve until the engine ends; returns the exit status."""
+    """Serve until the engine ends; return the exit status."""
     failed: list[str] = []
 
     def thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -118,13 +119,13 @@ def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int
 
 
 def _last_words(reason: str) -> None:
-    """The last line of an engine that a signal ends at once."""
+    """Log the last line of an engine that a signal ends at once."""
     logger.critical("the engine ends: %s", reason)
     log.flush()
 
 
 def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitStack) -> Engine:
-    """Build the engine. Every error is raised as a CaesuraError, so that the launcher gets a reason."""
+    """Build the engine; raise every error as a CaesuraError, so that the launcher gets a reason."""
     try:
         log.configure(config.log_level, log_format=config.log_format, name=config.log_name)
     except ValueError as error:
@@ -167,12 +168,12 @@ def _refused(field: str, value: object, error: Exception) -> CaesuraError:
 
 
 def refusal(error: CaesuraError) -> dict[str, Any]:
-    """The ready line of an engine that cannot start."""
+    """Return the ready line of an engine that cannot start."""
     return {"ready": False, "code": error.code, "message": error.message, "detail": error.detail}
 
 
 def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
-    """Write the ready line and close the descriptor, unless it is None. A launcher that has ended needs no line."""
+    """Write the ready line and close the descriptor, unless it is None or the launcher has ended."""
     if ready_fd is None:
         return
     with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:

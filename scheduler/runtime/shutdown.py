@@ -1,13 +1,13 @@
 """Shutdown of the engine: whether it is requested, by whom, and how long requests may go on.
 
 Invariants:
-- The first shutdown request decides the mode, or else the configuration does: ``abort`` ends every request in the next tick;
-  ``drain`` lets live requests go on until a deadline and refuses new ones.
-- A later request can only shorten the time. A signal during the shutdown ends it at once; after that, a further signal has its
-  default action and kills the process.
+- The first shutdown request decides the mode, or else the configuration does: ``abort`` ends every request in
+  the next tick; ``drain`` lets live requests go on until a deadline and refuses new ones.
+- A later request can only shorten the time. A signal during the shutdown ends it at once; after that, a
+  further signal has its default action and kills the process.
 - The launcher's death ends the engine at once, so that the engine does not outlive its launcher.
-- A signal that ends the process is named in a last line first, but for those that no process can handle (SIGKILL) and those
-  of a crash, whose stacks ``faulthandler`` prints.
+- A signal that ends the process is named in a last line first, but for those that no process can handle
+  (SIGKILL) and those of a crash, whose stacks ``faulthandler`` prints.
 """
 
 import contextlib
@@ -49,12 +49,15 @@ class Shutdown:
         signal_fd: int | None = None,
         lifeline_fd: int | None = None,
     ) -> None:
-        """``signal_fd`` yields one byte per signal, its number; ``lifeline_fd`` becomes readable when the launcher dies.
-
-        ``drain`` and ``drain_timeout_s`` are the defaults of requests that do not set them.
+        """
+        Args:
+            drain: default of requests that do not set it.
+            drain_timeout_s: default of requests that do not set it.
+            signal_fd: yields one byte per signal, its number.
+            lifeline_fd: becomes readable when the launcher dies.
         """
         self.requested = False
-        """Whether the loop must end, after draining if that was requested."""
+        """True if the loop must end, after draining if that was requested."""
         self.reason = ""
         """Reason of the request that decided the deadline, for the log."""
         self.fds = tuple(fd for fd in (signal_fd, lifeline_fd) if fd is not None)
@@ -66,16 +69,16 @@ class Shutdown:
 
     @property
     def left_s(self) -> float:
-        """Seconds that live requests may still go on; 0 if they must end now."""
+        """Seconds that live requests may still go on, 0 if they must end now."""
         return max(0.0, self._deadline - monotonic())
 
     @property
     def is_draining(self) -> bool:
-        """Whether the engine is shutting down while live requests go on."""
+        """True if the engine is shutting down while live requests go on."""
         return self.requested and self.left_s > 0
 
     def request(self, reason: str, *, drain: bool | None = None, timeout_s: float | None = None) -> None:
-        """Request the shutdown; ``drain`` and ``timeout_s`` are the configured ones if they are None."""
+        """Request the shutdown; ``drain`` and ``timeout_s`` are as configured if they are None."""
         drain = self._drain if drain is None else drain
         limit = self._drain_timeout_s if timeout_s is None else timeout_s
         deadline = monotonic() + limit if drain else 0.0
@@ -108,9 +111,10 @@ class StartInterruptedError(BaseException):
 
 
 def end_on_stop_signals() -> None:
-    """Until :class:`StopSignals` takes over, a stop signal ends the process at once, with a line on stderr.
+    """Let a stop signal end the process at once, with a line on stderr, until :class:`StopSignals` takes
+    over.
 
-    For the seconds that the imports take.
+    This covers the seconds that the imports take.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -125,10 +129,11 @@ def end_on_stop_signals() -> None:
 
 
 def name_fatal_signals(say: Callable[[str], None]) -> None:
-    """Call ``say`` with a text before one of :data:`FATAL_SIGNALS` ends the process as it would have done anyway.
+    """Call ``say`` with a text before one of :data:`FATAL_SIGNALS` ends the process as it would have done
+    anyway.
 
-    A signal that is ignored, or that another handler takes, is left alone. To process 1, the first of a container, none of
-    them does anything.
+    A signal that is ignored or has a handler is left alone. Process 1, the first of a container, is not ended
+    by any of them.
     """
     if os.getpid() == 1:
         return
@@ -144,7 +149,7 @@ def name_fatal_signals(say: Callable[[str], None]) -> None:
 
 
 def _handled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Those of ``numbers`` that the engine handles: all but a SIGHUP that was ignored when the process started (``nohup``)."""
+    """Return ``numbers`` without a SIGHUP that was ignored when the process started (``nohup``)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in numbers if not (number == signal.SIGHUP and ignored)]
 
@@ -153,8 +158,11 @@ class StopSignals:
     """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves."""
 
     def __init__(self, limit_end: Callable[[], None]) -> None:
-        """``limit_end`` ends the process some time later, whatever happens: the exception of a signal waits for the end of a call
-        into a library, and is lost where a finalizer happens to run."""
+        """Install the handlers.
+
+        ``limit_end`` ends the process some time later, whatever happens: the exception of a signal waits for
+        the end of a call into a library, and is lost if a finalizer happens to run.
+        """
         self._limit_end = limit_end
         reader, writer = socket.socketpair()
         for end in (reader, writer):
@@ -167,15 +175,16 @@ class StopSignals:
             signal.signal(number, self._on_signal)
         writer.detach()
         self.fd = reader.detach()
-        """Yields one byte per signal."""
+        """Descriptor that yields one byte per signal."""
         peek = socket.socket(fileno=os.dup(self.fd))
         threading.Thread(target=self._watch, args=[peek], name="start-signals", daemon=True).start()
 
     def _watch(self, peek: socket.socket) -> None:
-        """Until the engine serves or its start is interrupted: repeat a signal that had no effect, and limit the end.
+        """Repeat a signal that had no effect, and limit the end, until the engine serves or its start is
+        interrupted.
 
-        The interpreter can start to wait for a lock, or call a library that does, just after it has looked for signals.
-        Only another signal interrupts that.
+        The interpreter can begin to wait for a lock, or call a library that does, just after it has looked
+        for signals. Only another signal interrupts that.
         """
         main, limited = threading.main_thread().ident or 0, False
         with peek:
@@ -191,7 +200,9 @@ class StopSignals:
                     signal.pthread_kill(main, number)
 
     def serving(self) -> None:
-        """Signals no longer raise: the loop handles them, by :attr:`fd`, or the process ends by itself, since its start failed."""
+        """Stop raising at signals: the loop handles them by :attr:`fd`, or the process ends since its start
+        failed.
+        """
         self._serving = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

@@ -1,7 +1,8 @@
 """What computes an engine's steps, and how it is built for a language model.
 
 Invariants:
-- :class:`Steps` is all that differs between kinds of engines: the socket, the commands, the loop and memory are the same.
+- :class:`Steps` is all that differs between kinds of engines: the socket, the commands, the loop and memory
+  are the same.
 - What can be released is allocated while the steps are built (``execution/build.py``).
 """
 
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 class Steps:
     """The parts that compute steps, of a language model or of an image pipeline.
 
-    Only these know what a batch, an output and a sample are. The loop hands batches and outputs from one to the next.
+    Only these know what a batch, an output and a sample are. The loop hands batches and outputs from one to
+    the next.
     """
 
     loaded: "LoadedModel | LoadedPipeline"

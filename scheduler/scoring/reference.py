@@ -2,8 +2,8 @@
 
 Invariants:
 - The reference is loaded before the policy, while the device is empty: both need not fit on it at once.
-- Unless it stays resident, it has left the device when :func:`load_reference` returns. The device memory that it needs during
-  use is reserved.
+- Unless it stays resident, it has left the device when :func:`load_reference` returns. The device memory that
+  it needs during use is reserved.
 """
 
 import re
@@ -29,7 +29,9 @@ _STRATEGIES: dict[Residency, tuple[Strategy, Strategy]] = {
     "offload": (ComponentOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
     "layerwise": (LayerwiseOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
 }
-"""Strategies of the weights and of the KV pages; the contents of the pages need not be preserved between requests."""
+"""Strategies of the weights and of the KV pages; the contents of the pages need not be preserved between
+requests.
+"""
 
 
 def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -> ReferenceModel | None:

@@ -1,16 +1,16 @@
 """Scores sequences with a second checkpoint, the reference model, between the steps of the loop.
 
 Invariants:
-- The policy is neither read nor written: the reference has its own weights, KV pages and workspaces. A pause, an update or
-  poisoned weights do not stop scoring. A release of the tag ``weights`` releases the reference's memory, too, and fails the
-  scoring under way.
+- The policy is neither read nor written: the reference has its own weights, KV pages and workspaces. A pause,
+  an update or poisoned weights do not stop scoring. A release of the tag ``weights`` releases the reference's
+  memory, too, and fails the scoring under way.
 - Every accepted message gets exactly one answer, with as many log-probabilities per sequence as it asked for.
-- Scoring holds the loop for one layer, or for a few rows of the output head, at a time. Prompts are cut so that a layer takes
-  at most :data:`SLICE_S`. The loop does not wait for an asynchronous device.
-- Logits never exist for all tokens at once: the output head and what follows process a few rows at a time, in memory of
-  fixed size.
-- Sequences are computed in the order of arrival, several in one forward if they fit. At most the first one is partly
-  computed, so a pool with pages for the longest sequence is enough.
+- Scoring holds the loop for one layer, or for a few rows of the output head, at a time. Prompts are cut so
+  that a layer takes at most :data:`SLICE_S`. The loop does not wait for an asynchronous device.
+- Logits never exist for all tokens at once: the output head and what follows process a few rows at a time, in
+  memory of fixed size.
+- Sequences are computed in the order of arrival, several in one forward if they fit. At most the first one is
+  partly computed, so a pool with pages for the longest sequence is enough.
 """
 
 import logging
@@ -60,7 +60,9 @@ PAGES = ComponentUse(name="reference_kv")
 
 _REQUEST = "score"
 _ROWS = 16
-"""The output head processes a multiple of this many rows. Fewer are hardly faster, since all of its weights are read anyway."""
+"""The output head processes a multiple of this many rows. Fewer are hardly faster, since all of its weights
+are read anyway.
+"""
 _ROW_BYTES_CPU = 10 << 20
 _ROW_BYTES = 128 << 20
 """Bytes of float32 logits that exist at a time; :data:`_ROWS` rows are allowed even if they need more."""
@@ -284,7 +286,9 @@ class Scoring:
         self._record(chunk, out.cpu().numpy())
 
     def _logprobs(self, hidden: Tensor, targets: Tensor, scales: Tensor) -> Generator[None, None, Tensor]:
-        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden], float32 [S]; logits are divided by ``scales`` [S]."""
+        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden], float32 [S]; logits are divided
+        by ``scales`` [S].
+        """
         model, device = self._reference.model, self._reference.device
         vocab_size = model.config.vocab_size
         out = torch.empty(len(targets), dtype=torch.float32, device=device)
