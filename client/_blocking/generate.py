@@ -19,24 +19,19 @@ import unasync
 CLIENT = Path(__file__).parents[1]
 COMMAND = "python client/_blocking/generate.py"
 SOURCES = {
-    "connection/async_command_client.py": "connection/command_client.py",
     "connection/async_control_client.py": "connection/control_client.py",
     "connection/async_client.py": "connection/scheduler_client.py",
-    "connection/async_handle.py": "connection/handle.py",
     "trainer/async_driving.py": "trainer/driving.py",
 }
 """What is written by hand, and what becomes of it."""
 WORDS = {
-    "AsyncCommandClient": "CommandClient",
     "AsyncControlClient": "ControlClient",
     "AsyncGenerationHandle": "GenerationHandle",
     "AsyncSchedulerClient": "SchedulerClient",
     "LoopClient": "ThreadClient",
     "async_channel": "channel",
-    "async_command_client": "command_client",
     "async_control_client": "control_client",
     "async_driving": "driving",
-    "async_handle": "handle",
     "``async for`` yields": "Iterating yields",
     "for coroutines of one event loop": "for any number of threads",
 }

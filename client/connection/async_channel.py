@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...io_struct import AbortReq, AbortReqOutput, GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
-from .connection import Connection, Generation, Sink
-from .curve import ClientKeys
+from .connection import Connection, Generation, ImageGeneration, Sink
 from .endpoints import check_endpoint
 from .fork import Process
-from .images import ImageGeneration
 from .link import Frames, Link
-from .options import ConnectionOptions, channel_options
+from .options import ChannelOptions, ConnectionOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
@@ -67,22 +65,11 @@ async def run(work: Callable[[], Any]) -> Any:
 class LoopChannel:
     """Requests in from coroutines, answers out through the loop's futures. Connects at the first request."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        connect_timeout: float | None,
-        waits_for_engine: bool = True,
-        keepalive_timeout: float | None,
-        keys: ClientKeys | None = None,
-    ) -> None:
+    def __init__(self, endpoint: str, options: ChannelOptions) -> None:
         check_endpoint(endpoint)
         self._process = Process("client")
         self._endpoint = endpoint
-        self._connect_timeout = connect_timeout
-        self._waits_for_engine = waits_for_engine
-        self._keepalive_timeout = keepalive_timeout
-        self._keys = keys
+        self._options = options
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
@@ -199,11 +186,8 @@ class LoopChannel:
 
         return Link(
             self._endpoint,
-            connect_timeout=self._connect_timeout,
-            waits_for_engine=self._waits_for_engine,
-            keepalive_timeout=self._keepalive_timeout,
+            self._options,
             pending=lambda: self._connection.pending > 0,
-            keys=self._keys,
             receive=self._connection.receive,
             lost=self._on_lost,
             watch=watch,
@@ -277,4 +261,4 @@ class LoopClient:
 
     def _opened(self, connection: ConnectionOptions) -> Channel:
         """The channel of a new client; nothing is connected before the first request."""
-        return LoopChannel(self.endpoint, **channel_options(connection))
+        return LoopChannel(self.endpoint, ChannelOptions.of(connection))

@@ -6,8 +6,8 @@ started, unless it timed out.
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Unpack, overload
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol, Unpack, overload
 
 from ...io_struct import (
     AbortReq,
@@ -22,15 +22,98 @@ from ...io_struct import (
     TraceActivity,
 )
 from ..exceptions import EngineError, TimedOut
-from .async_channel import Deltas, Result, wait_for_all
+from .async_channel import Deltas, Result, next_delta, wait_for, wait_for_all
 from .async_control_client import AsyncControlClient
-from .async_handle import AsyncGenerationHandle
-from .connection import Generation
-from .images import ImageGeneration, ImageOptions, ImagePlan, plan_images
+from .connection import Generation, ImageGeneration
+from .fork import Process
+from .images import ImageOptions, ImagePlan, plan_images
 from .options import GenerateOptions, id_of, seconds
 from .prompts import Ids, Plan, Prompts, Sampling, collect, one_request, plan
-from .results import GenerateOutput, decode_output
+from .results import GenerateOutput, TokenDelta, decode_output
 from .scoring import Scores
+
+
+class Abort(Protocol):
+    """A client's ``abort``."""
+
+    async def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
+
+
+class Explained(Protocol):
+    """A client's way to find out what a generation that timed out waits for."""
+
+    async def __call__(self, error: TimedOut, /) -> TimedOut: ...
+
+
+class AsyncGenerationHandle:
+    """One submitted prompt. ``async for`` yields the tokens as :class:`TokenDelta` (all at once unless it streams)."""
+
+    def __init__(self, abort: Abort, explained: Explained, generation: Generation[Result, Deltas]) -> None:
+        self.rid = generation.rid
+        """Request id, for ``abort`` and ``fetch_result``."""
+        self.message_id = generation.message_id
+        """Message id of the request; ``submit`` with this id and the same arguments attaches to it."""
+        self.n = generation.n
+        """Number of samples."""
+        self._abort = abort
+        self._explained = explained
+        self._future = generation.waiter
+        self._deltas = generation.deltas
+        self._process = Process("generation")
+
+    def done(self) -> bool:
+        """Whether all samples have ended."""
+        self._process.require()
+        return self._future.done()
+
+    async def result(self, timeout: float | None = None) -> GenerateOutput:
+        """The output of the only sample. Raises like :meth:`results`, and ValueError if ``n`` is not 1."""
+        self._process.require()
+        if self.n != 1:
+            raise ValueError(f"n = {self.n}: use results()")
+        outputs = await self.results(timeout)
+        return outputs[0]
+
+    async def results(self, timeout: float | None = None) -> list[GenerateOutput]:
+        """The outputs of all samples, in order.
+
+        Raises:
+            TimedOut: not all ended within ``timeout`` seconds; they continue. The message says what the engine waits for.
+            EngineError: the request was refused or failed; ``.output`` and ``.outputs`` have what was generated.
+        """
+        self._process.require()
+        timeout = seconds("timeout", timeout)
+        try:
+            outputs: list[GenerateOutput] = await wait_for(self._future, self.message_id, timeout)
+        except TimedOut as error:
+            raise await self._explained(error) from None
+        return outputs
+
+    async def abort(self, timeout: float | None = None) -> AbortReqOutput:
+        """Abort this generation; its result is then the partial output."""
+        return await self._abort(self.rid, timeout=timeout)
+
+    async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
+        """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
+
+        Raises like :meth:`results` at the end of the stream.
+        """
+        self._process.require()
+        timeout = seconds("timeout", timeout)
+        if self._deltas is None:
+            for output in await self.results(timeout):
+                yield output.as_delta()
+            return
+        try:
+            while (delta := await next_delta(self._deltas, self.message_id, timeout)) is not None:
+                yield delta
+        except TimedOut as error:
+            raise await self._explained(error) from None
+        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
+        await self.results()
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self.deltas()
 
 
 class AsyncSchedulerClient(AsyncControlClient):

@@ -20,21 +20,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
 from ...io_struct import GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
-from .connection import Connection, Generation
-from .curve import ClientKeys
+from .connection import Connection, Generation, ImageGeneration
 from .fork import Process
-from .images import ImageGeneration
 from .link import Frames, Link
-from .options import ConnectionOptions, channel_options
+from .options import ChannelOptions, ConnectionOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
+StartedT = TypeVar("StartedT")
 Result = Future[Any]
 Deltas = queue.SimpleQueue[TokenDelta | None]
 
@@ -73,15 +72,7 @@ def run(work: Callable[[], Any]) -> Any:
 class ThreadChannel:
     """Requests in from any thread, answers out through futures."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        connect_timeout: float | None,
-        waits_for_engine: bool = True,
-        keepalive_timeout: float | None,
-        keys: ClientKeys | None = None,
-    ) -> None:
+    def __init__(self, endpoint: str, options: ChannelOptions) -> None:
         self._process = Process("client")
         self._lock = threading.Lock()
         # Under the lock.
@@ -94,11 +85,8 @@ class ThreadChannel:
         self._poller = zmq.Poller()
         self._link = Link(
             endpoint,
-            connect_timeout=connect_timeout,
-            waits_for_engine=waits_for_engine,
-            keepalive_timeout=keepalive_timeout,
+            options,
             pending=lambda: self._connection.pending > 0,
-            keys=keys,
             receive=self._on_message,
             lost=self._on_lost,
             watch=lambda socket: self._poller.register(socket, zmq.POLLIN),
@@ -126,34 +114,30 @@ class ThreadChannel:
 
     def start_generation(self, request: GenerateReqInput) -> Generation[Result, Deltas]:
         """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
-        self._process.require()
-        with self._lock:
-            again = self._connection.awaits(request.id)
-            generation, frame = self._connection.start_generation(request)
-            self._post(None if again else request.id, (frame,))
-        return generation
+        return self._start(request, lambda: self._connection.start_generation(request))
 
     def start_images(
         self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
     ) -> ImageGeneration[Result]:
         """Send an image request with its frames; raises what :meth:`Connection.start_images` raises."""
-        self._process.require()
-        with self._lock:
-            again = self._connection.awaits(request.id)
-            generation, frame = self._connection.start_images(request)
-            self._post(None if again else request.id, (frame, *buffers))
-        return generation
+        return self._start(request, lambda: self._connection.start_images(request), buffers)
 
     def start_call(
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
         """Send a control message; raises what :meth:`Connection.start_call` raises."""
+        return self._start(request, lambda: self._connection.start_call(request, expects), buffers)
+
+    def _start(
+        self, request: Request, register: Callable[[], tuple[StartedT, bytes]], buffers: Frames = ()
+    ) -> StartedT:
         self._process.require()
         with self._lock:
             again = self._connection.awaits(request.id)
-            future, frame = self._connection.start_call(request, expects)
-            self._post(None if again else request.id, (frame, *buffers))
-        return future
+            started, frame = register()
+            self._outbox.append((None if again else request.id, (frame, *buffers)))
+            self._wake()
+        return started
 
     def expect_exit(self) -> None:
         """Somebody watches the engine's process and will call :meth:`engine_exited`."""
@@ -173,10 +157,6 @@ class ThreadChannel:
             self._closing = True
             self._wake()
         self._thread.join()
-
-    def _post(self, message_id: str | None, frames: Frames) -> None:
-        self._outbox.append((message_id, frames))
-        self._wake()
 
     def _wake(self) -> None:
         if self._wake_write >= 0:
@@ -239,7 +219,7 @@ class ThreadClient:
     def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
         self.endpoint = endpoint
         """The engine's address: an ipc:// path or a tcp:// host and port."""
-        self._channel = ThreadChannel(endpoint, **channel_options(connection))
+        self._channel = ThreadChannel(endpoint, ChannelOptions.of(connection))
 
     def expect_exit(self) -> None:
         """The launcher watches this engine's process and will call :meth:`engine_exited`."""

@@ -2,27 +2,30 @@
 """``ControlClient``: the commands of a trainer (pause, weights, memory, status), for any number of threads.
 
 Invariants:
-- Those of the connection (command_client.py).
-- A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete.
-  Repeating the call with the same ``message_id`` attaches to it (docs/reference/wire.md, "Idempotence").
-- A call that times out or is interrupted has no effect in the engine beyond what it asked for, except that a weight session
-  that it opened is aborted.
+- No call waits forever for an engine that has ended: when the connection or the launched process ends, every
+  pending call raises :class:`EngineDied`.
+- A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete. Repeating the
+  call with the same ``message_id`` attaches to it (docs/reference/wire.md, "Idempotence").
+- A call that times out or is interrupted has no effect in the engine beyond what it asked for, except that a
+  weight session that it opened is aborted.
+- Every command carries the client's owner token, unless it is given another.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, Unpack
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, TimedOut, is_answer
-from .channel import wait_for
-from .command_client import CommandClient
+from .channel import Result, ThreadClient, wait_for
 from .figures import figures
 from .options import (
     CheckerAction,
+    ConnectionOptions,
     SessionOptions,
     UpdateOptions,
     WeightUpdate,
@@ -35,19 +38,61 @@ from .options import (
     tags_of,
     this_process,
 )
+from .sessions import OpenSession
 from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
 
+ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
-class ControlClient(CommandClient):
+
+class ControlClient(ThreadClient):
     """A connection to one engine.
 
-    ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies.
-    ``owner`` is the owner token that all commands of this client carry; they renew the lease of its pause.
-    The other keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
+    ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies. ``owner`` is
+    the owner token of commands that are not given another; these commands renew the lease of its pause. The other
+    keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
     """
+
+    def __init__(
+        self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
+    ) -> None:
+        super().__init__(endpoint, connection)
+        self.owner = owner
+        self._session = OpenSession()
+        self._shared: SharedBuckets | None = None
+
+    @property
+    def incarnation(self) -> str | None:
+        """Incarnation of the engine that answered last, 16 hex digits; None before the first connection."""
+        return self._channel.incarnation
+
+    def close(self) -> None:
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
+        self._channel.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def session_id(self) -> str | None:
+        """Open weight session that this client began, as far as it knows, or None."""
+        return self._session.id
+
+    def start(
+        self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
+    ) -> Result:
+        """Send a message without waiting; the future returns its reply or raises the typed error."""
+        self._sign(request)
+        return self._channel.start_call(request, expects, buffers)
 
     def pause(
         self,
@@ -436,6 +481,19 @@ class ControlClient(CommandClient):
         message_id, sender = id_of(message_id), this_process()
         request = wire.ShutdownReqInput(id=message_id, drain=drain, timeout_s=drain_s, requested_by=sender)
         return self._call(request, wire.ShutdownReqOutput, timeout)
+
+    def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+        timeout = seconds("timeout", timeout)
+        try:
+            reply: ReplyT = wait_for(self.start(request, expects), request.id, timeout)
+        except wire.CaesuraError as error:
+            self._session.failed(request, error)
+            raise
+        return reply
+
+    def _sign(self, request: wire.Request) -> None:
+        if isinstance(request, wire.ControlRequest) and request.owner is None:
+            request.owner = self.owner
 
     def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
         """Carry out ``steps`` (trainer/steps.py); ``timeout`` limits each wait for a reply."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Generic, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -26,9 +26,8 @@ from ...io_struct import (
 )
 from ...io_struct.field_errors import field_error, nearest, one_of, shown
 from ...transfer.safetensors import DTYPES
-from ..exceptions import EngineError, InternalError, InvalidRequest, error_for
+from ..exceptions import InternalError, InvalidRequest
 from .options import id_of
-from .waiters import WaiterT, resolve
 
 _TYPESTR = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1", "U8": "|u1", "BOOL": "|b1",
@@ -288,40 +287,3 @@ def _tensor(name: str, given: Any) -> ImageTensor:
             f"embeds[{name!r}] = {shown(given)} must be an array or a tensor", field="tensors"
         )
     return ImageTensor(dtype, tuple(interface["shape"]), given.tobytes())
-
-
-class ImageGeneration(Generic[WaiterT]):
-    """One image request in flight: collects its ``n`` samples; the waiter gets them as a list in sample order."""
-
-    def __init__(self, request: GenerateImagesReqInput, frame: bytes, waiter: WaiterT) -> None:
-        self.message_id = request.id
-        self.rid = request.id if request.rid is None else request.rid
-        self.frame = frame
-        self.waiter = waiter
-        self.n = request.n if isinstance(request.n, int) else 1  # a bad n is the engine's to refuse
-        self._outputs: dict[int, ImageOutput] = {}
-
-    def finish(self, wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> bool:
-        """Take the terminal result of one sample; True when the whole request has ended."""
-        try:
-            output = decode_images(wire, frames)
-        except InternalError as error:
-            self.fail(error)
-            return True
-        self._outputs.setdefault(output.index, output)
-        if len(self._outputs) < self.n:
-            return False
-        outputs = [self._outputs[index] for index in sorted(self._outputs)]
-        failed = next((each for each in outputs if each.finish_reason.type == "error"), None)
-        if failed is None:
-            resolve(self.waiter, outputs)
-            return True
-        reason = failed.finish_reason
-        self.fail(error_for(reason.code or "", reason.message or "the image failed", {"rid": self.rid}))
-        return True
-
-    def fail(self, error: EngineError) -> None:
-        """End the whole request with ``error``; samples that had ended are attached to it."""
-        if self._outputs:
-            error.outputs = tuple(self._outputs[index] for index in sorted(self._outputs))
-        resolve(self.waiter, error)

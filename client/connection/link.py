@@ -20,14 +20,27 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from typing import NoReturn
 
+import msgspec
 import zmq
 
-from ..exceptions import EngineDied, EngineError, VersionMismatch
+from ... import __version__
+from ...io_struct import (
+    WIRE_VERSION,
+    ErrorCode,
+    ErrorReply,
+    HelloReqInput,
+    HelloReqOutput,
+    decode_reply,
+    encode,
+    salvage_reply,
+)
+from ..exceptions import EngineDied, EngineError, VersionMismatch, raise_for
 from . import context
-from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
+from .curve import HANDSHAKE_FAILURES, configure, why_refused
 from .endpoints import check_endpoint, connect_to, nobody_at
-from .hello import hello_frame, incarnation_in
+from .options import ChannelOptions
 
 EXIT_GRACE_S = 1.0
 """How long a closed connection and the exit of its process wait for each other, so that the error names both."""
@@ -94,12 +107,9 @@ class Link:
     def __init__(
         self,
         endpoint: str,
+        options: ChannelOptions,
         *,
-        connect_timeout: float | None,
-        waits_for_engine: bool = True,
-        keepalive_timeout: float | None,
         pending: Callable[[], bool],
-        keys: ClientKeys | None = None,
         receive: Callable[[list[bytes]], None],
         lost: Callable[[EngineError, bool], None],
         watch: Callable[["zmq.Socket[bytes]"], None],
@@ -108,11 +118,11 @@ class Link:
         check_endpoint(endpoint)
         self.endpoint = endpoint
         self.incarnation: str | None = None
-        self._connect_timeout = connect_timeout
-        self._waits_for_engine = waits_for_engine
-        self._keepalive_timeout = keepalive_timeout
+        self._connect_timeout = options.connect_timeout
+        self._keepalive_timeout = options.keepalive_timeout
+        self._waits_for_engine = options.waits_for_engine
+        self._keys = options.keys
         self._pending = pending
-        self._keys = keys
         self._receive = receive
         self._lost = lost
         self._watch = watch
@@ -411,3 +421,54 @@ def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
 
 def _is_due(at: float | None, now: float) -> bool:
     return at is not None and now >= at
+
+
+BEFORE_HELLO = "0 (it knows no hello)"
+"""What an engine speaks that refuses the hello as malformed."""
+
+
+def hello_frame() -> bytes:
+    """What to send first."""
+    major, minor = WIRE_VERSION
+    return encode(
+        HelloReqInput(wire_major=major, wire_minor=minor, client=f"caesura {__version__} for Python")
+    )
+
+
+def incarnation_in(frame: bytes, endpoint: str) -> str:
+    """Which start of the engine has answered.
+
+    Raises:
+        VersionMismatch: it speaks another major version, or one from before the hello.
+        EngineError: another refusal, as the engine worded it.
+    """
+    try:
+        answer = decode_reply(frame)
+    except msgspec.DecodeError as error:
+        unread = salvage_reply(frame)
+        what = f"unknown (its {unread.type or 'first message'} cannot be read: {error})"
+        raise _mismatch(endpoint, what) from error
+    if isinstance(answer, ErrorReply):
+        _refused(answer, endpoint)
+    if not isinstance(answer, HelloReqOutput):
+        raise _mismatch(endpoint, f"unknown (it answers a hello with {type(answer).__name__})")
+    if answer.wire_major != WIRE_VERSION[0]:
+        raise _mismatch(endpoint, f"{answer.wire_major}.{answer.wire_minor}")
+    return answer.incarnation
+
+
+def _refused(answer: ErrorReply, endpoint: str) -> NoReturn:
+    if answer.code == ErrorCode.VERSION_MISMATCH:
+        raise _mismatch(endpoint, str(answer.detail.get("engine") or f"unknown ({answer.message})"))
+    if answer.code == ErrorCode.MALFORMED_MESSAGE:
+        raise _mismatch(endpoint, BEFORE_HELLO)
+    raise_for(answer)
+
+
+def _mismatch(endpoint: str, engine: str) -> VersionMismatch:
+    ours = ".".join(map(str, WIRE_VERSION))
+    return VersionMismatch(
+        f"this client (caesura {__version__}) speaks wire {ours}, the engine at {endpoint} speaks wire {engine}",
+        client=ours,
+        engine=engine,
+    )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReqOutput, new_id
 from ...io_struct.base import MAX_LABEL_LENGTH
@@ -42,13 +42,32 @@ class ConnectionOptions(TypedDict, total=False):
     """File with this client's CURVE key pair; needed for an engine with keys."""
 
 
-class ChannelOptions(TypedDict):
-    """:class:`ConnectionOptions`, checked, as a channel takes them."""
+@dataclass(frozen=True, slots=True)
+class ChannelOptions:
+    """Checked :class:`ConnectionOptions`."""
 
-    connect_timeout: float | None
-    waits_for_engine: bool
-    keepalive_timeout: float | None
-    keys: ClientKeys | None
+    connect_timeout: float | None = DEFAULT_CONNECT_TIMEOUT_S
+    keepalive_timeout: float | None = DEFAULT_KEEPALIVE_TIMEOUT_S
+    waits_for_engine: bool = True
+    """False if a scheduler must listen already: the first try that fails ends what waits."""
+    keys: ClientKeys | None = None
+
+    @classmethod
+    def of(cls, given: ConnectionOptions) -> Self:
+        """Check the keywords of a client.
+
+        Raises:
+            InvalidRequest: a time is not a number, or a key or its file cannot be used.
+            TypeError: an unknown option.
+        """
+        require_known("client", given, ConnectionOptions)
+        keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
+        return cls(
+            seconds("connect_timeout", given.get("connect_timeout", DEFAULT_CONNECT_TIMEOUT_S)),
+            seconds("keepalive_timeout", given.get("keepalive_timeout", DEFAULT_KEEPALIVE_TIMEOUT_S)),
+            "connect_timeout" in given,
+            keys,
+        )
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -106,25 +125,6 @@ class WeightUpdate:
     """The reply to ``begin``, with the ``session_id``."""
     result: WeightUpdateReqOutput | None = None
     """The reply to the commit; None until the block has ended without an error."""
-
-
-def channel_options(given: ConnectionOptions) -> ChannelOptions:
-    """Checked options of a channel.
-
-    Raises:
-        InvalidRequest: a time is not a number, or a key or its file cannot be used.
-        TypeError: an unknown option.
-    """
-    require_known("client", given, ConnectionOptions)
-    keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
-    connect = given.get("connect_timeout", DEFAULT_CONNECT_TIMEOUT_S)
-    keepalive = given.get("keepalive_timeout", DEFAULT_KEEPALIVE_TIMEOUT_S)
-    return ChannelOptions(
-        connect_timeout=seconds("connect_timeout", connect),
-        waits_for_engine="connect_timeout" in given,
-        keepalive_timeout=seconds("keepalive_timeout", keepalive),
-        keys=keys,
-    )
 
 
 def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
