@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.trial import failure
+from ..kernels.self_test import failure
 from .family import Embeds, Family
 from .sliced import Sliced
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
-from ..kernels.forms import AttentionForm
+from ..kernels.attention_form import AttentionForm
 from ..layers.moe import RoutedExperts
 from ..layers.parameters import WeightSlot
 from .config import ModelConfig

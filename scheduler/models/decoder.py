@@ -16,7 +16,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
-from ..kernels.forms import AttentionForm, Bend
+from ..kernels.attention_form import AttentionForm, Bend
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding, OutputHead
 from ..layers.logits_processor import LogitsProcessor
@@ -26,9 +26,9 @@ from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
 from .config import ModelConfig
+from .fused_decoder import FusedDecoder
 from .layered import LayeredModel
 from .multimodal import is_vision_tensor
-from .one_call import OneCall
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Name of buffers in old checkpoints that follow from the config."""
@@ -181,7 +181,7 @@ class DecoderForCausalLM(LayeredModel):
         rotary = {rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)}
         self._rotary = [rotary[rope] for rope in config.ropes]
         self._logits = LogitsProcessor(project, vocab, place=place)
-        self._kernel = OneCall.of(config, self._layers, self._norm, place)
+        self._kernel = FusedDecoder.of(config, self._layers, self._norm, place)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         if self._kernel is not None and backend.paged is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..cache.state_pool import StateShape
-from ..kernels.forms import AttentionForm
+from ..kernels.attention_form import AttentionForm
 from ..layers.attention import Attention, AttentionShape
 from ..layers.gated_delta import DeltaShape, GatedDelta
 from ..layers.moe import RoutedExperts

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ..kernels.forms import Bend
+from ..kernels.attention_form import Bend
 from ..layers.experts import ExpertNames, Experts
 from ..layers.grouped_router import GroupedRouter
 from ..layers.mlp import GatedMLP

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.attention_form import AttentionForm, Bend, HeadNorms
 from ...kernels.elementwise import gate_mul, rope_store
-from ...kernels.forms import AttentionForm, Bend, HeadNorms
 from ...runtime.config import PAGE_SIZE
 from .angles import Angles
 from .attention import attend_fused

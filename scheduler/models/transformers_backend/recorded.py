@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...kernels.forms import AttentionForm
+from ...kernels.attention_form import AttentionForm
 from .attention import attend
 from .experts import Computed
 from .norms import Norm

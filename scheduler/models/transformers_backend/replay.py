@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...execution.forward import AttentionBackend, ForwardBatch
-from ...kernels.between import elementwise_for
-from ...kernels.forms import AttentionForm
+from ...kernels.attention_form import AttentionForm
+from ...kernels.dispatch import elementwise_for
 from .fusion import Rotations, Sizes, fuse_attention, fuse_gates
 from .norms import proven_norms
 from .probe import Probe

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.attention_form import HeadNorms
 from ...kernels.decoder import DecoderKernel
 from ...kernels.decoder_layers import LayerKind, LayerShape, LayerTensors
-from ...kernels.forms import HeadNorms
 from .fusion import FusedAttention, Sizes
 from .norms import Norm
 from .recording import Call, Recording, Value

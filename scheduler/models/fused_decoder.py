@@ -29,7 +29,7 @@ Packed = dict[str, Any]
 """Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
 
 
-class OneCall:
+class FusedDecoder:
     """The kernel for one model."""
 
     def __init__(self, kernel: DecoderKernel, experts: Sequence[bool]) -> None:
@@ -39,7 +39,7 @@ class OneCall:
     @classmethod
     def of(
         cls, config: ModelConfig, layers: Sequence["DecoderLayer"], last_norm: RMSNorm, place: Placement
-    ) -> "OneCall | None":
+    ) -> "FusedDecoder | None":
         """Return the fused decoder, or None without compiled kernels, or if one of the layers or the ranks do
         not fit.
         """
