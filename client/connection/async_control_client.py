@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
@@ -41,7 +41,7 @@ from .sessions import OpenSession
 from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
-    from ..trainer import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
+    from ..trainer import NamedTensors, Send, SharedBuckets, Steps, WeightUpdateGroup
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
@@ -500,7 +500,19 @@ class AsyncControlClient(LoopClient):
 
         self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
-        return await drive(steps, self.start, timeout, self._session.failed)
+
+        async def wait(ticket: Result, request: wire.Request) -> Any:
+            try:
+                return await wait_for(ticket, request.id, timeout)
+            except BaseException as error:
+                self._session.failed(request, error)
+                raise
+
+        def start(send: "Send") -> Result:
+            return self.start(send.request, send.expects, send.buffers)
+
+        reply: wire.WeightUpdateReqOutput = await drive(steps, start, wait)
+        return reply
 
     async def _begin(
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None

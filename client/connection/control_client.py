@@ -15,7 +15,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
@@ -42,7 +42,7 @@ from .sessions import OpenSession
 from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
-    from ..trainer import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
+    from ..trainer import NamedTensors, Send, SharedBuckets, Steps, WeightUpdateGroup
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
@@ -501,7 +501,19 @@ class ControlClient(ThreadClient):
 
         self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
-        return drive(steps, self.start, timeout, self._session.failed)
+
+        def wait(ticket: Result, request: wire.Request) -> Any:
+            try:
+                return wait_for(ticket, request.id, timeout)
+            except BaseException as error:
+                self._session.failed(request, error)
+                raise
+
+        def start(send: "Send") -> Result:
+            return self.start(send.request, send.expects, send.buffers)
+
+        reply: wire.WeightUpdateReqOutput = drive(steps, start, wait)
+        return reply
 
     def _begin(
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None
