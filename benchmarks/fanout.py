@@ -220,9 +220,7 @@ def measure(
 
 
 def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
-    """Return the seconds a broadcast costs on a hop beside its bytes: one per tensor against one for all, the
-    fastest turns.
-    """
+    """Return the seconds a broadcast costs on a hop beside its bytes: one per tensor against one for all."""
     each, all_in_one = Measured(), Measured()
     for turn in range(turns + 1):
         for into, bucket in ((each, 1), (all_in_one, trainer.nbytes)):

@@ -51,9 +51,7 @@ Prompts = list[list[list[int]]]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer of the model's size: each token beyond the bytes is a short word of its
-    own.
-    """
+    """Write a byte-level tokenizer of the model's size: each token beyond the bytes is a short word."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     merges = []

@@ -133,9 +133,7 @@ def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: M
 
 
 def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[float | None, float]:
-    """Return the seconds from SIGKILL of the worker until a live request is told, if any, and until rank 0
-    ends.
-    """
+    """Return the seconds from SIGKILL of the worker until a live request is told, and until rank 0 ends."""
     client, handle = launched.client, None
     (rank,) = client.status().ranks
     if state != "idle":

@@ -36,9 +36,7 @@ class FanOut:
         return self.engines * self.buckets * self.bucket_s
 
     def binomial(self) -> float:
-        """Return the seconds by a binomial tree, as gloo's broadcast: in each round all that have a bucket
-        send it.
-        """
+        """Return the seconds by a binomial tree: in each round all that have a bucket send it."""
         return self.buckets * math.ceil(math.log2(self.engines + 1)) * self.bucket_s
 
     def chain(self) -> float:

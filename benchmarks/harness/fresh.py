@@ -57,9 +57,7 @@ def stacked_experts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def absorbed_halves(tensors: Mapping[str, Tensor], heads: int, nope: int) -> list[Tensor]:
-    """Return per layer ``w_kc`` [heads, nope, rank] and ``w_vc`` [heads, values, rank], contiguous, in
-    bfloat16.
-    """
+    """Return per layer ``w_kc`` [heads, nope, rank] and ``w_vc`` [heads, values, rank] in bfloat16."""
     found = []
     for name, weight in tensors.items():
         if not name.endswith(".kv_b_proj.weight"):

@@ -113,9 +113,7 @@ def prefill_flops(shape: AnyShape, prompts: int, length: int) -> float:
 
 
 def least_seconds(workload: Workload, shape: AnyShape, ceilings: Ceilings, itemsize: int = 2) -> float:
-    """Return the seconds that a rollout must take: the products of its prompts, then of every step the longer
-    of reading and products.
-    """
+    """Return the seconds of the prompts' products, then of each step the longer of reading and products."""
     rows = workload.requests * workload.samples
     seconds = prefill_flops(shape, workload.requests, workload.prompt_tokens) / ceilings.flops
     weights, computed = (streamed_weight_bytes(shape, itemsize, count) for count in (rows, 1))

@@ -17,9 +17,7 @@ class ProcessMemory:
     shared: int
     """Shared memory that it has touched."""
     peak: int
-    """Largest ``resident`` since the last reset, kept by the kernel: nothing is sampled, so nothing is
-    missed.
-    """
+    """Largest ``resident`` since the last reset, kept by the kernel."""
 
 
 def read_memory(pid: int) -> ProcessMemory:

@@ -144,9 +144,7 @@ class Note:
 
 
 def footnotes(workload: Workload, runs: Sequence[Run], reference: dict[str, float]) -> list[Note]:
-    """Explain missing figures and what a reader must know to compare, and report everything that looked
-    wrong.
-    """
+    """Explain missing figures and conditions, and report everything that looked wrong."""
     size, floor = reference["bytes"], reference["seconds"]
     notes = [
         Note(

@@ -41,9 +41,7 @@ VOCAB_SIZE, CONTEXT_LEN, KV_TOKENS = 4096, 512, 16384
 RESCORED_EVERY = 100
 UPDATE_EVERY_S = 1.0
 SETTLED = 0.2
-"""Share of the run after which growth is counted: the stores of answers and the allocators have filled by
-then.
-"""
+"""Share of the run after which growth is counted: stores of answers have filled by then."""
 PROCESSES = ("scheduler", "front end", "trainer")
 
 
