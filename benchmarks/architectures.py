@@ -31,7 +31,7 @@ class MoeShape(Shape):
     moe_intermediate_size: int
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Return the share of the tensor that ``tokens`` tokens read; an expert's is the chance to be chosen."""
+        """Return the share of the tensor that ``tokens`` tokens read; experts by chance."""
         return chosen_by(name, tokens, self.num_experts_per_tok / self.num_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -173,7 +173,7 @@ class LatentShape:
         return self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Return the share of the tensor that ``tokens`` tokens read; an expert's is the chance to be chosen."""
+        """Return the share of the tensor that ``tokens`` tokens read; experts by chance."""
         return chosen_by(name, tokens, self.num_experts_per_tok / self.n_routed_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:

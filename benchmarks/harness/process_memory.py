@@ -1,4 +1,4 @@
-"""What another process holds in memory, as Linux counts it."""
+"""Memory of another process, as Linux counts it."""
 
 from dataclasses import dataclass
 from pathlib import Path

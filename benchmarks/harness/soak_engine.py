@@ -33,7 +33,7 @@ SURVIVORS_REPLACED = 16
 
 
 class Scratch:
-    """Transient tensors of all sizes, freed in another order than made, and small results that outlive them."""
+    """Transient tensors of all sizes, freed in another order, and small results that outlive them."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
