@@ -13,6 +13,7 @@ STAMP  := $(VENV)/.installed
 # processes that they have started. tests/conftest.py puts the files in order, slow ones first.
 WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest
+CAMPAIGN := PYTHONPATH=tests:benchmarks $(BIN)/python -m campaigns
 SPREAD  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/scheduling tests/unit/scheduler/cache \
 	tests/unit/scheduler/messaging tests/unit/client/connection tests/loop/test_scripted_loop.py
@@ -20,7 +21,7 @@ CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/scheduli
 # Set in many containers: then every engine that a test starts compiles this project's modules anew, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo check checked test suite test-long test-bench lint format docs sizes bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
+.PHONY: setup demo check checked test suite test-long test-bench lint format docs sizes bench gpu gpu-wheels mutation faults kills serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -109,7 +110,15 @@ gpu-wheels:
 # An hour or so. make mutation MUTATION_ARGS="--module scheduler/scheduling/output_processor.py --seed 3"
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mutation]'
-	$(BIN)/python benchmarks/mutation.py $(MUTATION_ARGS)
+	$(CAMPAIGN).mutation $(MUTATION_ARGS)
+
+# Faults of processes, connections and resources (docs/contributing/faults.md). make faults FAULTS_ARGS="--faults 2000 --seed 1"
+faults: $(STAMP)
+	$(CAMPAIGN).faults $(FAULTS_ARGS)
+
+# Replicas of a fleet end in every phase of an update (docs/howto/fleet.md). make kills KILLS_ARGS="--kills 100 --replicas 3"
+kills: $(STAMP)
+	$(CAMPAIGN).fleet $(KILLS_ARGS)
 
 # dist/*.whl carries the compiled kernels. Its tag names the oldest C library that they run with, which follows from this
 # machine's. With the tools in an environment of their own: they are needed for nothing else.

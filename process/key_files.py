@@ -1,7 +1,7 @@
 """Files of CURVE keys: what ``caesura keygen`` writes, and what both sides read.
 
-Invariants: the format is that of ZeroMQ's certificates, so their tools read it; a secret key is taken only from a file that
-only its owner can read; no error and no ``repr`` shows a secret.
+Invariants: the format is that of ZeroMQ's certificates, so their tools read it; a secret key is taken only
+from a file that only its owner can read; no error and no ``repr`` shows a secret.
 """
 
 import os

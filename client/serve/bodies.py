@@ -1,11 +1,12 @@
 """Reading of requests: control bodies, queries, and large bodies of prompts.
 
 Invariants:
-- Control bodies are read as in SGLang: numbers may be strings, and nulls are left out. Unlike there, unknown keys are refused.
-- The JSON decoder blocks all other threads. A large body of prompts is therefore cut into pieces first, which is fast and
-  makes no objects, and then decoded prompt by prompt in a worker thread.
-- The number of prompts is checked before they are made, and so is the size of everything beside them: a body of empty
-  lists would otherwise take dozens of times its size.
+- Control bodies are read as in SGLang: numbers may be strings, and nulls are left out. Unlike there, unknown
+  keys are refused.
+- The JSON decoder blocks all other threads. A large body of prompts is therefore cut into pieces first, which
+  is fast and makes no objects, and then decoded prompt by prompt in a worker thread.
+- The number of prompts is checked before they are made, and so is the size of everything beside them: a body
+  of empty lists would otherwise take dozens of times its size.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of bodies and queries whose keys must all be known: ``mod`` for ``mode`` would abort what should be frozen."""
+    """A body or query whose keys must all be known: ``mod`` for ``mode`` would abort requests."""
 
 
 async def read_control(
@@ -69,8 +70,8 @@ async def read_control(
         query: the query may have options, too; those of the body take precedence.
 
     Raises:
-        ClientException: 400; the body is not JSON, a key is unknown, a value cannot be used, or the query has options that
-            nothing would read.
+        ClientException: 400; the body is not JSON, a key is unknown, a value cannot be used, or the query has
+            options that nothing would read.
     """
     if request.query_params and not query:
         names = ", ".join(printable(name) for name in request.query_params)
@@ -130,7 +131,8 @@ def decode_large(
     """Decode ``raw`` with the result of ``decoder``, prompt by prompt.
 
     Args:
-        prompts: JSON that stands in for each field that holds prompts (a text, texts, ids or lists of ids) meanwhile.
+        prompts: JSON that stands in for each field that holds prompts (a text, texts, ids or lists of ids)
+            meanwhile.
         max_prompts: maximum number of prompts.
 
     Raises:
@@ -155,7 +157,7 @@ def decode_large(
 
 @cache
 def _envelope(kind: type[msgspec.Struct]) -> "msgspec.json.Decoder[msgspec.Struct]":
-    """Return a decoder that cuts a body into the values of ``kind``'s fields and treats other keys as ``kind`` does."""
+    """Return a decoder that cuts a body into the values of ``kind``'s fields, as strict as ``kind`` is."""
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
     strict = kind.__struct_config__.forbid_unknown_fields
     return msgspec.json.Decoder(
@@ -208,8 +210,8 @@ def _ids(field: str, value: bytes) -> list[int]:
 class UnknownKeys:
     """Log of keys that no field of a body has: OpenAI's routes ignore them, and each is logged once.
 
-    Memory and log lines are bounded, whatever clients send. A body without unknown keys makes no objects that grow with
-    it: values are not decoded. Threads may share an object.
+    Memory and log lines are bounded, whatever clients send. A body without unknown keys makes no objects that
+    grow with it: values are not decoded. Threads may share an object.
     """
 
     def __init__(self) -> None:
@@ -217,7 +219,7 @@ class UnknownKeys:
         self._lock = Lock()
 
     def note(self, route: str, body: bytes, kind: type[msgspec.Struct], ignored: frozenset[str]) -> None:
-        """Log the keys of ``body``, which has been decoded as ``kind``, beyond its fields and the ``ignored`` ones.
+        """Log the keys of ``body`` that are neither fields of ``kind``, its decoded type, nor ``ignored``.
 
         Raises:
             InvalidRequest: a key is not UTF-8, which decoders of ``kind`` do not notice.

@@ -1,13 +1,12 @@
 """``caesura serve``: a scheduler and its HTTP server in one command.
 
-Invariant: the server listens only when the engine is ready, and says where once it has answered. ``watch.py`` says how the command
-ends, and what becomes of it without its engine.
+Invariant: the server listens only when the engine is ready, and says where once it has answered. ``watch.py``
+says how the command ends, and what becomes of it without its engine.
 """
 
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import resource
 import socket
@@ -19,17 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ...io_struct.text import LOG_PREFIX, LOG_TIME, printable
 from ...process import private_directory
-from ...process.json_log import JsonFormatter
+from ...process.log import server_log
 from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import EngineError, InvalidRequest
+from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler, engine_command
 from ..launch.notify import notify
-from ..launch.stderr import Repeats, queued_stderr
 from ..launch.supervise import log_format_option, restart_options, status_of, stop_timeout_s, supervised
 from ..launch.supervisor import RestartPolicy, Supervisor
-from ..replicas.processes import ReplicaProcesses
 from .options import (
     ADMIN_KEY,
     API_KEY,
@@ -45,7 +42,7 @@ from .options import (
 from .watch import Watch, interrupted_by_signals, unless_stopped
 
 if TYPE_CHECKING:
-    from ..replicas.fleet import ReplicaFleet
+    from ..group.replicas import ReplicaFleet
     from .context import FrontEnd
     from .server import Server
 
@@ -75,7 +72,8 @@ def serve(context: click.Context, /, **given: Any) -> None:
     model, endpoint = given["model"], given["endpoint"]
     if (model is None) == (endpoint is None):
         raise click.UsageError(
-            "give either --model or --endpoint: a model folder to serve, or the address of a running scheduler"
+            "give either --model or --endpoint: a model folder to serve, or the address of a running "
+            "scheduler"
         )
     if model is not None and os.path.exists(model):  # else the scheduler's refusal quotes what was typed
         given["model"] = os.path.abspath(model)
@@ -96,17 +94,8 @@ def serve(context: click.Context, /, **given: Any) -> None:
         given["port"] = bound.getsockname()[1]
         options = ServeOptions(**given, api_key=api_key, admin_key=admin_key)
         _raise_descriptor_limit()
-        json = JsonFormatter("serve") if options.log_format == "json" else None
-        with queued_stderr(None if json is None else json.wrap):
-            _configure_log(json or PrintableFormatter(f"{LOG_PREFIX} %(name)s: %(message)s", LOG_TIME))
+        with server_log("serve", options.log_format, "%(module_path)s"):
             context.exit(_run(options, context.args, bound, tls))
-
-
-class PrintableFormatter(logging.Formatter):
-    """Formatter of log records that may quote clients: tracebacks keep their lines, everything else is escaped."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(printable, super().format(record).split("\n")))
 
 
 def _raise_descriptor_limit() -> None:
@@ -115,13 +104,6 @@ def _raise_descriptor_limit() -> None:
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _configure_log(formatter: logging.Formatter) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter)
-    handler.addFilter(Repeats())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 def _run(
@@ -198,7 +180,7 @@ async def _connected(
     from .context import OWNER
 
     if isinstance(launched, ReplicaProcesses):
-        from ..replicas.fleet import ReplicaFleet
+        from ..group.replicas import ReplicaFleet
 
         async with ReplicaFleet(launched, owner=OWNER) as fleet:
             yield fleet.client, f"{fleet.size} replicas", fleet

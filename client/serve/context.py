@@ -1,7 +1,8 @@
 """State that every handler uses: connection, tokenizer manager, settings, counters and worker threads.
 
-Invariants: a :class:`FrontEnd` is made once, before the first request, and holds no state of the engine, so several front ends
-may serve one. At most :data:`MAX_WAITING` pieces of work wait for a thread; one more is refused.
+Invariants: a :class:`FrontEnd` is made once, before the first request, and holds no state of the engine, so
+several front ends may serve one. At most :data:`MAX_WAITING` pieces of work wait for a thread; one more is
+refused.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from .options import ServeOptions
 from .pictures import LastImage
 
 if TYPE_CHECKING:
-    from ..replicas.fleet import ReplicaFleet
+    from ..group.replicas import ReplicaFleet
     from .pages.metrics import Metrics
 
 OWNER = "http"
@@ -70,7 +71,7 @@ class Workers:
         self._held = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work``. If cancelled, the work is not waited for, but counts until it has ended.
+        """Return the result of ``work``; after a cancellation it still counts until it has ended.
 
         Raises:
             QueueFull: too much work is waiting.

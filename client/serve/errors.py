@@ -1,7 +1,7 @@
 """HTTP error responses: SGLang's bodies and status codes, OpenAI's under ``/v1``.
 
-Invariants: a request that is wrong is 400, never 422; 401 and 403 are about keys; 503 means that the engine is away or
-takes no more, and that the request may be tried again. No response has a traceback or a key.
+Invariants: a request that is wrong is 400, never 422; 401 and 403 are about keys; 503 means that the engine
+is away or takes no more, and that the request may be tried again. No response has a traceback or a key.
 """
 
 import logging
@@ -47,8 +47,8 @@ _SESSION = (
     "weights arrive through SGLang's routes (/update_weights_from_disk, /update_weights_from_tensor, …)"
 )
 _PEERS = (
-    "engines give each other weights in their checkpoint's layout, over their own sockets: call clone_weights of "
-    "caesura.client.trainer"
+    "engines give each other weights in their checkpoint's layout, over their own sockets: call "
+    "clone_weights of caesura.client.trainer"
 )
 _NOT_OFFERED = {
     "/load_lora_adapter": _ADAPTERS,
@@ -56,8 +56,8 @@ _NOT_OFFERED = {
     "/unload_lora_adapter": _ADAPTERS,
     "/v1/load_lora_adapter": _ADAPTERS,
     "/v1/unload_lora_adapter": _ADAPTERS,
-    "/pull_weights": "the engine writes no checkpoints and applies no deltas: write a complete checkpoint under "
-    "--weights-root and call /update_weights_from_disk (slime: --update-weight-mode full, without "
+    "/pull_weights": "the engine writes no checkpoints and applies no deltas: write a complete checkpoint "
+    "under --weights-root and call /update_weights_from_disk (slime: --update-weight-mode full, without "
     "--update-weight-local-checkpoint-dir)",
     "/get_weights_by_name": "weights are not read out: compare them with POST /weights_checker",
     "/init_weights_send_group_for_remote_instance": _PEERS,
@@ -73,10 +73,13 @@ _NOT_OFFERED = {
     "/init_weight_transfer_engine": _SESSION,
     "/start_weight_update": _SESSION,
     "/finish_weight_update": _SESSION,
-    "/init_broadcaster": 'weights are taken from a folder: POST /update_weights (weight_broadcast.type = "filesystem")',
+    "/init_broadcaster": "weights are taken from a folder: POST /update_weights (weight_broadcast.type = "
+    '"filesystem")',
     "/collective_rpc": "no methods of the engine are called by name",
 }
-"""Routes of SGLang and vLLM that are not served, with the sentence that the 404 says; none of them is a route here."""
+"""Routes of SGLang and vLLM that are not served, with the sentence that the 404 says; none of them is a route
+here.
+"""
 
 
 class BodyTooLarge(HTTPException):

@@ -2,9 +2,10 @@
 
 Invariants:
 - At most one health probe is in progress, shared by all callers; a late answer counts when it comes.
-- An engine that is gone is unhealthy at once. A silent one is unhealthy, unless it has work, in which case it may be computing a
-  long step: then its last answer counts for :data:`BUSY_S`.
-- A pause that has ended elsewhere (its lease, a client of the socket) refuses no generation, since the engine is asked.
+- An engine that is gone is unhealthy at once. A silent one is unhealthy, unless it has work, in which case it
+  may be computing a long step: then its last answer counts for :data:`BUSY_S`.
+- A pause that has ended elsewhere (its lease, a client of the socket) refuses no generation, since the engine
+  is asked.
 """
 
 import asyncio
@@ -17,7 +18,9 @@ from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import Busy, EnginePaused, NotIdle, TimedOut
 
 NOBODY = ""
-"""Owner of the front end's own questions and those of supervisors and pages, which are no sign of life of a trainer."""
+"""Owner of the front end's own questions and those of supervisors and pages, which are no sign of life of a
+trainer.
+"""
 PROBE_S = 0.8
 """Seconds to wait for an answer; an engine without a step to compute answers within 0.1 s."""
 BUSY_S = 10.0

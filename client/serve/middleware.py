@@ -2,13 +2,15 @@
 
 Invariants:
 - Keys are checked here only, in constant time, and appear in no log, error or answer.
-- Every route has ``opt={"access": "open" | "user" | "admin"}``; without one it counts as ``admin``. ``admin`` (whatever changes
-  the engine) needs the admin key; if none is set, the API key; if neither is set, nothing (a server without keys binds loopback
-  only, or was started with ``--insecure-bind``). ``user`` needs the API key if one is set; the admin key is accepted as well.
-- A web page of another origin cannot use a server without keys through a browser, not even if its name has been made to point at
-  this machine (DNS rebinding): such a request must name this machine, or the address that the server listens on.
-- A body over its limit is refused while it arrives, or before if its length is announced; it is never held whole. A route
-  without ``opt["body"]`` has the smallest limit.
+- Every route has ``opt={"access": "open" | "user" | "admin"}``; without one it counts as ``admin``. ``admin``
+  (whatever changes the engine) needs the admin key; if none is set, the API key; if neither is set, nothing
+  (a server without keys binds loopback only, or was started with ``--insecure-bind``). ``user`` needs the API
+  key if one is set; the admin key is accepted as well.
+- A web page of another origin cannot use a server without keys through a browser, not even if its name has
+  been made to point at this machine (DNS rebinding): such a request must name this machine, or the address
+  that the server listens on.
+- A body over its limit is refused while it arrives, or before if its length is announced; it is never held
+  whole. A route without ``opt["body"]`` has the smallest limit.
 """
 
 import hmac
@@ -21,7 +23,7 @@ from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send
 
 from ..exceptions import Unsupported
-from ..fleet.router import current_routing_key, routed_by
+from ..group.router import current_routing_key, routed_by
 from .context import FrontEnd
 from .errors import BodyTooLarge, send_error
 from .options import ServeOptions, is_loopback
@@ -64,7 +66,7 @@ class AuthMiddleware(ASGIMiddleware):
         if keys:
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             given = token.strip() if scheme.lower() == b"bearer" else b""
-            if not any([hmac.compare_digest(given, key) for key in keys]):  # noqa: C419 (all of them: constant time)
+            if not any([hmac.compare_digest(given, key) for key in keys]):  # noqa: C419 (constant time)
                 return 401, "Unauthorized"
         elif _from_other_site(headers):
             return 403, "Forbidden: this server has no key, so pages of other sites may not use it"
@@ -100,9 +102,11 @@ def _hostname(url: str) -> str | None:
 
 
 class BodyLimit(ASGIMiddleware):
-    """Answers 413 to a body over the limit of ``opt["body"]``: ``prompts``, ``text``, ``specs``, ``weights``, or none of these.
+    """Answers 413 to a body over the limit of its route, by ``opt["body"]``.
 
-    On a connection over the maximum number, generating routes are answered 503.
+    That is ``prompts``, ``text``, ``specs``, ``weights``, or missing. On a connection over the maximum
+    number, generating routes are answered 503.
+
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -188,8 +192,8 @@ def makes_images(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRo
     """
     if not _front(connection).options.makes_images:
         raise Unsupported(
-            f"{min(handler.paths)} needs a diffusion pipeline to make an image, and this engine serves a language "
-            "model: call /generate, /v1/completions or /v1/chat/completions",
+            f"{min(handler.paths)} needs a diffusion pipeline to make an image, and this engine serves a "
+            "language model: call /generate, /v1/completions or /v1/chat/completions",
             field="model",
         )
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - Each option of the command line is stated once, as a field of :class:`CommandLine`.
-- Keys come from files or the environment, never from the command line. No child process inherits them, and no repr shows them.
+- Keys come from files or the environment, never from the command line. No child process inherits them, and no
+  repr shows them.
 - An address beyond loopback needs an API key, or ``--insecure-bind``.
 - Invalid files are reported before anything starts; nothing asks for a password at a terminal.
 """
@@ -24,8 +25,8 @@ from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 OPEN_TO_ALL = (
-    "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to any address and "
-    "have files under --weights-root read"
+    "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to any "
+    "address and have files under --weights-root read"
 )
 """What anyone who reaches a server without keys can do; for the help and the warning at start."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -45,8 +46,9 @@ class CommandLine:
     )
     replicas: int = _option(
         1,
-        "Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, else a part of "
-        "the CPU threads. A request goes to the least loaded one, a command to all, and one that dies is restarted.",
+        "Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, else a "
+        "part of the CPU threads. A request goes to the least loaded one, a command to all, and one that dies is "
+        "restarted.",
         click.IntRange(1),
     )
     endpoint: str | None = _option(None, "Address of a running scheduler to serve, instead of starting one.")
@@ -102,7 +104,8 @@ class CommandLine:
     )
     enable_memory_saver: bool = _option(
         False,
-        "Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as colocated trainers do.",
+        "Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as "
+        "colocated trainers do.",
     )
     allow_pickled_tensors: bool = _option(
         False, "Accept weights in SGLang's pickle format. They are parsed, never unpickled."
@@ -172,7 +175,8 @@ class ServeOptions(CommandLine):
     def update_root(self) -> str:
         """The weights root that is enforced; empty if nothing is loaded from disk.
 
-        By default it is the parent of the model's own folder, or that folder alone if its parent is the root of the file system.
+        By default it is the parent of the model's own folder, or that folder alone if its parent is the root
+        of the file system.
         """
         if self.weights_root or not self.model_path:
             return self.weights_root or ""
@@ -222,8 +226,8 @@ def check_host(host: str, api_key: str | None, *, insecure: bool) -> None:
     """
     if not is_loopback(host) and api_key is None and not insecure:
         raise click.UsageError(
-            f"--host {host} can be reached from other machines: it needs --api-key-file (or {API_KEY}) and preferably an "
-            "admin key, or --insecure-bind, which gives full access to anyone who can reach it"
+            f"--host {host} can be reached from other machines: it needs --api-key-file (or {API_KEY}) and "
+            "preferably an admin key, or --insecure-bind, which gives full access to anyone who can reach it"
         )
 
 

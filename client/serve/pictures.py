@@ -1,7 +1,8 @@
 """Images as PNG, and the last image that was made through this server, small, for the dashboard.
 
-Invariants: at most one picture is kept, and nothing is written to disk. It leaves by ``/dashboard/data`` only, which needs the
-key of a user, as the routes do that make images. Prompts, seeds and request ids are not kept.
+Invariants: at most one picture is kept, and nothing is written to disk. It leaves by ``/dashboard/data``
+only, which needs the key of a user, as the routes do that make images. Prompts, seeds and request ids are not
+kept.
 """
 
 import io

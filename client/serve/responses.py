@@ -1,7 +1,7 @@
 """Responses of routes: results of commands, server-sent events, and clients that disconnect.
 
-Invariants: when a client disconnects, its generations are aborted; commands are timed and counted in one place,
-:func:`command`.
+Invariants: when a client disconnects, its generations are aborted; commands are timed and counted in one
+place, :func:`command`.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ async def command(front: FrontEnd, name: str, work: Coroutine[Any, Any, T]) -> T
 async def succeed(
     front: FrontEnd, name: str, message: str | Outcome, work: Coroutine[Any, Any, Any], **fields: Any
 ) -> Response[bytes]:
-    """Answer an update or a group with ``{"success", "message"}``, the engine's reply beside it, or its error."""
+    """Answer an update with ``{"success", "message"}`` and the engine's reply, or with its error."""
     try:
         reply = await command(front, name, work)
     except CaesuraError as error:
@@ -110,7 +110,7 @@ def failure(error: CaesuraError) -> Response[bytes]:
 async def acknowledge(
     front: FrontEnd, name: str, message: str, work: Coroutine[Any, Any, Any]
 ) -> Response[bytes]:
-    """Answer pause and continue with ``{"status": "ok", "message"}``, the engine's reply beside it, or its error."""
+    """Answer a pause with ``{"status": "ok", "message"}`` and the engine's reply, or with its error."""
     try:
         reply = await command(front, name, work)
     except CaesuraError as error:

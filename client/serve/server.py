@@ -1,13 +1,15 @@
-"""uvicorn's server and its protocol, with limits for connections. uvicorn has no deadline for heads and bodies, no limit on the size
-of heads, and cannot close an idle connection for a new one.
+"""uvicorn's server and its protocol, with limits for connections.
+
+uvicorn itself has no deadline for heads and bodies, no limit on the size of heads, and cannot close an idle
+connection for a new one.
 
 Invariants:
-- Every connection ends, whatever its peer does: first byte, head, body, idle time and the reading of a response have
-  deadlines, the first two before keys are checked. Only a complete request that is being answered has none, since
-  generation can take any time.
+- Every connection ends, whatever its peer does: first byte, head, body, idle time and the reading of a
+  response have deadlines, the first two before keys are checked. Only a complete request that is being
+  answered has none, since generation can take any time.
 - The size of received data that no handler has taken yet is limited.
-- At the limit, a connection without a request is closed for a new one, first those that never had a request. If all have
-  requests, some more connections are accepted for health, load and commands.
+- At the limit, a connection without a request is closed for a new one, first those that never had a request.
+  If all have requests, some more connections are accepted for health, load and commands.
 - The end of the server is bounded as well: what is left after :data:`SHUTDOWN_S` is dropped.
 """
 
@@ -60,7 +62,9 @@ class Deadlines:
     linger: float = 5.0
     """For the rest of a body that was answered before it was complete."""
     keep_alive: float = 120.0
-    """Between requests. Trainers keep connections during an update; closing one just when it is used again costs a retry."""
+    """Between requests. Trainers keep connections during an update; closing one just when it is used again
+    costs a retry.
+    """
     stalled: float = 600.0
     """For a peer that reads none of the bytes that wait for it."""
 
@@ -79,7 +83,7 @@ class Connections:
     """All connections of one server."""
 
     def __init__(self, limit: int = 4096, reserve: int = 64, deadlines: Deadlines | None = None) -> None:
-        """Take ``limit`` connections with requests of any kind, and ``reserve`` more for health and commands."""
+        """Allow ``limit`` connections of any kind, and ``reserve`` more for health and commands."""
         self.limit = limit
         self.reserve = reserve
         self.deadlines = deadlines or Deadlines()
@@ -138,7 +142,7 @@ class Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with deadlines, and with limits for request lines, headers, trailers and pipelined requests."""
+    """uvicorn's protocol with deadlines, and with limits for heads, trailers and pipelined requests."""
 
     def __init__(self, table: Connections, **given: Any) -> None:
         super().__init__(**given)
@@ -239,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.end(self._awaited.value, 408 if unanswered else None)
 
     def end(self, reason: str, status: int | None = None, *, abort: bool = False) -> None:
-        """Close the connection: with an answer of ``status``, if given, or (``abort``) without what the peer has not read."""
+        """Close the connection, with an answer of ``status`` if given; ``abort`` drops what is unread."""
         self._table.closed[reason] += 1
         if abort:
             self.transport.abort()

@@ -1,11 +1,11 @@
 """Ends the server: after signals, and when the engine has ended for good.
 
 Invariants:
-- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it
-  was started so; a second signal ends that, and the server with it. An engine that ends by itself ends the server with status 1,
-  after every waiting client has got its error.
-- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once. With ``--replicas`` it ends
-  when the last of them has ended for good.
+- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The
+  engine drains if it was started so; a second signal ends that, and the server with it. An engine that ends
+  by itself ends the server with status 1, after every waiting client has got its error.
+- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once. With
+  ``--replicas`` it ends when the last of them has ended for good.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..exceptions import EngineRestarting
+from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler
 from ..launch.notify import notify
 from ..launch.supervise import status_of
 from ..launch.supervisor import Down, Serving, State, Supervisor
-from ..replicas.processes import ReplicaProcesses
 
 if TYPE_CHECKING:
     from .context import FrontEnd
@@ -35,7 +35,9 @@ EXIT_GRACE_S = 0.3
 TOLD_S, LOOK_S = 5.0, 0.02
 """Seconds that calls may take to notice the lost connection, and between two looks at whether they have."""
 DRAIN_S = 5.0
-"""Seconds that generations on an engine that was not started here may go on after a signal, before they are aborted."""
+"""Seconds that generations on an engine that was not started here may go on after a signal, before they are
+aborted.
+"""
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -189,7 +191,7 @@ class Watch:
         self._leave_once_told(self._loop.time() + TOLD_S)
 
     def _leave_once_told(self, deadline: float) -> None:
-        """Leave when every call has its error, which says more than that the server ends, and time to be sent."""
+        """Leave when every call has its own error, and time to send it."""
         if self._front.client.channel.pending and self._loop.time() < deadline:
             self._loop.call_later(LOOK_S, self._leave_once_told, deadline)
         else:

@@ -7,7 +7,7 @@ Invariants:
 """
 
 from ...io_struct import UpdateWeightsFromDistributedReqInput, WeightUpdateReqOutput
-from ..executor.others import OtherRanks
+from ..executor.executor import Executor
 from ..weights.transports.distributed import DistributedSource, WeightsUpdateGroups
 from .lifecycle import Operation
 from .pause_ownership import Sender
@@ -17,10 +17,10 @@ from .weight_updates import WeightUpdates
 class DistributedUpdates:
     """The handler of updates by broadcast."""
 
-    def __init__(self, *, updates: WeightUpdates, groups: WeightsUpdateGroups, others: OtherRanks) -> None:
+    def __init__(self, *, updates: WeightUpdates, groups: WeightsUpdateGroups, executor: Executor) -> None:
         self._updates = updates
         self._groups = groups
-        self._others = others
+        self._executor = executor
 
     def update(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
         """Receive what rank 0 of the group broadcasts, and relay it where the call says so."""
@@ -36,7 +36,7 @@ class DistributedUpdates:
             if not self._updates.sessions.protects(route, error):
                 for name in (request.group_name, *filter(None, [request.relay_to])):
                     self._groups.out_of_step(name, f"an update failed: {error}")
-                self._others.leave_group(request.group_name, f"an update failed: {error}")
+                self._executor.call("leave_group", request.group_name, f"an update failed: {error}")
             raise
         assert isinstance(reply, WeightUpdateReqOutput)
         reply.relay_error = opened[-1].relay_error

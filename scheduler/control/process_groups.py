@@ -16,7 +16,7 @@ from ...io_struct import (
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
 )
-from ..executor.others import Alone, OtherRanks
+from ..executor.executor import Executor
 from ..weights.transports.distributed import WeightsUpdateGroups
 from .lifecycle import Operation, Wait, waiting
 
@@ -29,29 +29,30 @@ LEAVE_S = 2.0
 class ProcessGroupCommands:
     """The handlers of init and destroy."""
 
-    def __init__(self, groups: WeightsUpdateGroups, others: OtherRanks) -> None:
+    def __init__(self, groups: WeightsUpdateGroups, executor: Executor) -> None:
         """``groups`` are this rank's."""
         self._groups = groups
-        self._others = others
+        self._executor = executor
 
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
         """Join a process group; answered at once if this engine has joined it already."""
         group = self._groups.join(request)
-        others = self._others if request.rank_offset else Alone()
-        elsewhere = others.join_group(request)
+        elsewhere = self._executor.call("join_group", request) if request.rank_offset else None
         try:
             while not group.joined():
                 yield Wait.CHANGE
-            yield from waiting(elsewhere, Wait.CHANGE)
+            if elsewhere is not None:
+                yield from waiting(elsewhere, Wait.CHANGE)
         except CaesuraError:
             self._groups.forget(group)
-            self._others.leave_group(request.group_name)
+            self._executor.call("leave_group", request.group_name, None)
             raise
         except BaseException:
             self._groups.forget(group)
             raise
         finally:
-            elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
+            if elsewhere is not None:
+                elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
         member = group.membership
         logger.info(
             "joined weight update group %r at %s as rank %d of %d (%s)",
@@ -70,7 +71,7 @@ class ProcessGroupCommands:
 
     def _left(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
         group, limit = self._groups.leave(request.group_name), monotonic() + LEAVE_S
-        elsewhere = self._others.leave_group(request.group_name)
+        elsewhere = self._executor.call("leave_group", request.group_name, None)
         while group.is_leaving and monotonic() < limit:
             yield Wait.CHANGE
         yield from waiting(elsewhere, Wait.CHANGE)

@@ -16,15 +16,15 @@ from collections.abc import Generator
 
 from ...io_struct import CaesuraError
 from ..cache.manager import CacheManager
-from ..executor.others import OtherRanks
+from ..executor.executor import Executor
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import EmptyCacheReport
 from ..models.base import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..scheduling.request import WeightStamp
 from ..scheduling.stepping import StepBatcher, StepRunner
-from ..weights.finite import find_non_finite, require_finite
 from ..weights.loader import WeightLoader
+from ..weights.reading import find_non_finite, require_finite
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Wait, waiting
 from .weight_sessions import Session, Sessions
@@ -42,7 +42,7 @@ class WeightCommit:
         model: Weights,
         loader: WeightLoader,
         runner: StepRunner,
-        others: OtherRanks,
+        executor: Executor,
         lifecycle: Lifecycle,
         sessions: Sessions,
         batcher: StepBatcher,
@@ -55,7 +55,7 @@ class WeightCommit:
         self._model = model
         self._loader = loader
         self._runner = runner
-        self._others = others
+        self._executor = executor
         self._lifecycle = lifecycle
         self._sessions = sessions
         self._batcher = batcher
@@ -82,7 +82,7 @@ class WeightCommit:
     def _prepare(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """The first phase, in which every rank can still refuse: all are ready to serve the new weights, or it raises."""
         self._loader.require_whole()
-        settle = self._others.derive(self._check_finite and bool(self._loader.written))
+        derived = self._executor.call("derive", self._check_finite and bool(self._loader.written))
         own: CaesuraError | None = None
         try:
             with stages.stage("derive"), self._runner.on_stream():
@@ -92,7 +92,7 @@ class WeightCommit:
                 yield from self._require_finite(session, stages)
         except CaesuraError as error:
             own = error
-        for wait in waiting(settle(own)):
+        for wait in waiting(derived.settle(own)):
             yield wait
             self._sessions.require_open(session)
 

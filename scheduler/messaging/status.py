@@ -14,7 +14,7 @@ from ..cache.manager import CacheManager
 from ..control.lifecycle import Lifecycle
 from ..control.weight_updates import WeightUpdates
 from ..execution.kernel_report import Serving
-from ..executor.others import OtherRanks
+from ..executor.executor import Executor
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
 from ..memory.device_module import DeviceModule
@@ -62,7 +62,7 @@ class StatusReporter:
         scoring: Scoring | None,
         samples: SampleTotals,
         recovery: StepRecovery,
-        others: OtherRanks,
+        executor: Executor,
         device_module: DeviceModule,
         device_cache: DeviceCache,
         residency: ComponentResidencyManager,
@@ -83,7 +83,7 @@ class StatusReporter:
         self._scoring = scoring
         self._samples = samples
         self._recovery = recovery
-        self._others = others
+        self._executor = executor
         self._device_module = device_module
         self._device_cache = device_cache
         self._residency = residency
@@ -125,7 +125,7 @@ class StatusReporter:
             step_failures=self._recovery.counts(),
             kv=self._kv(),
             device_memory=self._memory(),
-            ranks=self._others.status(),
+            ranks=self._executor.status(),
             memory_by_tag=self._history.by_tag,
             totals=self._totals(),
             stages=self._stage_times(),
@@ -197,6 +197,6 @@ class StatusReporter:
     def _available(self) -> int | None:
         """The smallest of all ranks'; None: some rank's is not known."""
         each = [available_memory_if_known(self._config.device)]
-        each += [rank.available for rank in self._others.status()]
+        each += [rank.available for rank in self._executor.status()]
         known = [size for size in each if size is not None]
         return min(known) if len(known) == len(each) else None

@@ -22,7 +22,7 @@ from ..execution.build import (
 )
 from ..execution.kernel_report import Serving, what_serves
 from ..execution.model_runner import ModelRunner
-from ..executor.others import OtherRanks
+from ..executor.executor import Executor
 from ..memory.device_cache import DeviceCache
 from ..memory.residency import ComponentResidencyManager
 from ..messaging.outbox import Outbox
@@ -62,7 +62,7 @@ class Surroundings:
     start: Start
     """The weights to begin with."""
     stamp: WeightStamp
-    others: OtherRanks
+    executor: Executor
     send: Callable[[bytes, Any], None]
     """Sends a message to a client."""
     on_finished: Callable[[Any, Any], None]
@@ -107,14 +107,14 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
     """The core of a language model, over paged KV."""
     config, residency = around.config, around.residency
     reference = load_reference(config, residency)
-    others = around.others
-    others.begin(around.start.folder)
+    executor = around.executor
+    started = executor.start(around.start.folder)
     loaded, pool, routing, limits = build_components(
-        config, residency, around.start.folder, others.parallel, others.group
+        config, residency, around.start.folder, executor.parallel, executor
     )
     own = make_runner(config, loaded, pool, routing)
-    others.ready()
-    runner = others.runner(own)
+    started.wait()
+    runner = executor.runner(own)
     table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
     cache = CacheManager(
         pool.num_pages,

@@ -34,8 +34,7 @@ from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..control.weights_checker import WeightsChecker
 from ..execution.build import MakeRunner, build_runner
-from ..executor.others import Alone, OtherRanks
-from ..executor.rank_zero import RankZero
+from ..executor.executor import Executor
 from ..memory.device_cache import DeviceCache
 from ..memory.device_module import DeviceModule, device_module_for
 from ..memory.residency import ComponentResidencyManager
@@ -58,8 +57,7 @@ from ..scheduling.live_requests import LiveSample
 from ..scheduling.request import WeightStamp
 from ..scoring.scoring import Scoring
 from ..weights.transports.distributed import WeightsUpdateGroups
-from ..weights.upload import uploader_of
-from ..weights.write_stream import WriteStream, write_stream_of
+from ..weights.upload import WriteStream, uploader_of, write_stream_of
 from .background import Wakeup
 from .config import EngineConfig
 from .core import Core, Surroundings, language_core
@@ -129,8 +127,8 @@ class Engine:
         module = device_module_for(config.device)
         self._device_cache = DeviceCache(module)
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
-        self._others = _other_ranks(config)
-        self._cleanup.callback(self._others.close)
+        self._executor = _executor(config)
+        self._cleanup.callback(self._executor.close)
         residency = ComponentResidencyManager(
             config.device, device_cache=self._device_cache, backed_up=backed_up
         )
@@ -143,7 +141,7 @@ class Engine:
         self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
         core = self._build_core(config, residency, make_runner)
         self._device_cache.synchronize = core.steps.runner.synchronize
-        self._device_cache.elsewhere = self._others.empty
+        self._device_cache.elsewhere = self._executor.empty
         self._throughput = Throughput(
             lambda: self._counters(core),
             lambda: core.lifecycle.may_execute and core.steps.batcher.has_work,
@@ -206,7 +204,7 @@ class Engine:
             wakeup=self.wakeup,
             shutdown=shutdown,
             heartbeat=self.heartbeat,
-            heard=self._others.heard,
+            heard=self._executor.heard,
         )
 
     def _build_core(
@@ -221,7 +219,7 @@ class Engine:
             stages=self._stages,
             start=start,
             stamp=stamp,
-            others=self._others,
+            executor=self._executor,
             send=self.router.send,
             on_finished=self._finished,
         )
@@ -330,7 +328,7 @@ class Engine:
             cache=self.cache,
             prompts=core.steps.prompts,
             runner=runner,
-            others=self._others,
+            executor=self._executor,
             graphs=graphs,
             device_cache=self._device_cache,
             history=self.history,
@@ -341,7 +339,7 @@ class Engine:
             model=loaded.model,
             runner=runner,
             lifecycle=lifecycle,
-            others=self._others,
+            executor=self._executor,
             poison=self.updates.poison,
         )
         sending = self._build_sending(core)
@@ -351,11 +349,11 @@ class Engine:
             lifecycle=lifecycle,
             updates=self.updates,
             distributed=DistributedUpdates(
-                updates=self.updates, groups=self.process_groups, others=self._others
+                updates=self.updates, groups=self.process_groups, executor=self._executor
             ),
             sending=sending,
             parameter_server=parameter_server,
-            process_groups=ProcessGroupCommands(self.process_groups, self._others),
+            process_groups=ProcessGroupCommands(self.process_groups, self._executor),
             occupation=occupation,
             checker=checker,
             profiling=ProfilingCommands(trace, lambda: lifecycle.step),
@@ -368,7 +366,7 @@ class Engine:
             runner=core.steps.runner,
             lifecycle=core.lifecycle,
             groups=self.process_groups,
-            others=self._others,
+            executor=self._executor,
         )
 
     def _build_updates(
@@ -380,7 +378,7 @@ class Engine:
             model=loaded.model,
             loader=loaded.loader,
             runner=runner,
-            others=self._others,
+            executor=self._executor,
             lifecycle=lifecycle,
             sessions=lifecycle.sessions,
             batcher=core.steps.batcher,
@@ -390,7 +388,7 @@ class Engine:
                 model=loaded.model,
                 loader=loaded.loader,
                 runner=runner,
-                others=self._others,
+                executor=self._executor,
                 lifecycle=lifecycle,
                 sessions=lifecycle.sessions,
                 batcher=core.steps.batcher,
@@ -449,7 +447,7 @@ class Engine:
             scoring=commands.scoring,
             samples=self.replies.samples,
             recovery=core.steps.recovery,
-            others=self._others,
+            executor=self._executor,
             device_module=module,
             device_cache=self._device_cache,
             residency=core.residency,
@@ -466,19 +464,18 @@ class Engine:
         self.replies.finished(request, result)
 
 
-def _other_ranks(config: EngineConfig) -> OtherRanks:
-    """The other ranks of an engine, whose processes start here where they are of this host. Raises what has one rank."""
-    if config.tp == 1:
-        return Alone()
-    if is_pipeline(config.model_path):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"tp = {config.tp}: image pipelines have one rank",
-            field="tp",
-            value=config.tp,
-        )
-    require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
-    return RankZero(config)
+def _executor(config: EngineConfig) -> Executor:
+    """Start the workers of this host, after refusing a model that cannot be divided among ``tp`` ranks."""
+    if config.tp > 1:
+        if is_pipeline(config.model_path):
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED,
+                f"tp = {config.tp}: image pipelines have one rank",
+                field="tp",
+                value=config.tp,
+            )
+        require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
+    return Executor(config)
 
 
 def _make_core(around: Surroundings, make_runner: MakeRunner) -> Core:

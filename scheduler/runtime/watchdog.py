@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from typing import Any
 
+from ...process import log
 from ...process.contract import EXIT_HUNG
-from . import log
 
 logger = logging.getLogger(__name__)
 

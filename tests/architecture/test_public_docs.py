@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from caesura import client
-from caesura.client import fleet, text
+from caesura.client import group, text
 from caesura.client import trainer as tensors
 
 
@@ -23,7 +23,7 @@ def public_objects(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 PUBLIC = sorted(
-    {(name, value) for module in (client, tensors, text, fleet) for name, value in public_objects(module)},
+    {(name, value) for module in (client, tensors, text, group) for name, value in public_objects(module)},
     key=lambda each: (each[0], each[1].__module__),
 )
 

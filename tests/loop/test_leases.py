@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture
 def clock(monkeypatch):
-    return clock_of(monkeypatch, ["commands.lifecycle"])
+    return clock_of(monkeypatch, ["control.lifecycle"])
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model)
 
 def test_a_long_command_of_the_owner_keeps_the_lease(driver, clock, other_model, monkeypatch):
     one_piece_per_slice(monkeypatch)
-    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
     pause(driver, "continue", mode="abort")
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))
     driver.tick(2)
@@ -216,7 +216,7 @@ def test_a_retry_gets_the_kept_result(driver):
 
 
 def test_kept_results_expire(driver, monkeypatch):
-    clock = clock_of(monkeypatch, ["serving.answers"])
+    clock = clock_of(monkeypatch, ["messaging.answers"])
     finish_unread(driver, "r1")
     clock.now += driver.config.result_ttl_s + 1
     assert driver.call(FetchResultReqInput(rid="r1")).results == []
@@ -242,7 +242,7 @@ def test_a_retry_with_the_same_rid_attaches_while_live(driver):
 @pytest.fixture
 def time_of_all(monkeypatch, clock):
     """The same clock for the loop and its timers."""
-    for module in ("loop", "housekeeping", "timers"):
+    for module in ("runtime.loop", "runtime.housekeeping", "runtime.timers"):
         monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", clock)
     return clock
 

@@ -23,7 +23,7 @@ PAGE = 16
 
 @pytest.fixture
 def clock(monkeypatch):
-    return clock_of(monkeypatch, ["commands.lifecycle"])
+    return clock_of(monkeypatch, ["control.lifecycle"])
 
 
 @pytest.fixture

@@ -20,7 +20,14 @@ NEVER_S = 1e9
 @pytest.fixture
 def clock(monkeypatch):
     return clock_of(
-        monkeypatch, ["loop", "housekeeping", "timers", "commands.lifecycle", "observability.throughput"]
+        monkeypatch,
+        [
+            "runtime.loop",
+            "runtime.housekeeping",
+            "runtime.timers",
+            "control.lifecycle",
+            "observability.throughput",
+        ],
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from caesura.client.fleet import Fleet
+from caesura.client.group import Fleet
 
 POINTS = {
     "paused": "begin_weight_update",
@@ -47,7 +47,7 @@ def owned(lease_s: float, *engines: str) -> Fleet:
         return Fleet(engines, lease_s=lease_s, look_interval_s=0)
     import ray
 
-    from caesura.client.fleet.ray_fleet import RolloutFleet
+    from caesura.client.group.ray_fleet import RolloutFleet
 
     _, address, name, model = engines
     ray.init(address, log_to_driver=False, configure_logging=False)

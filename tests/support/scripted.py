@@ -486,7 +486,7 @@ class EngineDriver:
     def _await_thread(self) -> None:
         """Wait for the thread or rank beside the loop that a command waits for; not for long, it may wait for somebody itself."""
         poller = zmq.Poller()
-        for each in (self.engine.wakeup.fd, *self.engine._others.heard):
+        for each in (self.engine.wakeup.fd, *self.engine._executor.heard):
             poller.register(each, zmq.POLLIN)
         poller.poll(250)
 

@@ -3,8 +3,8 @@
 Invariants:
 - The id of an answer is the ``rid`` of its generation, so that ``/abort_request`` can end it.
 - A prompt counts once in the usage, however many samples it has.
-- A stream's first event is made before its answer begins: an immediate refusal has its HTTP status, a later failure is an event with
-  OpenAI's error object. Either way the stream ends with ``[DONE]``.
+- A stream's first event is made before its answer begins: an immediate refusal has its HTTP status, a later
+  failure is an event with OpenAI's error object. Either way the stream ends with ``[DONE]``.
 - A client that leaves ends its generations.
 """
 
@@ -46,10 +46,10 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """Fields of all choices and chunks beyond OpenAI's; absent unless asked for, ``matched_stop`` unless finished."""
+    """Fields of all choices and chunks beyond OpenAI's. All are absent unless asked for."""
 
     matched_stop: int | str | UnsetType | None = UNSET
-    """The token id or the stop string that ended the choice; null if it ended otherwise."""
+    """The token id or the stop string that ended the choice, null if it ended otherwise, absent before."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
@@ -118,7 +118,7 @@ class Job:
 def make_job(
     front: FrontEnd, request: CommonRequest, kind: str, requests: list[GenerationRequest], **fields: Any
 ) -> Job:
-    """Make the job of ``request``; ``kind`` is ``object`` of the answer, ``fields`` are further ones of :class:`Job`."""
+    """Make a job, whose answer has ``object`` = ``kind``; ``fields`` are further ones of :class:`Job`."""
     options = request.stream_options
     return Job(
         id=request.rid if isinstance(request.rid, str) else str(requests[0].rid),
@@ -134,7 +134,7 @@ def make_job(
 
 
 async def planned(front: FrontEnd, text_size: int, plan: Callable[[], T]) -> T:
-    """Return the result of ``plan``, which tokenizes about ``text_size`` bytes: many of them in a worker thread."""
+    """Return the result of ``plan``, in a thread if it tokenizes many bytes (about ``text_size``)."""
     return plan() if text_size <= ENCODE_INLINE else await front.workers.run(plan)
 
 
@@ -178,10 +178,11 @@ def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> Usage:
 
 
 def finished_fields(samples: Sequence[Sample], label: str, *, with_spans: bool) -> dict[str, Any]:
-    """Return ``metadata`` and ``sglext`` of finished choices. Values of several choices are lists in their order.
+    """Return ``metadata`` and ``sglext`` of finished choices, with lists of values if there are several.
 
     Args:
-        label: the engine's weight version, for samples without a token; ``weight_version`` is the newest of all.
+        label: the engine's weight version, for samples without a token; ``weight_version`` is the newest of
+            all.
         with_spans: add ``weight_versions`` to the metadata, as SGLang does. OpenAI's metadata has texts only.
     """
     spans = [sample.output.weight_versions for sample in samples]
@@ -208,7 +209,7 @@ class Form(Protocol):
         """Return a finished sample."""
 
     def chunk(self, index: int, position: int, chunk: Chunk) -> Choice | None:
-        """Return what is new of a sample, or None if nothing of it is visible; never None for its last chunk."""
+        """Return what is new of a sample; None if that is not visible, but never for its last chunk."""
 
 
 async def answer(request: HTTPRequest, front: FrontEnd, job: Job, form: Form) -> Response[Any]:

@@ -1,7 +1,7 @@
 """``/v1/chat/completions``.
 
-Invariants: the model's own template makes a prompt of the conversation, and only its special tokens are added; the answer of the
-model is one text, tool calls and reasoning included.
+Invariants: the model's own template makes a prompt of the conversation, and only its special tokens are
+added; the answer of the model is one text, tool calls and reasoning included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -184,7 +184,8 @@ def _prompt(manager: TokenizerManager, request: ChatRequest) -> list[int]:
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in the form that templates know.
 
-    Content becomes one text (parts are joined by newlines), and arguments of earlier tool calls become objects rather than JSON.
+    Content becomes one text (parts are joined by newlines), and arguments of earlier tool calls become
+    objects rather than JSON.
 
     Raises:
         InvalidRequest: an unknown role, or content that is not text.

@@ -1,13 +1,14 @@
 """Common part of requests to the OpenAI routes: fields, refusals, errors.
 
 Invariants:
-- ``null`` means "not given" for every optional field. Keys that no struct names are ignored, as by the servers that these clients
-  know; the log names each of them once.
-- A field that would change the output and is not supported is listed in :data:`REFUSED` with the reason, and refused by name unless
-  its value asks for nothing (null, false, empty). A field that changes no output is in :data:`IGNORED`.
+- ``null`` means "not given" for every optional field. Keys that no struct names are ignored, as by the
+  servers that these clients know; the log names each of them once.
+- A field that would change the output and is not supported is listed in :data:`REFUSED` with the reason, and
+  refused by name unless its value asks for nothing (null, false, empty). A field that changes no output is in
+  :data:`IGNORED`.
 - docs/reference/openai.md has a row for every field of the request structs (a test compares them).
-- Errors have OpenAI's form, ``{"error": {message, type, param, code}}``: 400 for the request's fault, 404 for an unknown model, 503 if
-  the engine is away or takes no more.
+- Errors have OpenAI's form, ``{"error": {message, type, param, code}}``: 400 for the request's fault, 404 for
+  an unknown model, 503 if the engine is away or takes no more.
 """
 
 import re
@@ -123,7 +124,9 @@ class CommonRequest(_RefusedFields, kw_only=True):
 
     # Beyond OpenAI, with SGLang's and vLLM's names
     rid: Identifier | list[Identifier] | None = None
-    """Name of the generations, for an abort; of several prompts: ``rid_0``, ``rid_1``, … Also the id of the response."""
+    """Name of the generations, for an abort; of several prompts: ``rid_0``, ``rid_1``, … Also the id of the
+    response.
+    """
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -143,7 +146,9 @@ class CommonRequest(_RefusedFields, kw_only=True):
     min_weights_epoch: int | None = None
     """Refuse on an engine whose weights are older."""
     return_token_ids: bool | None = None
-    """Return ``token_ids`` in each choice and chunk, and ``prompt_token_ids`` in each choice, in a stream with its first chunk."""
+    """Return ``token_ids`` in each choice and chunk, and ``prompt_token_ids`` in each choice, in a stream
+    with its first chunk.
+    """
     return_prompt_token_ids: bool | None = None
     """Return only the latter."""
     return_tokens_as_token_ids: bool | None = None
@@ -236,7 +241,8 @@ def check_batch(front: FrontEnd, request: CommonRequest, prompts: int) -> None:
     samples = prompts * (request.n or 1)
     if samples > front.options.max_batch:
         raise InvalidRequest(
-            f"{prompts} prompts of {request.n or 1} samples; at most {front.options.max_batch} samples at once",
+            f"{prompts} prompts of {request.n or 1} samples; at most {front.options.max_batch} samples at "
+            "once",
             field="n",
         )
 
@@ -262,7 +268,7 @@ class ModelNotFound(HTTPException):
 
 
 def check_model(front: FrontEnd, name: str | None) -> None:
-    """Refuse a model that is not served. The served one is named by nothing, its name, its folder or ``default``.
+    """Refuse a model other than the served one, whose names are null, its name, its folder and ``default``.
 
     Raises:
         ModelNotFound: another name.

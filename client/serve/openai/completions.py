@@ -1,7 +1,7 @@
 """``/v1/completions``.
 
-Invariants: choice ``i * n + j`` is sample ``j`` of prompt ``i``; with ``echo`` every choice begins with its prompt, and its
-logprobs with those of the prompt.
+Invariants: choice ``i * n + j`` is sample ``j`` of prompt ``i``; with ``echo`` every choice begins with its
+prompt, and its logprobs with those of the prompt.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,8 @@ def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
     """Decode a body.
 
     Raises:
-        InvalidRequest: it is malformed, a field is refused by name, or there are more than ``max_batch`` prompts.
+        InvalidRequest: it is malformed, a field is refused by name, or there are more than ``max_batch``
+            prompts.
     """
     if len(body) <= INLINE:
         request = decode_request(_decoder.decode, body, CompletionRequest)

@@ -1,9 +1,12 @@
 """``/v1/images/generations``: images of one prompt from a diffusion policy, as PNG in base64.
 
 Invariants:
-- Image ``i`` has the noise of ``(seed, i)`` and no noise between the steps: it equals that of ``generate_images`` with the same arguments.
-- Fields that would change the picture and are not supported are refused by name. Images are never stored, so there are no URLs.
-- A client that leaves aborts its images. An image that was aborted is ``null``, and its ``finish_reason`` says so.
+- Image ``i`` has the noise of ``(seed, i)`` and no noise between the steps: it equals that of
+  ``generate_images`` with the same arguments.
+- Fields that would change the picture and are not supported are refused by name. Images are never stored, so
+  there are no URLs.
+- A client that leaves aborts its images. An image that was aborted is ``null``, and its ``finish_reason``
+  says so.
 """
 
 import re
@@ -63,7 +66,7 @@ else:
 
 
 class ImageRequestBody(_OtherFields, kw_only=True):
-    """``POST /v1/images/generations``. Null means "not given"; unknown keys are ignored and logged, as on the other OpenAI routes."""
+    """``POST /v1/images/generations``. Null means "not given"; unknown keys are ignored and logged."""
 
     prompt: Text
     model: str | None = None

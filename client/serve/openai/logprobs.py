@@ -1,8 +1,9 @@
 """Logprobs in OpenAI's format: tokens as text and as bytes, the most likely tokens, text offsets.
 
 Invariants:
-- The bytes of the tokens of an output, joined, are the bytes of its text (except special tokens and a leading space), even if a
-  character is spread over several tokens. Their texts are not: bytes that are no whole character are written U+FFFD.
+- The bytes of the tokens of an output, joined, are the bytes of its text (except special tokens and a leading
+  space), even if a character is spread over several tokens. Their texts are not: bytes that are no whole
+  character are written U+FFFD.
 - JSON has no infinity: a token that cannot occur has the logprob -9999, as OpenAI's do.
 """
 
@@ -54,7 +55,8 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 def _byte_of_character() -> dict[str, int]:
     """Return GPT-2's alphabet, in which byte-level vocabularies are written.
 
-    Printable bytes are themselves, the others are the code points from 256 on, in order (Radford et al. 2019, encoder.py).
+    Printable bytes are themselves, the others are the code points from 256 on, in order (Radford et al. 2019,
+    encoder.py).
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -130,8 +132,8 @@ class TokenText:
 class Offsets:
     """Positions in characters at which the tokens of one choice begin in its text.
 
-    A token within a character begins where the character does. A token after a stop string that was cut off begins beyond the end of
-    the text.
+    A token within a character begins where the character does. A token after a stop string that was cut off
+    begins beyond the end of the text.
     """
 
     def __init__(
@@ -176,7 +178,8 @@ def _positions(
 def completion_logprobs(positions: Iterable[Position], tokens: TokenText, offsets: Offsets) -> Logprobs:
     """Return columns over the positions.
 
-    Each position has the most likely tokens and the sampled one by their text; of several tokens with one text the most likely stays.
+    Each position has the most likely tokens and the sampled one by their text; of several tokens with one
+    text the most likely stays.
     """
     columns = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in positions:

@@ -1,7 +1,7 @@
 """``/v1/models``: the served model.
 
-Invariant: the id of the model never changes while the server runs, not even by an update of the weights from another folder. The
-version says which weights they are (``metadata`` of every answer, ``/model_info``).
+Invariant: the id of the model never changes while the server runs, not even by an update of the weights from
+another folder. The version says which weights they are (``metadata`` of every answer, ``/model_info``).
 """
 
 import contextlib

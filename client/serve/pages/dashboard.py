@@ -1,10 +1,11 @@
 """``/dashboard``: a page with live figures of the engine, and the route of its data; ``/`` redirects to it.
 
 Invariants:
-- The page is the same bytes for everybody and has no figures: they come from ``/dashboard/data``, which needs the key of a user. The
-  key is typed into the page, kept in the browser's session storage, and sent in a header only.
-- The page loads nothing from any other server, runs no script and applies no style but its own, cannot be framed, and inserts all
-  data as text.
+- The page is the same bytes for everybody and has no figures: they come from ``/dashboard/data``, which needs
+  the key of a user. The key is typed into the page, kept in the browser's session storage, and sent in a
+  header only.
+- The page loads nothing from any other server, runs no script and applies no style but its own, cannot be
+  framed, and inserts all data as text.
 - It is answered in every state of the engine. Without the engine it shows the last figures, with their age.
 """
 
@@ -28,7 +29,9 @@ from .engine_watch import ANSWER_S
 
 class _DataQuery(msgspec.Struct, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
-    """Number of the last memory event that the page has; the bound is that of numbers in scripts, and below 0 is 0."""
+    """Number of the last memory event that the page has; the bound is that of numbers in scripts, and below 0
+    is 0.
+    """
     since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
     """Time of the last tick that the page has."""
     image: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
@@ -56,7 +59,7 @@ async def page() -> Response[bytes]:
 
 @get("/dashboard/data", opt={"access": "user"}, summary="What the page shows")
 async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Return what is new: some memory events after ``after`` (see ``more``), ticks after ``since``, another last image."""
+    """Return the next memory events after ``after``, ticks after ``since``, and the last image if new."""
     query = query_of(request, _DataQuery)
     engine = front.metrics.engine
     look = await engine.look(front.client)

@@ -1,8 +1,9 @@
-"""The page about an engine as one document: empty, for the server that feeds it, or with an engine's record inside, as a file.
+"""The page about an engine: without data, for the server that feeds it, or with its record, as a file.
 
 Invariants:
 - Both are the same page with the same script, so a file shows what the server shows.
-- The page runs no script and applies no style but its own, which a policy of hashes enforces. A file requests nothing.
+- The page runs no script and applies no style but its own, which a policy of hashes enforces. A file requests
+  nothing.
 - Data stands in a file as JSON without a ``<``, which the script shows as text.
 - Writing a file needs no package of ``caesura[serve]``.
 """
@@ -88,7 +89,7 @@ class Picture(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PageData(msgspec.Struct, kw_only=True):
-    """Data that the page draws next. All times are those of the clock that ``now`` is of, in seconds since the epoch."""
+    """Data that the page draws next. Times are seconds since the epoch, by the same clock as ``now``."""
 
     now: float
     answered: bool = True

@@ -1,11 +1,12 @@
 """The engine's status, looked at every second, and its load over time, for metrics and charts.
 
 Invariants:
-- The engine is asked at most every :data:`FRESH_S`, however many look. While it does not answer, its last status is reported
-  together with its age.
-- The last ticks are :data:`TICK_S` apart. Earlier ones are thinned: if there are too many, every second one is dropped.
-- A tick has a gap before it if nobody knows what the engine did since the tick before; nothing is drawn between the two. When such a
-  tick is dropped, the gap moves to the next one.
+- The engine is asked at most every :data:`FRESH_S`, however many look. While it does not answer, its last
+  status is reported together with its age.
+- The last ticks are :data:`TICK_S` apart. Earlier ones are thinned: if there are too many, every second one
+  is dropped.
+- A tick has a gap before it if nobody knows what the engine did since the tick before; nothing is drawn
+  between the two. When such a tick is dropped, the gap moves to the next one.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from ..health import NOBODY
 from .document import Percentiles, ReplicaView, Tick, UpdateTimes
 
 if TYPE_CHECKING:
-    from ...replicas.fleet import ReplicaFleet
+    from ...group.replicas import ReplicaFleet
 
 FRESH_S = 0.2
 """Age in seconds below which a status is reused."""
@@ -76,7 +77,7 @@ class EngineWatch:
             await asyncio.sleep(TICK_S)
 
     async def look(self, client: AsyncControlClient) -> Look:
-        """Return the engine's status, at most :data:`FRESH_S` old if it answers. Never raise if it does not."""
+        """Return the engine's status, at most :data:`FRESH_S` old if it answers. Never raise."""
         async with self._lock:
             if monotonic() - self._asked_at >= FRESH_S:
                 await self._ask(client)
@@ -136,7 +137,7 @@ class EngineWatch:
             self._note_update(status)
 
     def _note_update(self, status: GetStatusReqOutput) -> None:
-        """Note the stages of the update that was committed since the last look at a running engine, if there was one."""
+        """Note the stages of an update that was committed since the last look at a running engine."""
         before, self._before_update = self._before_update, status
         updates = 0 if before is None else _committed(status) - _committed(before)
         if before is None or updates <= 0:
@@ -179,7 +180,7 @@ class Ticks:
         self._skipped = 0
 
     def add(self, tick: Tick) -> None:
-        """Add a tick. It replaces the last one if that is less than :data:`TICK_S` after the one before it."""
+        """Add a tick; replace the last one if that is less than :data:`TICK_S` after its predecessor."""
         recent = self._recent
         tick.gap = bool(recent) and tick.uptime_s - recent[-1].uptime_s > GAP_S
         if len(recent) > 1 and recent[-1].uptime_s - recent[-2].uptime_s < TICK_S:
@@ -193,7 +194,7 @@ class Ticks:
         return [tick for tick in (*self._early, *self._recent) if tick.at > at]
 
     def over(self, seconds: float) -> tuple[Tick, Tick] | None:
-        """Return the first and the last tick of the last ``seconds``, or a little more; None without two of them."""
+        """Return the first and the last tick of about the last ``seconds``; None if there are not two."""
         if len(self._recent) < 2 or self._recent[-1].gap:
             return None
         last = first = self._recent[-1]

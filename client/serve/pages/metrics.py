@@ -1,10 +1,11 @@
 """Prometheus metrics: ``/metrics``, with the front end's counters and what the engine's status says.
 
 Invariants:
-- Counting costs about a microsecond: plain integers, converted to metrics at a scrape. (The histograms of prometheus_client can
-  neither observe a value several times at once nor give percentiles, which the dashboard shows.)
-- Every name begins with :data:`PREFIX` and every series carries ``model_name``, as SGLang's do, so that its dashboards work after
-  one relabelling rule (docs/reference/metrics.md).
+- Counting costs about a microsecond: plain integers, converted to metrics at a scrape. (The histograms of
+  prometheus_client can neither observe a value several times at once nor give percentiles, which the
+  dashboard shows.)
+- Every name begins with :data:`PREFIX` and every series carries ``model_name``, as SGLang's do, so that its
+  dashboards work after one relabelling rule (docs/reference/metrics.md).
 - A scrape is answered even if the engine does not answer: with its last known values, and ``engine_up`` 0.
 - Counters never decrease while their process runs.
 """
@@ -37,7 +38,7 @@ from .document import Percentiles
 from .engine_watch import EngineWatch, Look, percentiles
 
 if TYPE_CHECKING:
-    from ...replicas.fleet import ReplicaFleet
+    from ...group.replicas import ReplicaFleet
 
 PREFIX = "caesura:"
 Values = float | Mapping[Any, float]
@@ -329,7 +330,7 @@ class _Collected(Collector):
 
 @get("/metrics", opt={"access": "open"}, summary="Prometheus metrics")
 async def metrics(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Return the metrics to everybody, never an error: an engine that does not answer has ``caesura:engine_up 0``."""
+    """Return the metrics, never an error: without an answer of the engine ``caesura:engine_up`` is 0."""
     look = await front.metrics.engine.look(front.client)
     registry = CollectorRegistry(auto_describe=False)
     families = front.metrics.families(front.options.model_name, look)
@@ -338,7 +339,8 @@ async def metrics(request: HTTPRequest, front: Front) -> Response[bytes]:
     registry.register(_Collected(families))
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     if isinstance(encode, partial) and encode.keywords.get("escaping") == "underscores":
-        # Valid names should stay as they are, but prometheus_client takes the colon from those of samples, and only those.
+        # Valid names should stay as they are, but prometheus_client takes the colon from those of samples,
+        # and only those.
         encode = partial(encode, escaping="allow-utf-8")
     if media_type.startswith("text/"):  # Litestar adds the charset itself; Prometheus refuses a duplicate
         media_type = media_type.replace("; charset=utf-8", "")

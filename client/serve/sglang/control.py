@@ -1,8 +1,9 @@
 """SGLang's routes for pause, continue, flush, memory and profiling.
 
-Invariants: all state is in the engine; a refusal changes nothing; all HTTP clients count as one owner, so any of them can
-continue the pause of another, and the pause of another owner needs ``force``. Field names and defaults are SGLang's; fields below
-"accepted and ignored" have no meaning here (``docs/reference/http.md`` says why, and a test compares the two).
+Invariants: all state is in the engine; a refusal changes nothing; all HTTP clients count as one owner, so any
+of them can continue the pause of another, and the pause of another owner needs ``force``. Field names and
+defaults are SGLang's; fields below "accepted and ignored" have no meaning here (``docs/reference/http.md``
+says why, and a test compares the two).
 """
 
 from typing import Annotated, Any, ClassVar
@@ -30,7 +31,8 @@ class PauseBody(Strict, kw_only=True):
 
     mode: PauseMode = "abort"
     lease_s: PositiveDuration | None = None
-    """Caesura's own: seconds without a command from an HTTP client after which ``on_lease_expiry`` happens."""
+    """Caesura's own: seconds without a command from an HTTP client after which ``on_lease_expiry`` happens.
+    """
     on_lease_expiry: LeaseAction = "continue"
 
 
@@ -47,7 +49,9 @@ class ContinueBody(Strict, kw_only=True):
 
     torch_empty_cache: bool = True
     force: bool = False
-    """Caesura's own: continue a pause, and commit an implicit weight session, of a sender other than HTTP clients."""
+    """Caesura's own: continue a pause, and commit an implicit weight session, of a sender other than HTTP
+    clients.
+    """
 
 
 @post("/continue_generation", status_code=200, opt={"access": "admin"})

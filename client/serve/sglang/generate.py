@@ -1,13 +1,14 @@
-"""``/generate`` and ``/abort_request``, as SGLang's clients send and read them: bodies, routes, answers and streams.
+"""``/generate`` and ``/abort_request`` as SGLang's clients know them: bodies, routes, answers, streams.
 
 Invariants:
-- A field that would change the result and is not supported is refused by name; one that only hints is ignored. Keys that are no
-  field are refused, at the top level (where SGLang ignores them, and ``max_new_tokens`` would have no effect) as in
-  ``sampling_params``. The groups of fields are those of ``docs/reference/http.md``; a test compares.
+- A field that would change the result and is not supported is refused by name; one that only hints is
+  ignored. Keys that are no field are refused, at the top level (where SGLang ignores them, and
+  ``max_new_tokens`` would have no effect) as in ``sampling_params``. The groups of fields are those of
+  ``docs/reference/http.md``; a test compares.
 - ``null`` means "left out" wherever it is not a value of its own (``max_new_tokens: null`` is "no limit").
 - Everything that goes to the engine with every prompt is bounded before it is copied for each of them.
-- An aborted sample is an ordinary answer with what it had. A client that leaves aborts its generations. The samples of a stream share
-  one bounded queue, so a slow reader holds back no memory.
+- An aborted sample is an ordinary answer with what it had. A client that leaves aborts its generations. The
+  samples of a stream share one bounded queue, so a slow reader holds back no memory.
 - Lists over tokens have one entry for each output id, also of aborted samples.
 - A cumulative event is appended to, not encoded again, so the JSON of a stream costs what its tokens cost.
 """
@@ -32,7 +33,7 @@ from ...connection.prompts import is_single
 from ...connection.request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
 from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
 from ...exceptions import RETRYABLE, InvalidRequest
-from ...fleet.router import routed_by
+from ...group.router import routed_by
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
 from ..bodies import INLINE, UNREADABLE, VISIBLE, HTTPRequest, Strict, decode_large, read_control, unreadable
 from ..context import SLICE, Front, FrontEnd, in_slices
@@ -56,15 +57,15 @@ Texts = Callable[[int], str | None]
 _encode = msgspec.json.encode
 
 REFUSED = (
-    "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data", "lora_path",
-    "lora_id", "custom_logit_processor", "session_params", "return_hidden_states",
+    "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data",
+    "lora_path", "lora_id", "custom_logit_processor", "session_params", "return_hidden_states",
     "return_entropy", "return_indexer_topk", "require_reasoning",
 )  # fmt: skip
 """Fields of the top level that are refused unless they are null, false or empty."""
 IGNORED = (
     "log_metrics", "no_logs", "custom_labels", "priority", "bootstrap_host",
-    "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "model", "background", "conversation_id", "modalities",
-    "validation_time", "return_bytes",
+    "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "model", "background", "conversation_id",
+    "modalities", "validation_time", "return_bytes",
 )  # fmt: skip
 """Fields of the top level that are accepted and ignored."""
 REFUSED_SAMPLING = (
@@ -84,7 +85,7 @@ else:
 
 
 class SamplingBody(_OtherSampling, kw_only=True):
-    """``sampling_params``; names and defaults are SGLang's. A field of the same name as one of the engine's parameters goes there."""
+    """``sampling_params`` with SGLang's names and defaults. Fields with the engine's names go there."""
 
     max_new_tokens: int | None = 128
     stop: str | list[str] | None = None
@@ -142,7 +143,9 @@ class NativeRequest(GenerationRequest):
     """A prompt of ``/generate``, and the form of its sampling mask."""
 
     top_p_token_ids: bool = False
-    """slime's form: arrays in base64, and the logprobs of output tokens are those under the sampling distribution."""
+    """slime's form: arrays in base64, and the logprobs of output tokens are those under the sampling
+    distribution.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +167,8 @@ def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
     """Decode the body of a request.
 
     Raises:
-        InvalidRequest: it is not JSON or nested too deeply, a value is of the wrong type or range, a sampling parameter is
-            unknown, or a field is refused.
+        InvalidRequest: it is not JSON or nested too deeply, a value is of the wrong type or range, a sampling
+            parameter is unknown, or a field is refused.
     """
     try:
         if len(raw) <= INLINE:
@@ -180,7 +183,7 @@ def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
 
 
 def _misplaced(wrong: FieldError) -> FieldError:
-    """Return ``wrong``, or where its field belongs: sampling parameters at the top level are the commonest mistake."""
+    """Return ``wrong``, or where its field belongs: sampling parameters are often misplaced."""
     names = SamplingBody.__struct_fields__
     name = wrong.field
     if name in GenerateBody.__struct_fields__ or "." in name or "[" in name:
@@ -201,8 +204,8 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
     """Make one request of each prompt.
 
     Raises:
-        InvalidRequest: no prompt, lists of different lengths, duplicate rids, more than ``max_batch`` samples in all, a field
-            over its size.
+        InvalidRequest: no prompt, lists of different lengths, duplicate rids, more than ``max_batch`` samples
+            in all, a field over its size.
     """
     prompts, single = _prompts(body)
     count = len(prompts)
@@ -254,8 +257,8 @@ def _check_logprobs_mode(body: GenerateBody, masks: list[bool], count: int) -> N
     for mask, mode in zip(masks, modes, strict=True):
         if mode == "support":
             raise InvalidRequest(
-                'sampling_logprobs_mode "support" is not supported: logprobs are those of the sampled tokens, '
-                '"selected"',
+                'sampling_logprobs_mode "support" is not supported: logprobs are those of the sampled '
+                'tokens, "selected"',
                 field="sampling_logprobs_mode",
             )
         if mode is not None and not mask:
@@ -374,7 +377,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
 
 
 def _wants_top_p_token_ids(body: SamplingBody) -> bool:
-    """Return True if slime asks for the tokens that filters keep; without a filter it gets none, as from its own engine."""
+    """Return True if slime asks for the tokens that filters keep, and there are filters."""
     filtered = (
         (body.top_p or 1.0) < 1.0
         or (body.top_k or -1) > 0
@@ -536,8 +539,8 @@ def rows(values: TokenLogprobs, texts: Texts | None) -> Iterator[list[Any]]:
 def experts_of(output: GenerateOutput, dtype: ExpertsDtype = "int32") -> str | None:
     """Return :func:`routed_experts` of a sample, or None.
 
-    None means that they were not asked for, or that no token was sampled: then those of the prompt are not known either, and clients
-    take any text for theirs.
+    None means that they were not asked for, or that no token was sampled: then those of the prompt are not
+    known either, and clients take any text for theirs.
     """
     if output.routed_experts is None or not output.output_ids:
         return None
@@ -581,7 +584,7 @@ def meta_info(
     texts: Texts | None,
     experts_dtype: ExpertsDtype = "int32",
 ) -> dict[str, Any]:
-    """Return everything about a finished sample but its tokens. ``label`` is the weight version of one without tokens."""
+    """Return all but the tokens of a finished sample; ``label`` is the version of one without tokens."""
     output = sample.output
     spans = output.weight_versions
     meta: dict[str, Any] = {
@@ -783,7 +786,7 @@ class AbortBody(Strict, kw_only=True):
 
 @post("/abort_request", status_code=200, opt={"access": "user"})
 async def abort_request(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Abort one generation by its exact rid, or all. An empty or unknown rid aborts none and is not an error."""
+    """Abort one generation by its exact rid, or all. An empty or unknown rid is no error."""
     body = await read_control(request, AbortBody)
     if body.rid or body.abort_all:
         work = front.client.abort(None if body.abort_all else body.rid, abort_all=body.abort_all)

@@ -1,7 +1,7 @@
 """SGLang's routes for health, load, model and server information.
 
-Invariants: nothing here generates a token or waits for a step; an engine that is paused, updating or without memory is
-healthy, and one that does not answer is 503; no answer has a key.
+Invariants: nothing here generates a token or waits for a step; an engine that is paused, updating or without
+memory is healthy, and one that does not answer is 503; no answer has a key.
 """
 
 import asyncio
@@ -39,7 +39,9 @@ _PARALLEL = {
     "load_format": "auto",
     "skip_tokenizer_init": False,
 }
-"""Settings that trainers compare with their own, except the number of ranks. Replicas are data parallelism to them."""
+"""Settings that trainers compare with their own, except the number of ranks. Replicas are data parallelism to
+them.
+"""
 
 
 async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
@@ -197,7 +199,7 @@ async def _state(front: FrontEnd, part: GetStatusReqOutput) -> dict[str, Any]:
 
 
 async def _throughput(front: FrontEnd, part: GetStatusReqOutput) -> float:
-    """Return tokens per second of the last second; of a replica, of the seconds that it averages over itself."""
+    """Return tokens per second of the last second; a replica averages over some seconds itself."""
     if front.fleet is not None:
         return part.gen_throughput
     return (await front.metrics.engine.look(front.client)).throughput

@@ -1,11 +1,13 @@
 """SGLang's ``/rollout/generate``: trajectories of a diffusion policy, JSON in, msgpack out.
 
 Invariants:
-- A body is refused by the engine or answered with one element for each output. If a client leaves or an output fails, all are aborted.
-- The outputs that the server holds for one request are bounded: images and latents before anything is computed, and all bytes as
-  they come.
+- A body is refused by the engine or answered with one element for each output. If a client leaves or an
+  output fails, all are aborted.
+- The outputs that the server holds for one request are bounded: images and latents before anything is
+  computed, and all bytes as they come.
 - Output ``i`` has the noise of ``seed + i``, as in SGLang, so that each can be made again alone.
-- A tensor is ``{"__tensor__": true, "data", "shape", "dtype"}``, where ``data`` is a safetensors file with the one tensor ``t``.
+- A tensor is ``{"__tensor__": true, "data", "shape", "dtype"}``, where ``data`` is a safetensors file with
+  the one tensor ``t``.
 """
 
 import asyncio
@@ -126,7 +128,8 @@ async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[i
         held += sum(len(each.data) for each in tensors if each is not None)
         if held > MAX_ANSWER_BYTES:
             raise InvalidRequest(
-                f"num_outputs_per_prompt: the outputs have more than {MAX_ANSWER_BYTES} bytes, the most in one answer",
+                f"num_outputs_per_prompt: the outputs have more than {MAX_ANSWER_BYTES} bytes, the most in "
+                "one answer",
                 field="num_outputs_per_prompt",
             )
         return output

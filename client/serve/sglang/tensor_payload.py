@@ -1,8 +1,8 @@
 """Weights in HTTP bodies: safetensors files, and SGLang's pickles parsed into plain fields.
 
 Invariants:
-- Nothing is unpickled: ``transfer/legacy_pickle.py`` records what would have been imported and called, and only the calls
-  named here have a meaning. All others are refused by name.
+- Nothing is unpickled: ``transfer/legacy_pickle.py`` records what would have been imported and called, and
+  only the calls named here have a meaning. All others are refused by name.
 - Only byte ranges inside the received data are sent on, with specs that the engine checks again.
 - Shared memory must have a name that torch gives (``/torch_…``) and belong to this user, and is copied out.
 """
@@ -60,7 +60,7 @@ Part = Frames | DeviceTensors
 
 
 def dtype_of(name: str) -> str:
-    """Return safetensors' name of a torch dtype, with or without ``torch.``; the engine refuses unknown names."""
+    """Return safetensors' name of a torch dtype (``torch.`` is optional), or ``name`` if it is unknown."""
     name = name.removeprefix("torch.")
     return NAMES_BY_TORCH.get(_ALIASES.get(name, name), name)
 
@@ -98,7 +98,8 @@ def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
     """Read ``serialized_named_tensors``, as one part for each storage of the tensors.
 
     Raises:
-        InvalidRequest: not exactly one payload (this engine is one rank), no base64, or not what SGLang's clients send.
+        InvalidRequest: not exactly one payload (this engine is one rank), no base64, or not what SGLang's
+            clients send.
         Unsupported: tensors that this process cannot reach.
         CaesuraError: ``malformed_message``; it is no pickle of plain fields.
     """
@@ -211,7 +212,7 @@ def _tensor(name: str, value: object) -> _Tensor:
 
 
 def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
-    """Read ``rebuild_tensor(class, rebuild_typed_storage(storage, dtype), (offset, size, stride, requires_grad))``."""
+    """Read ``rebuild_tensor(class, rebuild_typed_storage(storage, dtype), (offset, size, stride, ...))``."""
     if not (
         isinstance(typed, Call) and typed.function.name == "rebuild_typed_storage" and len(typed.args) == 2
     ):
@@ -220,8 +221,8 @@ def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
     if not isinstance(storage, Call) or storage.function.name != "rebuild_storage_filename":
         kind = storage.function.name if isinstance(storage, Call) else type(storage).__name__
         raise Unsupported(
-            f"tensor {name!r} is shared by {kind}, which only child processes of the sender can open: send a safetensors "
-            'body, or use torch.multiprocessing.set_sharing_strategy("file_system")'
+            f"tensor {name!r} is shared by {kind}, which only child processes of the sender can open: send a "
+            'safetensors body, or use torch.multiprocessing.set_sharing_strategy("file_system")'
         )
     if len(storage.args) != 4 or not isinstance(metadata, tuple) or len(metadata) != 4:
         _refuse(f"tensor {name!r} is not described in torch's format")
@@ -233,8 +234,8 @@ def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
 
 
 _CUDA_ARGUMENTS = (
-    "class", "size", "stride", "start", "storage_class", "dtype", "device", "handle", "nbytes", "offset", "requires_grad",
-    "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
+    "class", "size", "stride", "start", "storage_class", "dtype", "device", "handle", "nbytes", "offset",
+    "requires_grad", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
 )  # fmt: skip
 """Arguments of torch's rebuild_cuda_tensor, named as in ``CudaIPCHandle`` if they are there."""
 
@@ -245,8 +246,8 @@ def _cuda_tensor(name: str, args: tuple[object, ...]) -> _Tensor:
     found = dict(zip(_CUDA_ARGUMENTS, args, strict=True))
     if not isinstance(found["device"], str):
         raise Unsupported(
-            f"tensor {name!r} identifies its device by an index, which is valid in its process only: SGLang's clients send "
-            "the device's uuid (monkey_patch_torch_reductions)"
+            f"tensor {name!r} identifies its device by an index, which is valid in its process only: SGLang's "
+            "clients send the device's uuid (monkey_patch_torch_reductions)"
         )
     fields = {key: found[key] for key in CudaIPCHandle.__struct_fields__ if key in found}
     try:

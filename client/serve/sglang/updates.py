@@ -1,10 +1,12 @@
 """SGLang's routes for weights: updates, update groups, sessions, version labels, checks.
 
 Invariants:
-- Sessions are optional. A call belongs to a session only if it names it, in the header ``X-Caesura-Session`` or in the body: the
-  front end stores none.
-- An update is answered when its bytes are no longer needed, and its text speaks of success only after a commit (I14).
-- Paths must be under the weights root after resolving symbolic links, and so must the files. Pickles are read only if enabled at start.
+- Sessions are optional. A call belongs to a session only if it names it, in the header ``X-Caesura-Session``
+  or in the body: the front end stores none.
+- An update is answered when its bytes are no longer needed, and its text speaks of success only after a
+  commit (I14).
+- Paths must be under the weights root after resolving symbolic links, and so must the files. Pickles are read
+  only if enabled at start.
 - The engine goes on with an update whose HTTP client disconnects.
 """
 
@@ -61,8 +63,9 @@ class InSession(Strict, kw_only=True):
     """A body that may name a weight session."""
 
     session_id: SessionId | None = None
-    """Caesura's own: the session of the call; the header ``X-Caesura-Session`` says the same. Null: the implicit one of HTTP
-    clients."""
+    """Caesura's own: the session of the call; the header ``X-Caesura-Session`` says the same. Null: the
+    implicit one of HTTP clients.
+    """
 
 
 BodyT = TypeVar("BodyT", bound=InSession)
@@ -104,7 +107,7 @@ class UpdateBody(InSession, kw_only=True):
 async def _sent(
     front: FrontEnd, request: ControlRequest, buffers: Sequence[memoryview] = ()
 ) -> WeightUpdateReqOutput:
-    """Return the reply to ``request``, with which the engine goes on if the client of the HTTP request leaves."""
+    """Return the reply to ``request``; the engine goes on if the HTTP client leaves."""
     reply: WeightUpdateReqOutput = await asyncio.shield(
         front.client.start(request, WeightUpdateReqOutput, buffers)
     )
@@ -146,8 +149,8 @@ def _check_load_format(name: str | None, *known: str) -> str | None:
     if name is None or name in known:
         return name
     raise Unsupported(
-        f"load_format {printable(name)} is not supported: null, {' or '.join(known)}; loaders that a trainer names (an "
-        "import path) are not run",
+        f"load_format {printable(name)} is not supported: null, {' or '.join(known)}; loaders that a trainer "
+        "names (an import path) are not run",
         field="load_format",
         value=name,
     )
@@ -193,11 +196,12 @@ async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
 def allowed_path(path: str, options: ServeOptions) -> str:
     """Return ``path`` with its links resolved.
 
-    The scheduler opens the files later and follows links then: anyone who can write under the root can still put a link there in
-    between. A link that is there already is refused.
+    The scheduler opens the files later and follows links then: anyone who can write under the root can still
+    put a link there in between. A link that is there already is refused.
 
     Raises:
-        InvalidRequest: the folder or a file of the checkpoint is outside the weights root, or ``path`` is no path at all.
+        InvalidRequest: the folder or a file of the checkpoint is outside the weights root, or ``path`` is no
+            path at all.
     """
     root = options.update_root
     if not root:
@@ -281,7 +285,7 @@ class TensorBody(UpdateBody, kw_only=True):
 
 @post("/update_weights_from_tensor", status_code=200, opt={"access": "admin", "body": "weights"})
 async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Take weights from the request: a safetensors file as body, with options in the query, or SGLang's pickles in JSON."""
+    """Take a safetensors file as body, with options in the query, or SGLang's pickles in JSON."""
     body: UpdateBody
     if is_binary(request.content_type[0]):
         body = bound(request, query_of(request, UpdateBody))
@@ -314,7 +318,7 @@ async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput |
 
 
 async def _joined(front: FrontEnd, parts: Sequence[Part], options: dict[str, Any]) -> WeightUpdateReqOutput:
-    """Send all parts in one session: that of ``options``, or the one that the first of them joins or opens."""
+    """Send all parts in one session: that of ``options``, or that of the first reply."""
     named = dict(options)
     for part in parts:
         reply = await _part(front, part, named)
@@ -323,7 +327,7 @@ async def _joined(front: FrontEnd, parts: Sequence[Part], options: dict[str, Any
 
 
 async def _commits_by_itself(front: FrontEnd) -> bool:
-    """Return True if each call would be a commit of its own, so that several calls need a session to be one."""
+    """Return True if each call would be a commit of its own, so that several need a session."""
     status = await front.client.status()
     return status.session is None and status.generation == "running" and status.weights == "valid"
 
@@ -411,7 +415,8 @@ async def begin_weight_update(request: HTTPRequest, front: Front) -> Response[by
     body = await read_control(request, BeginBody)
 
     async def begin() -> BeginWeightUpdateReqOutput:
-        # Not the client's method: the client would take the session for its own, and HTTP clients share the client.
+        # Not the client's method: the client would take the session for its own, and HTTP clients share the
+        # client.
         wire = BeginWeightUpdateReqInput(deadline_s=body.deadline_s)
         opened: BeginWeightUpdateReqOutput = await asyncio.shield(
             front.client.start(wire, BeginWeightUpdateReqOutput)

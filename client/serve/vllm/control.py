@@ -3,8 +3,9 @@
 The routes and their answers are those of vLLM 0.33 and prime-rl 0.8.0 (src/prime_rl/utils/client.py,
 src/prime_rl/inference/vllm/server.py).
 
-Invariants: each command is one of SGLang's routes or several. An error that a retry cannot mend is 4xx, which prime-rl does not
-repeat. A pause that clears the cache leaves no KV of earlier weights, neither a request's nor the prefix cache's.
+Invariants: each command is one of SGLang's routes or several. An error that a retry cannot mend is 4xx, which
+prime-rl does not repeat. A pause that clears the cache leaves no KV of earlier weights, neither a request's
+nor the prefix cache's.
 """
 
 from collections.abc import Coroutine
@@ -91,7 +92,8 @@ async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
     async def work() -> None:
         if body.weight_dir is None:
             raise Unsupported(
-                'weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "filesystem")',
+                "weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "
+                '"filesystem")',
                 field="weight_dir",
             )
         label = PurePath(body.weight_dir).name

@@ -3,8 +3,9 @@
 Request and answer are as prime-rl's client (``renderers.client``, 0.1.12) sends and reads them.
 
 Invariants:
-- ``sampling_params`` are read as the fields of ``/v1/completions``, which has vLLM's names: they are honoured, ignored and refused
-  in the same way, except ``prompt_logprobs`` and ``logprob_token_ids``. Without ``max_tokens`` a sample may fill the context.
+- ``sampling_params`` are read as the fields of ``/v1/completions``, which has vLLM's names: they are
+  honoured, ignored and refused in the same way, except ``prompt_logprobs`` and ``logprob_token_ids``. Without
+  ``max_tokens`` a sample may fill the context.
 - Stop strings cut the tokens, since there is no text.
 - Tokens are named ``token_id:17`` in logprobs, and each output token has one.
 - In ``routed_experts`` the key ``data`` comes first: the client cuts it out of the raw answer.
@@ -192,7 +193,7 @@ def _request(asked: CompletionRequest, token_ids: list[int], logprobs: LogprobsA
 
 
 def _output_logprobs(output: GenerateOutput, asked: CompletionRequest, given: bool) -> ChatLogprobs | None:
-    """Return each token with the most likely ones and those of ``logprob_token_ids``, if any are ``given``."""
+    """Return each token with the most likely ones and, if ``given``, ``logprob_token_ids``."""
     if asked.logprobs is None and not given:
         return None
     positions: list[Position] = []

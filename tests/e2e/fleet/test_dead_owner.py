@@ -19,8 +19,8 @@ from caesura.client import (
     WeightsInvalid,
     launch_scheduler,
 )
-from caesura.client.fleet import EngineAddress, Fleet
-from caesura.client.fleet.leases import LeaseRenewal
+from caesura.client.group import EngineAddress, Fleet
+from caesura.client.group.leases import LeaseRenewal
 from caesura.io_struct import GetStatusReqOutput
 
 pytestmark = pytest.mark.slow

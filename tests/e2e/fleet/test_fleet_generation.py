@@ -26,7 +26,7 @@ from caesura.client import (
     TokenDelta,
     launch_scheduler,
 )
-from caesura.client.fleet import Fleet
+from caesura.client.group import Fleet
 from caesura.client.text import TextTokenizer
 from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
 from caesura.io_struct import GenerateReqInput

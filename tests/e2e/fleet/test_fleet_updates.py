@@ -21,9 +21,9 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.fleet import Fleet, FleetUpdateFailed
-from caesura.client.fleet.catching_up import Source
-from caesura.client.fleet.members import Member
+from caesura.client.group import Fleet, FleetUpdateFailed
+from caesura.client.group.members import Member
+from caesura.client.group.recovery import Source
 from caesura.client.trainer import SharedTensors
 
 PROMPT = [5, 6, 7]

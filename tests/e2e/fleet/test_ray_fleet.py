@@ -12,10 +12,10 @@ from support.fleet_owner import ENGINE, killed_owner
 from support.waiting import PATIENCE_S
 
 from caesura.client import InvalidRequest, SamplingParams
-from caesura.client.fleet.members import Member
+from caesura.client.group.members import Member
 
 ray = pytest.importorskip("ray")
-from caesura.client.fleet.ray_fleet import Placement, RolloutFleet  # noqa: E402  (needs ray)
+from caesura.client.group.ray_fleet import Placement, RolloutFleet  # noqa: E402  (needs ray)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 

@@ -22,12 +22,12 @@ from caesura.client import (
     InternalError,
     SamplingParams,
 )
-from caesura.client.fleet.members import EngineAddress
+from caesura.client.group import replicas as replica_fleet
+from caesura.client.group.copying import Copies
+from caesura.client.group.members import EngineAddress
+from caesura.client.group.processes import ReplicaProcesses
+from caesura.client.group.replicas import ReplicaFleet
 from caesura.client.launch.supervisor import RestartPolicy
-from caesura.client.replicas import fleet as replica_fleet
-from caesura.client.replicas.copying import Copies
-from caesura.client.replicas.fleet import ReplicaFleet
-from caesura.client.replicas.processes import ReplicaProcesses
 from caesura.io_struct import WeightUpdateReqOutput
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)

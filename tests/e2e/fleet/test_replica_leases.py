@@ -11,9 +11,9 @@ from support.plain_trainer import weights_of
 from support.waiting import PATIENCE_S
 
 from caesura.client import SamplingParams
+from caesura.client.group.processes import ReplicaProcesses
+from caesura.client.group.replicas import ReplicaFleet
 from caesura.client.launch.supervisor import RestartPolicy
-from caesura.client.replicas.fleet import ReplicaFleet
-from caesura.client.replicas.processes import ReplicaProcesses
 from caesura.io_struct.control import LeaseAction
 
 SHORT_S, LONGER_S = 0.5, 3.0

@@ -214,7 +214,7 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
     """However long loading takes: here for ever."""
     prelude = """
         import os, threading
-        from caesura.scheduler import build
+        from caesura.scheduler.execution import build
         def load_model(*given):
             os.write(2, b"loading\\n")
             threading.Event().wait()
@@ -233,7 +233,7 @@ def test_a_signal_just_before_the_start_waits_ends_it(tiny_model, endpoint):
     """The interpreter has looked for signals and waits before it takes this one: all that happened is the byte."""
     prelude = """
         import os, signal, threading
-        from caesura.scheduler import build
+        from caesura.scheduler.execution import build
         def load_model(*given):
             os.write(signal.set_wakeup_fd(-1), bytes([signal.SIGTERM]))
             threading.Event().wait()
@@ -250,7 +250,8 @@ def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, en
     """What a handler raises there is lost, and the start would go on, here for ever."""
     prelude = """
         import os, signal, threading
-        from caesura.scheduler import build, process
+        from caesura.scheduler.execution import build
+        from caesura.scheduler.runtime import process
         process.END_S = 1.0
         class Finalized:
             def __del__(self):
@@ -289,7 +290,7 @@ def test_a_signal_that_nobody_expects_is_named_before_it_kills(tiny_model, endpo
         status, error = engine.end()
     assert status == -number
     assert error.splitlines()[-1].endswith(
-        f"CRITICAL scheduler.process: the engine ends: signal {number.name}"
+        f"CRITICAL scheduler.runtime.process: the engine ends: signal {number.name}"
     )
 
 
@@ -304,7 +305,7 @@ def test_a_crash_prints_what_it_was(tiny_model, endpoint):
 
 SLOW_TELL = """
     import os, threading
-    from caesura.scheduler import process
+    from caesura.scheduler.runtime import process
     def tell(ready_fd, line, tell=process.tell):
         os.write(2, b"telling\\n")
         os.read(0, 1)
@@ -351,7 +352,8 @@ def test_a_launcher_that_dies_during_the_start_is_named(tiny_model, endpoint):
 def test_a_cancelled_start_whose_cleanup_hangs_is_cut_off(tiny_model, endpoint):
     prelude = """
         import os, threading
-        from caesura.scheduler import build, process
+        from caesura.scheduler.execution import build
+        from caesura.scheduler.runtime import process
         process.END_S = 1.0
         process.private_directory.remove = lambda path: threading.Event().wait()
         def load_model(*given):
@@ -453,7 +455,7 @@ def test_a_thread_that_fails_ends_the_engine(tiny_model, endpoint):
 def test_an_end_that_hangs_is_cut_off(tiny_model, endpoint):
     prelude = """
         import threading
-        from caesura.scheduler import process
+        from caesura.scheduler.runtime import process
         process.END_S = 1.0
         def close(self):
             threading.Event().wait()
@@ -473,7 +475,7 @@ def test_an_end_that_hangs_is_cut_off(tiny_model, endpoint):
 def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
     prelude = """
         import resource
-        from caesura.scheduler import build
+        from caesura.scheduler.execution import build
         load_model = build.load_model
         def load_with_little_left(*given):
             with open("/proc/self/statm") as statm:
@@ -514,7 +516,7 @@ def test_what_a_killed_engine_left_is_removed_by_the_next(tiny_model, tmp_path):
 def test_an_unread_stderr_blocks_nothing(tiny_model, endpoint):
     """A flood of malformed messages, whose warnings nobody reads."""
     prelude = """
-        from caesura.scheduler.observability import log
+        from caesura.process import log
         log.REPEATS = 1 << 30
     """
     with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:

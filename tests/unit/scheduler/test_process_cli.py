@@ -46,7 +46,7 @@ def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
     """It does so as soon as it has read the reason, which may be before the process has ended by itself."""
     program = (
         "import os, signal, sys\n"
-        "from caesura.scheduler import process\n"
+        "from caesura.scheduler.runtime import process\n"
         "from caesura.scheduler.runtime.config import EngineConfig\n"
         "process.tell = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.exit(process.run(EngineConfig(model_path=sys.argv[1]), None, None))\n"

@@ -12,7 +12,7 @@ from caesura.client.launch import launcher as launch
 
 TESTS = Path(__file__).parents[3]
 BETWEEN = """
-from caesura.client.launch import launch
+from caesura.client.launch import launcher as launch
 
 
 def pytest_runtest_logreport(report):

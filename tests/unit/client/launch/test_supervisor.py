@@ -26,11 +26,11 @@ from caesura.client import (
     ShuttingDown,
     WeightMismatch,
 )
+from caesura.client.group.processes import ReplicaProcesses
 from caesura.client.launch import supervisor
 from caesura.client.launch.notify import notify, watchdog_interval_s
 from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of, stop_timeout_s
 from caesura.client.launch.supervisor import Down, Ended, RestartPolicy, Serving, Supervisor
-from caesura.client.replicas.processes import ReplicaProcesses
 
 FAKE = support.fake_scheduler.__file__
 QUICK = {"first_delay_s": 0.01, "longest_delay_s": 0.02, "hang_timeout_s": 0.0, "stop_timeout_s": 10.0}

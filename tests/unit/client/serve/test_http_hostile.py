@@ -23,7 +23,6 @@ from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
-from caesura.client.serve.command import PrintableFormatter
 from caesura.client.serve.errors import printable
 from caesura.client.serve.pages.metrics import Metrics
 from caesura.client.serve.server import MAX_HEAD_BYTES
@@ -41,6 +40,7 @@ from caesura.io_struct import (
     Message,
     Request,
 )
+from caesura.process.log import TextFormatter
 
 DEEP = b"[" * 200_000
 TOOL_CALL = {"role": "assistant", "tool_calls": [{"function": {"arguments": DEEP.decode()}}]}
@@ -212,16 +212,16 @@ def test_labels_and_names_have_no_control_characters(door):
 
 
 def test_what_is_logged_of_a_client_can_do_nothing_to_a_terminal():
-    formatter = PrintableFormatter("%(name)s: %(message)s")
+    formatter = TextFormatter("%(name)s")
     try:
         int(ESCAPES)
     except ValueError as error:
         error.args = (ESCAPES,)
         record = logging.LogRecord("x", logging.ERROR, "", 1, "%s failed", (ESCAPES,), sys.exc_info())
     shown = formatter.format(record)
-    assert "\\x1b[2J\\x07\\r\n\\x9b31m\\u202e" in shown
+    assert "\\x1b[2J\\x07\\r\n\t\\x9b31m\\u202e" in shown
     assert shown.count("Traceback") == 1
-    assert not set(shown) & set(ESCAPES) - set("[2J31m\n")
+    assert not set(shown) & set(ESCAPES) - set("[2J31m\n\t")
     assert printable(ESCAPES) == "\\x1b[2J\\x07\\r\\n\\x9b31m\\u202e"
     assert printable("x" * 1000) == "x" * 200 + "… (1000 characters)"
 

@@ -28,7 +28,7 @@ SMALL = 100
 
 @pytest.fixture
 def clock(monkeypatch):
-    return clock_of(monkeypatch, ["serving.answers"])
+    return clock_of(monkeypatch, ["messaging.answers"])
 
 
 def filled(message_id: str, nbytes: int = SMALL) -> ErrorReply:

@@ -1,0 +1,528 @@
+"""``Fleet``: several engines behind one door, for coroutines of one event loop.
+
+Invariants:
+- All members that serve have the same weights: an engine is admitted, and admitted again, only with the fleet's weights.
+- Updates, pauses and admissions exclude one another: one lock, held for the whole of each. Another one, taken before it, keeps apart
+  what moves weights: an update waits for a member that is being brought to the fleet's weights, and pauses do not.
+- A generation is not lost with a member (``flow.py``); an update is committed by all members that take part, or by none
+  (``two_phase.py``).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from ...io_struct import GetStatusReqOutput, PauseMode, new_id
+from ..connection.async_handle import AsyncGenerationHandle
+from ..connection.options import GenerateOptions, folder_of, label
+from ..connection.prompts import Ids, Prompts, Sampling
+from ..exceptions import EngineDied, EngineError, InvalidRequest
+from .channel import FleetChannel, FleetClient
+from .dispatcher import DEFAULT_PATIENCE_S, Dispatcher
+from .errors import FleetUpdateFailed
+from .leases import LeaseRenewal
+from .members import EngineAddress, Member
+from .opening import Adopt, agree, take_over
+from .recovery import Source, catch_up, copy_here
+from .reports import FleetStatus, FleetUpdate, MemberStatus
+from .router import routed_by
+from .session import Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
+from .transports import Transport, Weights, loader
+
+if TYPE_CHECKING:
+    from ..trainer import NamedTensors
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 10.0
+"""How long a status request to a member may take."""
+LOOK_INTERVAL_S = 1.0
+"""How often members are looked at that have nothing to answer."""
+KEEPALIVE_TIMEOUT_S = 30.0
+PAUSE_S = 60.0
+"""How long a member may take to pause, and to continue."""
+LEASE_S = 60.0
+"""How long engines stay paused after the fleet's process has died."""
+
+
+class Fleet:
+    """Engines with the same weights, behind the methods of one client. Use it with ``async with``."""
+
+    def __init__(
+        self,
+        members: Sequence[EngineAddress | str] = (),
+        *,
+        owner: str | None = None,
+        verify: Verify = "counts",
+        patience_s: float | None = DEFAULT_PATIENCE_S,
+        keepalive_timeout: float | None = KEEPALIVE_TIMEOUT_S,
+        look_interval_s: float = LOOK_INTERVAL_S,
+        lease_s: float | None = LEASE_S,
+        adopt: Adopt = False,
+    ) -> None:
+        """
+        Args:
+            members: where the engines listen; all must run when the fleet is opened, or one that is adopted.
+            owner: owner token of the fleet's pauses. None: a random one.
+            verify: what members compare before an update is committed, and what an engine that joins is compared by.
+            patience_s: how long a generation waits for a member that serves. None: without limit.
+            keepalive_timeout: a member that sends nothing for so many seconds while it has requests is gone.
+            look_interval_s: seconds between looks at the members; one that has restarted is then brought to the fleet's weights.
+            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires, because
+                this process has died, an engine ends the fleet's session and continues if its weights are valid.
+            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
+                weights; requests then wait for an update.
+        """
+        self.owner = owner or f"fleet-{new_id()[:12]}"
+        """Owner token of the fleet's pauses and sessions."""
+        self.verify: Verify = verify
+        """What members compare before a commit."""
+        self.weight_version = ""
+        """Label of the weights that the fleet serves."""
+        self.paused_mode: PauseMode | None = None
+        """Mode of the fleet's pause; None: it runs."""
+        self.heals = True
+        """Whether members that are fenced or gone are brought back in the background."""
+        self.source = Source()
+        """Where the fleet's weights are from."""
+        self.lock = asyncio.Lock()
+        """Held by what changes weights, pauses or membership."""
+        self.weights_lock = asyncio.Lock()
+        """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member up to date."""
+        self._addresses = [EngineAddress.of(each) for each in members]
+        self._keepalive_timeout = keepalive_timeout
+        if lease_s is not None and not lease_s > 0:
+            raise InvalidRequest(
+                f"lease_s = {lease_s!r} must be a positive number of seconds, or None", field="lease_s"
+            )
+        self._lease_s, self._adopt = lease_s, adopt
+        self._leases = LeaseRenewal(self.owner, lease_s)
+        self._look_interval_s = look_interval_s
+        self._dispatcher = Dispatcher(patience_s=patience_s)
+        self._looking: asyncio.Task[None] | None = None
+        self._loader = loader(self.owner)
+        self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
+        """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
+
+    @property
+    def members(self) -> list[Member]:
+        """The engines of the fleet, in the order in which they were added."""
+        return list(self._dispatcher.members.values())
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Who gives generations to members."""
+        return self._dispatcher
+
+    @property
+    def weights_epoch(self) -> int:
+        """The fleet's count of weights; spans of its outputs and ``min_weights_epoch`` count alike."""
+        return self._dispatcher.epoch
+
+    async def open(self) -> Self:
+        """Connect to all members, and begin to look after them.
+
+        Raises:
+            EngineError: one cannot be reached, or does not have the weights of the others.
+            WeightsInvalid: none of the engines to adopt has complete weights.
+        """
+        try:
+            async with self.lock:
+                joining = [self._add(address) for address in self._addresses]
+                await (take_over(self, joining, self._adopt) if self._adopt else agree(self, joining))
+            if self._adopt:
+                await self.heal()
+        except BaseException:
+            await self.close()
+            raise
+        if self._look_interval_s > 0:
+            self._looking = asyncio.ensure_future(self._look_after())
+        return self
+
+    async def close(self) -> None:
+        """Close the connections; engines go on. Idempotent."""
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.cancel()
+            await asyncio.wait([looking])
+        await self.client.close()
+        for member in self.members:
+            await member.client.close()
+        await self._loader.close()
+        await asyncio.to_thread(self._leases.close)
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        input_ids: Prompts,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        routing_key: str | None = None,
+        rid: str | Sequence[str] | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any:
+        """Generate on the members; arguments and results are those of :meth:`AsyncSchedulerClient.generate`.
+
+        ``routing_key``: requests of one key go to the same member, as long as it serves. ``min_weights_epoch`` is the fleet's.
+        """
+        with routed_by(routing_key):
+            return await self.client.generate(
+                input_ids, sampling_params, rid=rid, message_id=message_id, timeout=timeout, **options
+            )
+
+    async def submit(
+        self,
+        input_ids: Ids,
+        sampling_params: Sampling | None = None,
+        *,
+        routing_key: str | None = None,
+        stream: bool = False,
+        rid: str | None = None,
+        message_id: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerationHandle:
+        """Start a generation and return at once; as :meth:`AsyncSchedulerClient.submit`."""
+        with routed_by(routing_key):
+            return await self.client.submit(
+                input_ids, sampling_params, stream=stream, rid=rid, message_id=message_id, **options
+            )
+
+    async def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
+        """Abort a generation of this fleet, or all of them; returns how many samples were live."""
+        return (await self.client.abort(rid, abort_all=abort_all)).aborted
+
+    async def pause(self, mode: PauseMode = "in_place", *, timeout: float | None = PAUSE_S) -> None:
+        """Pause all members. One that does not answer in time is fenced.
+
+        Raises:
+            EngineError: of the first that refused; the fleet is then in the state of before.
+        """
+        async with self.lock:
+            answers = await self.pause_members(mode, self._dispatcher.serving, timeout)
+            if answers.failed and self.paused_mode is None:
+                await self.continue_members(timeout, torch_empty_cache=False)
+            Answers(failed=answers.failed).raise_first()
+            self.paused_mode = mode
+
+    async def continue_generation(
+        self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S
+    ) -> None:
+        """Continue all members, which empty their device caches first unless ``torch_empty_cache`` is False."""
+        async with self.lock:
+            await self.continue_members(timeout, torch_empty_cache=torch_empty_cache)
+
+    @contextlib.asynccontextmanager
+    async def paused(
+        self,
+        mode: PauseMode = "in_place",
+        *,
+        torch_empty_cache: bool = True,
+        timeout: float | None = PAUSE_S,
+    ) -> AsyncIterator[None]:
+        """Pause all members in this block, and continue them after it."""
+        await self.pause(mode, timeout=timeout)
+        try:
+            yield
+        finally:
+            await self.continue_generation(torch_empty_cache=torch_empty_cache, timeout=timeout)
+
+    async def flush_cache(self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S) -> None:
+        """Flush the prefix cache of every member, and empty its device cache unless ``torch_empty_cache`` is False.
+
+        Raises:
+            EngineError: of the first that refused.
+        """
+        answers = await everywhere(
+            self._dispatcher.serving,
+            lambda each: each.client.flush_cache(torch_empty_cache=torch_empty_cache),
+            timeout,
+        )
+        for member, error in answers.out.items():
+            self.drop(member, error, "it does not answer")
+        self._dispatcher.router.forget()
+        answers.raise_first()
+
+    async def update(
+        self,
+        named_tensors: "NamedTensors | None" = None,
+        *,
+        model_path: str | os.PathLike[str] | None = None,
+        transport: Transport | None = None,
+        weight_version: str | int | None = None,
+        pause_mode: PauseMode = "in_place",
+        torch_empty_cache: bool = True,
+        deadline_s: float = 600.0,
+    ) -> FleetUpdate:
+        """Give all members the same new weights: all of them commit, or none does.
+
+        Generation is paused in ``pause_mode`` meanwhile, unless the fleet is paused already.
+
+        Args:
+            named_tensors: checkpoint names and tensors, for the transports ``tensor``, ``ipc`` and ``distributed``.
+            model_path: a checkpoint folder that every engine can read, for the transport ``disk``.
+            transport: None means ``disk`` with a path, and with tensors ``tensor``.
+            weight_version: the new label. None means unchanged.
+            torch_empty_cache: empty the members' device caches before they continue, if the update has paused them.
+            deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the others go on.
+
+        Raises:
+            FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.
+        """
+        weights = Weights.of(named_tensors, model_path, transport)
+        source = Source(path=folder_of(model_path) if model_path is not None else None, updated=True)
+        async with self.weights_lock, self.lock:
+            mode = self.paused_mode or pause_mode
+            load = self._loader.load(weights, flush_cache=mode != "in_place")
+            session = FleetSession(verify=self.verify)
+            work = asyncio.ensure_future(
+                self._update(
+                    session, load, label(weight_version), source, mode, deadline_s, empty=torch_empty_cache
+                )
+            )
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                if not session.committing:
+                    work.cancel()
+                await asyncio.wait([work])
+                raise
+
+    async def _update(
+        self,
+        session: FleetSession,
+        load: Load,
+        version: str | None,
+        source: Source,
+        mode: PauseMode,
+        deadline_s: float,
+        *,
+        empty: bool,
+    ) -> FleetUpdate:
+        """:meth:`update`, whose caller holds :attr:`lock`."""
+        paused_here = self.paused_mode is None
+        try:
+            members = [member for member in self.members if member.state != "gone"]
+            answers = await self.pause_members(mode, members, min(deadline_s, PAUSE_S))
+            done = await two_phase(session, answers, load, label=version, deadline_s=deadline_s)
+        except (FleetUpdateFailed, asyncio.CancelledError) as error:
+            await self.after_failure()
+            if paused_here:
+                await self.continue_members(PAUSE_S, torch_empty_cache=empty)
+            if isinstance(error, FleetUpdateFailed):
+                error.serving = [member.name for member in self._dispatcher.serving]
+                error.detail["serving"] = error.serving
+            raise
+        self.committed(done, source)
+        if paused_here:
+            await self.continue_members(PAUSE_S, torch_empty_cache=empty)
+        self._dispatcher.admitted()
+        return FleetUpdate(
+            epoch=self._dispatcher.epoch,
+            weight_version=self.weight_version,
+            replies={member.name: reply for member, reply in done.replies.items()},
+            fenced={member.name: member.reason for member in self.members if not member.serves},
+        )
+
+    def committed(self, done: Committed, source: Source) -> None:
+        """The members of ``done`` have new weights; its caller holds :attr:`lock`, and they are paused."""
+        self._dispatcher.epoch += 1
+        self._dispatcher.router.forget()
+        self.source = source
+        for member, reply in done.replies.items():
+            member.admit(reply.weights_epoch, self._dispatcher.epoch)
+            self.weight_version = reply.weight_version
+        for member, late in done.out.items():
+            self.drop(member, late, "it did not take part in an update to the end")
+
+    async def status(self, *, timeout: float = ASK_S) -> FleetStatus:
+        """The fleet, and every member's own status."""
+        answers = await everywhere(self.members, lambda member: member.client.status(owner=""), timeout)
+        return FleetStatus(
+            weights_epoch=self.weights_epoch,
+            weight_version=self.weight_version,
+            paused=self.paused_mode,
+            live_requests=len(self._dispatcher.flows),
+            moved_requests=self._dispatcher.moved,
+            members=[MemberStatus.of(member, answers.replies.get(member)) for member in self.members],
+        )
+
+    async def add(self, address: EngineAddress | str) -> Member:
+        """A new member: it is brought to the fleet's weights, and then serves.
+
+        Raises:
+            EngineError: it cannot be reached, or not be brought to the fleet's weights.
+        """
+        async with self.weights_lock:
+            member = self._add(EngineAddress.of(address))
+            try:
+                await self._admit(member, await self._caught_up(member))
+            except BaseException:
+                async with self.lock:
+                    await self.forget(member)
+                raise
+            return member
+
+    async def remove(self, name: str) -> None:
+        """Take a member out of the fleet: what it had is continued on others. The engine itself goes on."""
+        async with self.lock:
+            if (member := self._dispatcher.members.get(name)) is None:
+                raise InvalidRequest(f"the fleet has no member {name!r}", field="name", value=name)
+            self._dispatcher.fence(member, "it was removed from the fleet")
+            await self.forget(member)
+
+    async def heal(self) -> list[str]:
+        """Bring back what is fenced or gone and can be reached; returns the names of those that serve again."""
+        healed = []
+        async with self.weights_lock:
+            for member in self.members:
+                if member.serves or member.state == "joining" or not self.may_heal:
+                    continue
+                with contextlib.suppress(EngineError, TimeoutError):
+                    if await self._admit(member, await self._caught_up(member), healing=True):
+                        healed.append(member.name)
+        return healed
+
+    @property
+    def may_heal(self) -> bool:
+        """Whether :meth:`heal` does anything now."""
+        return self.paused_mode is None
+
+    @property
+    def needs_care(self) -> bool:
+        """Whether :meth:`heal` may have something to do."""
+        return any(not member.serves for member in self.members)
+
+    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+        """How a member's weights get to another one; a :data:`Copy`. Blocks."""
+        copy_here(donor, target, owner)
+
+    def _add(self, address: EngineAddress) -> Member:
+        member = Member(
+            address, owner=self.owner, keepalive_timeout=self._keepalive_timeout, lease_s=self._lease_s
+        )
+        if member.name in self._dispatcher.members:
+            raise InvalidRequest(f"the fleet has a member {member.name!r} already", field="name")
+        self._dispatcher.members[member.name] = member
+        return member
+
+    async def forget(self, member: Member) -> None:
+        """Close the connection to a member that is not routed to any more. Its caller holds :attr:`lock`."""
+        if self._dispatcher.members.get(member.name) is member:
+            del self._dispatcher.members[member.name]
+        await member.client.close()
+
+    async def ask(self, member: Member) -> GetStatusReqOutput:
+        """The status of ``member``, which is remembered."""
+        status = await member.client.status(owner="", timeout=ASK_S)
+        if member.status is not None and member.status.incarnation != status.incarnation:
+            member.restarted()
+        member.status = status
+        return status
+
+    async def _caught_up(self, member: Member) -> GetStatusReqOutput:
+        """Bring ``member`` to the fleet's weights; its status then. Its caller holds :attr:`weights_lock`."""
+        status = await asyncio.wait_for(self.ask(member), ASK_S)
+        serving = self._dispatcher.serving
+        if not serving and not self.source.updated and not self.weight_version:
+            self.weight_version = status.weight_version
+            self.source = Source(path=None, model_path=status.model_path)
+            self._dispatcher.epoch = max(self._dispatcher.epoch, status.weights_epoch)
+        donor = min(serving, key=lambda each: each.load, default=None)
+        return await catch_up(
+            member, donor, self.source, self.weight_version, status=status, verify=self.verify,
+            current=member.own_epoch(self.weights_epoch) == status.weights_epoch, copy=self._copy,
+        )  # fmt: skip
+
+    async def _admit(self, member: Member, reached: GetStatusReqOutput, *, healing: bool = False) -> bool:
+        """Have ``member`` serve, which has ``reached`` the fleet's weights; False: it was removed, or nobody is healed any more.
+
+        Its caller holds :attr:`weights_lock`.
+        """
+        async with self.lock:
+            if self._dispatcher.members.get(member.name) is not member:
+                return False
+            member.committed(reached.weights_epoch, self._dispatcher.epoch)  # nobody copies them again
+            if healing and not self.may_heal:
+                return False
+            if self.paused_mode is not None:
+                await member.client.pause(self.paused_mode, lease_s=member.lease_s, timeout=ASK_S)
+                self._leases.hold(each.address for each in self.members)
+            elif reached.generation != "running":
+                await member.client.continue_generation(force=True, timeout=ASK_S)
+            member.admit(reached.weights_epoch, self._dispatcher.epoch)
+            self._dispatcher.admitted()
+            return True
+
+    async def pause_members(
+        self, mode: PauseMode, members: Sequence[Member], timeout: float | None
+    ) -> Answers:
+        """Pause ``members``; those that do not answer are out of routing. Its caller holds :attr:`lock`."""
+        self._leases.hold(member.address for member in self.members)
+        answers = await everywhere(
+            members, lambda member: member.client.pause(mode, lease_s=member.lease_s), timeout
+        )
+        for member, error in answers.out.items():
+            self.drop(member, error, "it does not pause")
+        return answers
+
+    async def continue_members(self, timeout: float | None, *, torch_empty_cache: bool) -> None:
+        """Continue all that serve. The caller holds :attr:`lock`."""
+        answers = await everywhere(
+            self._dispatcher.serving,
+            lambda member: member.client.continue_generation(force=True, torch_empty_cache=torch_empty_cache),
+            timeout,
+        )
+        self.paused_mode = None
+        self._leases.hold(())
+        for member, error in (answers.out | answers.failed).items():
+            self.drop(member, error, "it does not continue")
+
+    async def after_failure(self) -> None:
+        """An update was aborted. Members without valid weights serve no more; the others have the weights of before."""
+        answers = await everywhere(self._dispatcher.serving, self.ask, ASK_S)
+        for member, error in (answers.out | answers.failed).items():
+            self.drop(member, error, "it does not answer")
+        for member, status in answers.replies.items():
+            if status.weights != "valid" or status.weights_epoch != member.epoch:
+                self._dispatcher.fence(
+                    member, f"its weights are {status.weights} after an update that failed"
+                )
+
+    def drop(self, member: Member, error: EngineError, what: str) -> None:
+        """Take ``member`` out of routing: it has ended, or is fenced for ``what`` it did not do."""
+        if isinstance(error, EngineDied):
+            self._dispatcher.lost(member, error)
+        else:
+            self._dispatcher.fence(member, f"{what}: {error.message}")
+
+    async def _look_after(self) -> None:
+        """Notice what has ended without a request, and bring back what can be."""
+        while True:
+            await asyncio.sleep(self._look_interval_s)
+            for member in self._dispatcher.serving:
+                try:
+                    status = await member.client.status(owner="", timeout=ASK_S)
+                except EngineError as error:
+                    if isinstance(error, EngineDied):
+                        self._dispatcher.lost(member, error)
+                    continue
+                if member.status is not None and member.status.incarnation != status.incarnation:
+                    self._dispatcher.lost(member, EngineDied("another process has its endpoint"))
+                elif member.serves:
+                    member.status = status
+            if self.heals and self.needs_care:
+                for name in await self.heal():
+                    logger.warning("engine %s serves again", name)

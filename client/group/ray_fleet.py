@@ -1,0 +1,356 @@
+"""``RolloutFleet``: a fleet whose engines Ray places, starts and restarts. Needs ``caesura[ray]``.
+
+Invariants:
+- Ray carries addresses, keys and lifetimes; tokens, commands and weights go to the engines directly.
+- A replica serves only after the fleet has brought it to its weights: at the start, after a restart, and after a scale-up.
+- Actors and placement groups end with :meth:`RolloutFleet.close`. Those of a fleet without a name end with the
+  Ray job, too; those of one with a name are detached, and a fleet of that name in another process can adopt them.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import ray
+import zmq
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...process import private_directory
+from ...process.key_files import SECRET_SUFFIX, key_file
+from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
+from .dispatcher import DEFAULT_PATIENCE_S
+from .fleet import KEEPALIVE_TIMEOUT_S, LEASE_S, LOOK_INTERVAL_S, Fleet
+from .members import EngineAddress, Member
+from .opening import Adopt
+from .ray_actor import EngineActor, Replica
+from .session import Verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+START_S = 600.0
+"""How long an engine may take to be ready, loading included."""
+RESTART_LOOK_S = 0.2
+"""Between questions to an actor that Ray restarts."""
+NAMESPACE = "caesura"
+"""Ray's namespace of the actors of fleets that have a name: every job of the cluster finds them there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Resources of one replica, and how Ray spreads replicas over nodes."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    """Devices of one replica; Ray sets ``CUDA_VISIBLE_DEVICES`` accordingly."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Custom resources of the cluster."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    runtime_env: Mapping[str, Any] | None = None
+    """Ray's environment of the actors."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources as a bundle of a placement group."""
+        given = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in given.items() if amount}
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One replica: its actor, and its place."""
+
+    name: str
+    actor: Any
+    group: PlacementGroup
+    replica: Replica | None = None
+    coming_back: asyncio.Task[None] | None = None
+
+
+class RolloutFleet(Fleet):
+    """A fleet of engines on a Ray cluster; ``ray.init`` is the caller's, or this class connects as ``ray.init()`` does."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        replicas: int,
+        *,
+        placement: Placement | Mapping[str, Any] | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+        owner: str | None = None,
+        verify: Verify = "counts",
+        patience_s: float | None = DEFAULT_PATIENCE_S,
+        keepalive_timeout: float | None = KEEPALIVE_TIMEOUT_S,
+        look_interval_s: float = LOOK_INTERVAL_S,
+        start_timeout: float = START_S,
+        listen: Literal["auto", "tcp"] = "auto",
+        lease_s: float | None = LEASE_S,
+        name: str | None = None,
+        adopt: Adopt = False,
+    ) -> None:
+        """
+        Args:
+            model: a Hugging Face folder that every node can read.
+            replicas: how many engines.
+            placement: a :class:`Placement`, or a dict of its fields.
+            engine_options: keywords of :func:`launch_scheduler` for every engine.
+            start_timeout: seconds until all replicas must be placed and ready.
+            listen: ``auto``: engines on this process's node listen on socket files, others on ``tcp://`` with keys. ``tcp``: all do.
+            name: name of the fleet on the cluster; its engines then outlive this process, and listen on ``tcp://``.
+            adopt: take over the engines that a fleet of that name has left behind, and start those that are missing.
+
+        The other arguments are those of :class:`Fleet`.
+        """
+        if replicas < 1:
+            raise InvalidRequest(f"replicas = {replicas} must be at least 1", field="replicas")
+        super().__init__(
+            owner=owner,
+            verify=verify,
+            patience_s=patience_s,
+            keepalive_timeout=keepalive_timeout,
+            look_interval_s=look_interval_s,
+            lease_s=lease_s,
+            adopt=adopt,
+        )
+        if adopt and name is None:
+            raise InvalidRequest("adopt=True finds engines by the fleet's name: give it", field="name")
+        self._name = name
+        self._model = os.path.abspath(model)
+        self._wanted = replicas
+        self._placement = placement if isinstance(placement, Placement) else Placement(**(placement or {}))
+        self._engine_options = dict(engine_options or {})
+        self._start_timeout = start_timeout
+        self._listen = listen
+        self._slots: dict[str, _Slot] = {}
+        self._count = 0
+        self._folder: Path | None = None
+        self._client_key = ""
+        self.dispatcher.on_lost.append(self._on_lost)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas the fleet has, serving or not."""
+        return len(self._slots)
+
+    async def open(self) -> Self:
+        """Place and start all replicas, or find them, and connect to them.
+
+        Raises:
+            TimedOut: the cluster had no room for them in time. EngineError: an engine does not start, or not in time.
+            InvalidRequest: another fleet has that name. WeightsInvalid: as of :meth:`Fleet.open`.
+        """
+        if not ray.is_initialized():
+            ray.init()
+        left_behind = self._left_behind()
+        if left_behind and not self._adopt:
+            raise InvalidRequest(
+                f"the cluster has a fleet {self._name!r}: if its process has died, open it with adopt=True",
+                field="name",
+            )
+        self._make_keys()
+        try:
+            if left_behind:
+                slots = await self._found(left_behind)
+            else:
+                self._adopt = False
+                slots = self._place(self._wanted)
+            found = await self._located(slots)
+            self._addresses = [self._address(slot, replica) for slot, replica in found]
+            await super().open()
+        except BaseException:
+            if left_behind:
+                self._slots.clear()  # the engines are as they were found: somebody may have weights for them
+            await self.close()
+            raise
+        if left_behind:
+            await self.scale(self._wanted)
+        return self
+
+    async def close(self) -> None:
+        """End all engines and give their resources back. Idempotent."""
+        await super().close()
+        for name in list(self._slots):
+            await self._end(name)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            private_directory.remove(folder)
+
+    async def scale(self, replicas: int) -> None:
+        """Have so many replicas from now on. New ones are brought to the fleet's weights before they serve; what the ones that
+        leave have in flight is continued on others.
+
+        Raises:
+            TimedOut: the cluster has no room for them. EngineError: a new one does not start, or cannot be admitted.
+        """
+        if replicas < 1:
+            raise InvalidRequest(f"replicas = {replicas} must be at least 1", field="replicas")
+        more = replicas - len(self._slots)
+        if more > 0:
+            slots = self._place(more)
+            try:
+                for slot, replica in await self._located(slots):
+                    await self.add(self._address(slot, replica))
+            except BaseException:
+                for slot in slots:
+                    if slot.name not in self.dispatcher.members:
+                        await self._end(slot.name)
+                raise
+        leaving = sorted(self._slots, key=lambda name: (self._serves(name), -self._age(name)))
+        for name in leaving[: max(0, -more)]:
+            if name in self.dispatcher.members:
+                await self.remove(name)
+            await self._end(name)
+        self._wanted = replicas
+
+    def replica(self, name: str) -> Replica | None:
+        """Where the engine of that name runs; None while it is not known."""
+        slot = self._slots.get(name)
+        return None if slot is None else slot.replica
+
+    def _serves(self, name: str) -> bool:
+        member = self.dispatcher.members.get(name)
+        return member is not None and member.serves
+
+    def _age(self, name: str) -> int:
+        return int(name.rpartition("-")[2])
+
+    def _make_keys(self) -> None:
+        public, secret = zmq.curve_keypair()
+        self._client_key = public.decode()
+        self._folder = private_directory.make_with({f"client{SECRET_SUFFIX}": key_file(public, secret)})
+
+    def _address(self, slot: _Slot, replica: Replica) -> EngineAddress:
+        slot.replica = replica
+        keys: dict[str, Any] = {}
+        if replica.server_key is not None and self._folder is not None:
+            keys = {
+                "curve_server_key": replica.server_key,
+                "curve_client_key_file": self._folder / f"client{SECRET_SUFFIX}",
+            }
+        return EngineAddress(replica.endpoint, name=slot.name, **keys)
+
+    def _place(self, count: int) -> list[_Slot]:
+        """Actors of ``count`` more replicas, in a placement group of their own."""
+        placement = self._placement
+        files = self._listen == "auto" and self._name is None  # who adopts them may be on another node
+        lifetime = None if self._name is None else "detached"
+        group = placement_group([placement.bundle] * count, strategy=placement.strategy, lifetime=lifetime)
+        slots = []
+        for index in range(count):
+            name = f"replica-{self._count}"
+            self._count += 1
+            options: dict[str, Any] = {
+                "num_cpus": placement.num_cpus,
+                "num_gpus": placement.num_gpus,
+                "resources": dict(placement.resources),
+                "max_restarts": -1,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+            }
+            if self._name is not None:
+                options |= {
+                    "name": f"{self._name}/{name}", "namespace": NAMESPACE, "lifetime": "detached",
+                }  # fmt: skip
+            if placement.runtime_env is not None:
+                options["runtime_env"] = dict(placement.runtime_env)
+            actor = (
+                ray.remote(EngineActor)
+                .options(**options)
+                .remote(
+                    self._model,
+                    self._engine_options,
+                    client_key=self._client_key,
+                    driver_ip=ray.util.get_node_ip_address() if files else "",
+                    startup_timeout=self._start_timeout,
+                )
+            )
+            slots.append(_Slot(name, actor, group))
+            self._slots[name] = slots[-1]
+        return slots
+
+    def _left_behind(self) -> list[str]:
+        """Names of the replicas that the cluster has of a fleet of this name, the oldest first."""
+        if self._name is None:
+            return []
+        of_fleet = f"{self._name}/"
+        names = [
+            each["name"].removeprefix(of_fleet)
+            for each in ray.util.list_named_actors(all_namespaces=True)
+            if each["namespace"] == NAMESPACE and each["name"].startswith(of_fleet)
+        ]
+        return sorted(names, key=self._age)
+
+    async def _found(self, names: list[str]) -> list[_Slot]:
+        """The actors of these replicas, and their places."""
+        actors = [ray.get_actor(f"{self._name}/{name}", namespace=NAMESPACE) for name in names]
+        asked = [actor.place.remote() for actor in actors]
+        places = await self._answered(asked)
+        self._count = self._age(names[-1]) + 1
+        groups = {place.id: place for place in places}
+        for name, actor, place in zip(names, actors, places, strict=True):
+            self._slots[name] = _Slot(name, actor, groups[place.id])
+        return list(self._slots.values())
+
+    async def _located(self, slots: list[_Slot]) -> list[tuple[_Slot, Replica]]:
+        """Where the engines of ``slots`` listen, once they are ready."""
+        found = await self._answered([slot.actor.replica.remote(self._client_key) for slot in slots])
+        return list(zip(slots, found, strict=True))
+
+    async def _answered(self, asked: list[Any]) -> list[Any]:
+        """What actors answer that have been asked, once their engines are ready."""
+        try:
+            return await asyncio.wait_for(asyncio.gather(*asked), self._start_timeout)
+        except TimeoutError:
+            raise TimedOut(
+                f"{len(asked)} replicas of {self._placement.bundle} were not ready "
+                f"within {self._start_timeout:g} s"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise EngineDied(f"a replica did not start: {error}") from error
+
+    async def _end(self, name: str) -> None:
+        slot = self._slots.pop(name)
+        if slot.coming_back is not None:
+            slot.coming_back.cancel()
+        with suppress(Exception):  # the actor may be gone in any way; it is killed next
+            await asyncio.wait_for(slot.actor.close.remote(), 10.0)
+        with suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(slot.actor)
+        if not any(other.group is slot.group for other in self._slots.values()):
+            remove_placement_group(slot.group)
+
+    def _on_lost(self, member: Member) -> None:
+        slot = self._slots.get(member.name)
+        if slot is not None and (slot.coming_back is None or slot.coming_back.done()):
+            slot.coming_back = asyncio.ensure_future(self._come_back(slot, member))
+
+    async def _come_back(self, slot: _Slot, lost: Member) -> None:
+        """Ray restarts the actor; its new engine takes the place of the lost one."""
+        before = slot.replica
+        while self._slots.get(slot.name) is slot:
+            await asyncio.sleep(RESTART_LOOK_S)
+            try:
+                replica = await asyncio.wait_for(
+                    slot.actor.replica.remote(self._client_key), self._start_timeout
+                )
+            except (ray.exceptions.RayError, TimeoutError):
+                continue
+            if before is not None and replica.start == before.start:
+                continue  # the actor has not noticed yet
+            try:
+                async with self.lock:
+                    await self.forget(lost)
+                await self.add(self._address(slot, replica))
+            except (EngineError, TimeoutError) as error:
+                logger.warning("%s is not admitted yet: %s", slot.name, error)
+                continue
+            logger.warning("%s serves again, restarted by Ray", slot.name)
+            return

@@ -1,0 +1,169 @@
+"""Weight updates on a worker: it opens the source that rank 0 has opened, and writes its shard from it.
+
+Invariants:
+- Nothing is written before rank 0 says so, which it does when every rank has opened and checked the source
+  and no step runs.
+- An update that is abandoned writes nothing more.
+- Files must be those that rank 0 has found, by their digest: weights of two checkpoints never meet.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..execution.model_runner import ModelRunner
+from ..memory.workspace import Workspace
+from ..observability.stage_profiler import StageProfiler
+from ..runtime.background import Task
+from ..runtime.config import EngineConfig
+from ..weights.loaded_model import LoadedModel
+from ..weights.loader import END, write_some
+from ..weights.reading import find_non_finite, require_finite
+from ..weights.source import BufferSource, WeightSource
+from ..weights.transports.disk import DiskSource, open_fitting
+from ..weights.transports.distributed import WeightsUpdateGroups
+from ..weights.transports.ipc import SharedMemoryMaps
+from ..weights.upload import WriteStream, pieces_of, uploader_of
+from .weight_sources import Broadcast, Folder, Source
+
+Operation = Generator[bool, None, Any]
+"""Yields True when it waits for something; returns the answer's value."""
+
+
+class AbandonedError(CaesuraError):
+    """Rank 0 has broken off the update."""
+
+
+class WorkerUpdates:
+    """The updates of one worker. Rank 0 may call the public methods."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        runner: ModelRunner,
+        groups: WeightsUpdateGroups,
+        write_stream: WriteStream | None,
+        wake: Callable[[], None],
+    ) -> None:
+        """``wake`` wakes the worker's loop; called in threads."""
+        self._config = config
+        self._loaded = loaded
+        self._loader = loaded.loader
+        self._runner = runner
+        self._groups = groups
+        self._uploader = uploader_of(write_stream, loaded.device)
+        self._wake = wake
+        self._workspace = Workspace()
+        self._maps = SharedMemoryMaps(config.device)
+        self._stages = StageProfiler()
+        self._pieces: Generator[Any, None, None] | None = None
+        self._first: Any = END
+        self._turn = 0
+        """Number of sources that were opened or abandoned."""
+
+    def open(self, source: Source, fresh: bool, *frames: memoryview) -> Operation:
+        """Open and check a source, and wait for its first piece.
+
+        Args:
+            fresh: no tensor has been written since the last commit, or since a failure.
+        """
+        self.abandon()
+        turn = self._turn
+        if fresh:
+            self._loader.forget_written()
+        opened = yield from self._opened(source, frames)
+        self._require(turn)
+        self._loader.check(opened.specs, complete=opened.complete)
+        pieces = pieces_of(opened, self._loader, self._uploader, self._config.load_bucket_bytes)
+        self._pieces = pieces
+        while (piece := next(pieces, END)) is None:
+            yield True
+            self._require(turn)
+        self._first = piece
+        return None
+
+    def write(self) -> Operation:
+        """Write all of the open source; return the names of tensors that differed from what was there."""
+        turn, pieces, piece = self._turn, self._pieces, self._first
+        assert pieces is not None, "rank 0 has opened no source"
+        self._loader.take_counts()
+        while piece is not END:
+            with self._runner.on_stream():
+                piece = write_some(self._loader.write, piece, pieces, self._stages)
+            yield False
+            self._require(turn)
+            while piece is None:
+                piece = next(pieces, END)
+                if piece is None:
+                    yield True
+                    self._require(turn)
+        self._runner.synchronize()
+        self.abandon()
+        changed = self._loader.changed
+        self._loader.take_counts()
+        return changed
+
+    def abandon(self) -> None:
+        """Break off what is under way: nothing is written any more."""
+        self._turn += 1
+        if self._pieces is not None:
+            self._pieces.close()
+        self._pieces, self._first = None, END
+        self._maps.end_session()
+
+    def derive(self, check_finite: bool) -> Operation:
+        """Do everything in a commit that can fail."""
+        self._loader.require_whole()
+        with self._runner.on_stream():
+            self._loaded.model.finalize_weights()
+        self._runner.synchronize()
+        if check_finite:
+            search = find_non_finite(self._loaded.model, self._loader.written)
+            while True:
+                try:
+                    with self._runner.on_stream():
+                        next(search)
+                except StopIteration as end:
+                    require_finite(end.value)
+                    break
+                yield False
+        self._loader.forget_written()
+        return None
+
+    def collect(self) -> None:
+        """Unmap memory whose owner is gone, unless it may still be read."""
+        if self._pieces is None:
+            self._maps.collect()
+
+    def _opened(self, source: Source, frames: tuple[memoryview, ...]) -> Generator[bool, None, WeightSource]:
+        if isinstance(source, Folder):
+            return (yield from self._folder(source))
+        if isinstance(source, Broadcast):
+            return self._groups.open(source.request)
+        if (memory := source.memory) is None:
+            return BufferSource(source.name, source.specs, frames)
+        view = self._maps.view(memory.handle)[memory.start : memory.start + memory.nbytes]
+        return BufferSource(source.name, source.specs, [view])
+
+    def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
+        """Open a folder in a thread, because the disk may be slow: steps go on meanwhile."""
+        config, loader, workspace = self._loaded.config, self._loader, self._workspace
+        opening = Task(
+            lambda: DiskSource(open_fitting(folder.path, config), workspace, loader.owned), self._wake
+        )
+        while not opening.done:
+            yield True
+        found = opening.result()
+        if found.digest != folder.digest:
+            raise CaesuraError(
+                ErrorCode.CHECKPOINT_ERROR,
+                f"{folder.path} has other files here than on rank 0, by name, size, time or header",
+                path=folder.path,
+                reason="other files than on rank 0",
+            )
+        return found
+
+    def _require(self, turn: int) -> None:
+        if turn != self._turn:
+            raise AbandonedError(ErrorCode.NO_SESSION, "rank 0 has abandoned the update")

@@ -1,0 +1,352 @@
+"""Processes that faults happen to: trainers, clients, and clients that misbehave.
+
+Invariants:
+- An actor tells the campaign through its pipe where it is (``("at", phase)``) and how it ended: ``("done",
+  facts)``, ``("refused", code, message)`` for a typed error, ``("crashed", traceback)`` for any other.
+- A trainer's pause has a lease and its sessions a deadline, so an engine gets over its death by itself.
+- Calls have a timeout and are repeated under the same message id, as docs/reference/wire.md tells clients to.
+"""
+
+import ctypes
+import errno
+import http.client
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import zmq
+from safetensors.torch import load_file
+
+from caesura.client import EngineDied, SamplingParams, SchedulerClient, TimedOut
+from caesura.client.connection.options import UpdateOptions
+from caesura.client.trainer import WeightUpdateGroup
+from caesura.io_struct import CaesuraError, GenerateReqInput, PauseMode, encode, new_id
+
+Transport = Literal["disk", "tensor", "ipc", "distributed"]
+T = TypeVar("T")
+
+GROUP_TIMEOUT_S = 5.0
+CONNECT_S = 10.0
+"""How long a client that begins while the engine restarts waits for it."""
+BUCKET_BYTES = 128 << 10
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errand:
+    """What an actor is to do."""
+
+    endpoint: str
+    work: Literal["update", "pause", "release", "stream", "mute", "write", "http", "http-update"]
+    seed: int = 0
+    mode: PauseMode | None = "in_place"
+    """Of the pause around the work. None: the engine goes on meanwhile."""
+    transport: Transport = "disk"
+    folder: Path | None = None
+    label: str = ""
+    explicit: bool = False
+    """Within a session that the trainer begins and ends."""
+    lease_s: float = 1.0
+    hold_s: float = 0.0
+    """How long a pause or a release lasts."""
+    timeout_s: float = 20.0
+    attempts: int = 3
+    prompt: tuple[int, ...] = (5,)
+    new_tokens: int = 200
+    samples: int = 1
+    file_bytes: int | None = None
+    """No file, and no shared memory, may become longer."""
+    descriptors: int | None = None
+    """So many more than it has may be opened."""
+    disk_bytes: int | None = None
+    """Size of the private file system that a checkpoint is written to."""
+
+
+def perform(errand: Errand, pipe: Connection) -> None:
+    """An actor's main function."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    try:
+        _limit(errand)
+        facts = _WORK[errand.work](errand, pipe)
+    except CaesuraError as error:
+        _tell(pipe, "refused", str(error.code), error.message)
+    except (OSError, zmq.ZMQError, MemoryError, http.client.HTTPException) as error:
+        _tell(pipe, "refused", type(error).__name__, str(error))
+    except BaseException:  # noqa: BLE001  the campaign judges it
+        _tell(pipe, "crashed", traceback.format_exc())
+    else:
+        _tell(pipe, "done", facts)
+    os._exit(0)  # as a process whose threads a fault may have left in any state
+
+
+def _tell(pipe: Connection, *event: Any) -> None:
+    with suppress(OSError):
+        pipe.send(event)
+
+
+def _limit(errand: Errand) -> None:
+    if errand.file_bytes is not None:
+        _lower(resource.RLIMIT_FSIZE, errand.file_bytes)
+    if errand.descriptors is not None:
+        used = max(int(name) for name in os.listdir("/proc/self/fd"))
+        _lower(resource.RLIMIT_NOFILE, used + errand.descriptors)
+
+
+def _lower(limit: int, value: int) -> None:
+    resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
+
+
+def _again(errand: Errand, call: Callable[[str], T]) -> T:
+    """``call`` under one message id, repeated while its answer does not come."""
+    message_id = new_id()
+    for _ in range(errand.attempts - 1):
+        with suppress(TimedOut, EngineDied):
+            return call(message_id)
+    return call(message_id)
+
+
+def _update(errand: Errand, pipe: Connection) -> dict[str, Any]:
+    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
+    with _group(errand, client) as group:
+        _pause(errand, client, pipe)
+        with _session(errand, client):
+            _tell(pipe, "at", "update")
+            _push(errand, client, group)
+        _continue(errand, client, pipe)
+    client.close()
+    return {}
+
+
+def _group(errand: Errand, client: SchedulerClient) -> AbstractContextManager[WeightUpdateGroup | None]:
+    if errand.transport != "distributed":
+        return nullcontext()
+    return WeightUpdateGroup.create([client], timeout_s=GROUP_TIMEOUT_S)
+
+
+def _session(errand: Errand, client: SchedulerClient) -> AbstractContextManager[object]:
+    if not errand.explicit:
+        return nullcontext()
+    return client.weight_update(
+        weight_version=errand.label, deadline_s=errand.lease_s, timeout=errand.timeout_s
+    )
+
+
+def _push(errand: Errand, client: SchedulerClient, group: WeightUpdateGroup | None) -> None:
+    folder, patience = errand.folder, errand.timeout_s
+    assert folder is not None
+    options: UpdateOptions = {"weight_version": errand.label, "flush_cache": errand.mode != "in_place"}
+    if errand.transport == "disk":
+        _again(
+            errand,
+            lambda mid: client.update_weights_from_disk(folder, message_id=mid, timeout=patience, **options),
+        )
+        return
+    tensors = load_file(folder / "model.safetensors").items()
+    match errand.transport:
+        case "tensor":
+            client.update_weights_from_tensor(tensors, bucket_bytes=BUCKET_BYTES, timeout=patience, **options)
+        case "ipc":
+            client.update_weights_from_ipc(tensors, bucket_bytes=BUCKET_BYTES, timeout=patience, **options)
+        case "distributed":
+            assert group is not None
+            client.update_weights_from_distributed(
+                tensors, group=group, bucket_bytes=BUCKET_BYTES, timeout=patience, **options
+            )
+
+
+def _pause(errand: Errand, client: SchedulerClient, pipe: Connection) -> None:
+    _tell(pipe, "at", "pause")
+    if errand.mode is not None:
+        mode = errand.mode
+        _again(
+            errand,
+            lambda mid: client.pause(mode, lease_s=errand.lease_s, message_id=mid, timeout=errand.timeout_s),
+        )
+
+
+def _continue(errand: Errand, client: SchedulerClient, pipe: Connection) -> None:
+    _tell(pipe, "at", "continue")
+    if errand.mode is not None:
+        _again(errand, lambda mid: client.continue_generation(message_id=mid, timeout=errand.timeout_s))
+
+
+def _only_pause(errand: Errand, pipe: Connection) -> dict[str, Any]:
+    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
+    _pause(errand, client, pipe)
+    _tell(pipe, "at", "paused")
+    time.sleep(errand.hold_s)
+    _continue(errand, client, pipe)
+    client.close()
+    return {}
+
+
+def _release(errand: Errand, pipe: Connection) -> dict[str, Any]:
+    """Everything goes and comes back, and then new weights."""
+    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
+    folder, patience = errand.folder, errand.timeout_s
+    assert folder is not None
+    _pause(errand, client, pipe)
+    _tell(pipe, "at", "release")
+    _again(errand, lambda mid: client.release_memory(message_id=mid, timeout=patience))
+    _tell(pipe, "at", "released")
+    time.sleep(errand.hold_s)
+    _tell(pipe, "at", "resume")
+    _again(errand, lambda mid: client.resume_memory(message_id=mid, timeout=patience))
+    _tell(pipe, "at", "update")
+    _again(
+        errand,
+        lambda mid: client.update_weights_from_disk(
+            folder, weight_version=errand.label, message_id=mid, timeout=patience
+        ),
+    )
+    _continue(errand, client, pipe)
+    client.close()
+    return {}
+
+
+def _stream(errand: Errand, pipe: Connection) -> dict[str, Any]:
+    client = SchedulerClient(errand.endpoint, connect_timeout=CONNECT_S)
+    params = SamplingParams(
+        max_new_tokens=errand.new_tokens, temperature=0.0, ignore_eos=True, n=errand.samples
+    )
+    handle = client.submit(list(errand.prompt), params, stream=True)
+    _tell(pipe, "at", "submitted")
+    streamed: dict[int, list[int]] = {index: [] for index in range(errand.samples)}
+    for delta in handle.deltas(timeout=errand.timeout_s):
+        if not any(streamed.values()):
+            _tell(pipe, "at", "streaming")
+        if delta.start != len(streamed[delta.index]):
+            raise AssertionError(f"a delta starts at {delta.start} after {len(streamed[delta.index])} tokens")
+        streamed[delta.index] += delta.output_ids
+    outputs = handle.results(errand.timeout_s)
+    client.close()
+    if any(output.output_ids != streamed[output.index] for output in outputs):
+        raise AssertionError("the streamed tokens are not the result's")
+    samples = [
+        (o.output_ids, [(s.version, s.start, s.end) for s in o.weight_versions], o.finish_reason.type)
+        for o in outputs
+    ]
+    return {"samples": samples}
+
+
+def _mute(errand: Errand, pipe: Connection) -> dict[str, Any]:
+    """Asks for much and reads nothing, not even into its socket's queue."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.rcvhwm = 1
+    dealer.setsockopt(zmq.RCVBUF, 4096)
+    dealer.linger = 0
+    dealer.connect(errand.endpoint)
+    params = SamplingParams(
+        max_new_tokens=errand.new_tokens, temperature=0.0, ignore_eos=True, n=errand.samples
+    )
+    for _ in range(4):
+        dealer.send(
+            encode(GenerateReqInput(input_ids=list(errand.prompt), sampling_params=params, stream=True))
+        )
+    dealer.poll(round(errand.timeout_s * 1000))
+    _tell(pipe, "at", "streaming")
+    time.sleep(errand.hold_s)
+    return {}
+
+
+def _write(errand: Errand, pipe: Connection) -> dict[str, Any]:
+    """Writes a checkpoint to a disk that is too small for it, does not notice, and has the engine load it."""
+    assert errand.folder is not None
+    target = Path(errand.endpoint.removeprefix("ipc://")).with_name(f"written-{os.getpid()}")
+    target.mkdir()
+    seen_by_engine = target
+    try:
+        if errand.disk_bytes is not None and _private_disk(target, errand.disk_bytes):
+            seen_by_engine = Path(f"/proc/{os.getpid()}/root{target}")
+        with suppress(OSError):
+            shutil.copytree(errand.folder, target, dirs_exist_ok=True)
+        errand = replace(errand, folder=seen_by_engine, transport="disk", file_bytes=None)
+        return _update(errand, pipe)
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def _private_disk(folder: Path, nbytes: int) -> bool:
+    """Mount a small tmpfs at ``folder`` in a mount namespace of this process; False where that is not
+    allowed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) != 0:
+        return False
+    if libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={nbytes}".encode()) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EPERM, errno.ENODEV):
+            return False
+        raise OSError(code, os.strerror(code))
+    return True
+
+
+def _http(errand: Errand, pipe: Connection) -> dict[str, Any]:
+    """Streams through a front end."""
+    sampling = {"max_new_tokens": errand.new_tokens, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": list(errand.prompt), "sampling_params": sampling, "stream": True}
+    last: dict[str, Any] = {}
+    with _post(errand, "/generate", body) as response:
+        for line in response:
+            if not last:
+                _tell(pipe, "at", "streaming")
+            if line.startswith(b"data: {"):
+                last = json.loads(line[6:])
+    if "error" in last or "meta_info" not in last:
+        raise EngineDied(f"the stream ended with {json.dumps(last)[:300]}")
+    spans = [(s["version"], s["start"], s["end"]) for s in last["meta_info"].get("weight_versions") or ()]
+    reason = (last["meta_info"]["finish_reason"] or {"type": "cut"})["type"]
+    if reason == "cut":
+        raise EngineDied("the stream ended before its result")
+    return {"samples": [(last["output_ids"], spans, reason)]}
+
+
+def _http_update(errand: Errand, pipe: Connection) -> dict[str, Any]:
+    """Pauses, updates and continues through a front end."""
+    _tell(pipe, "at", "pause")
+    with _post(errand, "/pause_generation", {"mode": errand.mode, "lease_s": errand.lease_s}) as response:
+        response.read()
+    _tell(pipe, "at", "update")
+    flush = errand.mode != "in_place"
+    body = {"model_path": str(errand.folder), "weight_version": errand.label, "flush_cache": flush}
+    with _post(errand, "/update_weights_from_disk", body) as response:
+        response.read()
+    _tell(pipe, "at", "continue")
+    with _post(errand, "/continue_generation", {}) as response:
+        response.read()
+    return {}
+
+
+def _post(errand: Errand, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        errand.endpoint + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return urllib.request.urlopen(request, timeout=errand.timeout_s)
+
+
+_WORK: dict[str, Callable[[Errand, Connection], dict[str, Any]]] = {
+    "update": _update,
+    "pause": _only_pause,
+    "release": _release,
+    "stream": _stream,
+    "mute": _mute,
+    "write": _write,
+    "http": _http,
+    "http-update": _http_update,
+}

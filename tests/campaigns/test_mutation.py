@@ -1,0 +1,265 @@
+"""Mutation testing of a tiny tree: what may be drawn, which tests a mutant meets, and what becomes of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from campaigns.mutation import __main__ as mutation
+from campaigns.mutation.__main__ import (
+    EQUIVALENT,
+    EQUIVALENTS,
+    KILLED,
+    MODULES,
+    SURVIVED,
+    TIMEOUT,
+    TREE,
+    Outcome,
+    reason_of,
+)
+from campaigns.mutation.mutants import Place, draw, mutant_of, places_of_interest, statement_lines
+
+SOURCE = '''"""Arithmetic."""
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Pair = tuple[int | None, int]
+LIMIT = 3 + 4
+
+
+@cache
+def twice(number: int | None = 1 + 1) -> int | None:
+    found: int | None = (
+        number
+        + number
+    )
+    return found
+
+
+def bounded(number, *, _=None):
+    if number > LIMIT:
+        return LIMIT
+    return number
+'''
+TESTS = """
+from caesura.thing import bounded, twice
+
+def test_twice():
+    assert twice(3) == 6
+
+def test_bounded():
+    assert bounded(100) == 7
+"""
+
+
+def places_of(text):
+    """Every place of ``text`` in the source, for an operator of that name."""
+    found = []
+    for number, line in enumerate(SOURCE.splitlines(), 1):
+        start = line.find(text)
+        while start >= 0:
+            found.append(Place((number, start), text, len(found)))
+            start = line.find(text, start + 1)
+    return found
+
+
+def replaced(source, place):
+    """A change made without cosmic-ray: ``operator`` names the old text, ``NEW`` the new one."""
+    line, column = place.start
+    lines = source.splitlines(keepends=True)
+    old = lines[line - 1]
+    lines[line - 1] = old[:column] + NEW[place.operator] + old[column + len(place.operator) :]
+    return "".join(lines)
+
+
+NEW = {
+    "+": "-",
+    ">": ">=",
+    " > ": " >= ",
+    "|": "+",
+    "@": "#",
+    "TYPE": "not TYPE",
+    " number": " 1 1",
+    "LIMIT": "LIMIT",
+}
+
+
+def test_annotations_decorators_aliases_signatures_and_type_checking_are_never_drawn():
+    assert len(places_of("|")) == 4
+    for text in ("|", "@cache", "TYPE_CHECKING:", "*,"):
+        assert places_of(text)
+        assert places_of_interest(SOURCE, places_of(text)) == []
+
+
+def test_values_defaults_and_conditions_are_drawn():
+    places = places_of_interest(SOURCE, [*places_of("+"), *places_of(" > ")])
+    assert [place.start[0] for place in places] == [9, 13, 16, 22]
+
+
+def test_equal_seeds_draw_equal_mutants():
+    places = places_of_interest(SOURCE, places_of("+"))
+    first, again = (draw("thing.py", SOURCE, places, replaced, 2, seed=5) for _ in range(2))
+    assert first == again
+    assert len(first) == 2
+    drawn = {tuple(draw("thing.py", SOURCE, places, replaced, 1, seed=seed)) for seed in range(20)}
+    assert len(drawn) == 3
+
+
+def test_what_does_not_compile_or_changes_nothing_is_drawn_by_nobody():
+    places = places_of_interest(SOURCE, [*places_of(" number"), *places_of("LIMIT"), *places_of(">")])
+    drawn = draw("thing.py", SOURCE, places, replaced, 100, seed=1)
+    assert [(mutant.function, mutant.before, mutant.after) for mutant in drawn] == [
+        ("bounded", "if number > LIMIT:", "if number >= LIMIT:")
+    ]
+    assert drawn[0].diff.startswith("--- a/thing.py\n+++ b/thing.py\n")
+
+
+def test_what_warns_when_it_is_compiled_is_drawn_by_nobody():
+    assert (
+        draw("thing.py", "x = 1 == 1\n", [Place((1, 6), "==", 0)], lambda *_: "x = 1 is 1\n", 1, seed=1) == []
+    )
+
+
+def test_two_ways_to_one_text_are_one_mutant():
+    places = [Place((22, 14), ">", 0), Place((22, 14), ">", 1)]
+    assert len(draw("thing.py", SOURCE, places, replaced, 100, seed=1)) == 1
+
+
+@pytest.mark.parametrize(
+    "line,lines",
+    [(9, range(9, 10)), (13, range(13, 14)), (16, range(14, 18)), (22, range(22, 23)), (23, range(23, 24))],
+)
+def test_the_statement_around_a_line(line, lines):
+    """Of an ``if`` its head alone: its body is reached by other tests."""
+    assert statement_lines(SOURCE, line) == lines
+
+
+def test_an_equivalent_is_known_by_module_function_and_both_lines():
+    mutant = mutant_of(
+        "thing.py", SOURCE, SOURCE.replace("number > LIMIT", "number >= LIMIT"), Place((22, 14), ">", 0)
+    )
+    entry = {
+        "module": "thing.py",
+        "function": "bounded",
+        "line": "if number > LIMIT:",
+        "becomes": "if number >= LIMIT:",
+        "reason": "at the limit both returns give the limit",
+    }
+    assert reason_of(mutant, [entry]) == entry["reason"]
+    for key in ("module", "function", "line", "becomes"):
+        assert reason_of(mutant, [entry | {key: "another"}]) is None
+
+
+def test_the_list_of_equivalents_speaks_of_lines_that_are_there():
+    for entry in json.loads(EQUIVALENTS.read_text()):
+        assert set(entry) == {"module", "function", "line", "becomes", "reason"}, entry
+        assert entry["reason"]
+        lines = [line.strip() for line in (TREE / entry["module"]).read_text().splitlines()]
+        assert entry["line"] in lines, entry
+        assert entry["module"] in MODULES
+
+
+def test_every_path_of_the_table_is_there():
+    for module, tests in MODULES.items():
+        for path in (module, *tests.near, *tests.wide):
+            assert (TREE / path).is_file(), path
+
+
+def test_the_score_leaves_equivalents_out():
+    mutant = mutant_of("thing.py", SOURCE, SOURCE.replace("3 + 4", "3 - 4"), Place((9, 10), "+", 0))
+    verdicts = [KILLED, KILLED, TIMEOUT, SURVIVED, EQUIVALENT]
+    outcomes = [Outcome(mutant, verdict, 1.0, 3, "") for verdict in verdicts]
+    assert mutation.score(outcomes) == 0.75
+    assert mutation.table(outcomes).splitlines()[-2:] == [
+        "| `thing.py` | 5 | 3 | 1 | 1 | 1 | 75.0% |",
+        "| all | 5 | 3 | 1 | 1 | 1 | 75.0% |",
+    ]
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from campaigns.mutation.mutants import Place, mutant_of, statement_lines
+from campaigns.mutation.sandbox import Sandbox
+from campaigns.mutation import __main__ as mutation
+from campaigns.mutation.__main__ import Tests, attempt
+
+tree, folder = Path(sys.argv[1]), Path(sys.argv[2])
+sandbox = Sandbox(tree, folder, preloaded=())
+reached = sandbox.reach(["tests/test_thing.py"], ["thing.py"], 60)
+source = (tree / "thing.py").read_text()
+
+def outcome(old, new):
+    line = source[: source.index(old)].count("\\n") + 1
+    mutant = mutant_of("thing.py", source, source.replace(old, new), Place((line, 0), "-", 0))
+    found = attempt(sandbox, reached, mutant, source, Tests(("tests/test_thing.py",), ()))
+    return [found.verdict, found.tests, found.by]
+
+endless = "    while True:\\n        pass\\n    if True:"
+sandbox.write("thing.py", source.replace("    if number > LIMIT:", endless))
+loops = sandbox.test(["tests/test_thing.py::test_bounded"], 1.0).verdict
+sandbox.write("thing.py", source)
+print(json.dumps({
+    "reached": {
+        line: reached.tests("thing.py", statement_lines(source, line), ["tests/test_thing.py"])
+        for line in (9, 16, 22)
+    },
+    "killed": outcome("        + number", "        - number"),
+    "survived": outcome("number > LIMIT", "number >= LIMIT"),
+    "broken": outcome("3 + 4", "3 + None"),
+    "loops": loops,
+    "after": sandbox.test(["tests/test_thing.py"], 60).verdict,
+}))
+"""
+
+
+def test_one_mutant_is_killed_and_one_survives(tmp_path):
+    """In a process of its own, as the tool is: it forks, and must not have imported the package."""
+    tree, folder = tmp_path / "tree", tmp_path / "sandbox"
+    (tree / "tests").mkdir(parents=True)
+    folder.mkdir()
+    for name, text in (("__init__.py", ""), ("thing.py", SOURCE), ("tests/test_thing.py", TESTS)):
+        (tree / name).write_text(text)
+    (tree / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib -ra"\n'
+    )
+    before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tree, folder],
+        env={
+            "PYTHONPATH": os.pathsep.join(str(TREE / name) for name in ("tests", "benchmarks")),
+            "PATH": "/usr/bin:/bin",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    twice, bounded = (f"tests/test_thing.py::test_{name}" for name in ("twice", "bounded"))
+    assert {line: sorted(tests) for line, tests in found["reached"].items()} == {
+        "9": [bounded, twice],  # runs at import
+        "16": [twice],
+        "22": [bounded],
+    }
+    assert found["killed"][:2] == [KILLED, 1]
+    assert found["killed"][2].startswith(f"FAILED {twice}")
+    assert found["survived"] == [SURVIVED, 1, ""]
+    assert found["broken"][:2] == [KILLED, 2]
+    assert found["loops"] == "timeout"
+    assert found["after"] == "passed"
+    assert {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()} == before
+
+
+def test_cosmic_rays_changes_are_listed_and_made():
+    pytest.importorskip("cosmic_ray")
+    from campaigns.mutation.operators import all_places, changed_source
+
+    places = places_of_interest(SOURCE, all_places(SOURCE))
+    assert {place.start[0] for place in places} == {9, 13, 16, 22}
+    changed = {changed_source(SOURCE, place) for place in places}
+    assert SOURCE.replace("number > LIMIT", "number >= LIMIT") in changed
+    assert SOURCE.replace("LIMIT = 3 + 4", "LIMIT = 3 - 4") in changed

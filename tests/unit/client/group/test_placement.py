@@ -1,0 +1,61 @@
+"""What each replica of a host gets: devices, threads and memory are divided, options that two cannot share are refused."""
+
+import pytest
+
+from caesura.client import InvalidRequest
+from caesura.client.group import placement
+from caesura.client.group.placement import VISIBLE, cuda_devices, placed, ranks_of
+
+CPU = {"OMP_NUM_THREADS": "8", VISIBLE: ""}
+FOUR = {"OMP_NUM_THREADS": "8", VISIBLE: "4,5,GPU-x,7"}
+
+
+def option(arguments: list[str], name: str) -> str | None:
+    return arguments[arguments.index(name) + 1] if name in arguments else None
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [([], "4"), (["--tp", "2"], "2"), (["--num-threads", "3"], "3")]
+)
+def test_threads_are_divided_by_replicas_and_ranks_unless_they_are_given(given, threads):
+    places = placed(["--model", "m", *given], 2, CPU)
+    assert [option(place.arguments, "--num-threads") for place in places] == [threads, threads]
+    assert [place.environment for place in places] == [{}, {}]
+
+
+def test_every_replica_has_devices_of_its_own_or_all_share_the_one_that_is_named():
+    assert [place.environment[VISIBLE] for place in placed([], 4, FOUR)] == ["4", "5", "GPU-x", "7"]
+    assert [place.environment[VISIBLE] for place in placed(["--tp=2"], 2, FOUR)] == ["4,5", "GPU-x,7"]
+    for device in ("cuda:0", "cpu", "xpu"):
+        assert [place.environment for place in placed(["--device", device], 2, FOUR)] == [{}, {}]
+    with pytest.raises(InvalidRequest, match="need 6 CUDA devices, 2 each"):
+        placed(["--tp", "2"], 3, FOUR)
+
+
+def test_memory_that_replicas_share_is_divided_and_what_is_given_stays():
+    assert option(placed([], 4, CPU)[0].arguments, "--kv-memory-fraction") == "0.125"
+    assert option(placed([], 4, FOUR)[0].arguments, "--kv-memory-fraction") is None
+    assert option(placed(["--device", "cuda:1"], 2, FOUR)[0].arguments, "--kv-memory-fraction") == "0.25"
+    for given in ("--kv-pool-tokens=64", "--kv-memory-fraction=0.3"):
+        assert placed([given], 2, CPU)[0].arguments.count("--kv-memory-fraction") == 0
+
+
+@pytest.mark.parametrize("name", ["--endpoint", "--state-file", "--tp-joined", "--tp-address"])
+def test_what_two_engines_cannot_share_is_refused_by_name(name):
+    with pytest.raises(InvalidRequest, match=name):
+        placed([name, "x"], 2, CPU)
+
+
+def test_devices_are_those_that_torch_would_see():
+    assert cuda_devices({VISIBLE: "1, 0,-1,2"}) == ["1", "0"]
+    assert cuda_devices({VISIBLE: "-1"}) == []
+    assert ranks_of(["--tp", "no number"]) == 1  # the scheduler refuses it
+
+
+def test_more_processes_than_cores_can_run_are_refused_where_there_are_no_devices(monkeypatch):
+    monkeypatch.setattr(placement, "_cores", lambda: 2)
+    assert len(placed([], 8, CPU)) == 8
+    for given, count in (([], 9), (["--tp", "2"], 5), (["--device", "cuda:0"], 1000)):
+        with pytest.raises(InvalidRequest, match="2 cores: at most 4"):
+            placed(given, count, CPU)
+    assert len(placed([], 4, FOUR)) == 4

@@ -1,0 +1,148 @@
+"""A step is the same on both ends of the line."""
+
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caesura.scheduler.execution.forward import (
+    ForwardBatch,
+    InputTokens,
+    SamplingBatch,
+    SpecialRows,
+    StateSegment,
+    StateStep,
+)
+from caesura.scheduler.executor.step_encoding import decode_batch, encode_batch
+
+
+def assert_same(one: object, other: object) -> None:
+    if is_dataclass(one):
+        assert type(one) is type(other)
+        for field in fields(one):
+            assert_same(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, torch.Tensor):
+        assert isinstance(other, torch.Tensor)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.contiguous().numpy().tobytes() == other.numpy().tobytes()
+    elif isinstance(one, np.ndarray):
+        assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
+    elif isinstance(one, tuple | list):
+        assert isinstance(other, tuple | list)
+        assert len(one) == len(other)
+        for ours, theirs in zip(one, other, strict=True):
+            assert_same(ours, theirs)
+    else:
+        assert one == other
+
+
+@st.composite
+def batches(draw) -> ForwardBatch:
+    random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    decode, prefill = draw(st.integers(0, 4)), draw(st.lists(st.integers(1, 9), max_size=3))
+    q_lens = [1] * decode + prefill
+    rows, tokens = len(q_lens), sum(q_lens)
+    samples = draw(st.integers(0, rows))
+
+    def longs(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(random.integers(0, 1 << 40, shape))
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(random.random(shape, np.float32))
+
+    kv_lens = random.integers(1, 200, rows).astype(np.int32)
+    table = random.integers(0, 99, (draw(st.integers(1, 5)), rows)).astype(np.int32)
+    special = None
+    if draw(st.booleans()):
+        edited, penalised, wants = (draw(st.integers(0, 3)) for _ in range(3))
+        wanted = longs(wants)
+        special = SpecialRows(
+            rows=longs(edited),
+            repetition=floats(penalised),
+            frequency=floats(penalised),
+            presence=floats(penalised),
+            counters=longs(penalised),
+            restarted=longs(draw(st.integers(0, 2))),
+            prompt_at=longs(draw(st.integers(0, 5))),
+            output_at=longs(draw(st.integers(0, 5))),
+            bias_ids=longs(edited, 2),
+            bias=floats(edited, 2),
+            wants=wanted,
+            wants_host=wanted.numpy(),
+            top=draw(st.integers(0, 5)),
+            masked=longs(wants) > 1 << 39,
+            num_masked=draw(st.integers(0, 3)),
+            token_ids=longs(wants, 3),
+            num_counters=draw(st.integers(0, 9)),
+        )
+    inputs = None
+    if draw(st.booleans()):
+        wanted = draw(st.integers(0, 4))
+        inputs = InputTokens(
+            tokens=longs(wanted),
+            targets=longs(wanted),
+            top=draw(st.integers(0, 5)),
+            token_ids=longs(wanted, draw(st.integers(0, 3))),
+        )
+    window_slots = window_table = states = None
+    if draw(st.booleans()):
+        window_slots, window_table = longs(tokens), torch.from_numpy(table.T[:, ::-1].copy())
+    if draw(st.booleans()):
+        rows_of_states = st.none() | st.integers(1, 99)
+        segments = [
+            StateSegment(start, start + 3, draw(rows_of_states), 7, draw(rows_of_states))
+            for start in range(len(prefill))
+        ]
+        states = StateStep(
+            rows=longs(rows),
+            sources=longs(decode) if draw(st.booleans()) else None,
+            segments=segments,
+            kept=(longs(2), longs(2)) if draw(st.booleans()) else None,
+        )
+    return ForwardBatch(
+        num_decode=decode,
+        input_ids=longs(tokens),
+        positions=longs(tokens),
+        kv_slots=longs(tokens),
+        page_table=torch.from_numpy(table.T),  # as numpy may leave it: not in the order of rows
+        kv_lens=torch.from_numpy(kv_lens),
+        q_lens_host=q_lens,
+        kv_lens_host=kv_lens.tolist(),
+        slots=longs(rows),
+        sample_tokens=longs(samples),
+        sample_slots=longs(samples),
+        sampling=SamplingBatch(
+            temperature=floats(samples),
+            greedy=torch.from_numpy(random.random(samples) < 0.5),
+            top_k=longs(samples),
+            top_p=floats(samples),
+            uniforms=torch.from_numpy(random.random(samples)),
+            any_sampled=draw(st.booleans()),
+            any_filtered=draw(st.booleans()),
+            want_raw=draw(st.booleans()),
+            want_sampled=draw(st.booleans()),
+            min_p=floats(samples) if draw(st.booleans()) else None,
+            largest_top_k=draw(st.none() | st.integers(1, 99)),
+            special=special,
+        ),
+        inputs=inputs,
+        window_slots=window_slots,
+        window_table=window_table,
+        states=states,
+    )
+
+
+@given(batches())
+def test_a_batch_comes_back_as_it_was(batch):
+    header, arrays = encode_batch(batch)
+    assert_same(batch, decode_batch(header, arrays))
+
+
+@given(batches())
+def test_what_comes_back_can_be_written(batch):
+    """The runner fills in the ids of decode rows."""
+    arrived = decode_batch(*encode_batch(batch))
+    arrived.input_ids.fill_(7)
+    assert arrived.input_ids.tolist() == [7] * len(batch.input_ids)
