@@ -94,7 +94,7 @@ def serve(context: click.Context, /, **given: Any) -> None:
         given["port"] = bound.getsockname()[1]
         options = ServeOptions(**given, api_key=api_key, admin_key=admin_key)
         _raise_descriptor_limit()
-        with server_log("serve", options.log_format, "%(module_path)s"):
+        with server_log("serve", options.log_format, "%(name)s"):
             context.exit(_run(options, context.args, bound, tls))
 
 

@@ -25,8 +25,8 @@ from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 OPEN_TO_ALL = (
-    "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to any "
-    "address and have files under --weights-root read"
+    "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to "
+    "any address and have files under --weights-root read"
 )
 """What anyone who reaches a server without keys can do; for the help and the warning at start."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -46,9 +46,9 @@ class CommandLine:
     )
     replicas: int = _option(
         1,
-        "Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, else a "
-        "part of the CPU threads. A request goes to the least loaded one, a command to all, and one that dies is "
-        "restarted.",
+        "Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, else "
+        "a part of the CPU threads. A request goes to the least loaded one, a command to all, and one that dies "
+        "is restarted.",
         click.IntRange(1),
     )
     endpoint: str | None = _option(None, "Address of a running scheduler to serve, instead of starting one.")

@@ -246,8 +246,8 @@ def _cuda_tensor(name: str, args: tuple[object, ...]) -> _Tensor:
     found = dict(zip(_CUDA_ARGUMENTS, args, strict=True))
     if not isinstance(found["device"], str):
         raise Unsupported(
-            f"tensor {name!r} identifies its device by an index, which is valid in its process only: SGLang's "
-            "clients send the device's uuid (monkey_patch_torch_reductions)"
+            f"tensor {name!r} identifies its device by an index, which is valid in its process only: "
+            "SGLang's clients send the device's uuid (monkey_patch_torch_reductions)"
         )
     fields = {key: found[key] for key in CudaIPCHandle.__struct_fields__ if key in found}
     try:
