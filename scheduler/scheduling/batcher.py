@@ -48,7 +48,7 @@ class Batcher:
         self,
         table: RequestTable,
         cache: CacheManager,
-        waiting: WaitingQueue,
+        waiting: WaitingQueue[Request],
         *,
         chunks: ChunkSizer,
         share_prefixes: bool,
@@ -166,6 +166,29 @@ class Batcher:
         self._prefilling = [request for request in self._active if request.phase is Phase.PREFILL]
         self._decode_slots = None
         self._run_deferred_releases(kv_is_valid=False)
+
+    @property
+    def step_limit(self) -> int | None:
+        """Most tokens of a step after one ran out of memory, or None."""
+        return self._chunk_sizer.limit
+
+    def halve(self, batch: ScheduledBatch) -> bool:
+        """Limit steps to half the tokens of ``batch``, which ran out of memory and was rolled back.
+
+        Returns:
+            False, with no other limit, if ``batch`` is a single token, as was a step of its request that failed no
+            earlier before.
+        """
+        requests = self.requests_of(batch)
+        if batch.num_tokens == 1 and requests:
+            (request,) = requests
+            computed = int(self.table.scheduled[request.slot])
+            before, request.failed_alone_at = request.failed_alone_at, computed
+            if before is not None and computed <= before:
+                return False
+        self._chunk_sizer.halve(batch.num_tokens)
+        logger.warning("steps are limited to %d tokens for now", self._chunk_sizer.limit)
+        return True
 
     def restart_states(self) -> None:
         """Requeue the requests whose states were lost by steps that were rolled back: these are computed again, with their tokens."""

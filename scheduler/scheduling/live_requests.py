@@ -1,11 +1,13 @@
 """The registry of accepted requests that have not ended, by (rid, sample) and by rid.
 
-Invariant: a request is added once, on admission, and removed once, by ``OutputProcessor.finish``.
+Invariant: a request is added once, on admission, and removed once, by ``Outputs.finish``.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
+
+from .request import Phase
 
 
 class LiveSample(Protocol):
@@ -15,7 +17,8 @@ class LiveSample(Protocol):
     rid: str
     index: int
     client: bytes
-    """Its result goes there; changes when a retry attaches from another socket."""
+    """Client that gets the result; changes when a retry attaches from another socket."""
+    phase: Phase
 
     @property
     def key(self) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from time import monotonic
+from typing import Generic
 
 from ...io_struct import (
     MAX_INT32,
@@ -24,6 +24,7 @@ from ...io_struct import (
     GenerateReqInput,
 )
 from ..runtime.config import PAGE_SIZE
+from .live_requests import SampleT
 from .request import Phase, Request, make_requests
 
 MAX_FURTHER_BYTES = 32 << 20
@@ -79,13 +80,7 @@ def admit(
             value=message.continued_tokens,
         )
     _check_routing(message, limits)
-    if waiting + params.n > limits.max_waiting:
-        raise CaesuraError(
-            ErrorCode.QUEUE_FULL,
-            f"{waiting} samples are waiting, the limit is {limits.max_waiting}",
-            waiting=waiting,
-            limit=limits.max_waiting,
-        )
+    require_room(params.n, waiting, limits.max_waiting)
     limit = _total_limit(prompt_len, params.max_new_tokens, limits)
     _check_further_logprobs(message, limit, limits)
     return make_requests(
@@ -98,17 +93,19 @@ def admit(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenAdmission:
-    """Makes requests of generate messages, within ``limits``."""
+def require_room(samples: int, waiting: int, limit: int) -> None:
+    """Refuse samples that do not fit into the queue.
 
-    limits: AdmissionLimits
-
-    def admit(
-        self, message: GenerateReqInput, buffers: list[memoryview], client: bytes, waiting: int
-    ) -> list[Request]:
-        """As :func:`admit`, now."""
-        return admit(message, client=client, limits=self.limits, waiting=waiting, now=monotonic())
+    Raises:
+        CaesuraError: ``queue_full``.
+    """
+    if waiting + samples > limit:
+        raise CaesuraError(
+            ErrorCode.QUEUE_FULL,
+            f"{waiting} samples are waiting, the limit is {limit}",
+            waiting=waiting,
+            limit=limit,
+        )
 
 
 def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:
@@ -192,23 +189,23 @@ def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
         )
 
 
-class WaitingQueue:
-    """Requests without KV, in the order in which they will start."""
+class WaitingQueue(Generic[SampleT]):
+    """Requests that have not started, in the order in which they will start."""
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
+        self._queue: deque[SampleT] = deque()
         self._count = 0
 
     def __len__(self) -> int:
         """Number of live requests in the queue."""
         return self._count
 
-    def append(self, request: Request) -> None:
+    def append(self, request: SampleT) -> None:
         """Add a new request at the back."""
         self._queue.append(request)
         self._count += 1
 
-    def push_front(self, requests: list[Request]) -> None:
+    def push_front(self, requests: list[SampleT]) -> None:
         """Put retracted or preempted requests at the front, in the given order."""
         for request in reversed(requests):
             request.phase = Phase.WAITING
@@ -221,17 +218,17 @@ class WaitingQueue:
         if len(self._queue) > 2 * self._count + FINISHED_ENTRIES:
             self._queue = deque(self.live())
 
-    def live(self) -> Iterator[Request]:
+    def live(self) -> Iterator[SampleT]:
         """The waiting requests, in order."""
         return (request for request in self._queue if request.phase is Phase.WAITING)
 
-    def head(self) -> list[Request]:
+    def head(self) -> list[SampleT]:
         """The first waiting request as a list; empty if there is none."""
         return list(islice(self.live(), 1))
 
     def start_next(
-        self, may_start: Callable[[Request], bool], start: Callable[[Request, int], bool], look_ahead: int
-    ) -> Request | None:
+        self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
+    ) -> SampleT | None:
         """Start one request and remove it from the queue: the first of ``look_ahead`` requests for which ``may_start`` is true.
 
         Args:
@@ -242,9 +239,9 @@ class WaitingQueue:
         Returns:
             The started request; None if none was started.
         """
-        skipped: list[Request] = []
-        started: Request | None = None
-        candidate: Request | None = None
+        skipped: list[SampleT] = []
+        started: SampleT | None = None
+        candidate: SampleT | None = None
         try:
             while self._queue and len(skipped) < look_ahead:
                 candidate = self._queue.popleft()

@@ -62,7 +62,7 @@ def announced(driver, message):
 def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
     """However many come, and also while a pause keeps what they have."""
     sample, prompt = announced(driver, request(guidance_scale=3.0))
-    driver.engine.batcher._holding.device = limit = prompt * 2 + sample * 3
+    driver.engine.batcher._limit.device = limit = prompt * 2 + sample * 3
     messages = [request(n=n, prompt=text, guidance_scale=3.0) for n, text in ((2, "a blue"), (5, "green"))]
     for message in messages:
         driver.send(message)
@@ -84,7 +84,7 @@ def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
 def test_a_large_sample_keeps_its_place_and_starts_alone(driver):
     """Whatever it takes: nothing would be there sooner by waiting for more."""
     sample, prompt = announced(driver, request())
-    driver.engine.batcher._holding.device = prompt + sample
+    driver.engine.batcher._limit.device = prompt + sample
     small, large, last = request(), request(width=32, height=32), request()
     for message in (small, large, last):
         driver.send(message)
@@ -109,7 +109,7 @@ def test_embeddings_that_wait_are_limited(driver):
     ]
     buffers = [np.ascontiguousarray(each).tobytes() for each in arrays.values()]
     nbytes = sum(map(len, buffers))
-    driver.engine.batcher._holding.device = 4 * nbytes
+    driver.engine.batcher._limit.device = 4 * nbytes
     driver.call(PauseGenerationReqInput(mode="in_place"))
     given = [request(prompt=None, tensors=specs, n=3) for _ in range(2)]
     for message in given:
@@ -122,7 +122,7 @@ def test_embeddings_that_wait_are_limited(driver):
     driver.run_until_idle()
     for message in (*given, text):
         assert {reason.type for reason in reasons(driver, message)} == {"length"}
-    driver.engine.batcher._holding.device = 1
+    driver.engine.batcher._limit.device = 1
     assert run(driver, request(prompt=None, tensors=specs), buffers)[0].type == "length", "it is the only one"
 
 
