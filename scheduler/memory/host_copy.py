@@ -12,7 +12,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from itertools import accumulate
 from typing import Protocol
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .device_module import DeviceEvent, DeviceStream, StreamModule
-from .storage import bytes_of
+from .storage import Component, bytes_of
 
 _ALIGN = 64
 """Of each tensor in a file, as torch's own allocations."""
@@ -92,7 +92,7 @@ class FileCopy:
 
     def prefetch(self, tensors: Sequence[Tensor]) -> None:
         """Read by the thread, which does not hold the interpreter meanwhile."""
-        self._coming = self._executor.submit(_exhaust, self.load(tensors))
+        self._coming = self._executor.submit(exhaust, self.load(tensors))
 
     def wait(self) -> None:
         """Until the thread has done it; raises what it raised."""
@@ -169,6 +169,71 @@ class PinnedCopy:
             tensor.copy_(host, non_blocking=self._pin)
 
 
+class BackedUpComponent:
+    """``component`` whose values survive a release of its memory, in a copy that ``make_copy`` makes room for.
+
+    :meth:`keep` comes before each release and copies the values of that moment: they may have changed since the last one.
+    The copy exists from there until :meth:`give_up`, once everything that was resumed with it is there. A resume that fails
+    can therefore be repeated.
+    """
+
+    def __init__(self, component: Component, make_copy: Callable[[], HostCopy]) -> None:
+        self.moves = component.moves
+        self._component = component
+        self._make_copy = make_copy
+        self._copy: HostCopy | None = None
+        self._tensors: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Sum over the tensors."""
+        return self._component.nbytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Size of the copy; 0 where there is none."""
+        return 0 if self._copy is None else self.nbytes
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One more tensor of zeros."""
+        tensor = self._component.allocate(shape, dtype, device)
+        self._tensors.append(tensor)
+        return tensor
+
+    def occupied_bytes(self) -> int:
+        """What the tensors take now; the copy is counted apart."""
+        return self._component.occupied_bytes()
+
+    def keep(self) -> Iterator[None]:
+        """Copy the values to the host.
+
+        Raises:
+            OSError, RuntimeError: there is no room; the values are where they were.
+        """
+        copy = self._make_copy()
+        yield from copy.save(self._tensors)
+        self._copy = copy
+
+    def release(self) -> Iterator[None]:
+        """Give the memory of all tensors back."""
+        assert self._copy is not None or not self._tensors, "the values have not been kept"
+        return self._component.release()
+
+    def resume(self) -> Iterator[None]:
+        """Take the memory again, and copy the values back.
+
+        Raises:
+            OSError, RuntimeError: the copy cannot be read, or the allocator refused; the copy is kept.
+        """
+        yield from self._component.resume()
+        if self._copy is not None:
+            yield from self._copy.load(self._tensors)
+
+    def give_up(self) -> None:
+        """Drop the copy."""
+        self._copy = None
+
+
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
     """The bytes of ``tensors`` in host memory, piece by piece, and where each piece lies in a file of all of them."""
     offsets = _offsets([(tensor.shape, tensor.dtype) for tensor in tensors])
@@ -195,6 +260,6 @@ def _mapped(file: int, like: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterat
             yield torch.empty(shape, dtype=dtype)
 
 
-def _exhaust(steps: Iterator[None]) -> None:
+def exhaust(steps: Iterator[None]) -> None:
     for _ in steps:
         pass

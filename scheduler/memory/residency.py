@@ -8,7 +8,7 @@ Invariants:
   released (``lifecycle.py`` does) and must not be asked twice.
 - Releasing and resuming yield between allocations, so the loop can answer meanwhile.
 - The policy's weights, the KV pool and graphs are resident: by tag, and without a copy, unless the tag is backed up
-  (``backup.py``). Whatever else is large is registered with a strategy (``offload.py``) that says when it is on the device; it keeps its values, also when the tag that it goes
+  (``host_copy.py``). Whatever else is large is registered with a strategy (``offload.py``) that says when it is on the device; it keeps its values, also when the tag that it goes
   with is released.
 - The device cache is emptied once memory-intensive components have left the device (or were there layer by layer, which
   leaves as many holes), and at no other moment of a request: never between two stages.
@@ -37,12 +37,11 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ComponentStatus, ErrorCode, MemoryTag
-from .backup import BackedUpComponent
 from .device_cache import DeviceCache
 from .device_memory import available_memory_if_known, refuse_defeating_settings
 from .device_module import DeviceModule, DeviceStream, device_module_for, free_and_total, streams_of
-from .host_copy import FileCopy, HostCopy, PinnedCopy
-from .offload import RESIDENT, Movable, Strategy
+from .host_copy import BackedUpComponent, FileCopy, HostCopy, PinnedCopy
+from .offload import RESIDENT, OffloadableComponent, Strategy
 from .storage import Component, MappedComponent, SavedComponent, StorageComponent
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ _END: Any = object()
 
 MakeComponent = Callable[[MemoryTag | None], Component]
 
-_ambient: ContextVar[Component | Movable | None] = ContextVar("_ambient", default=None)
+_ambient: ContextVar[Component | OffloadableComponent | None] = ContextVar("_ambient", default=None)
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -155,7 +154,7 @@ class ComponentResidencyManager:
         for tag in backed_up:
             backup = BackedUpComponent(self._components[tag], self._make_copy)
             self._components[tag] = self._backups[tag] = backup
-        self._movables: dict[str, Movable] = {}
+        self._registered: dict[str, OffloadableComponent] = {}
         self._tags: dict[str, MemoryTag] = {}
         self._requests: dict[str, tuple[bool, set[str]]] = {}
         self._executor: ThreadPoolExecutor | None = None
@@ -170,29 +169,29 @@ class ComponentResidencyManager:
         if self._executor is not None:
             self._executor.shutdown()
 
-    def register(self, name: str, strategy: Strategy = RESIDENT, *, tag: MemoryTag = "weights") -> Movable:
+    def register(self, name: str, strategy: Strategy = RESIDENT, *, tag: MemoryTag = "weights") -> OffloadableComponent:
         """A component that ``strategy`` moves; a release of ``tag`` takes it off the device, too, with its values kept.
 
         Without more it is what the policy's weights are, on the device until their memory is released, but keeps its values.
         Who changes values later writes them through what is returned.
         """
-        assert name not in self._movables, name
+        assert name not in self._registered, name
         assert name not in self._components, name
         storage_of = tag if strategy.preserve else None  # scratch memory is not written whole, as weights are
-        self._movables[name] = Movable(
+        self._registered[name] = OffloadableComponent(
             name, strategy, lambda: self._make_storage(storage_of), self._make_copy
         )
         self._tags[name] = tag
-        return self._movables[name]
+        return self._registered[name]
 
     def divide(self, name: str, layers: Sequence[Sequence[Tensor]]) -> None:
         """Which tensors make up which layer of a registered component, once all are allocated."""
-        self._movables[name].divide(layers)
+        self._registered[name].divide(layers)
 
     @contextmanager
     def component(self, name: str) -> Iterator[None]:
         """What is built inside belongs to ``name``, a tag or registered, as far as it comes from :func:`allocate`."""
-        token = _ambient.set(self._movables.get(name) or self._components[name])
+        token = _ambient.set(self._registered.get(name) or self._components[name])
         try:
             yield
         finally:
@@ -200,16 +199,16 @@ class ComponentResidencyManager:
 
     def nbytes(self, name: str) -> int:
         """Size of a component, a tag or registered, wherever it is."""
-        return (self._movables.get(name) or self._components[name]).nbytes
+        return (self._registered.get(name) or self._components[name]).nbytes
 
     def occupied_bytes(self, tag: MemoryTag) -> int:
         """What the tensors of ``tag`` take now; registered components are counted apart."""
         return self._components[tag].occupied_bytes()
 
     @property
-    def movable_bytes(self) -> int:
+    def registered_bytes(self) -> int:
         """What registered components take now."""
-        return sum(component.occupied_bytes() for component in self._movables.values())
+        return sum(component.occupied_bytes() for component in self._registered.values())
 
     @property
     def in_allocator(self) -> bool:
@@ -218,12 +217,12 @@ class ComponentResidencyManager:
 
     def device_bytes(self, name: str) -> int:
         """How much of a registered component is on the device."""
-        return self._movables[name].device_bytes
+        return self._registered[name].device_bytes
 
     @property
     def moved_in_bytes(self) -> int:
         """How much of all registered components is on the device, or on its way."""
-        return sum(component.device_bytes for component in self._movables.values())
+        return sum(component.device_bytes for component in self._registered.values())
 
     def forget_peak(self) -> None:
         """The peak is what is there now: loading, which takes each component whole, is over."""
@@ -238,13 +237,13 @@ class ComponentResidencyManager:
                 nbytes=component.nbytes,
                 device_bytes=component.device_bytes,
             )
-            for name, component in self._movables.items()
+            for name, component in self._registered.items()
         ]
 
     @property
     def still_to_come(self) -> int:
         """Bytes that registered components may take beyond what they have: not for others to fill."""
-        return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self._movables.values())
+        return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self._registered.values())
 
     def moves(self, tags: Collection[MemoryTag]) -> bool:
         """Whether a release of ``tags`` may change addresses."""
@@ -277,7 +276,7 @@ class ComponentResidencyManager:
         """Work with the component begins; what is returned is called with each layer's number before it is computed."""
         for _ in self.before_stage(request, [use]):
             pass
-        component = self._movables.get(use.name)
+        component = self._registered.get(use.name)
         if component is None:
             return lambda layer: None
         component.waited_s = 0.0
@@ -291,7 +290,7 @@ class ComponentResidencyManager:
 
     def finish_use(self, use: ComponentUse) -> Iterator[None]:
         """The work has been given to the current stream."""
-        component = self._movables.get(use.name)
+        component = self._registered.get(use.name)
         if component is None:
             self._note("finish_use", use.name, "", 0, 0.0, "missing")
             return
@@ -306,7 +305,7 @@ class ComponentResidencyManager:
         warm_up, used = self._requests.pop(request, (False, set()))
         elsewhere = set().union(*(names for _, names in self._requests.values()))
         leaving = []
-        for name, component in self._movables.items():
+        for name, component in self._registered.items():
             if name not in used:
                 continue
             if name in elsewhere:
@@ -355,7 +354,8 @@ class ComponentResidencyManager:
         """Give back the memory of ``tags``, which are resident and :meth:`kept <keep>`; the device must be idle."""
         for tag in tags:
             for component in self._of(tag):
-                yield from self._traced("leave", component, component.drop())
+                away = (step for unit in component.units for step in unit.drop())
+                yield from self._traced("leave", component, away)
             yield from self._traced("release", tag, self._components[tag].release())
 
     def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
@@ -386,14 +386,14 @@ class ComponentResidencyManager:
     def _measure(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.moved_in_bytes)
 
-    def _of(self, tag: MemoryTag) -> list[Movable]:
-        return [component for name, component in self._movables.items() if self._tags[name] == tag]
+    def _of(self, tag: MemoryTag) -> list[OffloadableComponent]:
+        return [component for name, component in self._registered.items() if self._tags[name] == tag]
 
-    def _residents(self, tag: MemoryTag) -> list[Movable]:
+    def _residents(self, tag: MemoryTag) -> list[OffloadableComponent]:
         return [component for component in self._of(tag) if component.strategy.kind == "resident"]
 
-    def _find(self, request: str, use: ComponentUse) -> Movable | None:
-        component = self._movables.get(use.name)
+    def _find(self, request: str, use: ComponentUse) -> OffloadableComponent | None:
+        component = self._registered.get(use.name)
         if component is None:
             self._note("missing", use.name, "", 0, 0.0)
             return None
@@ -401,7 +401,7 @@ class ComponentResidencyManager:
         self._requests[request][1].add(use.name)
         return component
 
-    def _require_room(self, component: Movable) -> None:
+    def _require_room(self, component: OffloadableComponent) -> None:
         """On the CPU an allocation never fails, its first use does; elsewhere the allocator says so itself."""
         needed = component.strategy.peak_bytes(component) - component.device_bytes
         if self._device.type != "cpu" or needed <= 0:
@@ -410,7 +410,7 @@ class ComponentResidencyManager:
         if free is not None and needed > free:
             raise _shortage(f"{component.name} needs {needed} bytes, {free} are free", needed, free)
 
-    def _leave(self, components: Sequence[Movable]) -> Iterator[None]:
+    def _leave(self, components: Sequence[OffloadableComponent]) -> Iterator[None]:
         """The release point: here, and only here, the device cache is emptied on behalf of components."""
         worth_it: list[str] = []
         for component in components:
@@ -427,7 +427,7 @@ class ComponentResidencyManager:
             seconds = perf_counter() - started
             self._note("emptied", ", ".join(worth_it), "", report.freed, seconds, "after_release")
 
-    def _kept(self, component: Movable, detail: str) -> None:
+    def _kept(self, component: OffloadableComponent, detail: str) -> None:
         self._note("keep", component.name, component.strategy.kind, component.device_bytes, 0.0, detail)
 
     @cached_property
@@ -446,9 +446,9 @@ class ComponentResidencyManager:
             self._side = streams.Stream()
         return PinnedCopy(streams, self._side, pin=streams is not None and self._device.type != "cpu")
 
-    def _traced(self, event: str, component: Movable | MemoryTag, steps: Iterator[None]) -> Iterator[None]:
+    def _traced(self, event: str, component: OffloadableComponent | MemoryTag, steps: Iterator[None]) -> Iterator[None]:
         """``steps``, then an event, where something was moved."""
-        before = component.device_bytes if isinstance(component, Movable) else 0
+        before = component.device_bytes if isinstance(component, OffloadableComponent) else 0
         busy, more = 0.0, True
         while more:
             started = perf_counter()
@@ -456,7 +456,7 @@ class ComponentResidencyManager:
             busy += perf_counter() - started
             if more:
                 yield
-        if isinstance(component, Movable):
+        if isinstance(component, OffloadableComponent):
             moved = abs(component.device_bytes - before)
             if moved:
                 self._note(event, component.name, component.strategy.kind, moved, busy)
