@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..memory.device_memory import DeviceMemoryReading
-from ..memory.device_module import DeviceGraph, GraphModule
+from ..memory.device_module import GraphModule
 from ..runtime.config import PAGE_SIZE
 from .forward import AttentionBackend, ForwardBatch, SamplingBatch
 from .sampler import Sampler, SamplerOutput
@@ -74,7 +74,7 @@ def ladder(largest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: DeviceGraph
+    graph: torch.cuda.CUDAGraph
     attention: AttentionBackend
     inputs: ForwardBatch
     """What the graph reads besides staging, weights and KV: a graph keeps the addresses of its inputs, not the inputs."""
@@ -86,7 +86,7 @@ class _Captured:
 
 @dataclass(frozen=True, slots=True)
 class _CapturedHead:
-    graph: DeviceGraph
+    graph: torch.cuda.CUDAGraph
     sampled: SamplerOutput
     """Of ``size`` rows: written by every replay."""
     logits: Tensor
@@ -244,7 +244,7 @@ class DecodeGraphs:
             return None
         return _CapturedHead(graph, sampled, logits)
 
-    def _recorded(self, work: Callable[[], _Result], pool: object) -> tuple[DeviceGraph, _Result]:
+    def _recorded(self, work: Callable[[], _Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Result]:
         """A graph of ``work``, and where its replays leave the result."""
         work()  # libraries choose kernels and allocate before anything is recorded
         graph = self._module.CUDAGraph()

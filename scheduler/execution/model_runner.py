@@ -25,7 +25,7 @@ from torch import Tensor
 from ..cache.routing import RoutingPool
 from ..layers.logits_processor import autotune_dummy_run_mode
 from ..memory.device_memory import is_out_of_memory
-from ..memory.device_module import DeviceModule, DeviceStream, graphs_of, streams_of
+from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
 from .autotune import WarmUp, dummy_decode
@@ -85,7 +85,7 @@ class ModelRunner:
         self._streams = streams_of(device_module)
         # One more than there are requests, for the rows that graphs are padded with.
         self._last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
-        self._stream: DeviceStream | None = None
+        self._stream: torch.Stream | None = None
         self.graphs: DecodeGraphs | None = None
         if self._streams is not None:
             self._stream = self._streams.Stream()

@@ -1,11 +1,13 @@
-"""The blocks that the device allocator keeps unused: when they go back to the system, and how many bytes each place gave back.
+"""The blocks that the device allocator keeps unused: when they go back to the system, and how many bytes each
+place gave back.
 
 Invariants:
-- Every emptying of a running engine goes through one :class:`DeviceCache`: it is ordered after the work of the forward
-  stream, logged under the name of its place, and counted. Reading the counts empties nothing.
+- Every emptying of a running engine goes through one :class:`DeviceCache`: it is ordered after the work of
+  the forward stream, logged under the name of its place, and counted. Reading the counts empties nothing.
 - An operation that failed, or ran out of memory, gives unused blocks back before it is answered
-  (:meth:`DeviceCache.after_failure`): a step, a command, a score, a component that could not leave. The caller has let go
-  of the exception by then, since a traceback keeps the tensors of the frames that it passed.
+  (:meth:`DeviceCache.after_failure`): a step, a command, a score, a component that could not leave. The
+  caller has let go of the exception by then, since a traceback keeps the tensors of the frames that it
+  passed.
 """
 
 import logging
@@ -32,7 +34,8 @@ EmptyCachePlace = Literal[
     "idle",
     "failure",
 ]
-"""Why the engine returned unused blocks of its device allocator to the system (docs/explanation/memory.md lists them)."""
+"""Why the engine returned unused blocks of its device allocator to the system (docs/explanation/memory.md
+lists them)."""
 
 _LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
     "continue": "continue_generation",
@@ -55,7 +58,8 @@ class DeviceCache:
         self.elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: ()
         """Empties the caches of other ranks; set once they are built, where there are some."""
         self.note_failure: Callable[[str, int], None] = lambda what, freed: None
-        """Told of each emptying after a failure: what failed, and the bytes given back; set by the memory history."""
+        """Told of each emptying after a failure: what failed, and the bytes given back; set by the memory
+        history."""
 
     @property
     def reserved(self) -> int:

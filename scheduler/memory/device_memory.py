@@ -1,11 +1,11 @@
 """Emptying the device allocator, and reading it, alike on every device.
 
 Invariants:
-- :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from named
-  places only (docs/explanation/memory.md).
+- :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from
+  named places only (docs/explanation/memory.md).
 - Reading memory has no side effect: it neither empties, nor synchronises, nor initialises a device.
-- Everything works on a *device module* (``device_module.py``). What one lacks reads as 0, except free memory, which is an
-  error.
+- Everything works on a *device module* (``device_module.py``). What one lacks reads as 0, except free memory,
+  which is an error.
 """
 
 import errno
@@ -95,7 +95,8 @@ def empty_device_cache(device_module: DeviceModule) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation on a device or the host has failed, as far as an error says so.
 
-    Accelerators have an exception of their own; torch's CPU allocator and the libraries below it only have words.
+    Accelerators have an exception of their own; torch's CPU allocator and the libraries below it only have
+    words.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -112,8 +113,8 @@ def get_available_memory(
 ) -> int:
     """Bytes that an allocation on ``device`` can still get from the system.
 
-    CPU: the smaller of MemAvailable and what the cgroups leave. MPS: the recommended working set minus what the
-    driver holds. Everything else: the module's ``mem_get_info``.
+    CPU: the smaller of MemAvailable and what the cgroups leave. MPS: the recommended working set minus what
+    the driver holds. Everything else: the module's ``mem_get_info``.
 
     Args:
         device: index included where there are several.
@@ -153,8 +154,8 @@ def refuse_defeating_settings(
 ) -> None:
     """Refuse allocator settings under which released memory would not come back.
 
-    Expandable segments map physical memory behind the allocator's own virtual ranges, and so does a memory saver:
-    the two cannot own the same pages.
+    Expandable segments map physical memory behind the allocator's own virtual ranges, and so does a memory
+    saver: the two cannot own the same pages.
 
     Raises:
         CaesuraError: ``invalid_request``, naming the environment variable.

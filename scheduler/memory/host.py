@@ -2,13 +2,14 @@
 
 Invariants:
 - Reading changes nothing; ``empty_cache`` is the only method with an effect.
-- ``empty_cache`` exists only where it does something, so a caller that looks it up learns the truth: it needs glibc's
-  own malloc in charge. On musl, macOS, or with jemalloc or tcmalloc preloaded, :data:`HOST` has no such method.
+- ``empty_cache`` exists only where it does something, so a caller that looks it up learns the truth: it needs
+  glibc's own malloc in charge. On musl, macOS, or with jemalloc or tcmalloc preloaded, :data:`HOST` has no
+  such method.
 - A figure that the platform does not give is 0, never a guess and never an exception.
 
-"Reserved" is what the process holds of anonymous memory (RssAnon); pages of mapped files and shared memory are not the
-allocator's. "Allocated" is what malloc has handed out and not got back: ``uordblks + hblkhd``
-of mallinfo2(3), glibc 2.33 and later. Field meanings: proc_pid_status(5), proc_meminfo(5), the kernel's
+"Reserved" is what the process holds of anonymous memory (RssAnon); pages of mapped files and shared memory
+are not the allocator's. "Allocated" is what malloc has handed out and not got back: ``uordblks + hblkhd`` of
+mallinfo2(3), glibc 2.33 and later. Field meanings: proc_pid_status(5), proc_meminfo(5), the kernel's
 Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
@@ -40,7 +41,8 @@ class HostDevice:
         self._cgroup = cgroup
 
     def memory_reserved(self) -> int:
-        """Resident anonymous memory. Without RssAnon (before Linux 4.5): resident minus shared, from statm."""
+        """Resident anonymous memory. Without RssAnon (before Linux 4.5): resident minus shared, from
+        statm."""
         status = _read_kb_fields(self._proc / "self" / "status")
         if "RssAnon" in status:
             return status["RssAnon"]
@@ -54,7 +56,8 @@ class HostDevice:
         return 0
 
     def mem_get_info(self) -> tuple[int, int]:
-        """(free, total): the machine's MemAvailable and MemTotal, or the tightest cgroup's if that is less."""
+        """(free, total): the machine's MemAvailable and MemTotal, or the tightest cgroup's if that is
+        less."""
         meminfo = _read_kb_fields(self._proc / "meminfo")
         free, total = meminfo.get("MemAvailable", 0), meminfo.get("MemTotal", 0)
         if not total and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -76,7 +79,8 @@ class HostDevice:
                 root = self._cgroup / "memory"
             else:
                 continue
-            # An ancestor may be tighter. Inside a container the path may be the host's: only the root exists then.
+            # An ancestor may be tighter. Inside a container the path may be the host's: only the root exists
+            # then.
             folder = root / path.lstrip("/")
             for level in (folder, *folder.parents):
                 pair = _cgroup_limit(level, *names)
@@ -140,9 +144,11 @@ def _detect() -> HostDevice:
 
 
 def resident_bytes(spans: Sequence[tuple[int, int]]) -> int:
-    """How much of some private mappings is in memory, from mincore(2); their size where the platform has no such call.
+    """How much of some private mappings is in memory, from mincore(2); their size where the platform has no
+    such call.
 
-    Looks at every page up to a million of them, beyond that at evenly spread stretches: a millisecond at most.
+    Looks at every page up to a million of them, beyond that at evenly spread stretches: a millisecond at
+    most.
 
     Args:
         spans: (address, bytes) of each mapping.
@@ -186,8 +192,8 @@ def _read_kb_fields(path: Path) -> dict[str, int]:
 def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
     """(limit, usage) of one cgroup, None without a limit.
 
-    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation: a checkpoint that
-    was just read must not look like memory in use.
+    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation: a
+    checkpoint that was just read must not look like memory in use.
     """
     limit_text, usage_text = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
     if not limit_text.isdigit() or not usage_text.isdigit():  # "max": no limit

@@ -1,14 +1,17 @@
-"""Large components that come and go: how their memory is divided, where the values are meanwhile, and when they move.
+"""Large components that come and go: how their memory is divided, where the values are meanwhile, and when
+they move.
 
 Invariants:
-- Values are saved once, when a unit first leaves the device; afterwards leaving only drops what the device holds. Who changes
-  them later (:meth:`OffloadableComponent.write`) writes the copy, too: from the first save on it has what the device has, and
-  a unit that is away need not come for it. Scratch memory (``preserve=False``) is never saved and comes back as zeros.
+- Values are saved once, when a unit first leaves the device; afterwards leaving only drops what the device
+  holds. Who changes them later (:meth:`OffloadableComponent.write`) writes the copy, too: from the first save
+  on it has what the device has, and a unit that is away need not come for it. Scratch memory
+  (``preserve=False``) is never saved and comes back as zeros.
 - A unit is on the device as a whole, or not at all: when its way there or back is interrupted, it is not.
-- Tensors keep their identity, and every view made of them keeps working; addresses stay or change as the storage behind them
-  says (``storage.py``).
-- What uses a unit runs on the stream that is current in :meth:`OffloadUnit.ready`, and memory is taken and dropped on that
-  stream, too, so that the allocator may reuse it in the stream's order. Only the copying runs beside it.
+- Tensors keep their identity, and every view made of them keeps working; addresses stay or change as the
+  storage behind them says (``storage.py``).
+- What uses a unit runs on the stream that is current in :meth:`OffloadUnit.ready`, and memory is taken and
+  dropped on that stream, too, so that the allocator may reuse it in the stream's order. Only the copying runs
+  beside it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -107,7 +110,8 @@ class OffloadUnit:
             raise
 
     def values(self, number: int) -> Tensor:
-        """Return the values of one tensor to be read, wherever they are. Where they may leave, they stay valid."""
+        """Return the values of one tensor to be read, wherever they are. Where they may leave, they stay
+        valid."""
         if self._copy is not None:
             return self._copy.values()[number]
         assert self.on_device, "its values are nowhere"
@@ -278,8 +282,8 @@ RESIDENT = ResidentStrategy()
 class LayerwiseOffloadStrategy(Strategy):
     """``window`` consecutive layers on the device, the later ones on their way while the first is computed.
 
-    The window goes round: after the last layer comes the first one, of the next pass. A component that is not divided into
-    layers (:meth:`OffloadableComponent.divide`) moves as a whole.
+    The window goes round: after the last layer comes the first one, of the next pass. A component that is not
+    divided into layers (:meth:`OffloadableComponent.divide`) moves as a whole.
     """
 
     window: int = 2

@@ -1,6 +1,6 @@
 """Slots of parameters that come and go: written where the values are, whether or not the device has them.
 
-Invariant: a slot reads and writes through its :class:`~..memory.offload.Movable`, which knows. What was written while a
+Invariant: a slot reads and writes through its :class:`~..memory.offload.OffloadableComponent`, which knows. What was written while a
 parameter was away is what comes to the device next.
 """
 
@@ -8,16 +8,16 @@ from math import prod
 
 from torch import Tensor
 
-from ..memory.offload import Movable
+from ..memory.offload import OffloadableComponent
 from .parameters import Parameter, WeightSlot, differ
 
 
-class MovableSlot(WeightSlot):
+class OffloadableSlot(WeightSlot):
     """One checkpoint tensor that is one whole parameter of ``movable``."""
 
     __slots__ = ("_movable", "_tensor")
 
-    def __init__(self, parameter: Parameter, movable: Movable) -> None:
+    def __init__(self, parameter: Parameter, movable: OffloadableComponent) -> None:
         """``parameter`` was allocated for ``movable``."""
         tensor = parameter.data
         super().__init__(parameter.name, parameter.name, tuple(tensor.shape), tensor.dtype)
