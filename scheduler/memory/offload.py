@@ -110,8 +110,7 @@ class OffloadUnit:
             raise
 
     def values(self, number: int) -> Tensor:
-        """Return the values of one tensor to be read, wherever they are. Where they may leave, they stay
-        valid."""
+        """Return the values of one tensor to be read, wherever they are. They stay valid if they leave."""
         if self._copy is not None:
             return self._copy.values()[number]
         assert self.on_device, "its values are nowhere"
