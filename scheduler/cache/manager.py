@@ -30,8 +30,8 @@ import numpy as np
 
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator
+from .linear_states import RequestState, StateRows
 from .radix import NO_PAGES, Node, RadixTree
-from .states import RequestState, StateRows
 from .window_pages import WindowPages
 
 

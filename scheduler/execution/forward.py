@@ -208,7 +208,7 @@ class StateSegment(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StateStep:
-    """Where a step's rows have their states, in layers that keep one per sequence (``cache/states.py``)."""
+    """Where a step's rows have their states, in layers that keep one per sequence (``cache/linear_states.py``)."""
 
     rows: Tensor
     """int64 [R]: the row of states that each of the step's rows ends in."""

@@ -28,7 +28,7 @@ from .chunking import ChunkSizer
 from .request import Phase, Request, RequestTable
 from .sampling_inputs import input_spans, input_tokens, sampling_batch
 from .scheduled_batch import ScheduledBatch
-from .states import StatefulSteps
+from .step_storage import StatefulSteps
 from .waiting_queue import WaitingQueue, pages_for
 from .windows import WindowedSteps
 
