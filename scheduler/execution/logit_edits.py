@@ -14,15 +14,22 @@ end a sample yet. Then the sampler's own: temperature, log-softmax (the *logprob
 that log-softmax.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from .forward import FurtherLogprobs, SamplingBatch, SpecialRows
+from .forward import FurtherLogprobs, InputTokens, SamplingBatch, SpecialRows
 from .sampler import Sampler, SamplerOutput
 
 _CHUNK_BYTES_CPU = 5 << 20
 _CHUNK_BYTES = 64 << 20
-"""Of float32 logits that are edited at a time."""
+"""Bytes of float32 logits that are edited at a time."""
+_BLOCK_BYTES_CPU = 10 << 20
+_BLOCK_BYTES = 128 << 20
+"""Bytes of float32 logits of prompt tokens that exist at a time."""
+_LEAST_ROWS = 16
+"""Fewer are hardly faster, since the head's weights must be read all the same."""
 
 
 class TokenCounters:
@@ -215,3 +222,26 @@ def _empty_output(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
         sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
     )
+
+
+def input_logprobs(
+    hidden: Tensor, inputs: InputTokens, head: Callable[[Tensor], Tensor | None], vocab_size: int
+) -> FurtherLogprobs:
+    """Return the log-softmax of the unedited logits of prompt tokens, without temperature, as in SGLang.
+
+    Logits exist for a bounded number of positions at a time, whatever the length of the prompt.
+
+    Args:
+        hidden: [I, hidden], the hidden states of ``inputs``.
+        head: returns logits [rows, vocabulary] of such rows.
+    """
+    bound = _BLOCK_BYTES_CPU if hidden.device.type == "cpu" else _BLOCK_BYTES
+    rows = max(_LEAST_ROWS, bound // (4 * vocab_size))
+    parts = []
+    for start in range(0, len(hidden), rows):
+        block = slice(start, start + rows)
+        logits = head(hidden[block])
+        assert logits is not None, "a dummy run has no prompts"
+        logprobs = torch.log_softmax(logits.float(), 1)
+        parts.append(further_of(logprobs, inputs.targets[block], inputs.top, inputs.token_ids[block]))
+    return joined(parts)

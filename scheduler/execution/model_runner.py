@@ -31,8 +31,7 @@ from ..observability.stage_profiler import StageProfiler
 from .autotune import WarmUp, dummy_decode
 from .forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput
 from .graphs import CapturableBackend, DecodeGraphs
-from .input_logprobs import input_logprobs
-from .logit_edits import SpecialSampler
+from .logit_edits import SpecialSampler, input_logprobs
 from .sampler import Sampler, SamplerOutput
 from .staging import InputStaging, OutputStaging, StepLimits
 

@@ -97,7 +97,7 @@ class SamplerOutput:
     further: FurtherLogprobs | None = None
     """Of the special rows that want them (``logit_edits.py``). None: there are none."""
     inputs: FurtherLogprobs | None = None
-    """Of the step's prompt tokens (``input_logprobs.py``). None: nobody wants them."""
+    """Of the step's prompt tokens (``logit_edits.py``). None: nobody wants them."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ Invariants:
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
@@ -26,11 +27,9 @@ from ..execution.forward import ForwardBatch
 from ..runtime.config import PAGE_SIZE
 from .chunking import ChunkSizer
 from .request import Phase, Request, RequestTable
-from .sampling_inputs import input_spans, input_tokens, sampling_batch
-from .scheduled_batch import ScheduledBatch
-from .step_storage import StatefulSteps
+from .sampling_inputs import InputSpan, input_spans, input_tokens, sampling_batch
+from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
-from .windows import WindowedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +38,27 @@ LOOK_AHEAD = 128
 PAGES_PER_SKIPPED_REQUEST = 2
 """Free pages that a start must leave for each request it skips: one for the unshared end of that request's prompt, one to
 grow."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduledBatch:
+    """One step: the scheduler's view of it, and in ``forward`` the inputs of the model."""
+
+    forward: ForwardBatch
+    slots: np.ndarray
+    """int64 [R]"""
+    sample_slots: np.ndarray
+    """int64 [S]: the slots that a token is sampled for."""
+    completed: list[Request]
+    """Requests whose prefill this step completes."""
+    num_tokens: int
+    inputs: list[InputSpan]
+    """The prompt positions behind ``forward.inputs``, in its order."""
+
+    @property
+    def kind(self) -> str:
+        """The stage that the step counts as; a step with any prompt tokens is a prefill."""
+        return "decode" if self.forward.num_decode == len(self.slots) else "prefill"
 
 
 class Batcher:
@@ -67,7 +87,7 @@ class Batcher:
         self._share = share_prefixes
         self._routing = routing
         self._windows = WindowedSteps(table, cache)
-        self._states = StatefulSteps(table, cache)
+        self._states = LinearStateSteps(table, cache)
         self._active: list[Request] = []  # in start order: the last one is preempted first
         self._prefilling: list[Request] = []
         self._prefixes_in_progress: Counter[int] = Counter()

@@ -20,13 +20,12 @@ import numpy as np
 from ...io_struct import ErrorCode, FinishReason, GenerateReqOutput, RoutedExperts
 from ..execution.forward import FurtherLogprobs, HostOutput
 from ..memory.device_memory import is_out_of_memory
-from .batcher import Batcher
+from .batcher import Batcher, ScheduledBatch
 from .live_requests import LiveRequests
 from .request import NO_TOKEN, OutputArrays, Phase, Request, RequestTable, WeightStamp
 from .sampling_extras import LogprobRecord
 from .sampling_inputs import InputSpan
 from .sampling_masks import MAX_MASK_BYTES
-from .scheduled_batch import ScheduledBatch
 from .waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)

@@ -27,11 +27,10 @@ from ...io_struct import ErrorCode, StepFailures
 from ..execution.forward import Runner
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import is_out_of_memory
-from .batcher import Batcher
+from .batcher import Batcher, ScheduledBatch
 from .chunking import ChunkSizer
 from .output_processor import OutputProcessor
 from .request import Request
-from .scheduled_batch import ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
