@@ -2,8 +2,8 @@
 
 Invariants:
 - I1: a request is finished here and nowhere else, once, with exactly one terminal result for its client.
-- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts have a row for
-  each position but the last; this is checked before the result is handed on.
+- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts
+  have a row for each position but the last; this is checked before the result is handed on.
 - Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
 - Streamed tokens and terminal results go to an :class:`OutputSink`, which sends them.
 """
@@ -34,8 +34,6 @@ OnFinished = Callable[[Request, GenerateReqOutput], None]
 
 
 class OutputSink(Protocol):
-    """Receives streamed tokens and terminal results."""
-
     def add_tokens(
         self,
         requests: Iterable[Request],
@@ -44,18 +42,12 @@ class OutputSink(Protocol):
         logprobs: Sequence[float],
         raw: Sequence[float],
         sampled: Sequence[float],
-    ) -> None:
-        """Add one new token of each streaming request."""
-        ...
+    ) -> None: ...
 
-    def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
-        """Add the terminal result of a request of ``client``."""
-        ...
+    def add_result(self, client: bytes, result: GenerateReqOutput) -> None: ...
 
 
 class OutputProcessor:
-    """Records the output of steps, and finishes requests."""
-
     def __init__(
         self,
         table: RequestTable,
@@ -70,7 +62,7 @@ class OutputProcessor:
         """``on_finished`` is called once for each request, after its slot and KV were released."""
         self.generated_tokens = 0
         self.finished: Counter[str] = Counter()
-        """Number of finished requests, by the type of their finish reason."""
+        """Number of finished requests by the type of their finish reason."""
         self._table = table
         self._batcher = batcher
         self._waiting = waiting
@@ -81,12 +73,14 @@ class OutputProcessor:
         self._stamp_number = 0
 
     def set_stamp(self, stamp: WeightStamp) -> None:
-        """After a weight commit: tokens sampled from now on carry ``stamp``."""
+        """Have tokens that are sampled from now on carry ``stamp``."""
         self._stamp = stamp
         self._stamp_number += 1
 
     def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
-        """Record a step's tokens and finish the requests that end. Rows of requests that ended in flight are ignored."""
+        """Record a step's tokens and finish the requests that end. Rows of requests that ended in flight are
+        ignored.
+        """
         table = self._table
         if output.inputs is not None:
             _record_inputs(batch.inputs, output.inputs)
@@ -147,7 +141,7 @@ class OutputProcessor:
         self._on_finished(request, result)
 
     def abort(self, requests: Iterable[Request], message: str, code: ErrorCode | None = None) -> int:
-        """Abort ``requests`` now, with their partial tokens; returns how many were live."""
+        """Abort ``requests`` now, with their partial tokens; return how many were live."""
         reason = FinishReason(type="abort", message=message, code=code)
         return self._finish_each(requests, reason, keep_prefix=True)
 
@@ -156,7 +150,9 @@ class OutputProcessor:
         return self.abort(self._live, message)
 
     def fail(self, requests: Iterable[Request], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Finish ``requests`` with an error after a failed step. They keep their earlier tokens; their KV is not cached."""
+        """Finish ``requests`` with an error after a failed step. They keep their earlier tokens; their KV is
+        not cached.
+        """
         self._finish_each(requests, FinishReason(type="error", message=message, code=code), keep_prefix=False)
 
     def _finish_each(self, requests: Iterable[Request], reason: FinishReason, *, keep_prefix: bool) -> int:
@@ -203,9 +199,10 @@ class OutputProcessor:
             return "the model's logits are not finite: check the weights"
         params = request.params
         return (
-            f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, frequency_penalty = "
-            f"{params.frequency_penalty:g}, presence_penalty = {params.presence_penalty:g}, {len(params.logit_bias or ())} "
-            f"biases and min_new_tokens = {params.min_new_tokens}: check these, and the weights"
+            f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, "
+            f"frequency_penalty = {params.frequency_penalty:g}, presence_penalty = {params.presence_penalty:g}, "
+            f"{len(params.logit_bias or ())} biases and min_new_tokens = {params.min_new_tokens}: "
+            "check these, and the weights"
         )
 
     def _open_spans(self, slots: np.ndarray, at: np.ndarray) -> None:
@@ -236,7 +233,8 @@ class OutputProcessor:
         for slot in slots[table.extras.masked[slots]]:
             request = table.by_slot[slot]
             if request is not None and request.masks is not None and request.masks.nbytes > MAX_MASK_BYTES:
-                message = f"its sampling masks take more than {MAX_MASK_BYTES} bytes: lower top_k, top_p or max_new_tokens"
+                limit = f"its sampling masks take more than {MAX_MASK_BYTES} bytes"
+                message = f"{limit}: lower top_k, top_p or max_new_tokens"
                 self.fail([request], message, ErrorCode.INVALID_REQUEST)
 
     def _stream(self, slots: np.ndarray, at: np.ndarray) -> None:
@@ -298,7 +296,7 @@ class OutputProcessor:
 
 
 def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:
-    """The result fields that come from ``record``, for ``count`` output tokens."""
+    """Return the result fields that come from ``record``, for ``count`` output tokens."""
     top, token_ids = record.output_rows(0, count)
     input_logprobs, input_top, input_token_ids = record.input_rows()
     return {

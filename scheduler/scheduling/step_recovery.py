@@ -1,20 +1,21 @@
 """Recovery from a failed step: which requests end, and which tokens are computed again.
 
-A step may fail while it is built, launched or fetched, or while its output is processed. There are two kinds of failure.
-Out of memory is no request's fault: the step is rolled back, and its tokens are computed again in steps of half the size
-(decoding rows first, prompts later if both do not fit). Only a step of a single token that fails twice ends its request.
-Any other failure ends the requests of its step.
+A step may fail while it is built, launched or fetched, or while its output is processed. There are two kinds
+of failure. Out of memory is no request's fault: the step is rolled back, and its tokens are computed again in
+steps of half the size (decoding rows first, prompts later if both do not fit). Only a step of a single token
+that fails twice ends its request. Any other failure ends the requests of its step.
 
 Invariants:
-- A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV slots, and its
-  noise is a function of position, so it samples the same tokens.
-- Of a model with states per sequence, requests whose state the step has overwritten start again from the last one that was kept
-  for a prefix of theirs (``states.py`` says which steps overwrite), and before others decode on.
-- A step that was launched after a failed one is rolled back with it, because its decoding rows read the failed step's
-  tokens. Its requests go on.
-- Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one before, and a
-  single token is tried twice. After any other failure there is no second attempt. Building a step is tried
-  :data:`MAX_BUILDS` times.
+- A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV
+  slots, and its noise is a function of position, so it samples the same tokens.
+- Of a model with states per sequence, requests whose state the step has overwritten start again from the last
+  one that was kept for a prefix of theirs (``states.py`` says which steps overwrite), and before others
+  decode on.
+- A step that was launched after a failed one is rolled back with it, because its decoding rows read the
+  failed step's tokens. Its requests go on.
+- Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one
+  before, and a single token is tried twice. After any other failure there is no second attempt. Building a
+  step is tried :data:`MAX_BUILDS` times.
 - The device cache is emptied once per failure, when nothing refers to the step's tensors any more.
 """
 
@@ -35,19 +36,25 @@ from .request import Request
 logger = logging.getLogger(__name__)
 
 MAX_BUILDS = 3
-"""Attempts to build a step before the requests fail that may cause it (:meth:`Batcher.schedule_failure_candidates`)."""
+"""Attempts to build a step before the requests fail that may cause it
+(:meth:`Batcher.schedule_failure_candidates`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The message of an exception. The exception itself is not kept, because its traceback keeps the step's tensors alive."""
+    """The message of an exception. The exception itself is not kept, because its traceback keeps the step's
+    tensors alive.
+    """
 
     message: str
     out_of_memory: bool
 
     @classmethod
     def of(cls, error: Exception, step: int) -> "Failure":
-        """The failure of step number ``step``. Logs ``error``, with its traceback unless memory ran out."""
+        """Return the failure of step number ``step``. Log ``error``, with its traceback unless memory ran
+        out.
+        """
         failure = cls(f"{type(error).__name__}: {error}", is_out_of_memory(error))
         if failure.out_of_memory:
             logger.warning("step %d ran out of memory: %s", step, failure.message)
@@ -56,7 +63,7 @@ class Failure:
         return failure
 
     def ending(self, what: str) -> tuple[str, ErrorCode]:
-        """Message and code of the samples that end because ``what`` failed."""
+        """Return message and code of the samples that end because ``what`` failed."""
         if self.out_of_memory:
             return f"out of memory: {self.message}", ErrorCode.OUT_OF_MEMORY
         return f"{what} failed: {self.message}", ErrorCode.INTERNAL
@@ -84,7 +91,6 @@ class Recovery:
         self._failed_builds = 0
 
     def counts(self) -> StepFailures:
-        """Failures since start, for status."""
         return StepFailures(
             failed=self._failed, retried=self._retried, splits=self._splits, token_limit=self._chunks.limit
         )
@@ -103,7 +109,9 @@ class Recovery:
         self._device_cache.after_failure(failure.message)
 
     def step_failed(self, batch: ScheduledBatch, failure: Failure, later: ScheduledBatch | None) -> None:
-        """Roll back ``batch``, whose results are lost, and ``later``, which was launched after it. The device is done with both."""
+        """Roll back ``batch``, whose results are lost, and ``later``, which was launched after it. The device
+        is done with both.
+        """
         self._failed += 1
         if later is not None:
             self._batcher.roll_back_step(later)
@@ -122,7 +130,9 @@ class Recovery:
 
     @contextmanager
     def output_processing(self, batch: ScheduledBatch, number: int) -> Iterator[None]:
-        """Context in which the output of ``batch`` is processed; an exception ends its requests, since some may have changed."""
+        """Process the output of ``batch`` inside; an exception ends its requests, since some may have
+        changed.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001  an unforeseen error: the other requests must go on
@@ -134,7 +144,7 @@ class Recovery:
         self._device_cache.after_failure(failure.message)
 
     def _failed_alone_before(self, batch: ScheduledBatch) -> bool:
-        """Whether ``batch``, which was rolled back, is a single token, as was a step of its request that failed no earlier before."""
+        """Return True if ``batch`` is a single token that has failed alone before."""
         requests = self._batcher.requests_of(batch)
         if batch.num_tokens > 1 or not requests:
             return False
