@@ -1,8 +1,10 @@
-"""The rollout benchmark as a picture: a panel per shape, a bar per engine, each with its figure and its ratio to vLLM.
+"""The rollout benchmark as a picture: a panel per shape, a bar per engine, each with its figure and its ratio
+to vLLM.
 
-Bars are to scale within a panel, never between panels: tokens per second of a tiny and of a real model differ by orders
-of magnitude. What is drawn is what ``rollout.py --json`` wrote and nothing else; where files name a shape twice, the last
-one counts. An engine without a figure has no bar. The picture brings its own background for light and dark pages.
+Bars are to scale within a panel, never between panels: tokens per second of a tiny and of a real model differ
+by orders of magnitude. What is drawn is what ``rollout.py --json`` wrote and nothing else; where files name a
+shape twice, the last one counts. An engine without a figure has no bar. The picture brings its own background
+for light and dark pages.
 
     python benchmarks/chart.py tiny.json 0.6b.json rl.json --out docs/images/throughput.svg
 """
@@ -93,7 +95,9 @@ def _times(ratio: float) -> str:
 
 
 def panels_by_model(shapes: dict[str, dict[str, Any]]) -> dict[str, list[Panel]]:
-    """Return a row of panels per model, in the order of columns; the cold start of its first shape closes the row."""
+    """Return a row of panels per model, in the order of columns; the cold start of its first shape closes the
+    row.
+    """
     rows: dict[str, list[Panel]] = {}
     for model in MODELS:
         row = []
@@ -141,7 +145,7 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     text(0.22, f"Rollout throughput on {machine['threads']} CPU cores", 14, INK, "bold")
     text(
         0.52,
-        f"Tokens per second, longer is better. Bars are to scale within a panel; {TIMES} compares with {REFERENCE}.",
+        f"Tokens per second, longer is better. Bars are to scale; {TIMES} compares with {REFERENCE}.",
         9,
         SOFT,
     )

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .contract import MAX_IPC_PATH, SHUT_SUFFIX
-from .key_files import PUBLIC_SUFFIX, SECRET_SUFFIX
+from .curve import PUBLIC_SUFFIX, SECRET_SUFFIX
 
 PREFIX = "caesura-"
 SOCKET = "scheduler.sock"

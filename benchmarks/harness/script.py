@@ -1,6 +1,7 @@
 """What every benchmark has in common: command line, first lines, tables, result files, and turns.
 
-Invariant: what is compared takes turns in an order that rotates, so that a machine that slows down slows all of it.
+Invariant: what is compared takes turns in an order that rotates, so that a machine that slows down slows all
+of it.
 """
 
 import argparse
@@ -28,7 +29,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def begin(console: Console, **more: Any) -> dict[str, Any]:
-    """Print what the figures are measured on, and a warning if others use it; return the machine's facts and ``more``."""
+    """Print what the figures are measured on, and a warning if others use it; return the machine's facts and
+    ``more``.
+    """
     facts = machine_facts() | more | {"busy": round(busy_share(), 2)}
     extra = "".join(f"; {name}: {value}" for name, value in more.items())
     console.print(describe(facts) + extra, highlight=False)
@@ -62,12 +65,14 @@ def write_json(path: Path | None, document: Any) -> None:
 
 
 def two_checkpoints(folder: Path, shape: Any, **options: Any) -> list[Path]:
-    """Write checkpoints of seeds 0 and 1 below ``folder``: an engine starts with one and is updated to the other."""
+    """Write checkpoints of seeds 0 and 1 below ``folder``: an engine starts with one and is updated to the
+    other.
+    """
     return [write_checkpoint(folder / str(seed), shape, seed=seed, **options) for seed in (0, 1)]
 
 
 def in_turns(ways: Mapping[str, Callable[[int], T]], rounds: int, *, warm_up: int = 1) -> dict[str, list[T]]:
-    """Call each of ``ways`` with the number of the round; return the results of all rounds after the warm-up."""
+    """Call each of ``ways`` with the number of the round; return the results after the warm-up."""
     names = list(ways)
     found: dict[str, list[T]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):

@@ -1,9 +1,11 @@
 """Pause, update and continue for long, and what one emptying of the device cache costs.
 
 Invariants:
-- Requests are in flight all the time (``load.py``): every pause meets some, and tokens were sampled since the pause before.
-- Memory is read while the engine is paused and nothing of it moves: before the update, which is what it holds while it
-  serves, and after it, before the cache is emptied or not; then once more as the continue reports it.
+- Requests are in flight all the time (``load.py``): every pause meets some, and tokens were sampled since the
+  pause before.
+- Memory is read while the engine is paused and nothing of it moves: before the update, which is what it holds
+  while it serves, and after it, before the cache is emptied or not; then once more as the continue reports
+  it.
 - Workspaces that follow the largest batch are filled before the first cycle.
 """
 
@@ -121,7 +123,9 @@ def read_emptyings(path: Path) -> list[float]:
 
 
 def warm_up(client: SchedulerClient, workload: Workload) -> None:
-    """Run the largest batch, as after a retraction of all, then some with prompts like the load's, to their end."""
+    """Run the largest batch, as after a retraction of all, then some with prompts like the load's, to their
+    end.
+    """
     longest = replace(workload, prompt_tokens=workload.context_len - 1)
     once = SamplingParams(max_new_tokens=1, ignore_eos=True, seed=1)
     client.generate(input_ids=longest.prompts(seed=0), sampling_params=once)
@@ -133,7 +137,9 @@ def warm_up(client: SchedulerClient, workload: Workload) -> None:
 def soak(
     workload: Workload, folders: Sequence[Path], turns: Iterable[int], cell: Cell, scratch: Path
 ) -> Series:
-    """Run a cycle for each of ``turns`` on an engine of its own; every update is to the other one of ``folders``."""
+    """Run a cycle for each of ``turns`` on an engine of its own; every update is to the other one of
+    ``folders``.
+    """
     series = Series()
     engine = launch_engine(folders[0], workload, cell, scratch / "emptyings")
     with engine as client, Trainer(client, folders, [cell.transport], cell.bucket_bytes) as trainer:
@@ -164,7 +170,9 @@ def soak(
 def _pause_among_requests(
     client: SchedulerClient, load: Load, workload: Workload, mode: PauseMode
 ) -> PauseGenerationReqOutput:
-    """Pause while requests run; on a busy machine all may end before the pause arrives, which is then taken back."""
+    """Pause while requests run; on a busy machine all may end before the pause arrives, which is then taken
+    back.
+    """
     while True:
         present = 0
         while present < workload.requests // 2:  # the load's process may have lagged behind
@@ -182,7 +190,9 @@ def _met(paused: PauseGenerationReqOutput) -> int:
 
 
 def measure_cost(workload: Workload, folder: Path, turns: Iterable[int], cell: Cell, scratch: Path) -> Cost:
-    """Run two cycles in place for each of ``turns`` on one engine, one that empties the cache and one that does not."""
+    """Run two cycles in place for each of ``turns`` on one engine, one that empties the cache and one that
+    does not.
+    """
     cost, path = Cost(), scratch / "emptyings"
     with (
         launch_engine(folder, workload, cell, path) as client,
@@ -210,8 +220,8 @@ def _cost_cycle(
 ) -> tuple[list[float], int | None]:
     """Return the seconds of the first steps after a continue, and the bytes it gave back.
 
-    The first counts from the sending of the continue, and so has the emptying in it: by the time the answer is read here,
-    the load may have that step's tokens already.
+    The first counts from the sending of the continue, and so has the emptying in it: by the time the answer
+    is read here, the load may have that step's tokens already.
     """
     load.steady(1)
     paused = client.pause("in_place")
@@ -225,7 +235,9 @@ def _cost_cycle(
 
 
 def growth(values: Sequence[int]) -> dict[str, float]:
-    """Return bytes gained since the tenth value, those of the second half, and least squares' bytes per thousand."""
+    """Return bytes gained since the tenth value, those of the second half, and least squares' bytes per
+    thousand.
+    """
     settled = values[SETTLED - 1 :]
     slope = statistics.linear_regression(range(len(settled)), settled).slope
     return {

@@ -1,8 +1,9 @@
 """What the empty-cache step of a continue prevents, and what it costs.
 
-An engine for each mode, with and without the step, as it is (``plain``) and with a derivation that fragments the allocator
-(``fragmenting``, ``soak_engine.py``): scratch tensors of all sizes whose lifetimes interleave with those of small results, of
-which never more than a few megabytes are alive. Then the step itself: how long the call takes, and the first steps after it.
+An engine for each mode, with and without the step, as it is (``plain``) and with a derivation that fragments
+the allocator (``fragmenting``, ``soak_engine.py``): scratch tensors of all sizes whose lifetimes interleave
+with those of small results, of which never more than a few megabytes are alive. Then the step itself: how
+long the call takes, and the first steps after it.
 """
 
 import argparse
@@ -113,7 +114,8 @@ def report(found: Found) -> str:
 
 
 def soak_table(soaks: Sequence[Found]) -> str:
-    titles = "derivation|mode|empty-cache step|10th|last|growth|in the 2nd half|slope per 1,000|peak|in use, last|ms per cycle"
+    titles = "derivation|mode|empty-cache step|10th|last|growth|in the 2nd half|slope per 1,000|peak"
+    titles += "|in use, last|ms per cycle"
     rows = []
     for cell in soaks:
         reserved, grown = cell["reserved"], growth(cell["reserved"])
@@ -153,7 +155,9 @@ def signed(value: float) -> str:
 
 
 def plot(found: Found, path: Path) -> None:
-    """Draw reserved memory: a column per mode, a row per kind of derivation, with and without the step in each."""
+    """Draw reserved memory: a column per mode, a row per kind of derivation, with and without the step in
+    each.
+    """
     soaks = found["soaks"]
     rows: list[list[Panel]] = []
     for allocations in dict.fromkeys(cell["allocations"] for cell in soaks):

@@ -1,8 +1,10 @@
-"""Rollouts over HTTP with an update every second: three processes stay flat, and every token is what its span says.
+"""Rollouts over HTTP with an update every second: three processes stay flat, and every token is what its span
+says.
 
-A scheduler, ``caesura serve`` in front of it, and this process, which sends rollouts over HTTP and trains: pause, update by
-each transport in turn, continue. Every hundredth rollout is scored again by transformers under the versions that its spans
-name (``rescore.py``). Memory, descriptors and threads of all three are read in every pause.
+A scheduler, ``caesura serve`` in front of it, and this process, which sends rollouts over HTTP and trains:
+pause, update by each transport in turn, continue. Every hundredth rollout is scored again by transformers
+under the versions that its spans name (``rescore.py``). Memory, descriptors and threads of all three are read
+in every pause.
 """
 
 import argparse
@@ -39,7 +41,9 @@ VOCAB_SIZE, CONTEXT_LEN, KV_TOKENS = 4096, 512, 16384
 RESCORED_EVERY = 100
 UPDATE_EVERY_S = 1.0
 SETTLED = 0.2
-"""Share of the run after which growth is counted: the stores of answers and the allocators have filled by then."""
+"""Share of the run after which growth is counted: the stores of answers and the allocators have filled by
+then.
+"""
 PROCESSES = ("scheduler", "front end", "trainer")
 
 
@@ -201,9 +205,9 @@ def report(found: dict[str, Any]) -> str:
     headings = "process|resident when settled, MB|last, MB|growth, MB|descriptors|threads"
     return (
         f"After {found['at'][-1] / 60:.0f} minutes:\n\n{markdown(headings.split('|'), rows)}\n"
-        f"{found['rollouts']:,} rollouts ({found['endings']}), {found['tokens']:,} tokens; updates {found['updates']}; "
-        f"{found['rescored']:,} rollouts with {found['rescored_spans']:,} spans and {found['rescored_tokens']:,} tokens "
-        f"scored again: largest gap {found['largest_gap']:.1e}\n"
+        f"{found['rollouts']:,} rollouts ({found['endings']}), {found['tokens']:,} tokens; "
+        f"updates {found['updates']}; {found['rescored']:,} rollouts with "
+        f"{found['rescored_spans']:,} spans and {found['rescored_tokens']:,} tokens scored again: largest gap {found['largest_gap']:.1e}\n"
     )
 
 

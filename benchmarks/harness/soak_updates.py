@@ -1,4 +1,6 @@
-"""The engine's memory over many weight updates in place, by every transport, with requests in flight all the time."""
+"""The engine's memory over many weight updates in place, by every transport, with requests in flight all the
+time.
+"""
 
 import argparse
 import dataclasses
@@ -24,7 +26,9 @@ BUCKET_BYTES = 4 << 20
 FLAT_FROM, FLAT_TURNS = 100, 1000
 """The engine promises at most 2 MB of growth over that many turns, from that turn on."""
 BLOCK = 25
-"""Turns of which the greatest counts for that: readings move by a bucket, which a message may hold for a moment."""
+"""Turns of which the greatest counts for that: readings move by a bucket, which a message may hold for a
+moment.
+"""
 MEMORIES = {"continued": "reserved", "anonymous": "anonymous", "shared": "shared"}
 
 
@@ -71,17 +75,18 @@ def report(found: dict[str, Any]) -> str:
         for name, title in MEMORIES.items():
             values = series[name]
             grown = growth(values)
-            rows.append([
-                transport, title, *(f"{value / MB:.2f}" for value in (values[0], values[SETTLED - 1], values[-1])),
-                f"{grown['total'] / MB:+.2f}", f"{grown['second_half'] / MB:+.2f}", f"{most_growth(values) / MB:.2f}",
-                f"{1e3 * series['seconds'] / len(values):.1f}",
-            ])  # fmt: skip
+            sizes = [f"{value / MB:.2f}" for value in (values[0], values[SETTLED - 1], values[-1])]
+            changes = [f"{grown[part] / MB:+.2f}" for part in ("total", "second_half")]
+            most, ms = f"{most_growth(values) / MB:.2f}", f"{1e3 * series['seconds'] / len(values):.1f}"
+            rows.append([transport, title, *sizes, *changes, most, ms])
     headings = "transport|memory|first|10th|last|10th to last|in the 2nd half|most in 1,000|ms per turn"
     return "MB (2^20 bytes) after each update:\n\n" + markdown(headings.split("|"), rows, words=2)
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Draw reserved memory, a column per transport: from zero above, below it the change since the tenth update."""
+    """Draw reserved memory, a column per transport: from zero above, below it the change since the tenth
+    update.
+    """
     above, below = [], []
     highest = max(max(series["continued"]) for series in found.values()) / MB
     changes = {

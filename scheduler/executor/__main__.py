@@ -11,7 +11,7 @@ from ..runtime.libraries import settings
 os.environ.update(settings())
 
 from ...io_struct import CaesuraError
-from ...process.key_files import read_key_pair, server_key
+from ...process.curve import read_key_pair, server_key
 from .worker_process import Connection, end, run
 
 

@@ -32,7 +32,7 @@ from zmq.utils.monitor import parse_monitor_message
 from ... import __version__
 from ...io_struct import CaesuraError
 from ...process import log
-from ...process.key_files import KeyPair
+from ...process.curve import KeyPair
 from ..kernels.collectives import RankLostError
 from ..memory.device_memory import is_out_of_memory
 from ..runtime.background import Wakeup

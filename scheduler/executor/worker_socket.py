@@ -18,12 +18,11 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
-from ...process.key_files import KeyPair, read_key_pair, read_public_keys
+from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
 from ..runtime.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_MS = 2_000
 DEAD_HOST_MS = 20_000
 """Silence after which a host counts as gone; a process that ends is noticed at once."""
-_DOMAIN = b"caesura-ranks"
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _LINGER_MS = 500
 
 
@@ -52,7 +49,7 @@ class WorkerSocket:
         if config.tp_address is not None and self._key_file is not None:
             self._keys = read_key_pair(self._key_file, "curve_secret_key_file")
         self._expected = 0
-        self._zap: zmq.Socket[bytes] | None = None
+        self._handshakes: Handshakes | None = None
         self._directory: str | None = None
         self._cleanup = contextlib.ExitStack()
         try:
@@ -78,7 +75,8 @@ class WorkerSocket:
             self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_HOST_MS)
         if self._keys is not None:
-            self._use_keys(self._keys)
+            self._handshakes = Handshakes(self.socket, self._context, self._keys, self._allowed, "worker")
+            self._cleanup.callback(self._handshakes.socket.close)
         self._watch_connections()
         try:
             self.socket.bind(self.address)
@@ -97,14 +95,8 @@ class WorkerSocket:
 
     def answer_handshakes(self) -> None:
         """Accept the connections whose keys are authorized now (RFC 27, ZAP)."""
-        while self._zap is not None and self._zap.poll(0):
-            _, number, _, address, _, mechanism, *credentials = self._zap.recv_multipart()
-            status, text = b"400", b"this key is not authorized"
-            if mechanism == b"CURVE" and z85.encode(credentials[0]) in self._allowed():
-                status, text = b"200", b"OK"
-            else:
-                logger.warning("refused a worker of %s: its key is not authorized", address.decode())
-            self._zap.send_multipart([b"1.0", number, status, text, b"", b""])
+        if self._handshakes is not None:
+            self._handshakes.answer()
 
     def shut(self, workers: int) -> None:
         """Take no connection beside those of ``workers``, and tell of each that breaks."""
@@ -117,17 +109,6 @@ class WorkerSocket:
         self.socket.disable_monitor()
         self._thread.join()
         self._cleanup.close()
-
-    def _use_keys(self, keys: KeyPair) -> None:
-        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(_ZAP_ENDPOINT)
-        self._cleanup.callback(self._zap.close)
 
     def _allowed(self) -> frozenset[bytes]:
         assert self._keys is not None

@@ -1,4 +1,6 @@
-"""The picture shows what was measured: every figure as a label, bars to scale, and nothing that was not there."""
+"""The picture shows what was measured: every figure as a label, bars to scale, and nothing that was not
+there.
+"""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,6 @@
-"""The update benchmarks measure what they say: references move every byte, peaks are seen, every transport is driven."""
+"""The update benchmarks measure what they say: references move every byte, peaks are seen, every transport is
+driven.
+"""
 
 import argparse
 import dataclasses
