@@ -200,7 +200,8 @@ class OutputProcessor:
         params = request.params
         return (
             f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, "
-            f"frequency_penalty = {params.frequency_penalty:g}, presence_penalty = {params.presence_penalty:g}, "
+            f"frequency_penalty = {params.frequency_penalty:g}, "
+            f"presence_penalty = {params.presence_penalty:g}, "
             f"{len(params.logit_bias or ())} biases and min_new_tokens = {params.min_new_tokens}: "
             "check these, and the weights"
         )

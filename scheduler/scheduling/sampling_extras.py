@@ -105,7 +105,7 @@ class LogprobRecord:
 
 
 class _Rows:
-    """Growing arrays of log-probabilities by position: of the ``top`` most likely and the requested tokens."""
+    """Growing arrays of log-probabilities by position: of the ``top`` likeliest and the requested tokens."""
 
     def __init__(self, top: int, num_token_ids: int) -> None:
         self._known = 0
