@@ -1,7 +1,7 @@
 """Slots of offloaded parameters: written where the values are, whether or not the device has them.
 
-Invariant: a slot reads and writes through its :class:`~..memory.offload.OffloadableComponent`, which knows the place.
-Values written while a parameter is offloaded are those that come to the device next.
+Invariant: a slot reads and writes through its :class:`~..memory.offload.OffloadableComponent`, which knows
+the place. Values written while a parameter is offloaded are those that come to the device next.
 """
 
 from math import prod
