@@ -1,8 +1,7 @@
-"""A chain without engines: processes that receive buckets over gloo, copy each once and pass it on, and do
-nothing else.
+"""A chain without engines: processes that receive buckets over gloo, copy each once and pass it on.
 
-What its sender spends is what gloo and the kernel's loopback make of the same bytes on this machine, with as
-many receivers on the same cores. The difference to a chain of engines is the engines' and their messages'.
+Its sender spends what gloo and the kernel's loopback make of the same bytes with as many receivers on the
+same cores. The difference to a chain of engines is the engines' and their messages'.
 """
 
 import multiprocessing
@@ -22,7 +21,7 @@ _LIMIT = timedelta(seconds=300)
 
 
 def _link(store: Any, number: int, rank: int) -> Any:
-    """Return one end of a link like the engines' (scheduler/weights/transports/process_group.py)."""
+    """Return one end of a link like the engines' (transfer/process_group.py)."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
     options._threads, options._timeout = 2, _LIMIT

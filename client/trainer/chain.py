@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import CaesuraError, TensorSpec, UpdateWeightsFromDistributedReqInput, WeightUpdateReqOutput
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ...transfer.process_group import Backend, mark_present
 from ..connection.options import UpdateOptions, update_fields
 from ..exceptions import InvalidRequest
 from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .group import WeightUpdateGroup, whole
-from .rendezvous import GRACE_S, Backend, await_ranks, common_backend, invite, leave, mark_present, ranks_of
+from .rendezvous import GRACE_S, await_ranks, common_backend, invite, leave, ranks_of
 from .several import TwoPhaseUpdate, require_clients
 
 if TYPE_CHECKING:

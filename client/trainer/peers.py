@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Unpack
 
 from ...io_struct import SendWeightsReqInput, SendWeightsReqOutput, WeightUpdateReqOutput, new_id
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES
+from ...transfer.process_group import Backend
 from ..connection.channel import wait_for
 from ..connection.options import UpdateOptions, update_fields
 from ..exceptions import InvalidRequest
 from .buckets import bucket_size
 from .chain import Head, Hopeless, join_links, update_chain
-from .rendezvous import GRACE_S, Backend, backend_of, leave, make_store
+from .rendezvous import GRACE_S, backend_of, leave, make_store
 from .several import require_clients, started
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def clone_weights(
     links = [f"clone-{new_id()}" for _ in targets]
     engines = [source, *targets]
     with_all = backend or backend_of(engines, timeout_s)
-    store = make_store(master_address, master_port, timedelta(seconds=timeout_s))
+    store, _ = make_store(master_address, master_port, timedelta(seconds=timeout_s))
     try:
         join_links(engines, links, store, master_address, with_all, (timeout_s, broadcast_timeout_s))
         sending = SendWeightsReqInput(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEngineReqInput
+from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
 from ..weights.source import BufferSource, SharedMemory
@@ -27,7 +28,6 @@ from ..weights.transports.checkpoint_engine import (
     Opening,
     Turn,
 )
-from ..weights.transports.cuda_ipc import uuid_of
 from ..weights.transports.ipc import SharedMemoryMaps
 from .operations import Operation, Wait
 from .pause_ownership import Sender

@@ -20,9 +20,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..layers.movable_parameter import MovableSlot
+from ..layers.offloadable_parameter import OffloadableSlot
 from ..layers.parameters import Parameter, WeightSlot
-from ..memory.offload import Movable
+from ..memory.offload import OffloadableComponent
 from ..runtime.dtypes import DTYPES
 from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_small
 from ..weights.transports.disk import Checkpoint, open_checkpoint
@@ -69,7 +69,7 @@ class Component:
         dtype: torch.dtype,
         device: torch.device,
         saved: Iterable[str] = (),
-        movable: Movable | None = None,
+        movable: OffloadableComponent | None = None,
     ) -> None:
         """
         Args:
@@ -97,7 +97,7 @@ class Component:
             )
             _replace(module, old, parameter.data)
             self.slots[parameter.name] = (
-                parameter.slot(parameter.name) if movable is None else MovableSlot(parameter, movable)
+                parameter.slot(parameter.name) if movable is None else OffloadableSlot(parameter, movable)
             )
             self._storage.append((parameter.name, parameter.data))
         for owner in module.modules():
@@ -127,7 +127,7 @@ def build_component(
     class_path: str,
     dtype: torch.dtype | None,
     device: torch.device,
-    movable: Movable | None = None,
+    movable: OffloadableComponent | None = None,
 ) -> tuple[Component, Checkpoint]:
     """The component in ``folder``, whose parameters hold nothing yet, and its checkpoint.
 

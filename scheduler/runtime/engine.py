@@ -69,6 +69,7 @@ class Engine:
         self.shutdown = shutdown or shutdown_of(config)
         self.started_at = monotonic()
         self._cleanup = ExitStack()
+        self._has_steps = False  # while the model is loaded, components may leave the device already
         keys = ServerKeys.read(config.curve_secret_key_file, config.curve_authorized_clients)
         self.router = self._cleanup.enter_context(
             closing(
@@ -93,8 +94,8 @@ class Engine:
         self.device_module = device_module_for(config.device)
         self.device_cache = DeviceCache(
             self.device_module,
-            synchronize=lambda: self.runner.synchronize(),
-            elsewhere=lambda place: self.executor.empty(place),
+            synchronize=lambda: self.runner.synchronize() if self._has_steps else None,
+            elsewhere=lambda place: self.executor.empty(place) if self._has_steps else (),
             note_failure=lambda what, freed: self.history.note("failure", what, returned=freed),
         )
         self.executor = closed(closing(_executor(config)))
@@ -163,6 +164,7 @@ class Engine:
         self.outputs, self.outbox, self.request_type = steps.outputs, steps.outbox, steps.request_type
         self.cache, self.prompts, self.open_folder = steps.cache, steps.prompts, steps.open_folder
         self.graphs = None if steps.model_runner is None else steps.model_runner.graphs
+        self._has_steps = True
         steps.serving.log()
         self.weights_file.begin(self.state.stamp, steps.loaded.digest)
 

@@ -11,8 +11,6 @@ from .request import Phase
 
 
 class LiveSample(Protocol):
-    """One sample of a request."""
-
     message_id: str
     rid: str
     index: int
@@ -22,7 +20,7 @@ class LiveSample(Protocol):
 
     @property
     def key(self) -> tuple[str, int]:
-        """``(rid, sample index)``, unique among live samples."""
+        """Unique among live samples: ``(rid, sample index)``."""
         ...
 
 
@@ -40,17 +38,15 @@ class LiveRequests(Generic[SampleT]):
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[SampleT]:
-        """In the order of admission. Iterates over a copy, because finishing a request removes it."""
+        """Iterate over a copy, in the order of admission: finishing a request removes it."""
         return iter(list(self._by_key.values()))
 
     def add(self, requests: Iterable[SampleT]) -> None:
-        """Register admitted requests."""
         for request in requests:
             self._by_key[request.key] = request
             self._by_rid[request.rid].append(request)
 
     def remove(self, request: SampleT) -> None:
-        """Unregister a finished request."""
         del self._by_key[request.key]
         samples = self._by_rid[request.rid]
         samples.remove(request)
@@ -58,9 +54,7 @@ class LiveRequests(Generic[SampleT]):
             del self._by_rid[request.rid]
 
     def samples(self, rid: str) -> list[SampleT]:
-        """The live samples of generation ``rid``."""
         return list(self._by_rid.get(rid, ()))
 
     def of_client(self, client: bytes) -> list[SampleT]:
-        """The live requests whose results go to ``client``."""
         return [request for request in self._by_key.values() if request.client == client]

@@ -1,8 +1,8 @@
 """Processes a step's output: records tokens, finds finished requests, builds their terminal results.
 
 Invariants:
-- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts have a row for
-  each position but the last; this is checked before the result is handed on.
+- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts
+  have a row for each position but the last; this is checked before the result is handed on.
 - Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
 """
 
@@ -16,14 +16,13 @@ import numpy as np
 
 from ...io_struct import ErrorCode, FinishReason, GenerateReqOutput, RoutedExperts
 from ..execution.forward import FurtherLogprobs, HostOutput
-from .batcher import Batcher
+from .batcher import Batcher, ScheduledBatch
 from .live_requests import LiveRequests
 from .outputs import Outputs
 from .request import NO_TOKEN, OutputArrays, Request, RequestTable, WeightStamp
 from .sampling_extras import LogprobRecord
 from .sampling_inputs import InputSpan
 from .sampling_masks import MAX_MASK_BYTES
-from .scheduled_batch import ScheduledBatch
 from .waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
@@ -56,7 +55,9 @@ class OutputProcessor(Outputs[Request]):
         self._stamp_number += 1
 
     def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
-        """Record a step's tokens and finish the requests that end. Rows of requests that ended in flight are ignored."""
+        """Record a step's tokens and finish the requests that end. Rows of requests that ended in flight are
+        ignored.
+        """
         table = self._table
         if output.inputs is not None:
             _record_inputs(batch.inputs, output.inputs)
@@ -121,9 +122,11 @@ class OutputProcessor(Outputs[Request]):
             return "the model's logits are not finite: check the weights"
         params = request.params
         return (
-            f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, frequency_penalty = "
-            f"{params.frequency_penalty:g}, presence_penalty = {params.presence_penalty:g}, {len(params.logit_bias or ())} "
-            f"biases and min_new_tokens = {params.min_new_tokens}: check these, and the weights"
+            f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, "
+            f"frequency_penalty = {params.frequency_penalty:g}, "
+            f"presence_penalty = {params.presence_penalty:g}, "
+            f"{len(params.logit_bias or ())} biases and min_new_tokens = {params.min_new_tokens}: "
+            "check these, and the weights"
         )
 
     def _open_spans(self, slots: np.ndarray, at: np.ndarray) -> None:
@@ -154,7 +157,8 @@ class OutputProcessor(Outputs[Request]):
         for slot in slots[table.extras.masked[slots]]:
             request = table.by_slot[slot]
             if request is not None and request.masks is not None and request.masks.nbytes > MAX_MASK_BYTES:
-                message = f"its sampling masks take more than {MAX_MASK_BYTES} bytes: lower top_k, top_p or max_new_tokens"
+                limit = f"its sampling masks take more than {MAX_MASK_BYTES} bytes"
+                message = f"{limit}: lower top_k, top_p or max_new_tokens"
                 self.fail([request], message, ErrorCode.INVALID_REQUEST)
 
     def _stream(self, slots: np.ndarray, at: np.ndarray) -> None:
@@ -228,7 +232,7 @@ class OutputProcessor(Outputs[Request]):
 
 
 def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:
-    """The result fields that come from ``record``, for ``count`` output tokens."""
+    """Return the result fields that come from ``record``, for ``count`` output tokens."""
     top, token_ids = record.output_rows(0, count)
     input_logprobs, input_top, input_token_ids = record.input_rows()
     return {

@@ -1,21 +1,21 @@
 """Recovery from a failed step: which requests end, and which tokens are computed again.
 
-A step may fail while it is built, launched or fetched, or while its output is processed. There are two kinds of failure.
-Out of memory is no request's fault: the step is rolled back, and its tokens or samples are computed again in steps of half
-the size (decoding rows first, prompts later if both do not fit). Only a step of a single one that fails twice ends its
-request.
-Any other failure ends the requests of its step.
+A step may fail while it is built, launched or fetched, or while its output is processed. There are two kinds
+of failure. Out of memory is no request's fault: the step is rolled back, and its tokens or samples are computed again in
+steps of half the size (decoding rows first, prompts later if both do not fit). Only a step of a single one
+that fails twice ends its request. Any other failure ends the requests of its step.
 
 Invariants:
-- A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV slots, and its
-  noise is a function of position, so it samples the same tokens.
-- Of a model with states per sequence, requests whose state the step has overwritten start again from the last one that was kept
-  for a prefix of theirs (``states.py`` says which steps overwrite), and before others decode on.
-- A step that was launched after a failed one is rolled back with it, because its decoding rows read the failed step's
-  tokens. Its requests go on.
-- Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one before, and a
-  single token is tried twice. After any other failure there is no second attempt. Building a step is tried
-  :data:`MAX_BUILDS` times.
+- A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV
+  slots, and its noise is a function of position, so it samples the same tokens.
+- Of a model with states per sequence, requests whose state the step has overwritten start again from the last
+  one that was kept for a prefix of theirs (``states.py`` says which steps overwrite), and before others
+  decode on.
+- A step that was launched after a failed one is rolled back with it, because its decoding rows read the
+  failed step's tokens. Its requests go on.
+- Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one
+  before, and a single token is tried twice. After any other failure there is no second attempt. Building a
+  step is tried :data:`MAX_BUILDS` times.
 - The device cache is emptied once per failure, when nothing refers to the step's tensors any more.
 """
 
@@ -36,19 +36,25 @@ from .stepping import StepBatcher
 logger = logging.getLogger(__name__)
 
 MAX_BUILDS = 3
-"""Attempts to build a step before the requests fail that may cause it (:meth:`Batcher.schedule_failure_candidates`)."""
+"""Attempts to build a step before the requests fail that may cause it
+(:meth:`Batcher.schedule_failure_candidates`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The message of an exception. The exception itself is not kept, because its traceback keeps the step's tensors alive."""
+    """The message of an exception. The exception itself is not kept, because its traceback keeps the step's
+    tensors alive.
+    """
 
     message: str
     out_of_memory: bool
 
     @classmethod
     def of(cls, error: Exception, step: int) -> "Failure":
-        """The failure of step number ``step``. Logs ``error``, with its traceback unless memory ran out."""
+        """Return the failure of step number ``step``. Log ``error``, with its traceback unless memory ran
+        out.
+        """
         failure = cls(f"{type(error).__name__}: {error}", is_out_of_memory(error))
         if failure.out_of_memory:
             logger.warning("step %d ran out of memory: %s", step, failure.message)

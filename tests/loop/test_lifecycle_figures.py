@@ -23,7 +23,7 @@ PAGE = 16
 
 @pytest.fixture
 def clock(monkeypatch):
-    return clock_of(monkeypatch, ["control.engine_state"])
+    return clock_of(monkeypatch, ["control.engine_state", "control.pause"])
 
 
 @pytest.fixture
@@ -200,10 +200,10 @@ def test_a_lease_that_cannot_continue_says_why(driver, clock, caplog):
 
 def test_weights_that_are_invalid_already_keep_their_reason(driver):
     """A release of the rest does not say that it was the release of the weights."""
-    lifecycle = driver.engine.state
+    state = driver.engine.state
     driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
     assert driver.status().weights_detail.startswith("their memory was released without a copy")
-    lifecycle._weights_detail = "before"
+    state.weights_detail = "before"
     driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
     status = driver.status()
     assert (status.weights, status.weights_detail, status.released_tags) == (
