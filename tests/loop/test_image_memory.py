@@ -37,7 +37,7 @@ def run(driver, message, buffers=()):
 def held(driver):
     """Bytes that are there now: of latents, trajectories, images, and embeddings by request."""
     samples = driver.engine.batcher._running
-    embeds = {id(s.prompting): [s.prompting.embeds, s.prompting.negative] for s in samples}
+    embeds = {id(s.conditioning): [s.conditioning.embeds, s.conditioning.negative] for s in samples}
     tensors = [each for both in embeds.values() for part in both for each in (part or {}).values()]
     tensors += [sample.latent for sample in samples if sample.latent is not None]
     arrays = [each for sample in samples for each in sample.latents.values()]
@@ -50,12 +50,12 @@ def announced(driver, message):
     driver.send(message)
     driver.tick()
     sample = driver.engine.live.samples(message.id)[0]
-    assert sample.prompting.embeds is not None, "it has started"
-    embeds = [sample.prompting.embeds, sample.prompting.negative or {}]
+    assert sample.conditioning.embeds is not None, "it has started"
+    embeds = [sample.conditioning.embeds, sample.conditioning.negative or {}]
     there = sum(each.nbytes for part in embeds for each in part.values())
     driver.run_until_idle()
-    assert sample.prompting.nbytes == pytest.approx(there, rel=0.2)
-    return sample.latent_bytes + sample.kept_bytes, sample.prompting.nbytes
+    assert sample.conditioning.nbytes == pytest.approx(there, rel=0.2)
+    return sample.latent_bytes + sample.kept_bytes, sample.conditioning.nbytes
 
 
 @pytest.mark.parametrize("mode", [None, "in_place", "retract"])
