@@ -50,12 +50,13 @@ def announced(driver, message):
     driver.send(message)
     driver.tick()
     sample = driver.engine.live.samples(message.id)[0]
-    assert sample.conditioning.embeds is not None, "it has started"
-    embeds = [sample.conditioning.embeds, sample.conditioning.negative or {}]
+    conditioning = sample.conditioning
+    assert conditioning.embeds is not None, "it has started"
+    embeds = [conditioning.embeds, conditioning.negative or {}]
     there = sum(each.nbytes for part in embeds for each in part.values())
     driver.run_until_idle()
-    assert sample.conditioning.nbytes == pytest.approx(there, rel=0.2)
-    return sample.latent_bytes + sample.kept_bytes, sample.conditioning.nbytes
+    assert conditioning.nbytes == pytest.approx(there, rel=0.2)
+    return sample.latent_bytes + sample.kept_bytes, conditioning.nbytes
 
 
 @pytest.mark.parametrize("mode", [None, "in_place", "retract"])
