@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 
 from ...io_struct import PromptCacheStatus
-from .request import Embeds, Prompting
+from .request import Conditioning, Embeds
 
 ENTRY_BYTES = 512
 """Estimated memory of an entry beside its tensors."""
@@ -19,7 +19,7 @@ ENTRY_BYTES = 512
 _Key = tuple[int, bytes]
 
 
-class EncodedPrompts:
+class PromptCache:
     """A cache of embeddings, those of prompts and of negative prompts alike, where they were computed."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -34,26 +34,29 @@ class EncodedPrompts:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keys(self, prompting: Prompting) -> set[_Key]:
-        """Of what is still to be encoded of ``prompting``."""
-        longest = prompting.max_sequence_length
-        return {self._key(ids, longest) for ids in prompting.unencoded}
+    def keys(self, conditioning: Conditioning) -> set[_Key]:
+        """Of what is still to be encoded of ``conditioning``."""
+        longest = conditioning.max_sequence_length
+        return {self._key(ids, longest) for ids in conditioning.unencoded}
 
-    def fill(self, prompting: Prompting) -> bool:
-        """Give ``prompting`` what is kept; whether it has all then."""
-        longest = prompting.max_sequence_length
-        if prompting.embeds is None:
-            prompting.embeds = self._find(prompting.ids, longest)
-        if prompting.guided and prompting.negative is None:
-            prompting.negative = self._find(prompting.negative_ids, longest)
-        return prompting.is_ready
+    def fill(self, conditioning: Conditioning) -> bool:
+        """Give ``conditioning`` what is kept; whether it has all then."""
+        longest = conditioning.max_sequence_length
+        if conditioning.embeds is None:
+            conditioning.embeds = self._find(conditioning.ids, longest)
+        if conditioning.guided and conditioning.negative is None:
+            conditioning.negative = self._find(conditioning.negative_ids, longest)
+        return conditioning.is_ready
 
-    def keep(self, prompting: Prompting) -> None:
-        """A step has encoded ``prompting``, or the part of it that was not there."""
-        for ids, embeds in ((prompting.ids, prompting.embeds), (prompting.negative_ids, prompting.negative)):
+    def keep(self, conditioning: Conditioning) -> None:
+        """A step has encoded ``conditioning``, or the part of it that was not there."""
+        for ids, embeds in (
+            (conditioning.ids, conditioning.embeds),
+            (conditioning.negative_ids, conditioning.negative),
+        ):
             if ids is None or embeds is None:
                 continue
-            key = self._key(ids, prompting.max_sequence_length)
+            key = self._key(ids, conditioning.max_sequence_length)
             if key not in self._entries:
                 self.misses += 1
                 self._add(key, embeds)

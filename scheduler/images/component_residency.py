@@ -19,7 +19,7 @@ from ..memory.residency import ComponentResidencyManager, ComponentUse
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.config import EngineConfig
 from .batcher import Kind
-from .blocks import Blocks
+from .components import Blocks
 
 _LOADING = "load_pipeline"
 _STRATEGIES: dict[Residency, Strategy] = {
@@ -41,7 +41,7 @@ def kind_using(component: str) -> Kind:
     return "decode" if component == "vae" else "denoise"
 
 
-class Stages:
+class ComponentStages:
     """Follows the kinds of steps."""
 
     def __init__(
