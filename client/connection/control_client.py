@@ -60,6 +60,7 @@ class ControlClient(ThreadClient):
     ) -> None:
         super().__init__(endpoint, connection)
         self.owner = owner
+        """Owner token of commands that are not given another, or None."""
         self._session = OpenSession()
         self._shared: SharedBuckets | None = None
 
