@@ -1,11 +1,11 @@
 """Writes the blocking clients from the asyncio ones, so that there is one client to keep.
 
-Invariants: what is written differs from its source in ``async`` and ``await``, in names, and in words of docstrings, and says
-nothing of asyncio. What cannot be the same in both (who drives the socket, how somebody waits) is written by hand, behind the
-same names, in ``channel.py`` and ``async_channel.py``.
+Invariants: what is written differs from its source in ``async`` and ``await``, in names, and in words of
+docstrings, and says nothing of asyncio. What cannot be the same in both (who drives the socket, how somebody
+waits) is written by hand, behind the same names, in ``channel.py`` and ``async_channel.py``.
 
-Run ``python client/_blocking/generate.py`` after a change of a source; with ``--check`` nothing is written, and the exit status
-says whether all is up to date.
+Run ``python client/_blocking/generate.py`` after a change of a source; with ``--check`` nothing is written,
+and the exit status says whether all is up to date.
 """
 
 import re
@@ -37,11 +37,12 @@ WORDS = {
 }
 """Names, and words of docstrings. unasync knows those of the language, such as ``__aenter__``."""
 LEFT_OVER = re.compile(r"[Aa]sync|\bawait\b|[Cc]oroutine|[Ee]vent loop|\bLoop|\bSync[A-Z]")
-"""What would be wrong in a blocking module; ``Sync…`` is what unasync makes of names that it does not know."""
+"""What would be wrong in a blocking module; ``Sync…`` is what unasync makes of names that it does not know.
+"""
 
 
 def generate(name: str, source: str) -> str:
-    """The blocking module of ``source``, the text of ``SOURCES``' file ``name``.
+    """Return the blocking module of ``source``, the text of ``SOURCES``' file ``name``.
 
     Raises:
         ValueError: something of asyncio would be left.
@@ -59,7 +60,7 @@ def words_replaced(source: str) -> str:
 
 
 def without_async(source: str) -> str:
-    """What unasync, which rewrites files, makes of ``source``."""
+    """Return ``source`` as unasync, which rewrites files, leaves it."""
     with tempfile.TemporaryDirectory() as folder:
         before, after = Path(folder, "before", "module.py"), Path(folder, "after", "module.py")
         before.parent.mkdir()

@@ -1,11 +1,12 @@
-"""The socket of an asyncio client, driven by its event loop, and how coroutines wait for what comes. Has the names of channel.py
-that the two kinds of clients share.
+"""The socket of an asyncio client, driven by its event loop, and how coroutines wait for what comes. Has the
+names of channel.py that the two kinds of clients share.
 
 Invariants:
 - Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
-- Before a request is registered, a connection that has gone meanwhile is reported: the request is not lost with it.
-- libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten the
-  signal), drains the socket until it is empty.
+- Before a request is registered, a connection that has gone meanwhile is reported: the request is not lost
+  with it.
+- libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten
+  the signal), drains the socket until it is empty.
 - Giving up waiting, by a timeout or a cancellation, leaves what was waited for as it is.
 """
 
@@ -36,7 +37,7 @@ MAX_SLEEP_S = 3600.0
 
 
 async def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
-    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    """Return the future's result, or raise TimedOut after ``timeout`` seconds (None: no limit)."""
     await asyncio.wait([future], timeout=timeout)
     if not future.done():
         raise timed_out(message_id, timeout)
@@ -49,7 +50,7 @@ async def wait_for_all(futures: Sequence[Result], timeout: float | None) -> None
 
 
 async def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenDelta | None:
-    """The next delta, None at the end of the stream, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    """Return the next delta, or None at the end of the stream; TimedOut after ``timeout`` seconds."""
     try:
         async with asyncio.timeout(timeout):
             return await deltas.get()
@@ -58,7 +59,7 @@ async def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> 
 
 
 async def run(work: Callable[[], Any]) -> Any:
-    """What ``work()`` returns. It may block, so it has a thread: the loop goes on."""
+    """Call ``work`` in a thread, since it may block, and return its result."""
     return await asyncio.to_thread(work)
 
 
@@ -128,13 +129,14 @@ class LoopChannel:
         return future
 
     def refuse(self, error: EngineError | None) -> None:
-        """From now on every new request raises ``error``; None: no longer. For who knows that the engine is away for a
-        while. What is pending is the link's to fail, after what the engine had still sent."""
+        """From now on every new request raises ``error``; None: no longer. For who knows that the engine is
+        away for a while. What is pending is the link's to fail, after what the engine had still sent.
+        """
         if self._connection.failure is self._refusal:
             self._connection.failure = self._refusal = error
 
     def close(self) -> None:
-        """Close the socket and fail what is pending. Idempotent; in a forked child there is nothing to close."""
+        """Close the socket and fail what is pending. Idempotent; without effect in a forked child."""
         if not self._process.is_here:
             return
         if self._connection.failure is self._refusal:
@@ -202,7 +204,9 @@ class LoopChannel:
         self._set_timer(self._link.deadline)
 
     def _set_timer(self, deadline: float | None) -> None:
-        """Wake up at ``deadline`` at the latest: a timer that comes earlier is left alone, most deadlines only move on."""
+        """Wake up at ``deadline`` at the latest: a timer that comes earlier is left alone, most deadlines
+        only move on.
+        """
         now = time.monotonic()
         if self._timer is not None:
             if deadline is None or now < self._wakes_at <= deadline:
@@ -225,8 +229,9 @@ class LoopChannel:
 
 
 class Channel(Protocol):
-    """What an asyncio client needs of whatever answers its requests: one engine, or several behind one door. The methods are
-    those of :class:`LoopChannel`."""
+    """What an asyncio client needs of whatever answers its requests: one engine, or several behind one door.
+    The methods are those of :class:`LoopChannel`.
+    """
 
     @property
     def incarnation(self) -> str | None: ...
@@ -260,5 +265,5 @@ class LoopClient:
         return self._channel
 
     def _opened(self, connection: ConnectionOptions) -> Channel:
-        """The channel of a new client; nothing is connected before the first request."""
+        """Make the channel of a new client; nothing is connected before the first request."""
         return LoopChannel(self.endpoint, ChannelOptions.of(connection))

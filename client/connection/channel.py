@@ -1,12 +1,14 @@
-"""The I/O thread of a blocking client, and how other threads wait for what comes. Has the names of async_channel.py that the
-two kinds of clients share.
+"""The I/O thread of a blocking client, and how other threads wait for what comes. Has the names of
+async_channel.py that the two kinds of clients share.
 
 Invariants:
-- One thread owns the socket; any number of others may register a request, queue its frame and wait on a future.
-- Registering a request and queueing its frame happen under one lock, and so do failing what was sent and keeping what was
-  not: when a connection is lost, requests that were handed to its socket fail, those still queued go to the next one.
-- The socket belongs to the thread. Waiters are resolved under the lock, so nothing that runs at that moment may call
-  back into the channel.
+- One thread owns the socket; any number of others may register a request, queue its frame and wait on a
+  future.
+- Registering a request and queueing its frame happen under one lock, and so do failing what was sent and
+  keeping what was not: when a connection is lost, requests that were handed to its socket fail, those still
+  queued go to the next one.
+- The socket belongs to the thread. Waiters are resolved under the lock, so nothing that runs at that moment
+  may call back into the channel.
 - Whatever ends the thread, all waiters are resolved.
 - A forked child has neither the thread nor the socket: it is told so at once, without taking the lock.
 - Giving up waiting leaves what was waited for as it is.
@@ -42,7 +44,7 @@ MAX_POLL_S = 3600.0
 
 
 def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
-    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    """Return the future's result, or raise TimedOut after ``timeout`` seconds (None: no limit)."""
     try:
         return future.result(timeout)
     except TimeoutError:
@@ -57,7 +59,7 @@ def wait_for_all(futures: Sequence[Result], timeout: float | None) -> None:
 
 
 def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenDelta | None:
-    """The next delta, None at the end of the stream, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    """Return the next delta, or None at the end of the stream; TimedOut after ``timeout`` seconds."""
     try:
         return deltas.get(timeout=timeout)
     except queue.Empty:
@@ -65,7 +67,7 @@ def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenD
 
 
 def run(work: Callable[[], Any]) -> Any:
-    """What ``work()`` returns. It may block, as its caller does."""
+    """Call ``work``, which may block as its caller does, and return its result."""
     return work()
 
 
@@ -144,13 +146,13 @@ class ThreadChannel:
         self._link.expect_exit()
 
     def engine_exited(self, reason: str) -> None:
-        """The engine's process has ended; after what it had sent, everything fails with ``reason``."""
+        """Fail everything with ``reason``, after what the ended process had sent."""
         with self._lock:
             self._exit_reason = reason
             self._wake()
 
     def close(self) -> None:
-        """End the thread and fail what is pending. Idempotent; in a forked child there is nothing to close."""
+        """End the thread and fail what is pending. Idempotent; without effect in a forked child."""
         if not self._process.is_here:
             return
         with self._lock:
@@ -222,9 +224,9 @@ class ThreadClient:
         self._channel = ThreadChannel(endpoint, ChannelOptions.of(connection))
 
     def expect_exit(self) -> None:
-        """The launcher watches this engine's process and will call :meth:`engine_exited`."""
+        """Expect a call of :meth:`engine_exited`: the launcher watches this engine's process."""
         self._channel.expect_exit()
 
     def engine_exited(self, reason: str) -> None:
-        """The engine's process has ended: what is pending and every later call fails with ``reason``."""
+        """Fail what is pending and every later call with ``reason``: the engine's process has ended."""
         self._channel.engine_exited(reason)

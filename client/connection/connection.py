@@ -1,14 +1,15 @@
 """Protocol state of a client between requests and replies; no sockets, threads or clocks.
 
 Invariants:
-- Every waiter registered here is resolved exactly once: by its reply, by an error, or by :meth:`Connection.fail_all`.
-- A message id that is still pending is never registered twice: a retry with the same body shares the first waiter, one
-  with another body is refused.
-- Each token of a streaming sample is delivered once and in order. Deltas after a gap are held back: the terminal
-  result carries every token, so its tail closes the gap.
+- Every waiter registered here is resolved exactly once: by its reply, by an error, or by
+  :meth:`Connection.fail_all`.
+- A message id that is still pending is never registered twice: a retry with the same body shares the first
+  waiter, one with another body is refused.
+- Each token of a streaming sample is delivered once and in order. Deltas after a gap are held back: the
+  terminal result carries every token, so its tail closes the gap.
 
-Not thread-safe: the owner serialises calls. The owner also chooses what a waiter is (a thread's future, an event
-loop's future).
+Not thread-safe: the owner serialises calls. The owner also chooses what a waiter is (a thread's future, an
+event loop's future).
 """
 
 import logging
@@ -73,8 +74,8 @@ class DeltaQueue(Protocol):
 class Sink(Protocol):
     """Takes what comes of a generation as it comes, instead of a queue.
 
-    Called while messages are read: it must return soon. An exception ends its generation with ``internal``, and no
-    other.
+    Called while messages are read: it must return soon. An exception ends its generation with ``internal``,
+    and no other.
     """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
@@ -106,7 +107,8 @@ class _InFlight(Generic[WaiterT, OutputT]):
         self.rid = request.id if request.rid is None else request.rid
         self.frame = frame
         self.waiter = waiter
-        # A bad n (a string, 0) travels on: the engine refuses it with its own error, whatever is expected here.
+        # A bad n (a string, 0) travels on: the engine refuses it with its own error, whatever is expected
+        # here.
         self.n = n if isinstance(n, int) else 1
         self._outputs: dict[int, OutputT] = {}
 
@@ -296,7 +298,9 @@ class Connection(Generic[WaiterT, QueueT]):
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> tuple[Generation[WaiterT, QueueT], bytes]:
-        """Register a generation; raises as :meth:`start_call`, and DuplicateRid when this client has that rid live."""
+        """Register a generation; raises as :meth:`start_call`, and DuplicateRid when this client has that rid
+        live.
+        """
         frame = self._encode(request)
         known = self._pending_generation(request.id, frame)
         if isinstance(known, Generation):
@@ -319,7 +323,7 @@ class Connection(Generic[WaiterT, QueueT]):
     def _pending_generation(
         self, message_id: str, frame: bytes
     ) -> Generation[WaiterT, QueueT] | ImageGeneration[WaiterT] | None:
-        """The generation that a request repeats; None if its id is new."""
+        """Return the generation that a request repeats, or None if its id is new."""
         known = self._generations.get(message_id)
         if known is not None:
             _same_body(message_id, known.frame, frame)
@@ -334,7 +338,9 @@ class Connection(Generic[WaiterT, QueueT]):
         self._by_rid[generation.rid] = generation
 
     def receive(self, frames: list[bytes]) -> None:
-        """Process one message from the scheduler. An unreadable one fails only the call or generation that it names."""
+        """Process one message from the scheduler. An unreadable one fails only the call or generation that it
+        names.
+        """
         try:
             message = decode_reply(frames[0])
         except msgspec.DecodeError as broken:
@@ -371,8 +377,9 @@ class Connection(Generic[WaiterT, QueueT]):
         return isinstance(message_id, str) and (message_id in self._calls or message_id in self._generations)
 
     def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
-        """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of ``error``, one
-        instance each."""
+        """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of
+        ``error``, one instance each.
+        """
         for message_id in [each for each in self._calls if each not in spare]:
             call = self._calls.pop(message_id)
             resolve(call.waiter, error_for(error.code, error.message, error.detail))
@@ -414,7 +421,7 @@ class Connection(Generic[WaiterT, QueueT]):
             self._forget(generation)
 
     def _take_unread(self, reply: UnreadReply, broken: msgspec.DecodeError) -> None:
-        """A message of a newer minor version, perhaps: it ends only what it is the answer to."""
+        """End only what an unreadable message, perhaps of a newer minor version, is the answer to."""
         what = reply.type or "message without a type"
         error = InternalError(f"the engine sent a {what} that this client cannot read: {broken}", type=what)
         logger.warning("%s", error.message)
@@ -435,7 +442,8 @@ class Connection(Generic[WaiterT, QueueT]):
             raise InternalError("a stream delta has columns of different lengths")
         if not sum(counts) == len(tokens) == len(logprobs):
             raise InternalError(
-                f"a stream delta counts {sum(counts)} tokens but holds {len(tokens)} and {len(logprobs)} logprobs"
+                f"a stream delta counts {sum(counts)} tokens "
+                f"but holds {len(tokens)} and {len(logprobs)} logprobs"
             )
         top, token_ids = further_logprobs(delta.top, counts), further_logprobs(delta.token_ids, counts)
         details = token_details(delta.details, counts)

@@ -1,11 +1,11 @@
 # Generated from connection/async_control_client.py by `python client/_blocking/generate.py`: change that file.
-"""``ControlClient``: the commands of a trainer (pause, weights, memory, status), for any number of threads.
+"""``ControlClient``: trainers' commands, for any number of threads.
 
 Invariants:
 - No call waits forever for an engine that has ended: when the connection or the launched process ends, every
   pending call raises :class:`EngineDied`.
-- A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete. Repeating the
-  call with the same ``message_id`` attaches to it (docs/reference/wire.md, "Idempotence").
+- A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete. Repeating
+  the call with the same ``message_id`` attaches to it (docs/reference/wire.md, "Idempotence").
 - A call that times out or is interrupted has no effect in the engine beyond what it asked for, except that a
   weight session that it opened is aborted.
 - Every command carries the client's owner token, unless it is given another.
@@ -50,9 +50,9 @@ ReplyT = TypeVar("ReplyT", bound=wire.Message)
 class ControlClient(ThreadClient):
     """A connection to one engine.
 
-    ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies. ``owner`` is
-    the owner token of commands that are not given another; these commands renew the lease of its pause. The other
-    keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
+    ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies.
+    ``owner`` is the owner token of commands that are not given another; these commands renew the lease of its
+    pause. The other keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class ControlClient(ThreadClient):
         return self._channel.incarnation
 
     def close(self) -> None:
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
+        Idempotent.
+        """
         self._channel.close()
         if self._shared is not None:
             self._shared.close()
@@ -179,9 +181,9 @@ class ControlClient(ThreadClient):
     ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket.
 
-        ``named_tensors`` are checkpoint names and tensors, as pairs or as a dict (``model.state_dict()``). If they exceed ``bucket_bytes``, they are sent in several
-        calls within one session: the open one of :meth:`weight_update`, else a new one. ``timeout`` limits each bucket.
-        Needs torch.
+        ``named_tensors`` are checkpoint names and tensors, as pairs or as a dict (``model.state_dict()``). If
+        they exceed ``bucket_bytes``, they are sent in several calls within one session: the open one of
+        :meth:`weight_update`, else a new one. ``timeout`` limits each bucket. Needs torch.
         """
         from ..trainer import tensor_steps
 
@@ -226,7 +228,8 @@ class ControlClient(ThreadClient):
     ) -> wire.WeightUpdateReqOutput:
         """Broadcast weights over ``group``, whose only other rank is this engine.
 
-        Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
+        Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch.
+        :meth:`WeightUpdateGroup.update` does this for several engines.
         """
         require_group(group)
         steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
@@ -241,10 +244,11 @@ class ControlClient(ThreadClient):
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Let a checkpoint-engine parameter server run an update; ``zmq_handles`` maps device UUID to its address.
+        """Let a checkpoint-engine parameter server run an update; ``zmq_handles`` maps device UUID to its
+        address.
 
-        The update fails if the server sends nothing for ``timeout_s`` seconds. The engine must have been started with
-        ``allow_legacy_pickle``.
+        The update fails if the server sends nothing for ``timeout_s`` seconds. The engine must have been
+        started with ``allow_legacy_pickle``.
         """
         request = wire.UpdateWeightsFromCheckpointEngineReqInput(
             id=id_of(message_id),
@@ -270,7 +274,8 @@ class ControlClient(ThreadClient):
     ) -> wire.InitWeightsUpdateGroupReqOutput:
         """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
 
-        Rank 0 is a trainer (``WeightUpdateGroup.create`` has both join), or an engine that :meth:`send_weights`.
+        Rank 0 is a trainer (``WeightUpdateGroup.create`` has both join), or an engine that
+        :meth:`send_weights`.
         """
         request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),
@@ -299,7 +304,7 @@ class ControlClient(ThreadClient):
     def weights_manifest(
         self, *, component: str | None = None, message_id: str | None = None, timeout: float | None = None
     ) -> wire.GetWeightsManifestReqOutput:
-        """Name, dtype and shape of every tensor as the engine stores it: what :meth:`send_weights` can send."""
+        """Return name, dtype and shape of every stored tensor, all of which :meth:`send_weights` can send."""
         request = wire.GetWeightsManifestReqInput(id=id_of(message_id), component=component)
         return self._call(request, wire.GetWeightsManifestReqOutput, timeout)
 
@@ -313,11 +318,13 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.SendWeightsReqOutput:
-        """Have the engine broadcast committed weights as rank 0 of a process group, while it goes on generating.
+        """Have the engine broadcast committed weights as rank 0 of a process group, while it goes on
+        generating.
 
-        The receivers' calls have the same ``specs`` (those of ``tensors`` in :meth:`weights_manifest`, as ``tensor.spec()``) and the
-        same ``tensors_per_broadcast``: how many of them go in each broadcast; None means one broadcast per tensor. ``clone_weights`` of ``caesura.client.trainer``
-        makes the group and all calls.
+        The receivers' calls have the same ``specs`` (those of ``tensors`` in :meth:`weights_manifest`, as
+        ``tensor.spec()``) and the same ``tensors_per_broadcast``: how many of them go in each broadcast; None
+        means one broadcast per tensor. ``clone_weights`` of ``caesura.client.trainer`` makes the group and
+        all calls.
         """
         request = wire.SendWeightsReqInput(
             id=id_of(message_id),
@@ -336,7 +343,9 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ReleaseMemoryOccupationReqOutput:
-        """Release device memory by tag, one or several; None means all tags. The values of released weights are lost."""
+        """Release device memory by tag, one or several; None means all tags. The values of released weights
+        are lost.
+        """
         request = wire.ReleaseMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
         return self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
 
@@ -378,9 +387,9 @@ class ControlClient(ThreadClient):
     ) -> wire.WeightUpdateReqOutput:
         """End a session: commit it, or abort it (then the weights stay valid only if nothing was written).
 
-        ``session_id`` None means the session that this client began, else the implicit one of its calls. ``force`` aborts
-        the open session, whoever opened it. A commit that is refused (tensors are missing, or frozen requests prevent its
-        flush) leaves it open.
+        ``session_id`` None means the session that this client began, else the implicit one of its calls.
+        ``force`` aborts the open session, whoever opened it. A commit that is refused (tensors are missing,
+        or frozen requests prevent its flush) leaves it open.
         """
         request = wire.EndWeightUpdateReqInput(
             id=id_of(message_id),
@@ -401,8 +410,8 @@ class ControlClient(ThreadClient):
         timeout: float | None = None,
         **options: Unpack[SessionOptions],
     ) -> Iterator[WeightUpdate]:
-        """A session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted if the block or the commit
-        fails. ``timeout`` limits each of the two calls, not the block.
+        """Open a session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted
+        if the block or the commit fails. ``timeout`` limits each of the two calls, not the block.
         """
         require_known("session", options, SessionOptions)
         begin = wire.BeginWeightUpdateReqInput(**options)
@@ -435,7 +444,7 @@ class ControlClient(ThreadClient):
     def status(
         self, *, owner: str | None = None, message_id: str | None = None, timeout: float | None = None
     ) -> wire.GetStatusReqOutput:
-        """A consistent snapshot of the engine's state; answered in every state, also during updates.
+        """Return a consistent snapshot of the engine's state; answered in every state, also during updates.
 
         ``owner=""`` sends it without an owner token, so that it renews no lease.
         """
@@ -457,7 +466,8 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.GetMemoryHistoryReqOutput:
-        """Memory events with a ``seq`` above ``after``, oldest first. If ``more`` is set, call it again for the next ones.
+        """Memory events with a ``seq`` above ``after``, oldest first. If ``more`` is set, call it again for
+        the next ones.
 
         ``owner`` is as in :meth:`status`.
         """
@@ -475,8 +485,8 @@ class ControlClient(ThreadClient):
         """Shut the engine down: it replies, ends every request and exits.
 
         Args:
-            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once. None means the
-                engine's ``shutdown_mode``.
+            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once.
+                None means the engine's ``shutdown_mode``.
             drain_s: None means the engine's ``drain_timeout_s``.
         """
         message_id, sender = id_of(message_id), this_process()
@@ -524,7 +534,9 @@ class ControlClient(ThreadClient):
         return reply
 
     def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
-        """Abort the session ``name``, if it is still open; waits for the reply only if the engine has answered before."""
+        """Abort the session ``name``, if it is still open; waits for the reply only if the engine has
+        answered before.
+        """
         self._session.id = None
         request = wire.EndWeightUpdateReqInput(commit=False, session_id=name)
         try:
@@ -537,7 +549,7 @@ class ControlClient(ThreadClient):
             error.add_note(f"the weight session could not be aborted either: {second}")
 
     def _explained(self, error: TimedOut) -> TimedOut:
-        """The timeout of a generation, with what the engine says that it waits for."""
+        """Return the timeout of a generation with what the engine says that it waits for."""
         patience = time_to_ask(error)
         if patience <= 0:
             return error

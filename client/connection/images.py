@@ -1,10 +1,12 @@
-"""From the arguments of ``generate_images`` to requests and frames, and from results and their frames to typed outputs.
+"""From the arguments of ``generate_images`` to requests and frames, and from results and their frames to
+typed outputs.
 
 Invariants:
-- A result has a log-probability for each of its steps and a latent for each of its places in the grid, and its frames have the sizes
-  that its header says. A message that breaks this is refused with :class:`InternalError`.
-- No array library is imported: what comes is a view of the frame, with numpy's array interface; what goes is whatever numpy or torch
-  would give its bytes for.
+- A result has a log-probability for each of its steps and a latent for each of its places in the grid, and
+  its frames have the sizes that its header says. A message that breaks this is refused with
+  :class:`InternalError`.
+- No array library is imported: what comes is a view of the frame, with numpy's array interface; what goes is
+  whatever numpy or torch would give its bytes for.
 """
 
 import array
@@ -30,13 +32,16 @@ from ..exceptions import InternalError, InvalidRequest
 from .options import id_of
 
 _TYPESTR = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1", "U8": "|u1", "BOOL": "|b1",
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
+    "I8": "|i1", "U8": "|u1", "BOOL": "|b1",
 }  # fmt: skip
 _DTYPES = {typestr: name for name, typestr in _TYPESTR.items()}
 
 
 class ImageOptions(TypedDict, total=False):
-    """Keywords of an image request: fields of :class:`~caesura.io_struct.GenerateImagesReqInput`, with its defaults."""
+    """Keywords of an image request: fields of :class:`~caesura.io_struct.GenerateImagesReqInput`, with its
+    defaults.
+    """
 
     negative_prompt: str | None
     prompt_ids: Sequence[Sequence[int]] | None
@@ -62,7 +67,9 @@ _OPTIONS = frozenset(ImageOptions.__annotations__)
 
 @dataclass(frozen=True, slots=True)
 class ImageTensor:
-    """A tensor of a result. ``numpy.asarray`` of it is a read-only array without a copy, except for ``BF16``, which numpy has not."""
+    """A tensor of a result. ``numpy.asarray`` of it is a read-only array without a copy, except for ``BF16``,
+    which numpy has not.
+    """
 
     dtype: str
     """Safetensors name of the type."""
@@ -73,7 +80,7 @@ class ImageTensor:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """numpy's array interface, version 3."""
+        """Array interface: numpy's array interface, version 3."""
         typestr = _TYPESTR.get(self.dtype)
         if typestr is None:
             raise AttributeError(
@@ -90,7 +97,7 @@ class ImageTensor:
         return cls("F32", (len(found),), found.tobytes())
 
     def floats(self) -> list[float]:
-        """The values of a tensor of ``F32``, flat."""
+        """Return the values of a tensor of ``F32``, flat."""
         values = array.array("f", bytes(self.data))
         if sys.byteorder != "little":
             values.byteswap()
@@ -130,11 +137,15 @@ class ImageOutput:
     latents: ImageTensor | None
     """[places, …] float32; None if no step was asked for."""
     image: ImageTensor | None
-    """uint8 [height, width, 3]; None unless ``output`` is ``image``, and if the sample did not come to its end."""
+    """uint8 [height, width, 3]; None unless ``output`` is ``image``, and if the sample did not come to its
+    end.
+    """
     final_latents: ImageTensor | None
     """float32; None unless ``output`` is ``latents``, and if the sample did not come to its end."""
     embeds: dict[str, ImageTensor]
-    """Embeddings of the prompt by the names of the pipeline's arguments; ``embeds`` of another request takes them as they are."""
+    """Embeddings of the prompt by the names of the pipeline's arguments; ``embeds`` of another request takes
+    them as they are.
+    """
     num_retractions: int
     """Times that it began again from its seed."""
     queue_time: float
@@ -144,7 +155,7 @@ class ImageOutput:
 
 
 def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> ImageOutput:
-    """A result as trainers use it.
+    """Decode a result for trainers.
 
     Raises:
         InternalError: its parts do not fit each other.
@@ -274,7 +285,9 @@ def _frames(embeds: Mapping[str, Any]) -> tuple[list[TensorSpec], list[bytes]]:
 
 
 def _tensor(name: str, given: Any) -> ImageTensor:
-    """An array of numpy, a tensor of torch (bfloat16 goes as float32, which the engine casts back), or an :class:`ImageTensor`."""
+    """Convert an array of numpy, a tensor of torch (bfloat16 goes as float32, which the engine casts back),
+    or an :class:`ImageTensor`.
+    """
     if isinstance(given, ImageTensor):
         return given
     if hasattr(given, "detach"):
