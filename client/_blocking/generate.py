@@ -50,7 +50,7 @@ def generate(name: str, source: str) -> str:
     text = without_async(words_replaced(source))
     if found := LEFT_OVER.search(text):
         raise ValueError(f"{name}: {found[0]!r} has no blocking form: put it behind a name of the channels")
-    return formatted(SOURCES[name], f"# Generated from {name} by `{COMMAND}`: change that file.\n{text}")
+    return formatted(SOURCES[name], f"# Generated from {name} by `{COMMAND}`: edit that file.\n{text}")
 
 
 def words_replaced(source: str) -> str:

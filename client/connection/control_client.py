@@ -1,4 +1,4 @@
-# Generated from connection/async_control_client.py by `python client/_blocking/generate.py`: change that file.
+# Generated from connection/async_control_client.py by `python client/_blocking/generate.py`: edit that file.
 """``ControlClient``: trainers' commands, for any number of threads.
 
 Invariants:

@@ -1,4 +1,4 @@
-# Generated from connection/async_client.py by `python client/_blocking/generate.py`: change that file.
+# Generated from connection/async_client.py by `python client/_blocking/generate.py`: edit that file.
 """``SchedulerClient``: generation, scoring and all commands, for any number of threads.
 
 Invariants: those of :class:`~.control_client.ControlClient`. A ``generate`` that fails or is
