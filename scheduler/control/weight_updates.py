@@ -197,7 +197,7 @@ class WeightUpdates:
             if found is not None:
                 engine.sessions.require_open(found)
             stages.record("receive", opening.seconds)
-            open_source = opening.result
+            started, open_source = monotonic() - opening.seconds, opening.result
         try:
             with stages.stage("receive"):
                 source, names = self.check(open_source, found, component)
