@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput, TensorSpec
+from ...io_struct import GenerateImagesReqInput, TensorSpec
 from ..runtime.dtypes import DTYPES
 from ..scheduling.live_requests import LiveRequests
+from ..scheduling.waiting_queue import require_room
 from ..weights.source import BufferSource
 from .family import MAX_IDS, Embeds, Family, invalid
-from .flow import problem_of
 from .footprint import Footprint
-from .holding import Holding
-from .request import ImageRequest, Prompting
+from .memory_limit import MemoryLimit
+from .request import Conditioning, ImageRequest
+from .scheduler_step import problem_of
 
 MAX_RESULT_BYTES = 128 << 20
 """Of the latents that one result holds."""
@@ -44,7 +45,7 @@ class ImageAdmission:
         family: Family,
         device: torch.device,
         footprint: Footprint,
-        holding: Holding,
+        limit: MemoryLimit,
         live: LiveRequests[ImageRequest],
         *,
         max_waiting: int,
@@ -52,7 +53,7 @@ class ImageAdmission:
         """``live``: the samples that have not ended, whose embeddings are here."""
         self._family = family
         self._footprint = footprint
-        self._holding = holding
+        self._limit = limit
         self._live = live
         self._device = device
         self._max_waiting = max_waiting
@@ -66,13 +67,7 @@ class ImageAdmission:
             CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a size or a prompt that this
                 machine is too small for.
         """
-        if waiting + message.n > self._max_waiting:
-            raise CaesuraError(
-                ErrorCode.QUEUE_FULL,
-                f"{waiting} samples are waiting, the limit is {self._max_waiting}",
-                waiting=waiting,
-                limit=self._max_waiting,
-            )
+        require_room(message.n, waiting, self._max_waiting)
         _check_numbers(message)
         unit, longest = self._family.pixels, self._family.longest_side
         for name in ("width", "height"):
@@ -85,9 +80,9 @@ class ImageAdmission:
         shape = self._family.latent_shape(message.height, message.width)
         sigmas = self._grid(message, shape)
         kept = _kept_steps(message, sigmas, shape)
-        prompting = self._prompting(message, buffers)
-        self._footprint.check_prompt(prompting)
-        self._measure(prompting)
+        conditioning = self._conditioning(message, buffers)
+        self._footprint.check_prompt(conditioning)
+        self._measure(conditioning)
         seed = secrets.randbits(63) if message.seed is None else message.seed
         now = monotonic()
         return [
@@ -97,7 +92,7 @@ class ImageAdmission:
                 index=index,
                 client=client,
                 message=message,
-                prompting=prompting,
+                conditioning=conditioning,
                 sigmas=sigmas,
                 shape=shape,
                 seed=seed,
@@ -125,7 +120,7 @@ class ImageAdmission:
             )
         return grid
 
-    def _prompting(self, message: GenerateImagesReqInput, buffers: list[memoryview]) -> Prompting:
+    def _conditioning(self, message: GenerateImagesReqInput, buffers: list[memoryview]) -> Conditioning:
         family = self._family
         guided = family.is_guided(message.guidance_scale)
         embeds, negative = self._embeds(message.tensors, buffers)
@@ -140,7 +135,7 @@ class ImageAdmission:
             )
         ids = self._ids(message.prompt, message.prompt_ids, "prompt_ids", message)
         if not guided:
-            return Prompting(ids, None, message.max_sequence_length, False, embeds)
+            return Conditioning(ids, None, message.max_sequence_length, False, embeds)
         against = None
         if negative is None:
             text = message.negative_prompt
@@ -161,20 +156,20 @@ class ImageAdmission:
                 message.negative_prompt,
                 f"makes embeddings of {tokens[1]} tokens, and the prompt has {tokens[0]}",
             )
-        return Prompting(ids, against, message.max_sequence_length, True, embeds, negative)
+        return Conditioning(ids, against, message.max_sequence_length, True, embeds, negative)
 
-    def _measure(self, prompting: Prompting) -> None:
+    def _measure(self, conditioning: Conditioning) -> None:
         """Say how large its embeddings are, those to come included.
 
         Raises:
             CaesuraError: ``queue_full``, those that were sent do not fit beside those of other requests.
         """
-        sent = [embeds for embeds in (prompting.embeds, prompting.negative) if embeds is not None]
-        self._holding.check_sent(self._live, *sent)
-        prompting.sent_bytes = sum(each.nbytes for embeds in sent for each in embeds.values())
-        longest = prompting.max_sequence_length
-        tokens = sum(self._family.encoded_tokens(ids, longest) for ids in prompting.unencoded)
-        prompting.nbytes = prompting.sent_bytes + self._family.embed_bytes(tokens)
+        sent = [embeds for embeds in (conditioning.embeds, conditioning.negative) if embeds is not None]
+        conditioning.sent_bytes = sum(each.nbytes for embeds in sent for each in embeds.values())
+        self._limit.check_sent(self._live, conditioning.sent_bytes)
+        longest = conditioning.max_sequence_length
+        tokens = sum(self._family.encoded_tokens(ids, longest) for ids in conditioning.unencoded)
+        conditioning.nbytes = conditioning.sent_bytes + self._family.embed_bytes(tokens)
 
     def _ids(
         self, text: str | None, ids: list[list[int]] | None, field: str, message: GenerateImagesReqInput

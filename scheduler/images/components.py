@@ -10,8 +10,9 @@ Invariants:
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..layers.movable_parameter import MovableSlot
+from ..layers.offloadable_parameter import OffloadableSlot
 from ..layers.parameters import Parameter, WeightSlot
-from ..memory.offload import Movable
+from ..memory.offload import OffloadableComponent
 from ..runtime.dtypes import DTYPES
 from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_small
 from ..weights.transports.disk import Checkpoint, open_checkpoint
@@ -68,7 +69,7 @@ class Component:
         dtype: torch.dtype,
         device: torch.device,
         saved: Iterable[str] = (),
-        movable: Movable | None = None,
+        movable: OffloadableComponent | None = None,
     ) -> None:
         """
         Args:
@@ -96,7 +97,7 @@ class Component:
             )
             _replace(module, old, parameter.data)
             self.slots[parameter.name] = (
-                parameter.slot(parameter.name) if movable is None else MovableSlot(parameter, movable)
+                parameter.slot(parameter.name) if movable is None else OffloadableSlot(parameter, movable)
             )
             self._storage.append((parameter.name, parameter.data))
         for owner in module.modules():
@@ -126,7 +127,7 @@ def build_component(
     class_path: str,
     dtype: torch.dtype | None,
     device: torch.device,
-    movable: Movable | None = None,
+    movable: OffloadableComponent | None = None,
 ) -> tuple[Component, Checkpoint]:
     """The component in ``folder``, whose parameters hold nothing yet, and its checkpoint.
 
@@ -233,3 +234,45 @@ def _read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise checkpoint_error(path, f"is not a JSON object: {error}") from error
+
+
+class Blocks:
+    """The blocks of one module, in the order of computation as far as its kind tells."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Adds a hook to each block of ``module``."""
+        self.before: Callable[[int], None] = lambda number: None
+        self._modules = list(_blocks_of(module))
+        for number, block in enumerate(self._modules):
+            block.register_forward_pre_hook(partial(self._called, number))
+
+    def tensors(self) -> list[list[Tensor]]:
+        """Parameters and buffers of each block."""
+        return [[*block.parameters(), *block.buffers()] for block in self._modules]
+
+    def _called(self, number: int, block: nn.Module, args: Any) -> None:
+        self.before(number)
+
+
+def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost lists of modules, which is how transformers of diffusers and of transformers are made.
+
+    A tower for images within a text encoder comes last: prompts without images do not call it. So does the encoder of an
+    autoencoder, of which steps call the decoder.
+    """
+    decoder: Any = getattr(module, "decoder", None)
+    encoder: Any = getattr(module, "encoder", None)
+    if all(hasattr(half, "mid_block") for half in (decoder, encoder)):
+        yield from (decoder.mid_block, *decoder.up_blocks, *encoder.down_blocks, encoder.mid_block)
+        return
+    lists = list(_outermost_lists(module, ""))
+    for _, entries in sorted(lists, key=lambda found: "visual" in found[0]):
+        yield from entries
+
+
+def _outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield path + name, child
+        else:
+            yield from _outermost_lists(child, f"{path}{name}.")

@@ -17,7 +17,7 @@ from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput
 from ..memory.device_module import DeviceModule, free_and_total
 from .batcher import ImageBatch, Kind
 from .family import Family
-from .request import Prompting
+from .request import Conditioning
 
 WORTH_ASKING = 64 << 20
 """Bytes of a step from which the free memory is looked up, which takes tenths of a millisecond."""
@@ -67,13 +67,13 @@ class Footprint:
         least = max(self.least("denoise", 1 + guided, size), self.least("decode", 1, size))
         self._require_total(least, f"an image of {message.width} x {message.height} pixels")
 
-    def check_prompt(self, prompting: Prompting) -> None:
+    def check_prompt(self, conditioning: Conditioning) -> None:
         """Whether the prompt of a request, with that of guidance, could ever be encoded.
 
         Raises:
             CaesuraError: as :meth:`check_request`.
         """
-        if unencoded := prompting.unencoded:
+        if unencoded := conditioning.unencoded:
             lengths = [*map(len, unencoded[0])]
             least = self.least_encoding(len(unencoded), lengths)
             self._require_total(least, f"encoding {_prompts(len(unencoded), lengths)}")
@@ -87,13 +87,13 @@ class Footprint:
         if not self._on_host:
             return
         if batch.kind == "encode":
-            unencoded = [ids for prompting in batch.prompts for ids in prompting.unencoded]
+            unencoded = [ids for conditioning in batch.prompts for ids in conditioning.unencoded]
             lengths = [*map(len, unencoded[0])]
             least = self.least_encoding(len(unencoded), lengths)
             what = f"encoding {_prompts(len(unencoded), lengths)}"
         else:
             first, rows = batch.samples[0], len(batch.samples)
-            doubled = batch.kind == "denoise" and first.prompting.guided
+            doubled = batch.kind == "denoise" and first.conditioning.guided
             least = self.least(batch.kind, rows * 2 if doubled else rows, first.size)
             what = f"a step of {rows} images of {first.message.width} x {first.message.height} pixels"
         if least < WORTH_ASKING or (known := free_and_total(self._module)) is None or least <= known[0]:

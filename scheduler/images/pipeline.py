@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ from ..runtime.files import is_pipeline
 from ..weights.components import ComponentSource
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
-from .blocks import Blocks
+from .component_residency import leave_after_loading, strategy_of
 from .components import (
+    Blocks,
     Component,
     build_component,
     class_names,
@@ -34,11 +36,15 @@ from .components import (
     read_index,
 )
 from .family import Family
-from .registry import family_of
-from .stages import leave_after_loading, strategy_of
+from .flux import Flux
+from .qwen_image import QwenImage
+from .sd3 import StableDiffusion3
 
 DEFAULT_COMPONENT = "transformer"
 """What an update writes that names no component."""
+
+
+FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiffusion3, Flux, QwenImage)}
 
 
 class DiffusionModel:
@@ -194,3 +200,32 @@ def open_component(path: str, component: Component) -> Checkpoint:
             config=differing,
         )
     return checkpoint
+
+
+def family_of(index: Mapping[str, Any], root: Path) -> type[Family]:
+    """The family of a pipeline, by its ``model_index.json``.
+
+    Raises:
+        CaesuraError: ``unsupported_model``, by name: the pipeline, or the class of one of its components.
+    """
+    name = index.get("_class_name")
+    kind = FAMILIES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise _refused(
+            f"pipeline {name!r} is not supported; supported are {', '.join(FAMILIES)}", "_class_name"
+        )
+    found = class_names(dict(index))
+    for component, allowed in kind.classes.items():
+        given = found.get(component)
+        if given is None and component in kind.optional:
+            continue
+        if given not in {path.rpartition(".")[2] for path in allowed}:
+            raise _refused(f"{root}: {component} is {given!r}, not {' or '.join(allowed)}", component)
+    scheduler = found.get("scheduler")
+    if scheduler != "FlowMatchEulerDiscreteScheduler":
+        raise _refused(f"{root}: scheduler {scheduler!r} is not FlowMatchEulerDiscreteScheduler", "scheduler")
+    return kind
+
+
+def _refused(reason: str, field: str) -> CaesuraError:
+    return CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=[field])

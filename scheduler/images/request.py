@@ -1,37 +1,25 @@
 """The state of one image from arrival to its terminal result, and what the samples of a request share.
 
 Invariants:
-- A sample is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by ``outputs.py``.
+- A sample is in exactly one :class:`Phase`: WAITING in the queue, PREFILL while it runs.
 - ``step`` counts the steps that were made and recorded; ``latent`` is the state before step ``step``, None before the first.
 - What a sample keeps of its trajectory is what its request asked for, on the host.
 - A sample that begins again forgets all but its seed, so it makes the same trajectory under the same weights.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 from torch import Tensor
 
 from ...io_struct import GenerateImagesReqInput, SdeParams, WeightVersionSpan
-from ..scheduling.request import WeightStamp
+from ..scheduling.request import Phase, WeightStamp
 
 Embeds = dict[str, Tensor]
 
 
-class Phase(Enum):
-    """The phase of a sample."""
-
-    WAITING = "waiting"
-    """Queued, without latents: new or retracted."""
-    RUNNING = "running"
-    """May hold latents."""
-    FINISHED = "finished"
-    """Its terminal result has been built."""
-
-
 @dataclass(slots=True, eq=False)
-class Prompting:
+class Conditioning:
     """What the samples of one request share: the conditioning, and the grid of their steps."""
 
     ids: list[list[int]] | None
@@ -88,7 +76,7 @@ class ImageRequest:
     index: int
     client: bytes
     message: GenerateImagesReqInput
-    prompting: Prompting
+    conditioning: Conditioning
     sigmas: np.ndarray
     """float32 [steps + 1]"""
     shape: tuple[int, ...]
@@ -146,7 +134,7 @@ class ImageRequest:
 
     def begin_again(self) -> None:
         """Forget everything but the seed."""
-        self.phase, self.step, self.latent, self.image = Phase.WAITING, 0, None, None
+        self.step, self.latent, self.image = 0, None, None
         for kept in (self.latents, self.log_probs, self.stds, self.spans):
             kept.clear()
         self.num_retractions += 1

@@ -7,9 +7,11 @@ Invariants:
 - Nothing approximates: no cache of the transformer's activations, no skipped step.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 import torch
@@ -17,13 +19,15 @@ from torch import Tensor
 
 from ..memory.device_module import DeviceModule, streams_of
 from .batcher import ImageBatch
+from .component_residency import ComponentStages
 from .family import Embeds, Family, to_pixels
-from .flow import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .footprint import Footprint
-from .request import ImageRequest, Prompting
-from .stages import Stages
-from .threads import StepThreads
+from .request import Conditioning, ImageRequest
+from .scheduler_step import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .traced_module import TracedModule, traced_decode, traced_velocity
+
+ALONE = 1 << 15
+"""Elements between two operations up to which one thread computes a step: torch shares no elementwise operation of fewer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +102,7 @@ class ImageRunner:
     def __init__(
         self,
         family: Family,
-        stages: Stages,
+        stages: ComponentStages,
         device: torch.device,
         device_module: DeviceModule,
         footprint: Footprint,
@@ -115,7 +119,7 @@ class ImageRunner:
         if on_cpu and not stages.comes_in_blocks("vae") and not family.vae_has_state:
             traced = self.traced["vae"] = TracedModule("the VAE", family.vae)
             self._decoded = partial(traced_decode, family, traced)
-        self._threads = StepThreads(family) if on_cpu else None
+        self._on_cpu = on_cpu
         self._stages = stages
         self._device = device
         self._streams = streams_of(device_module)
@@ -126,9 +130,10 @@ class ImageRunner:
         Raises:
             MemoryError: it cannot fit, and has not begun.
         """
+        family = self._family
         self._footprint.check_step(batch)
         self._stages.enter(batch.kind)
-        threads = nullcontext() if self._threads is None else self._threads.of(batch)
+        threads = step_threads(family, batch) if self._on_cpu else nullcontext()
         with torch.inference_mode(), self.on_stream(), threads:
             if batch.kind == "encode":
                 return Launched(self._encode(batch.prompts))
@@ -145,14 +150,14 @@ class ImageRunner:
         """Everything of this engine is on the current stream."""
         return nullcontext()
 
-    def _encode(self, prompts: list[Prompting]) -> Encoded:
+    def _encode(self, prompts: list[Conditioning]) -> Encoded:
         """The prompts and those of guidance in one batch: they have ids of the same lengths."""
         family, longest = self._family, prompts[0].max_sequence_length
-        rows = [(prompting, prompting.ids) for prompting in prompts if prompting.embeds is None]
+        rows = [(conditioning, conditioning.ids) for conditioning in prompts if conditioning.embeds is None]
         negative = [
-            (prompting, prompting.negative_ids)
-            for prompting in prompts
-            if prompting.guided and prompting.negative is None
+            (conditioning, conditioning.negative_ids)
+            for conditioning in prompts
+            if conditioning.guided and conditioning.negative is None
         ]
         everything = [ids for _, ids in (*rows, *negative) if ids is not None]
         stacked = [torch.tensor(each, device=self._device) for each in zip(*everything, strict=True)]
@@ -204,10 +209,10 @@ class ImageRunner:
         scale = torch.tensor(
             [s.message.guidance_scale for s in samples], dtype=torch.float32, device=self._device
         )
-        embeds = [sample.prompting.embeds for sample in samples]
-        if not samples[0].prompting.guided:
+        embeds = [sample.conditioning.embeds for sample in samples]
+        if not samples[0].conditioning.guided:
             return self._velocity(x, sigma, family.trimmed(_stacked(embeds)), scale, size)
-        both = family.trimmed(_stacked([*(sample.prompting.negative for sample in samples), *embeds]))
+        both = family.trimmed(_stacked([*(sample.conditioning.negative for sample in samples), *embeds]))
         negative, positive = self._velocity(
             x.repeat(2, *[1] * (x.dim() - 1)), sigma.repeat(2), both, scale.repeat(2), size
         ).chunk(2)
@@ -228,3 +233,33 @@ def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
     known = [each for each in scalars if each is not None]
     values = iter(torch.stack(known).tolist() if known else [])
     return [None if each is None else next(values) for each in scalars]
+
+
+@contextmanager
+def step_threads(family: Family, batch: ImageBatch) -> Iterator[None]:
+    """Within the block, torch computes with one thread if ``batch`` is small, whenever it is made.
+
+    Every parallel region of a step ends when its last thread is done. Where a step is a hundred small operations, handing
+    them out takes as long as sharing them saves, and whoever else wants a core holds up every one of them.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or _elements(family, batch) > ALONE:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _elements(family: Family, batch: ImageBatch) -> int:
+    """Return about what one operation hands to the next at the widest: image tokens, or the VAE's last block."""
+    if batch.kind == "encode":
+        return 2 * ALONE  # nobody has looked at those, and prompts are kept
+    first, rows = batch.samples[0], len(batch.samples)
+    if batch.kind == "decode":
+        return rows * prod(first.size) * family.vae_channels
+    config = family.transformer.config
+    width: int = config.num_attention_heads * config.attention_head_dim
+    return rows * (1 + first.conditioning.guided) * family.image_tokens(first.shape) * width

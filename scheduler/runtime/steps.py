@@ -6,7 +6,10 @@ Invariants:
 - What can be released is allocated while the steps are built (``execution/build.py``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ...io_struct import GenerateReqInput, Message
@@ -26,25 +29,19 @@ from ..scheduling.batcher import Batcher
 from ..scheduling.chunking import ChunkSizer
 from ..scheduling.live_requests import LiveRequests
 from ..scheduling.output_processor import OutputProcessor
+from ..scheduling.outputs import Outputs
 from ..scheduling.request import Request, RequestTable
-from ..scheduling.step_recovery import Recovery
-from ..scheduling.waiting_queue import TokenAdmission, WaitingQueue
+from ..scheduling.step_recovery import Recovery, restore_tokens
+from ..scheduling.stepping import StepBatcher, StepRunner
+from ..scheduling.waiting_queue import WaitingQueue, admit
 from ..scoring.reference import load_reference
 from ..scoring.scoring import ReferenceModel
+from ..weights.loaded_model import LoadedWeights
 from ..weights.transports.disk import OpenFolder, open_fitting
 from .config import PAGE_SIZE
 
 if TYPE_CHECKING:
-    from ..execution.forward import Runner
-    from ..images.admission import ImageAdmission
-    from ..images.batcher import ImageBatcher, ImageQueue
-    from ..images.outbox import ImageOutbox
-    from ..images.outputs import ImageOutputs
-    from ..images.pipeline import LoadedPipeline
-    from ..images.prompts import EncodedPrompts
-    from ..images.recovery import ImageRecovery
-    from ..images.runner import ImageRunner
-    from ..weights.loaded_model import LoadedModel
+    from ..images.prompt_cache import PromptCache
     from .engine import Engine
 
 
@@ -56,22 +53,25 @@ class Steps:
     the next.
     """
 
-    loaded: "LoadedModel | LoadedPipeline"
+    loaded: LoadedWeights
     open_folder: OpenFolder
     reference: ReferenceModel | None = None
-    runner: "Runner | ImageRunner"
+    runner: StepRunner
     graphs: DecodeGraphs | None = None
     request_type: type[Message]
     """The message that asks for samples."""
-    admission: "TokenAdmission | ImageAdmission"
+    admit: Callable[[Any, list[memoryview], bytes, int], list[Any]]
+    """Makes the samples of a message, its buffers, its client and the number of samples that wait; changes no
+    state.
+    """
     live: LiveRequests[Any]
-    waiting: "WaitingQueue | ImageQueue"
-    batcher: "Batcher | ImageBatcher"
-    prompts: "EncodedPrompts | None" = None
+    waiting: WaitingQueue[Any]
+    batcher: StepBatcher
+    prompts: "PromptCache | None" = None
     """Encoded prompts that are kept, or None where prompts are kept as KV alone."""
-    outputs: "OutputProcessor | ImageOutputs"
-    outbox: "Outbox | ImageOutbox"
-    recovery: "Recovery | ImageRecovery"
+    outputs: Outputs[Any]
+    outbox: Outbox
+    recovery: Recovery
     cache: CacheManager
     """The KV pages; one that nobody takes where steps have no KV."""
     serving: Serving
@@ -106,7 +106,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         build_windows(config, loaded, pool),
         build_states(pool),
     )
-    waiting = WaitingQueue()
+    waiting = WaitingQueue[Request]()
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
     batcher = Batcher(
         table,
@@ -122,7 +122,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         table, batcher, waiting, live, outbox, on_finished=engine.replies.finished, stamp=stamp
     )
     recovery = Recovery(
-        batcher=batcher, outputs=outputs, runner=runner, chunks=chunks, device_cache=engine.device_cache
+        batcher, outputs, engine.device_cache, restore=partial(restore_tokens, batcher, runner)
     )
     return Steps(
         loaded=loaded,
@@ -131,7 +131,9 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         runner=runner,
         graphs=own.graphs if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,
-        admission=TokenAdmission(limits),
+        admit=lambda message, _, client, waiting: admit(
+            message, client=client, limits=limits, waiting=waiting, now=monotonic()
+        ),
         live=live,
         waiting=waiting,
         batcher=batcher,
