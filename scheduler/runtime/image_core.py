@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def image_core(engine: "Engine") -> Core:
-    """The core of the pipeline in ``config.model_path``.
+    """Build the core of the pipeline in ``config.model_path``.
 
     Raises:
         CaesuraError: the folder cannot be served; ``unsupported``, an option that only language models have.
