@@ -26,8 +26,8 @@ from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
 from .dispatcher import DEFAULT_PATIENCE_S
 from .fleet import KEEPALIVE_TIMEOUT_S, LEASE_S, LOOK_INTERVAL_S, Fleet
 from .members import EngineAddress, Member
-from .opening import Adopt
 from .ray_actor import EngineActor, Replica
+from .recovery import Adopt
 from .session import Verify
 
 if TYPE_CHECKING:
