@@ -12,7 +12,6 @@ Invariants:
 import asyncio
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -23,6 +22,7 @@ from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_GROUP_NAME
 from ..connection.async_channel import Result, wait_for
+from ..connection.async_client import AsyncSchedulerClient
 from ..connection.options import CheckerAction, seconds, tags_of
 from ..exceptions import EngineError
 from .dispatcher import GenerationClient
@@ -46,12 +46,32 @@ def _command(method: MethodT) -> MethodT:
     return cast("MethodT", run)
 
 
+def _on_all(method: str, count: int | None = None) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return a command that calls ``method`` of the replicas that serve, or of the first ``count``, and combines the replies."""
+
+    async def run(self: "GroupClient", *args: Any, **options: Any) -> Any:
+        group = self._group
+        return group.combine(await group.send(group.asked[:count], methodcaller(method, *args, **options)))
+
+    return _command(functools.wraps(getattr(AsyncSchedulerClient, method))(run))
+
+
 class GroupClient(GenerationClient):
     """Replicas as one engine. Keywords that a method does not name are those of :class:`AsyncSchedulerClient`."""
 
     def __init__(self, group: "ReplicaFleet") -> None:
         super().__init__(group.dispatcher, owner=group.owner)
         self._group = group
+
+    start_profile = _on_all("start_profile")
+    stop_profile = _on_all("stop_profile")
+    memory_history = _on_all("memory_history", 1)
+    weights_manifest = _on_all("weights_manifest", 1)
+    _renew = _on_all("renew_pause_lease")
+
+    async def renew_pause_lease(self, owner: str | None = None, **options: Any) -> Any:
+        """Renew the lease of the pause."""
+        return await self._renew(owner=owner, **options)
 
     def start(
         self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
@@ -104,11 +124,6 @@ class GroupClient(GenerationClient):
         answers = await group.send(group.asked, methodcaller("flush_cache", **options))
         group.dispatcher.router.forget()
         return group.combine(answers)
-
-    @_command
-    async def renew_pause_lease(self, owner: str | None = None, **options: Any) -> Any:
-        """Renew the lease of the pause."""
-        return await self._all("renew_pause_lease", owner, **options)
 
     @_command
     async def release_memory(
@@ -165,28 +180,6 @@ class GroupClient(GenerationClient):
         return self._group.combine(await self._group.groups.leave(group_name, **options))
 
     @_command
-    async def start_profile(self, output_dir: str | os.PathLike[str] | None = None, **options: Any) -> Any:
-        """Record a trace of each replica."""
-        return await self._all("start_profile", output_dir, **options)
-
-    @_command
-    async def stop_profile(self, **options: Any) -> Any:
-        """End the traces."""
-        return await self._all("stop_profile", **options)
-
-    @_command
-    async def memory_history(self, **options: Any) -> Any:
-        """Return the memory events of the first replica that serves."""
-        group = self._group
-        return group.combine(await group.send(group.asked[:1], methodcaller("memory_history", **options)))
-
-    @_command
-    async def weights_manifest(self, **options: Any) -> Any:
-        """Return the tensors of the first replica that serves."""
-        group = self._group
-        return group.combine(await group.send(group.asked[:1], methodcaller("weights_manifest", **options)))
-
-    @_command
     async def status(self, *, owner: str | None = None, **_: Any) -> wire.GetStatusReqOutput:
         """Return one status of all replicas."""
         return await self._group.combined(self.owner if owner is None else owner)
@@ -205,10 +198,6 @@ class GroupClient(GenerationClient):
         answers = await wait_for(self._begun(work, owner=""), own.id, timeout)
         by_engines = sum(each.aborted for each in answers.replies.values())
         return msgspec.structs.replace(own, aborted=max(own.aborted, by_engines))
-
-    async def _all(self, method: str, *args: Any, **options: Any) -> Any:
-        group = self._group
-        return group.combine(await group.send(group.asked, methodcaller(method, *args, **options)))
 
     def _begun(self, work: Coroutine[Any, Any, Any], owner: str | None) -> Result:
         """Start ``work`` as a task; one of the owner's renews the lease of the pause."""

@@ -46,8 +46,8 @@ from .rendezvous import (
     ranks_of,
     rendezvous,
 )
-from .several import started
 from .steps import Await, Run, Send, Steps, in_one_session
+from .two_phase import started
 
 if TYPE_CHECKING:
     from ..connection.control_client import ControlClient

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ...io_struct import InitWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqOutput
 from ...io_struct.weights import PRESENT
 from ..exceptions import EngineError, GroupError
-from .several import started
+from .two_phase import started
 
 if TYPE_CHECKING:
     from ..connection.control_client import ControlClient
