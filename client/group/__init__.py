@@ -1,4 +1,4 @@
-"""Several engines used as one: routing, updates in two phases, and generations that outlive the engine that began them."""
+"""Several engines used as one: routing, updates in two phases, generations that outlive their engine."""
 
 from .fleet import Fleet, FleetStatus, FleetUpdate, MemberStatus
 from .members import EngineAddress

@@ -1,10 +1,13 @@
-"""``GroupClient``: the commands of one engine, on several replicas (docs/howto/replicas.md lists how replies are combined).
+"""``GroupClient``: the commands of one engine, on several replicas.
+
+docs/howto/replicas.md lists how replies are combined.
 
 Invariants:
-- What changes weights, pauses or membership holds the group's lock; status, aborts and waiting never need it. What moves weights or
-  their memory waits for a replica that is being brought back; pauses, continues and flushes do not.
-- A refusal by any replica is the answer, with the names of those that refused; what others have done stays done. All such commands
-  can be sent again.
+- What changes weights, pauses or membership holds the group's lock; status, aborts and waiting never need it.
+  What moves weights or their memory waits for a replica that is being brought back; pauses, continues and
+  flushes do not.
+- A refusal by any replica is the answer, with the names of those that refused; what others have done stays
+  done. All such commands can be sent again.
 - A replica that has ended or does not answer is taken out of routing and not waited for.
 - A command runs to its end even if its caller leaves.
 """
@@ -34,7 +37,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 def _command(method: MethodT) -> MethodT:
-    """Give a method a ``timeout``, which ends the wait and not the command; a command of the owner renews the pause's lease."""
+    """Give a method a ``timeout`` for the wait, not the command, and have it renew the owner's lease."""
 
     @functools.wraps(method)
     async def run(self: "GroupClient", *args: Any, timeout: float | None = None, **options: Any) -> Any:
@@ -47,7 +50,7 @@ def _command(method: MethodT) -> MethodT:
 
 
 def _on_all(method: str, count: int | None = None) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Return a command that calls ``method`` of the replicas that serve, or of the first ``count``, and combines the replies."""
+    """Return a command that calls ``method`` of the serving replicas, or of the first ``count``."""
 
     async def run(self: "GroupClient", *args: Any, **options: Any) -> Any:
         group = self._group
@@ -57,7 +60,7 @@ def _on_all(method: str, count: int | None = None) -> Callable[..., Coroutine[An
 
 
 class GroupClient(GenerationClient):
-    """Replicas as one engine. Keywords that a method does not name are those of :class:`AsyncSchedulerClient`."""
+    """Replicas as one engine. ``options`` of its methods are keywords of :class:`AsyncSchedulerClient`."""
 
     def __init__(self, group: "ReplicaFleet") -> None:
         super().__init__(group.dispatcher, owner=group.owner)

@@ -2,10 +2,12 @@
 
 Invariants:
 - Counts and bytes of all engines are added; times are the longest, since engines work at the same time.
-- Ranks are numbered through: rank ``r`` of replica ``i`` is ``i * tp + r``. The reply's own figures are those of every rank 0.
+- Ranks are numbered through: rank ``r`` of replica ``i`` is ``i * tp + r``. The reply's own figures are those
+  of every rank 0.
 - A mode, label or type is the first engine's. An error names its replicas, unless all have the same one.
-- Counters of a status include every engine that has run: they do not go back at a restart. Gauges are those of the engines that are
-  there. State, label and epoch are those of the engines that serve and have answered, or of all if none does.
+- Counters of a status include every engine that has run: they do not go back at a restart. Gauges are those
+  of the engines that are there. State, label and epoch are those of the engines that serve and have answered,
+  or of all if none does.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -96,7 +98,7 @@ def one_error(errors: Mapping[Member, EngineError], *, among: int) -> EngineErro
 
 
 def combined(replies: Replies, tp: int) -> Any:
-    """Return one reply for all of ``replies``; one of a type without rules (the ranks of a group, say) is the first replica's."""
+    """Return one reply for all of ``replies``; a type without rules has the first replica's."""
     first = next(iter(replies.values()))
     every = list(replies.values())
     fields: dict[str, Any] = {
@@ -305,7 +307,7 @@ def _grouped(records: Iterable[Record], key: str) -> list[Record]:
 
 
 def _summed(records: Sequence[Any], keep: Sequence[str] = ()) -> Any:
-    """Return one record with the sums of all numbers but those to ``keep``; other values are the first record's."""
+    """Return the first record with the sums of all numbers but those to ``keep``."""
     known = [each for each in records if each is not None]
     if not known:
         return None

@@ -1,10 +1,12 @@
 """Parts of one sample that different engines have sampled, and the request that continues it.
 
 Invariants:
-- The last token of a part did not end the sample: an engine sends the token that does in the terminal result only.
-- Every list about tokens has one entry per token of the part; spans of a joined output are contiguous and cover all tokens.
-- The continuation samples token ``t`` of sample ``i`` with the noise of (seed, ``i``, absolute position), as the first engine
-  would have: the position counts prompt and output, whoever has computed what is before it.
+- The last token of a part did not end the sample: an engine sends the token that does in the terminal result
+  only.
+- Every list about tokens has one entry per token of the part; spans of a joined output are contiguous and
+  cover all tokens.
+- The continuation samples token ``t`` of sample ``i`` with the noise of (seed, ``i``, absolute position), as
+  the first engine would have: the position counts prompt and output, whoever has computed what is before it.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +30,7 @@ EpochOf = Callable[[int], int]
 
 @dataclass(slots=True)
 class Part:
-    """Tokens of one sample that have arrived so far. Lists of logprobs and masks are empty unless requested."""
+    """Tokens of one sample that have arrived so far; what was not requested is empty."""
 
     tokens: list[int] = field(default_factory=list)
     weights: list[DeltaWeights] = field(default_factory=list)
@@ -141,8 +143,8 @@ def joined(
 ) -> GenerateOutput:
     """Return one output of ``part`` and an engine's answer to its :func:`continuation`.
 
-    Log-probabilities of the prompt and routed experts are the last engine's, which has computed all positions, or None if it
-    ended before it had.
+    Log-probabilities of the prompt and routed experts are the last engine's, which has computed all
+    positions, or None if it ended before it had.
     """
     prompt_len, done = len(request.input_ids), len(part)
     spans = [

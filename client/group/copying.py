@@ -1,7 +1,7 @@
 """Copies of weights by a process of its own: the server has no torch, and answers meanwhile.
 
-``python -m caesura.client.group.copying`` reads the addresses from stdin, as JSON; if it fails, its status is 1 and the reason is the last
-line of stderr.
+``python -m caesura.client.group.copying`` reads the addresses from stdin, as JSON; if it fails, its status is
+1 and the reason is the last line of stderr.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""Requests of a group: each goes to a member that serves, waits while none does, and moves when its member is lost.
+"""Requests of a group: each goes to a member that serves, waits for one, and moves when its member is lost.
 
 Invariants:
-- A generation ends in its results, in an error of its own, or after ``patience_s`` without any member that serves.
-- ``lost`` and ``fence`` are the only ways out of the state ``serving``; both move the member's generations, unless the group is
-  ending.
+- A generation ends in its results, in an error of its own, or after ``patience_s`` without any member that
+  serves.
+- ``lost`` and ``fence`` are the only ways out of the state ``serving``; both move the member's generations,
+  unless the group is ending.
 - Images and scores go to the least loaded member and end with it.
 
 Runs on one event loop, that of the members' clients.
@@ -56,7 +57,7 @@ DEFAULT_PATIENCE_S = 60.0
 
 
 class Dispatcher:
-    """The members of a group and the generations that they have; the channel of a :class:`GenerationClient`."""
+    """The members of a group and their generations; the channel of a :class:`GenerationClient`."""
 
     def __init__(self, *, patience_s: float | None = DEFAULT_PATIENCE_S) -> None:
         """``patience_s``: seconds that a generation waits for a member that serves; None without limit."""
@@ -195,7 +196,7 @@ class Dispatcher:
             flow.fail(EngineDied("the client was closed before the answer came"))
 
     def place(self, flow: Flow) -> None:
-        """Give what waits of ``flow`` to a member. Without one it waits on; if all that serve are full, it fails."""
+        """Give what waits of ``flow`` to a member, if one serves; if all that do are full, it fails."""
         able = [member for member in self.serving if member.own_epoch(flow.least_epoch) is not None]
         free = [member for member in able if member.name not in flow.refused_by]
         if self.ending:

@@ -1,11 +1,13 @@
 """``Fleet``: several engines with the same weights, for coroutines of one event loop.
 
 Invariants:
-- All members that serve have the same weights: an engine is admitted, also again, only with the group's weights.
-- Updates, pauses and admissions exclude one another: :attr:`Fleet.lock` is held for the whole of each. What moves weights holds
-  :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought up to date, and a pause does not.
-- A generation is not lost with its member (``flow.py``); an update is committed by all members that take part, or by none
-  (``session.py``).
+- All members that serve have the same weights: an engine is admitted, also again, only with the group's
+  weights.
+- Updates, pauses and admissions exclude one another: :attr:`Fleet.lock` is held for the whole of each. What
+  moves weights holds :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought
+  up to date, and a pause does not.
+- A generation is not lost with its member (``flow.py``); an update is committed by all members that take
+  part, or by none (``session.py``).
 """
 
 import asyncio
@@ -77,7 +79,7 @@ class FleetStatus:
     """A fleet and its members."""
 
     weights_epoch: int
-    """Epoch of the weights that the fleet serves; spans of its outputs and ``min_weights_epoch`` count alike."""
+    """Epoch of the fleet's weights; spans of its outputs and ``min_weights_epoch`` count alike."""
     weight_version: str
     """Label of these weights."""
     paused: PauseMode | None
@@ -109,14 +111,17 @@ class Fleet:
         Args:
             members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
             owner: owner token of the fleet's pauses. None means a random one.
-            verify: what members compare before an update is committed, and what an engine that joins is compared by.
+            verify: what members compare before an update is committed, and what an engine that joins is
+                compared by.
             patience_s: seconds that a generation waits for a member that serves. None means without limit.
             keepalive_timeout: seconds without a message after which a member with requests counts as gone.
-            look_interval_s: seconds between looks at the members; one that has restarted is then brought to the fleet's weights.
-            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires because this process has
-                died, an engine ends the fleet's session and continues if its weights are valid.
-            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete weights; requests
-                then wait for an update.
+            look_interval_s: seconds between looks at the members; one that has restarted is then brought to
+                the fleet's weights.
+            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
+                because this process has died, an engine ends the fleet's session and continues if its weights
+                are valid.
+            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
+                weights; requests then wait for an update.
         """
         if lease_s is not None and not lease_s > 0:
             raise InvalidRequest(
@@ -141,7 +146,7 @@ class Fleet:
         self.dispatcher = Dispatcher(patience_s=patience_s)
         """The members and the generations that they have."""
         self.client = GenerationClient(self.dispatcher, owner=self.owner)
-        """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
+        """Generations of the fleet, for what takes a client, such as a ``TokenizerManager``."""
         self._addresses = [EngineAddress.of(each) for each in members]
         self._keepalive_timeout = keepalive_timeout
         self._lease_s, self._adopt = lease_s, adopt
@@ -213,7 +218,8 @@ class Fleet:
     ) -> Any:
         """Generate on the members; arguments and results are those of :meth:`AsyncSchedulerClient.generate`.
 
-        Requests with one ``routing_key`` go to the same member as long as it serves. ``min_weights_epoch`` is the fleet's.
+        Requests with one ``routing_key`` go to the same member as long as it serves. ``min_weights_epoch`` is
+        the fleet's.
         """
         with routed_by(routing_key):
             return await self.client.generate(
@@ -238,7 +244,7 @@ class Fleet:
             )
 
     async def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """Abort a generation of this fleet, or all of them, and return the number of samples that were live."""
+        """Abort a generation of this fleet, or all, and return the number of samples that were live."""
         return (await self.client.abort(rid, abort_all=abort_all)).aborted
 
     async def pause(self, mode: PauseMode = "in_place", *, timeout: float | None = PAUSE_S) -> None:
@@ -257,7 +263,7 @@ class Fleet:
     async def continue_generation(
         self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S
     ) -> None:
-        """Continue all members, which empty their device caches first unless ``torch_empty_cache`` is False."""
+        """Continue all members, which by default empty their device caches first."""
         async with self.lock:
             await self.continue_members(timeout, torch_empty_cache=torch_empty_cache)
 
@@ -277,7 +283,7 @@ class Fleet:
             await self.continue_generation(torch_empty_cache=torch_empty_cache, timeout=timeout)
 
     async def flush_cache(self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S) -> None:
-        """Flush the prefix cache of every member, and empty its device cache unless ``torch_empty_cache`` is False.
+        """Flush the prefix cache of every member, and by default empty its device cache.
 
         Raises:
             EngineError: the first refusal of a member.
@@ -308,12 +314,15 @@ class Fleet:
         Generation is paused in ``pause_mode`` meanwhile, unless the fleet is paused already.
 
         Args:
-            named_tensors: checkpoint names and tensors, for the transports ``tensor``, ``ipc`` and ``distributed``.
+            named_tensors: checkpoint names and tensors, for the transports ``tensor``, ``ipc`` and
+                ``distributed``.
             model_path: a checkpoint folder that every engine can read, for the transport ``disk``.
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
-            torch_empty_cache: empty the members' device caches before they continue, if the update has paused them.
-            deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the others go on.
+            torch_empty_cache: empty the members' device caches before they continue, if the update has paused
+                them.
+            deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the
+                others go on.
 
         Raises:
             FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.
@@ -429,7 +438,7 @@ class Fleet:
             await self.forget(member)
 
     async def heal(self) -> list[str]:
-        """Bring back the fenced and gone members that can be reached, and return the names of those that serve again."""
+        """Bring back fenced and gone members, and return the names of those that serve again."""
         healed = []
         async with self.weights_lock:
             for member in self.members:
@@ -489,7 +498,7 @@ class Fleet:
             self.dispatcher.drop(member, error, "it does not continue")
 
     async def after_failure(self) -> None:
-        """Fence members that have no valid weights after an update that was aborted. The caller holds :attr:`lock`."""
+        """Fence members without valid weights after an aborted update. The caller holds :attr:`lock`."""
         answers = await everywhere(self.dispatcher.serving, self.ask, ASK_S)
         for member, error in (answers.out | answers.failed).items():
             self.dispatcher.drop(member, error, "it does not answer")
@@ -510,7 +519,7 @@ class Fleet:
         return member
 
     async def _caught_up(self, member: Member) -> GetStatusReqOutput:
-        """Bring ``member`` to the fleet's weights, and return its status. The caller holds :attr:`weights_lock`."""
+        """Bring ``member`` to the fleet's weights, and return its status. Needs :attr:`weights_lock`."""
         status = await asyncio.wait_for(self.ask(member), ASK_S)
         serving = self.dispatcher.serving
         if not serving and not self.source.updated and not self.weight_version:
@@ -524,10 +533,7 @@ class Fleet:
         )  # fmt: skip
 
     async def _admit(self, member: Member, reached: GetStatusReqOutput, *, healing: bool = False) -> bool:
-        """Admit ``member``, which has ``reached`` the fleet's weights; return False if it was removed or may not be healed now.
-
-        The caller holds :attr:`weights_lock`.
-        """
+        """Admit ``member``, unless it was removed or may not be healed now. Needs :attr:`weights_lock`."""
         async with self.lock:
             if self.dispatcher.members.get(member.name) is not member:
                 return False

@@ -1,10 +1,12 @@
 """One generation of a group, which outlives the engine that began it.
 
 Invariants:
-- The caller sees one :class:`Generation`: every token once, in order, and one result per sample, whoever sampled its tokens.
-- One engine at a time is followed for a sample: only the loss of its attempt makes the sample wait for another engine.
-  What an engine sends after it was given up is ignored.
-- A token is passed on only if the group has committed the epoch that sampled it. An engine with another epoch is fenced.
+- The caller sees one :class:`Generation`: every token once, in order, and one result per sample, whoever
+  sampled its tokens.
+- One engine at a time is followed for a sample: only the loss of its attempt makes the sample wait for
+  another engine. What an engine sends after it was given up is ignored.
+- A token is passed on only if the group has committed the epoch that sampled it. An engine with another epoch
+  is fenced.
 - A sample continues from the tokens that had arrived, on weights at least as new as those that sampled them.
 - An abort by the caller and an error of the request itself end it; the end of an engine does not.
 """
@@ -82,7 +84,7 @@ class _Attempt:
         """Samples that have not ended here."""
         self.given_up = False
         self.tail: TokenDelta | None = None
-        """Last tokens of a sample, without details: the result, which follows at once, names their weights."""
+        """Last tokens of a sample, without details: the result that follows names their weights."""
         member.load += len(samples)
 
     def on_tokens(self, delta: TokenDelta) -> None:
@@ -105,7 +107,7 @@ class _Attempt:
         self.flow.on_tokens(replace(delta, start=delta.start + base), self.member)
 
     def _knows(self, weights: Iterable[DeltaWeights | WeightVersionSpan]) -> bool:
-        """Return True if tokens of ``weights`` may be passed on; fence the member if somebody else has committed them."""
+        """Return True if tokens of ``weights`` may be passed on; fence a member with foreign ones."""
         if not self.given_up:
             foreign = next((each for each in weights if not self.member.has_given(each.epoch)), None)
             if foreign is not None:  # this gives up all attempts on the member

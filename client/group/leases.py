@@ -1,7 +1,8 @@
-"""Leases of pauses: a thread that renews those of a group, and the count of one that engines may have forgotten.
+"""Leases of pauses: a thread that renews a group's, and the count of one that engines may have forgotten.
 
 Invariants:
-- Renewals have a thread and connections of their own: the group's event loop may belong to a trainer that computes for minutes.
+- Renewals have a thread and connections of their own: the group's event loop may belong to a trainer that
+  computes for minutes.
 - Nothing is connected before a pause has lasted as long as the first renewal.
 - A :class:`PauseLease` is not over before the engines' own, which the same commands renew.
 """
@@ -83,8 +84,8 @@ class LeaseRenewal:
 class PauseLease:
     """The lease of a server's pause, counted beside the engines.
 
-    It covers what no engine counts: all engines have died, one has come back since and was paused without a lease, or the weights of
-    all are half an update that its sender has left.
+    It covers what no engine counts: all engines have died, one has come back since and was paused without a
+    lease, or the weights of all are half an update that its sender has left.
     """
 
     seconds: float
@@ -98,7 +99,7 @@ class PauseLease:
         return self.seconds - (0.0 if self._under_way else monotonic() - self._renewed)
 
     async def renewed_by(self, command: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Await ``command``, one of the owner's; the lease cannot end before it, and begins again after it."""
+        """Await ``command``, one of the owner's; the lease begins again after it."""
         self._under_way += 1
         try:
             return await command

@@ -1,11 +1,13 @@
 """One engine of a group: its client, its state, and the map from its weights epochs to the group's.
 
 Invariants:
-- Only a member in state ``serving`` receives requests. It has the group's weights; whoever admits it has made sure.
-- Every request to a member names the newest weights epoch that the group knows of it. An engine that was restarted at
-  the same endpoint has an older or no valid epoch and refuses: it is never taken for its predecessor.
-- An epoch counts an engine's own commits. One that is not in the member's map belongs to weights that somebody else has
-  committed: no token of it is passed on (``flow.py``).
+- Only a member in state ``serving`` receives requests. It has the group's weights; whoever admits it has made
+  sure.
+- Every request to a member names the newest weights epoch that the group knows of it. An engine that was
+  restarted at the same endpoint has an older or no valid epoch and refuses: it is never taken for its
+  predecessor.
+- An epoch counts an engine's own commits. One that is not in the member's map belongs to weights that
+  somebody else has committed: no token of it is passed on (``flow.py``).
 """
 
 import bisect
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from ...io_struct import GetStatusReqOutput
 
 State = Literal["joining", "serving", "fenced", "gone"]
-"""``joining``: not admitted yet. ``fenced``: it may answer, but not with the group's weights. ``gone``: its process has
-ended or cannot be reached."""
+"""``joining``: not admitted yet. ``fenced``: it may answer, but not with the group's weights. ``gone``: its
+process has ended or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)

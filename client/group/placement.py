@@ -21,7 +21,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED_FRACTION = 0.5
 """Share of the free memory that all replicas which share it plan for their KV pools together."""
 PER_CORE = 4
-"""Maximum number of ranks for each core, where they have no devices of their own: more only wait for each other."""
+"""Maximum number of ranks for each core, if they have no devices: more only wait for each other."""
 _OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
 """Options of a scheduler that two cannot share."""
 _THREADS = "OMP_NUM_THREADS"
@@ -43,7 +43,8 @@ def placed(
     """Return the places of ``replicas`` schedulers with these arguments.
 
     Raises:
-        InvalidRequest: an option cannot be shared, or there are too few CUDA devices, or cores where those are not used.
+        InvalidRequest: an option cannot be shared, or there are too few CUDA devices, or cores where those
+            are not used.
     """
     for option in _OWN:
         if has_option(arguments, option):
@@ -54,8 +55,8 @@ def placed(
     devices = _assigned(option_value(arguments, "--device"), replicas, ranks, environment)
     if devices is None and replicas * ranks > PER_CORE * _cores():
         raise InvalidRequest(
-            f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and there are {_cores()} cores: at most {PER_CORE} "
-            "for each core",
+            f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and there are "
+            f"{_cores()} cores: at most {PER_CORE} for each core",
             field="--replicas",
             value=replicas,
         )
@@ -76,7 +77,7 @@ def placed(
 
 
 def ranks_of(arguments: Sequence[str]) -> int:
-    """Return ``--tp`` of a scheduler with these arguments, or 1 if it is not a number, which the scheduler refuses."""
+    """Return ``--tp`` of a scheduler with these arguments; 1 if it is no number, which is refused later."""
     with suppress(ValueError):
         return max(1, int(option_value(arguments, "--tp") or 1))
     return 1
@@ -95,8 +96,9 @@ def _assigned(
     if len(devices) < needed:
         each = "one each" if ranks == 1 else f"{ranks} each (--tp {ranks})"
         raise InvalidRequest(
-            f"{replicas} replicas need {needed} CUDA devices, {each}, and there are {len(devices)}: give fewer --replicas, or "
-            "--device cuda:0 to have all of them share one (with --kv-pool-tokens), or --device cpu",
+            f"{replicas} replicas need {needed} CUDA devices, {each}, and there are {len(devices)}: give "
+            "fewer --replicas, or --device cuda:0 to have all of them share one (with --kv-pool-tokens), or "
+            "--device cpu",
             field="--replicas",
             value=replicas,
         )
@@ -121,7 +123,7 @@ def cuda_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _threads(environment: Mapping[str, str]) -> int:
-    """Return the number of threads of one engine alone: OpenMP's, else the cores that this process may run on."""
+    """Return the number of threads of one engine alone: OpenMP's, else this process's cores."""
     with suppress(ValueError):
         return int(environment[_THREADS]) if _THREADS in environment else _cores()
     return _cores()

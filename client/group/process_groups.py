@@ -1,10 +1,11 @@
 """Weight update groups of several replicas.
 
 Invariants:
-- Replica ``i`` of ``tp`` ranks has the ranks from ``rank_offset + i * tp`` on, whether it serves or not, and ``world_size`` counts all
-  of them: the same numbers in every group.
-- A broadcast that one rank does not take reaches nobody. So a group needs all replicas. If one ends or is restarted, the group is
-  ended on the others, also while they join or update: that ends their wait and the trainer's.
+- Replica ``i`` of ``tp`` ranks has the ranks from ``rank_offset + i * tp`` on, whether it serves or not, and
+  ``world_size`` counts all of them: the same numbers in every group.
+- A broadcast that one rank does not take reaches nobody. So a group needs all replicas. If one ends or is
+  restarted, the group is ended on the others, also while they join or update: that ends their wait and the
+  trainer's.
 - An update whose group has ended is over: its earlier calls are only on the replicas that are left.
 """
 
@@ -63,8 +64,8 @@ class ProcessGroups:
         needed = rank_offset + fleet.size * fleet.tp
         if needed > world_size:
             raise InvalidRequest(
-                f"world_size = {world_size} must count every rank: {fleet.size} replicas of {fleet.tp} from rank_offset = "
-                f"{rank_offset} on need at least {needed}",
+                f"world_size = {world_size} must count every rank: {fleet.size} replicas of {fleet.tp} "
+                f"from rank_offset = {rank_offset} on need at least {needed}",
                 field="world_size",
                 value=world_size,
             )
@@ -91,14 +92,14 @@ class ProcessGroups:
         if answers.out:
             lost = {member.name: error.message for member, error in answers.out.items()}
             raise GroupError(
-                f"{', '.join(lost)} ended before all had joined the group {group_name!r} ({_told(lost)}): have all replicas "
-                "join again",
+                f"{', '.join(lost)} ended before all had joined the group {group_name!r} ({_told(lost)}): "
+                "have all replicas join again",
                 members=lost,
             )
         return answers
 
     async def leave(self, group_name: str, **options: Any) -> Answers:
-        """Have all replicas leave. A refusal by some is no error if others were in the group, nor after it was ended here."""
+        """Have all replicas leave; it is no error if only some are in the group, or if it was ended here."""
         known = self._incarnations.pop(group_name, None) is not None
         answers = await everywhere(
             self._fleet.asked,
@@ -169,7 +170,8 @@ class ProcessGroups:
         }
         if lost:
             raise GroupError(
-                f"{', '.join(lost)} left the group {name!r} ({_told(lost)}): destroy it, and have all replicas join again",
+                f"{', '.join(lost)} left the group {name!r} ({_told(lost)}): destroy it, and have all "
+                "replicas join again",
                 members=lost,
             )
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - Either all replicas have become ready, or all have ended and the first reason is raised.
-- Later each replica ends or is restarted by itself; listeners hear once of the end of all, when the last has ended.
+- Later each replica ends or is restarted by itself; listeners hear once of the end of all, when the last has
+  ended.
 
 Listeners are called in the supervisors' threads.
 """

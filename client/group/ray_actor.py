@@ -1,8 +1,8 @@
 """The actor of one replica: an engine process on the node where Ray has placed it.
 
 Invariants:
-- Engine and actor end together: an engine that ends takes the actor's process with it, so that Ray restarts both, and an actor that
-  is killed takes the engine (its lifeline, ``launch/launcher.py``).
+- Engine and actor end together: an engine that ends takes the actor's process with it, so that Ray restarts
+  both, and an actor that is killed takes the engine (its lifeline, ``launch/launcher.py``).
 - Beyond its own host an engine listens with CURVE keys only. Its secret key is made here and stays here.
 """
 
@@ -57,7 +57,8 @@ class EngineActor:
         Args:
             options: keywords of :func:`launch_scheduler`.
             client_key: CURVE public key of the fleet's clients.
-            driver_ip: address of the fleet's host; an engine of that host listens on a socket file. Empty: none does.
+            driver_ip: address of the fleet's host; an engine of that host listens on a socket file. Empty:
+                none does.
             startup_timeout: maximum seconds until the engine is ready.
         """
         self._start = secrets.token_hex(8)
@@ -99,7 +100,7 @@ class EngineActor:
     def _beyond(
         self, model: str, options: Mapping[str, Any], client_key: str, node_ip: str, startup_timeout: float
     ) -> tuple[str, LaunchedScheduler]:
-        """Start an engine that listens at the node's address, for the owner of ``client_key`` alone; return its public key, too."""
+        """Start an engine at the node's address for the owner of ``client_key``; return its key, too."""
         public, secret = zmq.curve_keypair()
         own, own_secret = zmq.curve_keypair()  # the actor watches the engine as a client
         files = {

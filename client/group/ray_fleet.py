@@ -3,8 +3,9 @@
 Invariants:
 - Ray carries addresses, keys and lifetimes; tokens, commands and weights go to the engines directly.
 - A replica serves only with the fleet's weights: at the start, after a restart, and after a scale-up.
-- Actors and placement groups end with :meth:`RolloutFleet.close`. Those of a fleet without a name also end with the Ray job; those
-  of one with a name are detached, and a fleet of that name in another process can adopt them.
+- Actors and placement groups end with :meth:`RolloutFleet.close`. Those of a fleet without a name also end
+  with the Ray job; those of one with a name are detached, and a fleet of that name in another process can
+  adopt them.
 """
 
 import asyncio
@@ -75,7 +76,7 @@ class _Slot:
 
 
 class RolloutFleet(Fleet):
-    """A fleet of engines on a Ray cluster; ``ray.init`` is the caller's, or this class connects as ``ray.init()`` does."""
+    """A fleet of engines on a Ray cluster; it calls ``ray.init()`` unless the caller has."""
 
     def __init__(
         self,
@@ -102,9 +103,12 @@ class RolloutFleet(Fleet):
             placement: a :class:`Placement`, or a dict of its fields.
             engine_options: keywords of :func:`launch_scheduler` for every engine.
             start_timeout: maximum seconds until all replicas are placed and ready.
-            listen: ``auto``: engines on this process's node listen on socket files, others on ``tcp://`` with keys. ``tcp``: all do.
-            name: name of the fleet on the cluster; its engines then outlive this process, and listen on ``tcp://``.
-            adopt: take over the engines that a fleet of that name has left behind, and start those that are missing.
+            listen: ``auto``: engines on this process's node listen on socket files, others on ``tcp://`` with
+                keys. ``tcp``: all do.
+            name: name of the fleet on the cluster; its engines then outlive this process, and listen on
+                ``tcp://``.
+            adopt: take over the engines that a fleet of that name has left behind, and start those that are
+                missing.
 
         The other arguments are those of :class:`Fleet`.
         """
@@ -185,7 +189,9 @@ class RolloutFleet(Fleet):
             private_directory.remove(folder)
 
     async def scale(self, replicas: int) -> None:
-        """Change the number of replicas. New ones serve only with the fleet's weights; requests of those that leave continue on others.
+        """Change the number of replicas.
+
+        New ones serve only with the fleet's weights; requests of those that leave continue on others.
 
         Raises:
             TimedOut: the cluster has no room for them.

@@ -1,10 +1,11 @@
-"""Members that get the group's weights: the first ones, those of a dead group, and those that join later or again.
+"""Members that get the group's weights: the first ones, those of a dead group, and later ones.
 
 Invariants:
-- Members that serve have the same bytes under the same label. Engines that were left behind are compared by checksums, since one
-  label may name two weights there.
-- A member that is brought up to date has valid weights under the group's label, from where the group has its own: another member
-  (preferred: it has what the group serves, whatever has become of the folder), or the checkpoint folder.
+- Members that serve have the same bytes under the same label. Engines that were left behind are compared by
+  checksums, since one label may name two weights there.
+- A member that is brought up to date has valid weights under the group's label, from where the group has its
+  own: another member (preferred: it has what the group serves, whatever has become of the folder), or the
+  checkpoint folder.
 """
 
 import asyncio
@@ -209,7 +210,8 @@ async def _reload(member: Member, donor: Member | None, source: Source, label: s
         await member.client.end_weight_update(commit=False, force=True, timeout=ASK_S)
     await member.client.pause("abort", lease_s=member.lease_s, timeout=RELOAD_S)
     failure: EngineError = WeightsInvalid(
-        f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for the next update"
+        f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for "
+        "the next update"
     )
     if donor is not None:
         try:

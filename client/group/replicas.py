@@ -1,12 +1,15 @@
-"""``ReplicaFleet``: the engines of ``caesura serve --replicas N``, processes of this host that HTTP takes for one engine.
+"""``ReplicaFleet``: the engines of ``caesura serve --replicas N``, which HTTP takes for one engine.
 
 Invariants:
-- A replica that dies is out at once; its supervisor restarts it at the same endpoint, and it serves again only with the group's weights.
-- A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the weights valid again.
-- A replica that somebody has updated or paused on its own socket is out from the next look on, and brought back like one that has
-  lost its weights. Tokens that it has sampled meanwhile are not passed on (``flow.py``).
-- No replica is brought back while a weight session is open, while memory is released, or while the weights were lost on purpose: the
-  trainer's next update gives them to all.
+- A replica that dies is out at once; its supervisor restarts it at the same endpoint, and it serves again
+  only with the group's weights.
+- A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the
+  weights valid again.
+- A replica that somebody has updated or paused on its own socket is out from the next look on, and brought
+  back like one that has lost its weights. Tokens that it has sampled meanwhile are not passed on
+  (``flow.py``).
+- No replica is brought back while a weight session is open, while memory is released, or while the weights
+  were lost on purpose: the trainer's next update gives them to all.
 
 Runs on one event loop; supervisors report from their threads.
 """
@@ -103,7 +106,7 @@ class ReplicaFleet(Fleet):
 
     @property
     def awaits_update(self) -> bool:
-        """True if a command gave up the weights: until an update, requests are refused and no replica is brought back."""
+        """True after a command that gave up the weights, until an update; requests are refused."""
         return self.dispatcher.refusal is not None
 
     @awaits_update.setter
@@ -202,8 +205,8 @@ class ReplicaFleet(Fleet):
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
         """Return one status of all replicas; ``owner`` is the token of the request.
 
-        Once one replica has answered, the others are waited for no longer than :data:`STATUS_S` in all: their requests, tokens and
-        bytes count as they were, their state does not count.
+        Once one replica has answered, the others are waited for no longer than :data:`STATUS_S` in all: their
+        requests, tokens and bytes count as they were, their state does not count.
 
         Raises:
             EngineRestarting: no replica is there.
@@ -247,7 +250,7 @@ class ReplicaFleet(Fleet):
         return combined
 
     async def parts(self) -> list[MemberStatus]:
-        """Return every replica's own status, in their order; None for one that does not answer within :data:`PARTS_S`."""
+        """Return every replica's own status, in their order; None if it does not answer in time."""
         return (await self.status(timeout=PARTS_S)).members
 
     async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:
@@ -277,7 +280,7 @@ class ReplicaFleet(Fleet):
         return answers
 
     def _changed_by_others(self) -> dict[Member, str]:
-        """Return the serving replicas that somebody has updated or paused, by their last status, with the reason."""
+        """Return the serving replicas that a stranger has updated or paused, with the reason."""
         found = {}
         for member in self.dispatcher.serving:
             status = member.status
@@ -305,7 +308,8 @@ class ReplicaFleet(Fleet):
             if lease.action == "abort":
                 self.dispatcher.abort(self.dispatcher.flows.values())
             elif lease.action == "continue":
-                # Half an update ends with its sender: replicas that have some of it are brought back as after any failure.
+                # Half an update ends with its sender: replicas that have some of it are brought back as after
+                # any failure.
                 await self.updates.abandon()
                 if self.awaits_update:
                     logger.error("cannot continue: only an update makes the weights valid; staying paused")
@@ -314,7 +318,7 @@ class ReplicaFleet(Fleet):
                 self.dispatcher.place_waiting()
 
     async def _caught_up(self, member: Member) -> GetStatusReqOutput:
-        """Resume the memory of a replica that has missed the resume of all, then bring it to the group's weights."""
+        """Resume the memory of a replica that has missed the resume, and bring it up to date."""
         status = await asyncio.wait_for(self.ask(member), ASK_S)
         if status.released_tags:
             await member.client.resume_memory(timeout=RELOAD_S)
@@ -342,7 +346,7 @@ class ReplicaFleet(Fleet):
             task.add_done_callback(self._returning.discard)
 
     async def _come_back(self, member: Member) -> None:
-        """Let updates reach a restarted replica, and bring it back. If that fails now, the group tries again later."""
+        """Let updates reach a restarted replica, and bring it back, now or later."""
         with suppress(EngineError, TimeoutError):
             await asyncio.wait_for(self.ask(member), ASK_S)
             if member.state == "gone":

@@ -2,8 +2,8 @@
 
 Invariants:
 - A choice is a function of the candidates, the request and earlier choices: no clock, no randomness.
-- A routing key decides alone, by rendezvous hashing (Thaler and Ravishankar, 1998): only the keys of an engine that leaves
-  move, and several routers agree.
+- A routing key decides alone, by rendezvous hashing (Thaler and Ravishankar, 1998): only the keys of an
+  engine that leaves move, and several routers agree.
 - At most :data:`MAX_PREFIXES` prefixes are remembered, the most recently used ones.
 """
 
@@ -26,14 +26,14 @@ LEAST_SHARE = 0.3
 """Least share of the prompt for a remembered prefix to count."""
 LOAD_MARGIN = 16
 LOAD_RATIO = 1.5
-"""An engine with a prefix may have at most this many times the load of the least loaded one, plus the margin."""
+"""Maximum load of an engine with a prefix: this times that of the least loaded one, plus the margin."""
 
 _routing_key: ContextVar[str | None] = ContextVar("caesura_routing_key", default=None)
 
 
 @contextmanager
 def routed_by(key: str | None) -> Iterator[None]:
-    """Send generations of this block, and of tasks made in it, to the engine of ``key`` as long as it serves."""
+    """Send generations of this block, and of tasks made in it, to the engine of ``key`` while it serves."""
     token = _routing_key.set(key)
     try:
         yield

@@ -2,9 +2,11 @@
 
 Invariants:
 - No member is told to commit before every member that takes part has loaded and agrees with the rest.
-- A refusal or failure of a serving member fails the session for all. A member that has ended or has not answered at the
-  deadline is out: nobody waits for it and the rest go on without it. So is a member that was not serving and fails.
-- The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md, "Session ownership").
+- A refusal or failure of a serving member fails the session for all. A member that has ended or has not
+  answered at the deadline is out: nobody waits for it and the rest go on without it. So is a member that was
+  not serving and fails.
+- The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md,
+  "Session ownership").
 - No member generates between the first commit and the last: the caller has paused all of them.
 - A session that has failed is open until its caller aborts it.
 """
@@ -23,7 +25,7 @@ from .members import Member
 OUT = (EngineDied, EngineRestarting, ShuttingDown, TimedOut)
 """Errors of a member that takes no further part, as opposed to those of a wrong update."""
 Verify = Literal["counts", "checksums"]
-"""``counts``: every member has written as many tensors. ``checksums``: every member has the same bytes in every parameter."""
+"""``counts`` compares the number of written tensors, ``checksums`` the bytes of every parameter."""
 LEAST_COMMIT_S, ABORT_S = 30.0, 30.0
 """Seconds that members may take to commit, however late it is, and to abort."""
 SPARE_S = 60.0
@@ -192,7 +194,7 @@ class Session:
 async def two_phase(
     session: Session, paused: Answers, load: Load, *, label: str | None, deadline_s: float
 ) -> Answers:
-    """Update all members within ``deadline_s`` seconds. If it fails or is cancelled before the commit, it is aborted.
+    """Update all members within ``deadline_s`` seconds. Failed or cancelled before the commit, it is aborted.
 
     Raises:
         FleetUpdateFailed: as :meth:`Session.begin`.

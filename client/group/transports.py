@@ -1,7 +1,7 @@
 """Ways of sending weights to the members of a group within one session.
 
-Invariant: sending commits nothing. Over ``distributed`` an error of one member is an error of all, since a broadcast that
-one rank does not take reaches nobody.
+Invariant: sending commits nothing. Over ``distributed`` an error of one member is an error of all, since a
+broadcast that one rank does not take reaches nobody.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..connection.control_client import ControlClient
@@ -50,7 +51,8 @@ class Weights:
         transport = transport or ("disk" if named_tensors is None else "tensor")
         if (transport == "disk") != (named_tensors is None):
             raise InvalidRequest(
-                f"transport = {transport!r} does not fit: disk takes model_path, the others take named_tensors",
+                f"transport = {transport!r} does not fit: disk takes model_path, the others take "
+                "named_tensors",
                 field="transport",
             )
         if model_path is not None:
@@ -62,7 +64,7 @@ class Weights:
 
 
 class WeightSender:
-    """Sends weights. Keeps one process group of this process and the members, and makes it anew if they change or it fails."""
+    """Sends weights. Keeps one process group, made anew if the members change or it fails."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -74,20 +76,12 @@ class WeightSender:
         self, weights: Weights, members: Sequence[Member], session: str, timeout: float, *, flush_cache: bool
     ) -> Answers:
         """Load ``weights`` into the session of every member."""
-        tensors, path = weights.tensors, weights.model_path
+        tensors = weights.tensors
         options: Any = {"session_id": session, "flush_cache": flush_cache}
-        if weights.transport == "disk":
-            return await everywhere(
-                members, lambda each: each.client.update_weights_from_disk(path, **options), timeout
-            )
-        if weights.transport == "tensor":
-            return await everywhere(
-                members, lambda each: each.client.update_weights_from_tensor(tensors, **options), timeout
-            )
-        if weights.transport == "ipc":
-            return await everywhere(
-                members, lambda each: each.client.update_weights_from_ipc(tensors, **options), timeout
-            )
+        if weights.transport != "distributed":
+            given = weights.model_path if tensors is None else tensors
+            call = methodcaller(f"update_weights_from_{weights.transport}", given, **options)
+            return await everywhere(members, lambda each: call(each.client), timeout)
         incarnations = [member.client.incarnation for member in members]
         if incarnations != self._incarnations:  # the group of a former process reaches nobody
             await asyncio.to_thread(self.close)

@@ -1,16 +1,18 @@
 """Weight sessions of several replicas, for clients that take them for one engine.
 
 Invariants:
-- Every call loads within one explicit session of the same name on every replica; the label changes on all of them, or on none
-  (``session.py``). No replica generates between the first commit and the last.
-- A client sees the kinds of one engine: ``explicit`` from ``begin`` to ``end``; ``implicit`` for calls without a session while paused,
-  or while no replica has valid weights, committed when everything is written, at continue, at a flush or at ``end``; ``single``
-  otherwise, and for a whole checkpoint.
-- A refusal by all replicas in the same words is the request's fault: it changes nothing, as on one engine. Another refusal aborts
-  the session on all; replicas that had written are fenced until they have valid weights again.
+- Every call loads within one explicit session of the same name on every replica; the label changes on all of
+  them, or on none (``session.py``). No replica generates between the first commit and the last.
+- A client sees the kinds of one engine: ``explicit`` from ``begin`` to ``end``; ``implicit`` for calls
+  without a session while paused, or while no replica has valid weights, committed when everything is written,
+  at continue, at a flush or at ``end``; ``single`` otherwise, and for a whole checkpoint.
+- A refusal by all replicas in the same words is the request's fault: it changes nothing, as on one engine.
+  Another refusal aborts the session on all; replicas that had written are fenced until they have valid
+  weights again.
 - A pause that an update has made ends with it; a pause that was there before stays.
 
-All methods but :meth:`Updates.carry_out`, :meth:`Updates.status` and :meth:`Updates.close` need the group's lock.
+All methods but :meth:`Updates.carry_out`, :meth:`Updates.status` and :meth:`Updates.close` need the group's
+lock.
 """
 
 import asyncio
@@ -87,8 +89,8 @@ class _Open:
     tensors: int = 0
     source: Source | None = None
     missing: set[str] | None = None
-    """Tensors of an implicit session that no call has named, or None if they are not known. A hint: the commit decides, for
-    engines may store other names, and pieces count as whole tensors."""
+    """Tensors of an implicit session that no call has named, or None if unknown. A hint: the commit decides,
+    since engines may store other names, and pieces count as whole tensors."""
     timer: asyncio.TimerHandle | None = None
 
 
@@ -150,7 +152,7 @@ class Updates:
                 return await self._load(request, buffers)
 
     async def give_up(self, request: WeightUpdateOptions) -> None:
-        """Abort the session that ``request`` belongs to: it cannot be carried out, nor can what would follow."""
+        """Abort the session of ``request``, which cannot be carried out, nor can what would follow."""
         with suppress(NoSession, SessionOpen):
             if self._joined(request) is not None:
                 await self.abandon()
@@ -284,7 +286,7 @@ class Updates:
         return opened
 
     async def _held(self, known: Answers, mode: PauseMode) -> Answers:
-        """Pause the replicas of ``known``, their statuses, that are not paused yet: a pause keeps its lease."""
+        """Pause the replicas of ``known``, statuses, that are not paused yet: a pause keeps its lease."""
         running = [member for member, status in known.replies.items() if status.generation != "paused"]
         paused = await self._fleet.pause_members(mode, running, PAUSE_S)
         for member, error in known.out.items():
@@ -345,8 +347,9 @@ class Updates:
         if absent:
             await self.abandon()
             raise GroupError(
-                f"{', '.join(absent)} has no part in the open session, as it was not there or has been restarted. The session is over: "
-                "destroy the group, have all replicas join again, and send every tensor again",
+                f"{', '.join(absent)} has no part in the open session, as it was not there or has been "
+                "restarted. The session is over: destroy the group, have all replicas join again, and send "
+                "every tensor again",
                 members=absent,
             )
 
@@ -367,7 +370,7 @@ class Updates:
         return self._combined(done.replies, message_id)
 
     async def _refused_commit(self, opened: _Open, error: FleetUpdateFailed) -> EngineError:
-        """Return the error of a commit; one that all refuse because tensors are missing leaves the session open."""
+        """Return the error of a commit; if all refuse because tensors are missing, the session stays open."""
         codes = {reason.code for reason in error.reasons.values()}
         if len(codes) == 1 and codes <= _LEAVE_OPEN and len(error.reasons) == len(opened.session.members):
             if opened.kind == "single":
@@ -385,7 +388,7 @@ class Updates:
         return next(iter(error.reasons.values())) if by_all else error
 
     async def _over(self, opened: _Open) -> None:
-        """Fence those without valid weights after the end of a session, and continue the others if it has paused them."""
+        """Fence replicas without valid weights, and continue the others if the session has paused them."""
         fleet = self._fleet
         if self._open is opened:
             self._forget()
@@ -396,7 +399,7 @@ class Updates:
         fleet.dispatcher.place_waiting()
 
     async def _still_open(self) -> None:
-        """Notice that the engines have ended the session, at its deadline or because somebody has aborted it."""
+        """Notice that the engines have ended the session, at its deadline or by an abort of somebody else."""
         opened = self._open
         if opened is None:
             return

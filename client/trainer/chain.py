@@ -1,12 +1,16 @@
-"""Updates that engines pass on, one to the next: the sender, a trainer or an engine, sends once however many engines there are.
+"""Updates that engines pass on, one to the next: the sender, a trainer or an engine, sends once.
 
-    sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …        a link: a process group, the sender its rank 0
+    sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …
+
+A link is a process group whose rank 0 is the sender.
 
 Invariants:
-- Engines load in two phases (two_phase.py). One that fails costs itself and those behind it, never those before it: these commit.
-- A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 further buckets.
-- Links belong to one chain. An engine's end closes when an update over it fails, so that no engine waits for the next:
-  close the chain then, and create one of the engines that live.
+- Engines load in two phases (two_phase.py). One that fails costs itself and those behind it, never those
+  before it: these commit.
+- A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 further
+  buckets.
+- Links belong to one chain. An engine's end closes when an update over it fails, so that no engine waits for
+  the next: close the chain then, and create one of the engines that live.
 - An engine that sends its weights serves on. The rendezvous is this process's and carries no weights.
 """
 
@@ -50,12 +54,12 @@ if TYPE_CHECKING:
 CLONE_BROADCAST_TIMEOUT_S = 60.0
 """Seconds of one broadcast of a clone: nothing is gathered meanwhile, as it may be in a trainer's update."""
 Head = Callable[[Callable[[], bool]], str | None]
-"""Broadcasts all tensors over link 0, and returns the label of the update; None leaves it unchanged. Its argument returns True once
-the first engine has answered and takes no further broadcast."""
+"""Broadcasts all tensors over link 0, and returns the label of the update; None leaves it unchanged. Its
+argument returns True once the first engine has answered and takes no further broadcast."""
 
 
 class WeightUpdateChain:
-    """A trainer, and engines that pass on what it sends: it sends each update once, over one link, to any number of them."""
+    """A trainer, and engines that pass on its updates: it sends each once, to any number of them."""
 
     def __init__(
         self, group: WeightUpdateGroup, clients: "Sequence[ControlClient]", links: list[str]
@@ -78,10 +82,10 @@ class WeightUpdateChain:
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
     ) -> Self:
-        """Join this process with the first engine, and each engine with the next; return when all have joined.
+        """Join this process with the first engine, and each engine with the next; return when all have.
 
-        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Put engines of one host next to one
-        another: each link is one connection.
+        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Put engines of one host next to
+        one another: each link is one connection.
         """
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
@@ -116,7 +120,8 @@ class WeightUpdateChain:
         """Update all engines, and return their replies in the order of the chain.
 
         ``named_tensors`` are all tensors of the checkpoint; other arguments are those of
-        ``ControlClient.update_weights_from_distributed``. The engines commit when each of them has everything.
+        ``ControlClient.update_weights_from_distributed``. The engines commit when each of them has
+        everything.
 
         Raises:
             CaesuraError: an engine refused; nothing was written then.
@@ -164,24 +169,27 @@ def clone_weights(
     timeout: float | None = None,
     **options: Unpack[UpdateOptions],
 ) -> list[WeightUpdateReqOutput]:
-    """Give the committed weights of ``source`` to ``targets``, engines of the same model, and return their replies in order.
+    """Give the committed weights of ``source`` to ``targets``, and return their replies in order.
 
-    For replicas that joined late, or whose weights were lost. Each target has the source's label afterwards, unless
-    ``weight_version`` is another; epochs are each engine's own. The options are those of every update: by default a running target
-    retracts its requests and flushes its prefix cache.
+    All are engines of one model, the targets replicas that joined late or have lost their weights. Each
+    target has the source's label afterwards, unless ``weight_version`` is another; epochs are each engine's
+    own. The options are those of every update: by default a running target retracts its requests and flushes
+    its prefix cache.
 
     Args:
-        bucket_bytes: maximum size of a broadcast of whole tensors, at least one in each; source and targets have two of them in
-            memory.
-        master_address: address of this process for the engines; they connect to one another by their own addresses.
+        bucket_bytes: maximum size of a broadcast of whole tensors, at least one in each; source and targets
+            have two of them in memory.
+        master_address: address of this process for the engines; they connect to one another by their own
+            addresses.
         backend: None means nccl if every engine is on a CUDA device, else gloo.
         timeout_s: maximum seconds for joining.
         broadcast_timeout_s: maximum seconds for each broadcast, after which a hanging engine is given up.
         timeout: maximum seconds of each wait for an engine's answer.
 
     Raises:
-        CaesuraError: an engine refused; nothing has changed then. By name, for the source: ``weights_poisoned``,
-            ``weights_invalid``, ``memory_released``, ``session_open`` (an update has written and not committed).
+        CaesuraError: an engine refused; nothing has changed then. By name, for the source:
+            ``weights_poisoned``, ``weights_invalid``, ``memory_released``, ``session_open`` (an update has
+            written and not committed).
         PartialUpdate: some targets have not got everything, because they or one before them failed.
     """
     require_clients(targets)
@@ -235,7 +243,7 @@ def join_links(
     backend: Backend,
     limits: tuple[float, float],
 ) -> None:
-    """Join each of ``engines`` with the next over the group of that name in ``store``, of this process at ``address``.
+    """Join each of ``engines`` with the next, over ``links`` in ``store``, of this process at ``address``.
 
     ``limits`` are the maximum seconds for joining, and for each broadcast.
 
@@ -268,7 +276,7 @@ def _update(
     head: Head,
     timeout: float | None,
 ) -> list[WeightUpdateReqOutput]:
-    """Load ``specs`` into every engine, then commit. Engine ``i`` receives from ``links[i]`` and is rank 0 of the next link."""
+    """Load ``specs`` into every engine, then commit. Engine ``i`` receives from ``links[i]``."""
     update = TwoPhaseUpdate(clients, specs, options, timeout)
     first = update.start(
         [

@@ -1,10 +1,12 @@
-"""An update of several engines by blocking clients, in two phases: all of them load, then those commit that could.
+"""An update of several engines by blocking clients: all of them load, then those commit that could.
 
 Invariants:
-- A refusal comes before a byte is written: each engine opens a session with the whole manifest first, or none does.
+- A refusal comes before a byte is written: each engine opens a session with the whole manifest first, or none
+  does.
 - No engine commits before every engine has everything, or cannot get it.
-- An engine that fails costs no other its update: :class:`PartialUpdate` names those that have it and those that have not. The latter
-  are poisoned at worst, until the next complete update (``clone_weights`` from one that has it).
+- An engine that fails costs no other its update: :class:`PartialUpdate` names those that have it and those
+  that have not. The latter are poisoned at worst, until the next complete update (``clone_weights`` from one
+  that has it).
 - Sessions that are open when an update ends early are aborted, without waiting for engines that may be gone.
 """
 
@@ -108,7 +110,7 @@ class TwoPhaseUpdate:
         return [replies[number] for number in range(len(self._clients))]
 
     def fail(self, cause: CaesuraError) -> NoReturn:
-        """Give up for ``cause``, after waiting for the calls: they end because ``cause`` has closed what they receive from.
+        """Give up for ``cause``, after waiting for the calls: they end, as it has closed their group.
 
         Raises:
             PartialUpdate: engines failed, and ``cause`` may be a consequence.
@@ -154,10 +156,11 @@ def update_from_shared(
     timeout: float | None = None,
     **options: Unpack[UpdateOptions],
 ) -> list[WeightUpdateReqOutput]:
-    """Update engines of this host from the memory of ``tensors``, all of the checkpoint's, and return their replies in order.
+    """Update engines of this host from one export of all tensors, and return their replies in order.
 
-    All engines read one export at the same time: each is sent a message with its handle. The memory must not change until this
-    returns. ``timeout`` is the maximum seconds of each wait for an engine's answer; the options are those of every update.
+    All engines read it at the same time: each is sent a message with its handle. The memory must not change
+    until this returns. ``timeout`` is the maximum seconds of each wait for an engine's answer; the options
+    are those of every update.
 
     Raises:
         CaesuraError: an engine refused; nothing was written then.
@@ -166,7 +169,8 @@ def update_from_shared(
     require_clients(clients)
     if not isinstance(tensors, SharedTensors):
         raise InvalidRequest(
-            f"tensors must be SharedTensors, not a {type(tensors).__name__}: SharedTensors(named_tensors) makes them",
+            f"tensors must be SharedTensors, not a {type(tensors).__name__}: SharedTensors(named_tensors) "
+            "makes them",
             field="tensors",
         )
     fields = sessionless_fields(options)
@@ -188,7 +192,7 @@ def sessionless_fields(options: UpdateOptions) -> dict[str, Any]:
 
 
 def started(client: "ControlClient", request: Request, expects: type[Message]) -> Future[Any]:
-    """Return the ticket of ``client.start``; an error is the ticket's, since other engines may have been sent theirs."""
+    """Return the ticket of ``client.start``, which also has its error: others may have been sent theirs."""
     try:
         return client.start(request, expects)
     except EngineError as error:
