@@ -52,7 +52,7 @@ class ReplicaFleet(Fleet):
     """The replicas of one server; ``client`` is used as that of one engine."""
 
     def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
-        """``processes`` must have started; ``options`` are those of :class:`Fleet`."""
+        """Take ``processes``, which have started; ``options`` are those of :class:`Fleet`."""
         server_key, client_key = processes.keys
         super().__init__(
             [
