@@ -1,11 +1,14 @@
-"""Shapes of models whose update is hard: experts, latent attention, block-quantised weights; for ``checkpoints.py``.
+"""Shapes of models whose update is hard: experts, latent attention, block-quantised weights; for
+``checkpoints.py``.
 
 - ``moe``: Qwen3-MoE, 4 layers of 32 experts, 0.11 GB.
 - ``moe-0.2b``: the same with 8 layers and a vocabulary of 32,000, 0.26 GB.
 - ``mla``: DeepSeek V3, 6 layers, one dense, 16 experts and a shared one, 0.06 GB.
 - ``mla-0.2b``: the same with 8 layers, 32 experts and a vocabulary of 32,000, 0.28 GB.
-- ``hybrid``: Qwen3.5 (text), 8 layers of which each fourth attends and the others keep a state, vocabulary 32,000, 0.09 GB.
-- ``mla-fp8``: ``mla`` as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32 scale.
+- ``hybrid``: Qwen3.5 (text), 8 layers of which each fourth attends and the others keep a state, vocabulary
+  32,000, 0.09 GB.
+- ``mla-fp8``: ``mla`` as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32
+  scale.
 """
 
 from dataclasses import dataclass
@@ -28,11 +31,12 @@ class MoeShape(Shape):
     moe_intermediate_size: int
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Of experts: the chance that one of the tokens chose it."""
+        """Return the share of the tensor that ``tokens`` tokens read: of experts, the chance that one token
+        chose it.
+        """
         return chosen_by(name, tokens, self.num_experts_per_tok / self.num_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As the checkpoint has them: each expert apart."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in super().tensor_shapes().items():
             if ".mlp." not in name:
@@ -44,7 +48,6 @@ class MoeShape(Shape):
         return shapes
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json``."""
         return super().config(dtype) | {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -59,7 +62,9 @@ class MoeShape(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridShape(Shape):
-    """Qwen3.5 (text): each fourth layer attends, with gates; the others have linear attention by the gated delta rule."""
+    """Qwen3.5 (text): each fourth layer attends, with gates; the others have linear attention by the gated
+    delta rule.
+    """
 
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -74,26 +79,27 @@ class HybridShape(Shape):
 
     @property
     def cached_width(self) -> int:
-        """As :class:`Shape`'s, a mean over all layers."""
+        """Numbers that the KV of a token has in each layer, a mean over all layers."""
         return super().cached_width // self.full_attention_interval
 
     @property
     def attended_width(self) -> int:
-        """As :class:`Shape`'s, a mean over all layers; what linear attention multiplies depends on no other token."""
+        """Multiplications of a token with another one, a mean over all layers; linear attention has none."""
         return super().attended_width // self.full_attention_interval
 
     @property
     def state_bytes(self) -> int:
-        """Of a sequence, over all layers: float32, without the few inputs of the convolution."""
+        """Bytes of a sequence's states over all layers, in float32, without the few inputs of the
+        convolution.
+        """
         state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
         return 4 * state * (self.num_hidden_layers - self.num_hidden_layers // self.full_attention_interval)
 
     def attends(self, layer: int) -> bool:
-        """Whether the layer has KV."""
+        """Return True if the layer has KV."""
         return (layer + 1) % self.full_attention_interval == 0
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As the checkpoint has them."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         values = self.linear_num_value_heads * self.linear_value_head_dim
         channels, hidden = 2 * keys + values, self.hidden_size
@@ -120,7 +126,6 @@ class HybridShape(Shape):
         return shapes
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json``."""
         sizes = {name: value for name, value in vars(self).items() if name.startswith("linear_")}
         kinds = {True: "full_attention", False: "linear_attention"}
         return (
@@ -170,15 +175,19 @@ class LatentShape:
 
     @property
     def attended_width(self) -> int:
-        """Multiplications of a token with another one in each layer, at least: keys and values may be those of heads."""
+        """Multiplications of a token with another one in each layer, at least: keys and values may be those
+        of heads.
+        """
         return self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Of experts: the chance that one of the tokens chose it."""
+        """Return the share of the tensor that ``tokens`` tokens read: of experts, the chance that one token
+        chose it.
+        """
         return chosen_by(name, tokens, self.num_experts_per_tok / self.n_routed_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint name to shape, scales included."""
+        """Return shapes by checkpoint name, scales included."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         query = self.qk_nope_head_dim + self.qk_rope_head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
@@ -216,7 +225,7 @@ class LatentShape:
         return shapes
 
     def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        """What the checkpoint number ``seed`` holds under ``name``."""
+        """Return the tensor that checkpoint number ``seed`` holds under ``name``."""
         shape = self.tensor_shapes()[name]
         if name.endswith("e_score_correction_bias"):
             return torch.zeros(shape)
@@ -231,7 +240,6 @@ class LatentShape:
         return values
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json``."""
         sizes = {name: value for name, value in vars(self).items() if name != "fp8"}
         config: dict[str, Any] = sizes | {
             "architectures": ["DeepseekV3ForCausalLM"],
@@ -264,17 +272,17 @@ class LatentShape:
 
 
 def chosen_by(name: str, tokens: int, chance: float) -> float:
-    """Which part of a tensor so many tokens read, about, where each goes through an expert by this chance."""
+    """Return the share of experts that ``tokens`` tokens read, if each goes through one by this chance."""
     return 1.0 - (1.0 - chance) ** tokens if ".experts." in name else 1.0
 
 
 def is_quantised(name: str) -> bool:
-    """Whether DeepSeek quantises this tensor: projections, and neither embeddings, head, norms nor router."""
+    """Return True if DeepSeek quantises this tensor: projections, not embeddings, head, norms or router."""
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def gated(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
-    """The three projections of a gated block."""
+    """Return the three projections of a gated block."""
     return {
         f"{prefix}.gate_proj.weight": (intermediate, hidden),
         f"{prefix}.up_proj.weight": (intermediate, hidden),
@@ -283,7 +291,7 @@ def gated(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, .
 
 
 def experts(prefix: str, count: int, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
-    """Those of every expert."""
+    """Return the projections of every expert."""
     shapes: dict[str, tuple[int, ...]] = {}
     for number in range(count):
         shapes |= gated(f"{prefix}.experts.{number}", hidden, intermediate)

@@ -1,20 +1,24 @@
-"""Has anything become slower? A small fixed workload on a real engine, stage by stage against recorded ratios.
+"""Has anything become slower? A small fixed workload on a real engine, stage by stage against recorded
+ratios.
 
-    python benchmarks/check_baselines.py                               # exit status 1 where something is much slower
-    python benchmarks/check_baselines.py --update --reason "new kernel for decode"
+    python benchmarks/check_baselines.py                               # exit status 1 where something is much
+    slower python benchmarks/check_baselines.py --update --reason "new kernel for decode"
 
 The workload, on an engine of its own in each round: a start, a rollout on the tiny shape (bfloat16, one
-thread), pause / update from disk / continue in the midst of another, a release and a resume; then images of a tiny pipeline,
-whose text encoders and VAE come and go. What is compared is the time that each of an engine's stages took in sum (they are in
-its status), and each part of the workload from end to end.
+thread), pause / update from disk / continue in the midst of another, a release and a resume; then images of a
+tiny pipeline, whose text encoders and VAE come and go. What is compared is the time that each of an engine's
+stages took in sum (they are in its status), and each part of the workload from end to end.
 
 Invariants:
-- Times are compared as ratios to a loop that resembles them (``harness/yardstick.py``), measured before, between and after the
-  engines of the same round: a baseline holds on another machine, and on this one while others use it.
-- A time beyond :data:`SLOWER` of its baseline is reported, one beyond :data:`FAILS` in every round is a regression, however
-  short its stage is. A stage that has disappeared is one too: nobody would notice otherwise.
+- Times are compared as ratios to a loop that resembles them (``harness/yardstick.py``), measured before,
+  between and after the engines of the same round: a baseline holds on another machine, and on this one while
+  others use it.
+- A time beyond :data:`SLOWER` of its baseline is reported, one beyond :data:`FAILS` in every round is a
+  regression, however short its stage is. A stage that has disappeared is one too: nobody would notice
+  otherwise.
 - There are no more rounds once nothing is a regression: what disturbs a time only ever makes it longer.
-- A machine with other instructions than the recorded one has other ratios: there nothing but a lost stage is a regression.
+- A machine with other instructions than the recorded one has other ratios: there nothing but a lost stage is
+  a regression.
 - ``--update`` adds to the history what was measured and why that is right; nothing in it is ever changed.
 """
 
@@ -43,9 +47,9 @@ from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 
 BASELINES = Path(__file__).with_name("baselines.json")
 SLOWER, FAILS = 1.5, 3.0
-"""Multiples of a baseline: what is reported, and what is a regression."""
+"""Multiples of a baseline that are reported, and that are a regression."""
 HISTORY = 50
-"""How many of the last records are kept."""
+"""Number of records that are kept."""
 QUIET = 0.2
 WORKLOAD: dict[str, Any] = {
     "shape": "tiny", "threads": 1, "requests": 64, "prompt_tokens": 128, "new_tokens": 256, "cycles": 100,
@@ -55,13 +59,15 @@ WORKLOAD: dict[str, Any] = {
 """Baselines of another workload are no baselines."""
 
 RESEMBLES: dict[str, Kind] = {
-    "stage.prefill": "product", "stage.decode": "product", "stage.sample": "product", "end_to_end.rollout": "product",
+    "stage.prefill": "product", "stage.decode": "product", "stage.sample": "product",
+    "end_to_end.rollout": "product",
     "stage.update.receive": "copy", "stage.update.copy": "copy", "end_to_end.cycles": "copy",
     "end_to_end.releases": "copy",
     "images.stage.encode": "product", "images.stage.denoise": "product", "images.stage.decode": "product",
-    "images.stage.components.arrive": "copy", "images.stage.components.leave": "copy", "images.end_to_end": "product",
+    "images.stage.components.arrive": "copy", "images.stage.components.leave": "copy",
+    "images.end_to_end": "product",
 }  # fmt: skip
-"""Which loop a time is held against; ``interpreter`` where nothing is said, as of what the system's calls take."""
+"""Loop that a time is held against; ``interpreter`` by default."""
 
 Times = dict[str, float]
 """Name to milliseconds: ``stage.…`` and ``end_to_end.…``, those of images with ``images.`` before it."""
@@ -73,18 +79,17 @@ class Verdict:
 
     name: str
     baseline: float | None
-    """None: there is none yet."""
+    """Recorded time, or None."""
     measured: float | None
-    """None: it was not measured any more."""
+    """Time of this run, or None if it was not measured any more."""
 
     @property
     def is_regression(self) -> bool:
-        """Much slower than its baseline, or gone."""
+        """True if the time is much slower than its baseline, or gone."""
         return self.word in ("much slower", "gone")
 
     @property
     def word(self) -> str:
-        """The verdict for the table."""
         if self.baseline is None:
             return "new"
         if self.measured is None:
@@ -95,7 +100,7 @@ class Verdict:
 
 
 def at_the_speed_of(recorded: Mapping[str, float], now: Mapping[str, float], measured: Times) -> Times:
-    """``measured`` as the machine with the yardsticks ``recorded`` would have taken, if it were as fast as that; ``now`` are ours."""
+    """Scale ``measured`` from a machine with the yardsticks ``now`` to one with ``recorded``."""
     scaled = {}
     for name, value in measured.items():
         kind = RESEMBLES.get(name, "interpreter")
@@ -104,7 +109,7 @@ def at_the_speed_of(recorded: Mapping[str, float], now: Mapping[str, float], mea
 
 
 def compare(baselines: Mapping[str, float], measured: Mapping[str, float]) -> list[Verdict]:
-    """A verdict for each name on either side, in the order of the baselines, then of the measurement."""
+    """Return a verdict for each name on either side, those of the baselines first."""
     return [
         Verdict(name, baselines.get(name), measured.get(name))
         for name in dict.fromkeys([*baselines, *measured])
@@ -112,7 +117,7 @@ def compare(baselines: Mapping[str, float], measured: Mapping[str, float]) -> li
 
 
 def best_times(runs: Sequence[Times]) -> Times:
-    """The shortest of each, over the runs that have it: what disturbs a time only ever makes it longer."""
+    """Return the shortest of each time: a disturbance only ever makes it longer."""
     names = dict.fromkeys(name for run in runs for name in run)
     return {name: min(run[name] for run in runs if name in run) for name in names}
 
@@ -126,7 +131,7 @@ def updated(
     machine: Mapping[str, Any],
     today: str,
 ) -> dict[str, Any]:
-    """The baselines file with one more record, which is the baseline from now on; newest first."""
+    """Return the baselines file with one more record, which comes first and is the baseline from now on."""
     record = {
         "date": today,
         "reason": reason,
@@ -139,7 +144,7 @@ def updated(
 
 
 def measure(folders: Sequence[Path]) -> Times:
-    """One engine, the whole workload once."""
+    """Run the whole workload once on an engine of its own."""
     times: Times = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
@@ -175,7 +180,7 @@ def measure(folders: Sequence[Path]) -> Times:
 
 
 def measure_images(folder: Path) -> Times:
-    """One engine, every image of the workload once; each prompt is another, so each is encoded."""
+    """Make every image of the workload once; each prompt is another, so each is encoded."""
     work = WORKLOAD["images"]
     side = image_pipelines().SHAPES[work["shape"]].side
 
@@ -200,12 +205,12 @@ def measure_images(folder: Path) -> Times:
 
 
 def image_pipelines() -> ModuleType:
-    """What writes pipelines; with diffusers, which takes seconds to import."""
+    """Import what writes pipelines late: diffusers takes seconds to import."""
     return importlib.import_module("harness.image_pipelines")
 
 
 def cycles(client: SchedulerClient, prompts: list[list[int]], folders: Sequence[Path]) -> None:
-    """Pause, update, continue, again and again while requests run; then nothing runs."""
+    """Pause, update and continue again and again while requests run; then end these."""
     params = SamplingParams(max_new_tokens=int(WORKLOAD["load_tokens"]), ignore_eos=True, seed=1)
     handles = [client.submit(prompt, params) for prompt in prompts[: int(WORKLOAD["load_requests"])]]
     for number in range(int(WORKLOAD["cycles"])):
@@ -218,7 +223,7 @@ def cycles(client: SchedulerClient, prompts: list[list[int]], folders: Sequence[
 
 
 def releases(client: SchedulerClient, folder: Path) -> None:
-    """Everything released, resumed and loaded again."""
+    """Release, resume and load everything."""
     for _ in range(int(WORKLOAD["releases"])):
         client.pause()
         client.release_memory()
@@ -228,12 +233,11 @@ def releases(client: SchedulerClient, folder: Path) -> None:
 
 
 def stage_seconds(client: SchedulerClient) -> dict[str, float]:
-    """What each stage has taken since the engine's start."""
+    """Return the seconds of each stage since the engine's start."""
     return {stage.name: stage.total_s for stage in client.status().stages}
 
 
 def as_table(verdicts: Sequence[Verdict]) -> Table:
-    """For people."""
     table = Table(title="milliseconds, at the recorded machine's speed, against their baselines")
     for column in ("time", "baseline", "measured", ""):
         table.add_column(column, justify="left" if column in ("time", "") else "right")
@@ -245,7 +249,6 @@ def as_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--baselines", type=Path, default=BASELINES, help="the JSON file (%(default)s)")
     parser.add_argument(
@@ -265,7 +268,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run() -> Iterator[tuple[Times, Times]]:
-    """Rounds: the times, and the yardsticks around them."""
+    """Yield the times and the yardsticks of one round after the other."""
     with tempfile.TemporaryDirectory() as scratch:
         shape = SHAPES[str(WORKLOAD["shape"])]
         folders = [write_checkpoint(Path(scratch) / str(seed), shape, seed=seed) for seed in (0, 1)]
@@ -286,7 +289,7 @@ Rounds = Iterable[tuple[Times, Times]]
 
 
 def at_one_speed(rounds: Rounds, recorded: Mapping[str, float], console: Console) -> Iterator[Times]:
-    """The times of each round, :func:`at_the_speed_of` the machine with the yardsticks ``recorded``."""
+    """Yield the times of each round, scaled to the yardsticks ``recorded``."""
     for times, yardsticks in rounds:
         speeds = ", ".join(f"{kind} {recorded[kind] / yardsticks[kind]:.2f}" for kind in KINDS)
         console.print(f"this machine's speed, the recorded one's is 1: {speeds}", highlight=False)
@@ -294,7 +297,7 @@ def at_one_speed(rounds: Rounds, recorded: Mapping[str, float], console: Console
 
 
 def check(rounds: Rounds, last: Mapping[str, Any], isa: str, console: Console) -> int:
-    """Compare with the record ``last``, round by round until nothing is a regression; returns the exit status."""
+    """Compare with the record ``last`` until nothing is a regression; return the exit status."""
     found: list[Times] = []
     verdicts: list[Verdict] = []
     for times in at_one_speed(rounds, last["yardsticks_ms"], console):
@@ -313,7 +316,7 @@ def check(rounds: Rounds, last: Mapping[str, Any], isa: str, console: Console) -
 
 
 def main(argv: Sequence[str] | None = None, rounds: Callable[[], Rounds] = run) -> int:
-    """Exit status: 1 where a time is a regression, 2 where there is nothing to compare with."""
+    """Return 1 if a time is a regression, 2 if there is nothing to compare with."""
     options = parse(argv)
     console, machine = Console(width=110), machine_facts()
     old = json.loads(options.baselines.read_text()) if options.baselines.exists() else {}

@@ -1,22 +1,25 @@
 """Write random-weight Hugging Face checkpoints for benchmarks, with torch and safetensors only.
 
 Invariants:
-- A tensor's values depend on (seed, its name, its shape, the dtype) and nothing else: sharding, tying or adding
-  layers changes no other tensor, and two seeds give two checkpoints between which every weight matrix differs.
+- A tensor's values depend on (seed, its name, its shape, the dtype) and nothing else: sharding, tying or
+  adding layers changes no other tensor, and two seeds give two checkpoints between which every weight matrix
+  differs.
 - ``config.json`` is written last, so a folder that has one is complete.
 
 Two shapes:
 
-- ``tiny``: Qwen3, 6 layers, hidden 256, intermediate 768, 4 heads and 2 kv heads of 64, vocabulary 4,096, tied.
-  The proportions of Qwen3-0.6B (intermediate = 3 x hidden, groups of 2) at a size where an engine's own overhead,
-  not arithmetic, decides. Head size is 64: smaller ones meet no compiled attention kernel anywhere.
-- ``0.6b``: Qwen3-0.6B as published: 28 layers, hidden 1,024, intermediate 3,072, 16 heads and 8 kv heads of 128,
-  vocabulary 151,936, tied.
+- ``tiny``: Qwen3, 6 layers, hidden 256, intermediate 768, 4 heads and 2 kv heads of 64, vocabulary 4,096,
+  tied. The proportions of Qwen3-0.6B (intermediate = 3 x hidden, groups of 2) at a size where an engine's own
+  overhead, not arithmetic, decides. Head size is 64: smaller ones meet no compiled attention kernel anywhere.
+- ``0.6b``: Qwen3-0.6B as published: 28 layers, hidden 1,024, intermediate 3,072, 16 heads and 8 kv heads of
+  128, vocabulary 151,936, tied.
 
-``image`` is a Stable Diffusion 3 pipeline instead, as ``harness/image_pipelines.py`` writes it; needs diffusers.
+``image`` is a Stable Diffusion 3 pipeline instead, as ``harness/image_pipelines.py`` writes it; needs
+diffusers.
 
-The shapes of language models are bfloat16. Matrices are normal with standard deviation 0.02, norms are one: logits are then close to normal
-with a standard deviation under one, so sampling at temperature 1 visits the whole vocabulary.
+The shapes of language models are bfloat16. Matrices are normal with standard deviation 0.02, norms are one:
+logits are then close to normal with a standard deviation under one, so sampling at temperature 1 visits the
+whole vocabulary.
 """
 
 import argparse
@@ -39,29 +42,23 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class CheckpointShape(Protocol):
-    """What a checkpoint is made from."""
+    """A model that checkpoints are made of."""
 
     @property
-    def bos_token_id(self) -> int:
-        """As in ``config.json``."""
-        ...
+    def bos_token_id(self) -> int: ...
 
     @property
-    def eos_token_id(self) -> int:
-        """As in ``config.json``."""
-        ...
+    def eos_token_id(self) -> int: ...
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint name to shape, in file order."""
+        """Return shapes by checkpoint name, in file order."""
         ...
 
     def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        """What the checkpoint number ``seed`` holds under ``name``."""
+        """Return the tensor that checkpoint number ``seed`` holds under ``name``."""
         ...
 
-    def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json``."""
-        ...
+    def config(self, dtype: str) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +93,11 @@ class Shape:
 
     @property
     def state_bytes(self) -> int:
-        """Of a sequence, in layers that keep a state of it, which each of its steps reads and writes."""
+        """Bytes of the states that layers keep of a sequence, which each of its steps reads and writes."""
         return 0
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint name to shape, in file order; linear weights are [out features, in features]."""
+        """Return shapes by checkpoint name, in file order; linear weights are [out features, in features]."""
         hidden = self.hidden_size
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
@@ -126,15 +123,15 @@ class Shape:
         return shapes
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Which part of the tensor a step of so many tokens reads, about."""
+        """Return the share of the tensor that a step of ``tokens`` tokens reads."""
         return 1.0
 
     def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        """What the checkpoint number ``seed`` holds under ``name``."""
+        """Return the tensor that checkpoint number ``seed`` holds under ``name``."""
         return random_tensor(name, self.tensor_shapes()[name], seed=seed, dtype=dtype)
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json`` in the form of transformers 4, which transformers 5 and vLLM read as well."""
+        """Return ``config.json`` in the form of transformers 4, which all peers read."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -253,7 +250,7 @@ def write_tokenizer(folder: Path, shape: CheckpointShape) -> None:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """The values that checkpoint number ``seed`` has under ``name``."""
+    """Return the values that checkpoint number ``seed`` has under ``name``."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
@@ -262,7 +259,7 @@ def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, dtype: torch.
 
 
 def _split(tensors: dict[str, tuple[int, ...]], shards: int) -> Iterator[list[str]]:
-    """Names in file order, cut into ``shards`` non-empty runs of roughly equal element counts."""
+    """Cut the names, in file order, into ``shards`` non-empty runs of roughly equal element counts."""
     names = list(tensors)
     elements = [torch.Size(tensors[name]).numel() for name in names]
     remaining, start = sum(elements), 0
@@ -281,7 +278,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """``checkpoints.py SHAPE FOLDER``."""
     parser = argparse.ArgumentParser(description="Write a random-weight Hugging Face checkpoint.")
     parser.add_argument("shape", choices=(*SHAPES, "image"))
     parser.add_argument("path", type=Path, help="folder to create or overwrite")

@@ -1,8 +1,10 @@
-"""What the collectives of tensor parallelism take between processes of this host: over shared memory, and over gloo.
+"""What the collectives of tensor parallelism take between processes of this host: over shared memory, and
+over gloo.
 
-Each rank is a process of one thread. Every operation runs some times in a row, all of them once per round; the median and the
-least of all rounds but the first, in microseconds a call. `gloo's own sum` is torch's all-reduce, whose order of additions
-depends on the number of elements; the engine gathers by gloo and adds in the order of ranks.
+Each rank is a process of one thread. Every operation runs some times in a row, all of them once per round;
+the median and the least of all rounds but the first, in microseconds a call. `gloo's own sum` is torch's
+all-reduce, whose order of additions depends on the number of elements; the engine gathers by gloo and adds in
+the order of ranks.
 
     python benchmarks/collectives.py --ranks 2
 """
@@ -38,7 +40,7 @@ Operation = Callable[[], object]
 def operations(
     groups: dict[str, TensorParallel], store: Any, rank: int, size: int
 ) -> Iterator[tuple[str, str, Operation]]:
-    """What is called, over what, and how."""
+    """Yield the name of each operation, its transport, and a call."""
     bare = dist.ProcessGroupGloo(PrefixStore("bare", store), rank, size, timedelta(seconds=ANSWER_S))
     for elements in ELEMENTS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -72,7 +74,7 @@ def _broadcast(group: TensorParallel, x: Tensor) -> Operation:
 
 
 def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
-    """One rank: rank 0 says where the others find it, and what came out."""
+    """Run one rank; rank 0 says where the others find it, and what came out."""
     torch.set_num_threads(1)
     memory: Any
     if rank == 0:
@@ -101,7 +103,7 @@ def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
 
 
 def measure(size: int, rounds: int, calls: int) -> dict[tuple[str, str], list[float]]:
-    """Microseconds a call, in each round, of every operation and way."""
+    """Return the microseconds a call of every operation and transport in each round."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(size):

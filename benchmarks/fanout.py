@@ -1,21 +1,24 @@
 """What a trainer spends on an update of 1, 2 and 4 engines of this host, and what that makes of a thousand.
 
-Roads: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it receives, gloo over loopback),
-``broadcast`` (one group of all, gloo), ``clone`` (no trainer: an engine sends to the others down a chain), and ``crowded``: the chain, while for
-each engine that is not in it a process copies memory. It says what sharing the cores with so many costs a trainer that has nothing
-to do with them. ``bare`` is the chain without engines (``harness/bare_chain.py``): what gloo and the kernel make of the same bytes here.
-Columns:
+Roads: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it
+receives, gloo over loopback), ``broadcast`` (one group of all, gloo), ``clone`` (no trainer: an engine sends
+to the others down a chain), and ``crowded``: the chain, while for each engine that is not in it a process
+copies memory. It says what sharing the cores with so many costs a trainer that has nothing to do with them.
+``bare`` is the chain without engines (``harness/bare_chain.py``): what gloo and the kernel make of the same
+bytes here. Columns:
 
-    CPU         of the trainer's process, all threads: what an update costs the trainer
-    own         of that, its calling thread: copying into buckets, messages, and handing broadcasts to the backend, whose threads send
-    busy        until the trainer has handed over its last byte (chain), or is back from the call (the others)
-    committed   until every engine serves the new weights
-    sent        bytes that its TCP connections had acknowledged, in copies of the weights (from the kernel's own counters)
+    CPU         of the trainer's process, all threads: what an update costs the trainer own         of that,
+    its calling thread: copying into buckets, messages, and handing broadcasts to the backend, whose threads
+    send busy        until the trainer has handed over its last byte (chain), or is back from the call (the
+    others) committed   until every engine serves the new weights sent        bytes that its TCP connections
+    had acknowledged, in copies of the weights (from the kernel's own counters)
 
-All engines share this machine's cores with the trainer, so ``committed`` grows with their number: they compare and copy with the
-same cores. What says whether the trainer's cost is flat is ``CPU`` and ``sent``. Turns are interleaved; medians.
+All engines share this machine's cores with the trainer, so ``committed`` grows with their number: they
+compare and copy with the same cores. What says whether the trainer's cost is flat is ``CPU`` and ``sent``.
+Turns are interleaved; medians.
 
-The second table puts the measured cost of a hop into the model of ``harness/fan_out_model.py`` (alone: ``--hop-ms``).
+The second table puts the measured cost of a hop into the model of ``harness/fan_out_model.py`` (alone:
+``--hop-ms``).
 
     python benchmarks/fanout.py --turns 7 --json out.json
 """
@@ -62,14 +65,17 @@ SIZES = {**MODELS, "tiny": SHAPES["tiny"]}
 GB = 1e9
 _BYTES_ACKED = 120
 """Offset of tcpi_bytes_acked in the kernel's struct tcp_info (include/uapi/linux/tcp.h)."""
-_COPIES = "import torch; torch.set_num_threads(1); a, b = torch.ones(2, 1 << 23, dtype=torch.uint8)\nwhile True: a.copy_(b)"
-"""What a process that is in the way does: what a receiver does with a bucket."""
+_COPIES = """import torch
+torch.set_num_threads(1)
+a, b = torch.ones(2, 1 << 23, dtype=torch.uint8)
+while True: a.copy_(b)"""
+"""Program of a process that competes for the cores: it copies memory as a receiver does with a bucket."""
 Weights = dict[str, torch.Tensor]
 
 
 @dataclass
 class Measured:
-    """The turns of one road with one number of engines."""
+    """The turns of one route with one number of engines."""
 
     cpu_s: list[float] = field(default_factory=list)
     own_s: list[float] = field(default_factory=list)
@@ -79,7 +85,7 @@ class Measured:
 
 
 def acknowledged_bytes() -> int:
-    """Bytes that the other ends of this process's TCP connections have acknowledged since each was made."""
+    """Return the bytes that the other ends of this process's TCP connections have acknowledged."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -95,7 +101,7 @@ def acknowledged_bytes() -> int:
 
 
 class Trainer:
-    """Weights that differ in every tensor from turn to turn, and every road to some of the engines."""
+    """Weights that differ in every tensor from turn to turn, and every route to some of the engines."""
 
     def __init__(self, engines: Sequence[ControlClient], weights: Weights, bucket_bytes: int) -> None:
         self._engines = engines
@@ -116,7 +122,7 @@ class Trainer:
         self._stack.close()
 
     def turn(self, road: str, number: int, into: Measured, *, bucket_bytes: int | None = None) -> None:
-        """One update of the first ``number`` engines."""
+        """Update the first ``number`` engines."""
         self._turns += 1
         for tensor in self._weights.values():
             tensor.view(-1)[0] = self._turns % 251  # which bfloat16 holds exactly
@@ -161,7 +167,7 @@ class Trainer:
         return lambda: clone_weights(source, targets[:number], bucket_bytes=bucket)
 
     def _others(self, number: int) -> list["subprocess.Popen[bytes]"]:
-        """So many processes that copy memory between :func:`_signal`'s two signals."""
+        """Return processes that copy memory between the two signals of :func:`_signal`."""
         while len(self._crowd) < number:
             process = subprocess.Popen([sys.executable, "-c", _COPIES])
             self._stack.callback(process.wait)
@@ -191,7 +197,7 @@ def _signal(processes: Sequence["subprocess.Popen[bytes]"], number: signal.Signa
 
 @contextmanager
 def engines_of(folder: Path, number: int) -> Iterator[list[ControlClient]]:
-    """``number`` engines of one thread each."""
+    """Start ``number`` engines of one thread each."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(launch_scheduler(str(folder), num_threads=1, kv_pool_tokens=1024))
@@ -202,7 +208,7 @@ def engines_of(folder: Path, number: int) -> Iterator[list[ControlClient]]:
 def measure(
     trainer: Trainer, numbers: Sequence[int], roads: Sequence[str], turns: int
 ) -> dict[str, dict[int, Measured]]:
-    """Interleaved turns of every road with every number of engines, after one that is not counted."""
+    """Run interleaved turns of every route with every number of engines, after one that is not counted."""
     found = {road: {number: Measured() for number in numbers} for road in roads}
     for turn in range(turns + 1):
         for road, by_number in found.items():
@@ -214,7 +220,9 @@ def measure(
 
 
 def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
-    """What a broadcast costs on a hop beside its bytes: one per tensor against one for all, each the fastest of its turns."""
+    """Return the seconds a broadcast costs on a hop beside its bytes: one per tensor against one for all, the
+    fastest turns.
+    """
     each, all_in_one = Measured(), Measured()
     for turn in range(turns + 1):
         for into, bucket in ((each, 1), (all_in_one, trainer.nbytes)):
@@ -224,7 +232,7 @@ def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
 
 
 def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
-    """Medians, and the trainer's CPU seconds beside those of one engine."""
+    """Show medians, and the trainer's CPU seconds beside those of one engine."""
     table = Table(title=f"one update of {nbytes / GB:.2f} GB")
     for heading in (
         "road",
@@ -252,8 +260,10 @@ def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
 
 
 def model_table(weights: float, engines: int, link: float, hop_s: float) -> Table:
-    """Seconds and copies by road, each with 64 MiB buckets, and the chain with its best."""
-    title = f"{engines:,} engines, {weights / GB:.0f} GB, {8 * link / GB:.0f} Gb/s, {1e3 * hop_s:.2f} ms a bucket and hop"
+    """Show seconds and copies by route, each with 64 MiB buckets, and the chain with its best."""
+    title = (
+        f"{engines:,} engines, {weights / GB:.0f} GB, {8 * link / GB:.0f} Gb/s, {1e3 * hop_s:.2f} ms a hop"
+    )
     table = Table(title=title)
     for heading in ("road", "bucket", "seconds", "copies that leave the trainer"):
         table.add_column(heading, justify="left" if heading == "road" else "right")

@@ -1,12 +1,14 @@
-"""What the HTTP server costs: the same requests to one engine, through its socket and through the server, in turns.
+"""What the HTTP server costs: the same requests to one engine, through its socket and through the server, in
+turns.
 
-256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this process; the others go
-through ``caesura serve --endpoint`` of the same engine: SGLang's ``/generate`` with token ids in, text, ids and
-log-probabilities out, whole or streamed, and OpenAI's ``/v1/completions``. Rounds take turns; figures are medians. The load
-is made by this process, which has the cores in common with engine and server, as a trainer would.
+256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this
+process; the others go through ``caesura serve --endpoint`` of the same engine: SGLang's ``/generate`` with
+token ids in, text, ids and log-probabilities out, whole or streamed, and OpenAI's ``/v1/completions``. Rounds
+take turns; figures are medians. The load is made by this process, which has the cores in common with engine
+and server, as a trainer would.
 
-A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, where an interpreter that has it is
-given, gets the same requests at ``/v1/completions``.
+A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, where an interpreter
+that has it is given, gets the same requests at ``/v1/completions``.
 
     python benchmarks/frontend.py --vllm-python /opt/peer-vllm/bin/python --json frontend.json
 """
@@ -49,7 +51,9 @@ Prompts = list[list[list[int]]]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of the model's size: token ``i`` of those beyond the bytes is a short word of its own."""
+    """Write a byte-level tokenizer of the model's size: each token beyond the bytes is a short word of its
+    own.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     merges = []
@@ -96,7 +100,7 @@ def bodies(prompts: Prompts, make: Callable[[list[int]], bytes]) -> list[list[by
 
 
 async def direct(client: AsyncSchedulerClient, prompts: Prompts) -> float:
-    """Seconds for all of them, as many at once as there are connections."""
+    """Return the seconds for all prompts, as many at once as there are connections."""
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 
     async def work(mine: list[list[int]]) -> None:
@@ -110,7 +114,7 @@ async def direct(client: AsyncSchedulerClient, prompts: Prompts) -> float:
 
 
 async def through(url: str, path: str, requests: Sequence[Sequence[bytes]]) -> float:
-    """Seconds for all of them through a server; every answer is checked to be whole."""
+    """Return the seconds for all requests through a server; every answer is checked to be complete."""
     seconds, answers = await flood(url, path, requests)
     for answer in answers:
         assert re.search(rb'"(finish_reason|type)": ?"length"', answer), answer[-300:]
@@ -121,7 +125,7 @@ async def through(url: str, path: str, requests: Sequence[Sequence[bytes]]) -> f
 def serving(
     command: Sequence[str], environment: dict[str, str] | None, log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server's process, ended with SIGINT."""
+    """Run a server's process and end it with SIGINT."""
     with (
         log.open("wb") as file,
         subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process,
@@ -151,7 +155,7 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) ->
 async def throughput(
     client: AsyncSchedulerClient, url: str, options: argparse.Namespace, console: Console
 ) -> dict[str, list[float]]:
-    """Tokens per second of every round, by way."""
+    """Return the tokens per second of every round, by route."""
     ways: dict[str, Callable[[Prompts], Awaitable[float]]] = {
         "direct": lambda prompts: direct(client, prompts),
         "/generate": lambda prompts: through(
@@ -176,7 +180,7 @@ async def throughput(
 async def pauses(
     client: AsyncSchedulerClient, url: str, options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Milliseconds until a pause is answered, under load, by socket and by HTTP in turns."""
+    """Return the milliseconds until a pause is answered under load, by socket and by HTTP in turns."""
     rng = random.Random(7)
     load = asyncio.ensure_future(direct(client, make_prompts(options.connections, 1000, 7)))
     control = await Connection.open(url)
@@ -226,7 +230,7 @@ def vllm_command(python: str, model: Path, port: int) -> list[str]:
 
 
 def on_vllm(model: Path, options: argparse.Namespace, folder: Path, console: Console) -> list[float]:
-    """Tokens per second of every round at vLLM's ``/v1/completions``."""
+    """Return the tokens per second of every round at vLLM's ``/v1/completions``."""
     port = options.port + 1
     url, log = f"http://127.0.0.1:{port}", folder / "vllm.log"
     environment = engines.vllm(options.vllm_python, options.threads, "auto", folder).environment

@@ -1,15 +1,15 @@
 """Images of a diffusion policy: speed beside diffusers' own pipeline, pauses, updates, and memory over them.
 
-Both read the same checkpoint of random weights, use as many threads, make the same images (Euler steps, no noise added) and
-take turns. ``one`` is one request after the other, ``eight`` eight at a time, and ``mixed`` requests that arrive one by one, a
-third of an image's time apart: diffusers takes those that wait as its next batch, of eight at most, and Caesura lets them
-join between two steps.
+Both read the same checkpoint of random weights, use as many threads, make the same images (Euler steps, no
+noise added) and take turns. ``one`` is one request after the other, ``eight`` eight at a time, and ``mixed``
+requests that arrive one by one, a third of an image's time apart: diffusers takes those that wait as its next
+batch, of eight at most, and Caesura lets them join between two steps.
 
     python benchmarks/images.py
     python benchmarks/images.py --shape small --threads 2 --json images.json
 
-With ``--residency`` it measures something else: bytes of weights on the device by the strategies of the components, at their
-peak and between stages, and what an image and its stages take then.
+With ``--residency`` it measures something else: bytes of weights on the device by the strategies of the
+components, at their peak and between stages, and what an image and its stages take then.
 
     python benchmarks/images.py --shape even --residency
 """
@@ -42,9 +42,9 @@ STEPS = 10
 BATCH = 8
 PATIENCE_S = 300.0
 GAP_SAMPLES = 5
-"""Images of which the median says how far apart requests arrive: one alone may have met a disturbance."""
+"""Number of images whose median says how far apart requests arrive."""
 WAITED_FOR = ("encode", "denoise", "decode", "pause")
-"""Stages that a pause may meet, and what it takes inside the engine."""
+"""Stages that a pause may meet, and its own."""
 WAYS = ("one", "eight", "mixed")
 
 Rates = dict[str, dict[str, list[float]]]
@@ -53,12 +53,12 @@ Rates = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What every engine does."""
+    """Images that every engine makes."""
 
     side: int
-    """Pixels."""
+    """Pixels of an image's side."""
     images: int
-    """Of one round of one way."""
+    """Images of one round of one way."""
     rounds: int
 
 
@@ -73,7 +73,7 @@ class Diffusers:
         self._workload = workload
 
     def images(self, count: int, seed: int) -> None:
-        """Make them as one batch."""
+        """Make ``count`` images as one batch."""
         self._pipeline(
             [PROMPT] * count,
             width=self._workload.side,
@@ -86,7 +86,7 @@ class Diffusers:
         )
 
     def arriving(self, count: int, gap_s: float) -> None:
-        """Requests that arrive ``gap_s`` apart, batched as they wait."""
+        """Make images for requests that arrive ``gap_s`` apart, batched as they wait."""
         began, done = time.perf_counter(), 0
         while done < count:
             here = min(count, 1 + int((time.perf_counter() - began) / gap_s))
@@ -106,7 +106,7 @@ class Caesura:
         self._workload = workload
 
     def images(self, count: int, seed: int) -> None:
-        """Ask for them at once."""
+        """Ask for ``count`` images at once."""
         self._client.generate_images(
             PROMPT,
             n=count,
@@ -121,7 +121,7 @@ class Caesura:
         )
 
     def arriving(self, count: int, gap_s: float) -> None:
-        """Requests of a caller each, ``gap_s`` apart."""
+        """Send requests of a caller each, ``gap_s`` apart."""
         with ThreadPoolExecutor(count) as threads:
             began, futures = time.perf_counter(), []
             for number in range(count):
@@ -132,7 +132,7 @@ class Caesura:
 
 
 def measure_rates(engines: dict[str, Diffusers | Caesura], workload: Workload) -> Rates:
-    """Every way, the engines in turns."""
+    """Measure every way, the engines in turns."""
     for engine in engines.values():
         engine.images(1, 0)
         engine.images(BATCH, 0)
@@ -164,9 +164,9 @@ class Cycles:
     pause_ms: dict[str, float]
     update_ms: dict[str, float]
     stage_ms: dict[str, dict[str, float]]
-    """Of :data:`WAITED_FOR` in the engine: the median, and the longest of all."""
+    """Median and longest of each of :data:`WAITED_FOR`, in the engine."""
     rss_mb: list[float]
-    """Of the engine's process, ten times over the cycles."""
+    """Resident memory of the engine's process, ten times over the cycles."""
     reserved_mb: list[float]
 
 
@@ -220,7 +220,6 @@ def measure_cycles(client: SchedulerClient, pid: int, folder: Path, workload: Wo
 
 
 def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
-    """What was measured, for people."""
     table = Table(
         "requests", "Caesura, images/s", "diffusers, images/s", "ratio, median of rounds", "least and most"
     )
@@ -242,7 +241,8 @@ def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
         for name, times in cycles.stage_ms.items()
     )
     console.print(
-        f"pause p50 {cycles.pause_ms['p50']:.1f}, p99 {cycles.pause_ms['p99']:.1f}, max {cycles.pause_ms['max']:.1f} ms; "
+        f"pause p50 {cycles.pause_ms['p50']:.1f}, p99 {cycles.pause_ms['p99']:.1f}, "
+        f"max {cycles.pause_ms['max']:.1f} ms; "
         f"in the engine: {steps}; allowed beyond a step {ALLOWANCE_MS:.0f}; "
         f"update p50 {cycles.update_ms['p50']:.1f}, p99 {cycles.update_ms['p99']:.1f} ms",
         soft_wrap=True,
@@ -252,7 +252,6 @@ def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
 
 
 def occupation_table(console: Console, found: list[Occupation]) -> None:
-    """What was measured, for people."""
     table = Table(
         "encoders, VAE", "transformer", "peak, MB", "denoising, MB", "idle, MB", "one image, s", "ratio"
     )
@@ -267,7 +266,6 @@ def occupation_table(console: Console, found: list[Occupation]) -> None:
 
 
 def residency(options: argparse.Namespace, console: Console) -> None:
-    """The section on bytes by strategy."""
     shape = SHAPES[options.shape]
     with tempfile.TemporaryDirectory() as folder:
         path = write_pipeline(Path(folder) / "pipeline", shape)
@@ -278,7 +276,6 @@ def residency(options: argparse.Namespace, console: Console) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     options = parse()
     console = Console()
     facts, busy = machine_facts(), busy_share()
@@ -315,7 +312,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
 """Compiled kernels beside torch's own operations, on shapes of a 0.6B model and of the tiny one.
 
-Every case runs its variants in turn, round by round, over enough copies of the weights that none is found in a cache; a
-figure is the median. ``of torch`` is the time of torch's best variant over that of the kernel, so above 1 the kernel is
-faster. GB/s counts the bytes that must be moved once (weights, K and V, logits); ``of limit`` is the time that these need
-at the read bandwidth, or the arithmetic at the rate of torch's largest product, whichever is longer, over the kernel's.
-Both limits are measured and printed first.
+Every case runs its variants in turn, round by round, over enough copies of the weights that none is found in
+a cache; a figure is the median. ``of torch`` is the time of torch's best variant over that of the kernel, so
+above 1 the kernel is faster. GB/s counts the bytes that must be moved once (weights, K and V, logits); ``of
+limit`` is the time that these need at the read bandwidth, or the arithmetic at the rate of torch's largest
+product, whichever is longer, over the kernel's. Both limits are measured and printed first.
 
     python benchmarks/kernels.py --threads 2 --isa avx512bf16 avx2 --operation linear attention
 """
@@ -42,7 +42,7 @@ LINEAR_SHAPES = {
     "tiny qkv": (512, 256),
     "tiny head": (4096, 256),
 }
-"""Outputs, inputs."""
+"""Outputs and inputs of each product."""
 LOGITS_SHAPES = [(32, 151_936), (1, 151_936), (64, 4096)]
 FILTERED_SHAPES = [(64, 151_936), (64, 4096)]
 
@@ -55,9 +55,9 @@ ATTENTION_SHAPES = {
 ELEMENTWISE_TOKENS = [32, 512]
 
 COLD_BYTES = 96 << 20
-"""More than a last-level cache holds."""
+"""Bytes that no last-level cache holds."""
 CACHE_BYTES = 32 << 20
-"""What a last-level cache may hold: with less, bandwidth limits nothing."""
+"""Bytes that a last-level cache may hold: with less, bandwidth limits nothing."""
 
 OPERATIONS = ("linear", "layout", "attention", "elementwise", "sampler")
 
@@ -79,7 +79,7 @@ class Case:
 
 
 def in_turn(runs: dict[str, Run], copies: int, seconds: float) -> dict[str, float]:
-    """Median seconds of each, interleaved; the first two rounds are not counted."""
+    """Return the median seconds of each, interleaved; the first two rounds are not counted."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     end, turn = time.perf_counter() + seconds, 0
     while turn < 7 or time.perf_counter() < end:
@@ -92,7 +92,7 @@ def in_turn(runs: dict[str, Run], copies: int, seconds: float) -> dict[str, floa
 
 
 def on(isa: str, run: Run) -> Run:
-    """``run`` with the kernels limited to ``isa``."""
+    """Return ``run`` with the kernels limited to ``isa``."""
 
     def limited(copy: int) -> None:
         with native.limited_to(isa):
@@ -102,7 +102,7 @@ def on(isa: str, run: Run) -> Run:
 
 
 def linear_cases(dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
-    """Products with packed weights, beside ``F.linear`` and, in bfloat16, oneDNN's own packed layout."""
+    """Yield products with packed weights, beside ``F.linear`` and oneDNN's own packed layout."""
     for name, (outputs, inputs) in LINEAR_SHAPES.items():
         size = outputs * inputs * dtype.itemsize
         copies = max(1, min(16, COLD_BYTES // size))
@@ -138,7 +138,7 @@ def _product(name: str, m: int, weights: tuple[list[torch.Tensor], ...], copies:
 
 
 def layout_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """What an update does to packed weights, beside copying and comparing plain ones."""
+    """Yield operations of an update on packed weights, beside copying and comparing plain ones."""
     outputs, inputs = 16_384, 3072
     rows = torch.randn(outputs, inputs).to(dtype)
     packed = torch.zeros(linear.storage_shape(outputs, inputs, dtype), dtype=dtype)
@@ -165,7 +165,7 @@ def layout_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Paged attention, beside torch's on K and V that lie in one piece."""
+    """Yield paged attention, beside torch's on K and V that lie in one piece."""
     for name, shapes in ATTENTION_SHAPES.items():
         for requests, tokens, length in shapes:
             yield _attention(name, requests, tokens, length, dtype)
@@ -211,7 +211,7 @@ def _attention(name: str, requests: int, tokens: int, length: int, dtype: torch.
 
 
 def elementwise_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """What lies between the products, beside torch's sequence of operations; everything stays in the caches."""
+    """Yield operations between the products, beside torch's sequence; everything stays in the caches."""
     for tokens in ELEMENTWISE_TOKENS:
         yield _norm(tokens, dtype)
         yield _gate(tokens, dtype)
@@ -275,7 +275,7 @@ def _rotation(tokens: int, dtype: torch.dtype) -> Case:
 
 
 def sampling_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Temperature, filters, one token a row, its logprob."""
+    """Yield sampling of one token a row with temperature and filters, and its logprob."""
     for rows, vocab_size in LOGITS_SHAPES:
         for temperature in (1.0, 0.7):
             yield _sampling((torch.randn(rows, vocab_size) * 4).to(dtype), f"T={temperature}", temperature)
@@ -320,7 +320,7 @@ def _sampling(
 
 
 def cases(operations: Sequence[str], dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
-    """The chosen ones, made when their turn comes."""
+    """Yield the chosen cases, made when their turn comes."""
     if "linear" in operations:
         yield from linear_cases(dtype, rows)
     if "layout" in operations:
@@ -334,7 +334,7 @@ def cases(operations: Sequence[str], dtype: torch.dtype, rows: list[int]) -> Ite
 
 
 def limits() -> tuple[float, float]:
-    """Bytes read and operations of a bfloat16 product in a second, as they are now."""
+    """Return the bytes read and the operations of a bfloat16 product in a second."""
     data = torch.ones(64 << 20)  # 256 MB
     square = torch.randn(2048, 2048).bfloat16()
     best = in_turn({"read": lambda _: data.sum(), "product": lambda _: torch.mm(square, square)}, 1, 1.0)
@@ -344,7 +344,7 @@ def limits() -> tuple[float, float]:
 def add_row(
     table: Table, case: Case, isas: list[str], times: dict[str, float], limits: tuple[float, float]
 ) -> None:
-    """Milliseconds of all, rates of the last kernel."""
+    """Add the milliseconds of all, and the rates of the last kernel."""
     torch_best = min(times[peer] for peer in case.peers)
     kernel, (bandwidth, rate) = times[isas[-1]], limits
     least = max(case.read_bytes / bandwidth, case.flops / rate)
@@ -365,7 +365,6 @@ def _peers() -> tuple[str, ...]:
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -388,8 +387,8 @@ def main() -> None:
     bandwidth, rate = limits()
     console.print(
         describe(machine_facts()),
-        f"\n{options.threads} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s, torch's product of 2048 x 2048 in "
-        f"bfloat16 {rate / 1e9:.0f} GFLOP/s",
+        f"\n{options.threads} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s, torch's product of "
+        f"2048 x 2048 in bfloat16 {rate / 1e9:.0f} GFLOP/s",
     )
     table = Table("operation", "", *_peers(), *isas, "GB/s", "GFLOP/s", "of limit")
     for case in cases(options.operation, getattr(torch, options.dtype), options.rows):

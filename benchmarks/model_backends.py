@@ -1,10 +1,12 @@
-"""The same rollouts by transformers' modules in the engine, beside its own model code where it has some, and beside vLLM.
+"""The same rollouts by transformers' modules in the engine, beside its own model code where it has some, and
+beside vLLM.
 
-Engines of one checkpoint live at a time and generate one after the other, in an order that rotates, so that whatever else the
-machine does meets all of them. Printed are tokens per second of each run, their medians, and the medians' ratios.
+Engines of one checkpoint live at a time and generate one after the other, in an order that rotates, so that
+whatever else the machine does meets all of them. Printed are tokens per second of each run, their medians,
+and the medians' ratios.
 
-    .venv/bin/python benchmarks/model_backends.py --shape tiny --threads 2 --repeats 5
-    .venv/bin/python benchmarks/model_backends.py --architecture Olmo2ForCausalLM --vllm-python /opt/peer-vllm/bin/python
+    .venv/bin/python benchmarks/model_backends.py --shape tiny --threads 2 --repeats 5 .venv/bin/python
+    benchmarks/model_backends.py --architecture Olmo2ForCausalLM --vllm-python /opt/peer-vllm/bin/python
 """
 
 import argparse
@@ -27,9 +29,9 @@ from harness.peer_process import PeerProcess
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 
 OWN = "Qwen3ForCausalLM"
-"""What ``checkpoints.py`` writes; others are written by transformers, with the same sizes."""
+"""The architecture of ``checkpoints.py``; others are written by transformers, with the same sizes."""
 REQUESTS = {"tiny": (64, 32, 128), "0.6b": (32, 128, 64)}
-"""Of each shape: requests, tokens in, tokens out."""
+"""Requests, tokens in and tokens out of each shape."""
 KV_TOKENS = 1 << 15
 
 Run = Callable[[int], float]
@@ -37,7 +39,7 @@ Run = Callable[[int], float]
 
 
 def write(folder: Path, shape: Shape, architecture: str) -> None:
-    """A random checkpoint in bfloat16."""
+    """Write a random checkpoint in bfloat16."""
     if architecture == OWN:
         write_checkpoint(folder, shape)
         return
@@ -51,13 +53,13 @@ def write(folder: Path, shape: Shape, architecture: str) -> None:
 
 
 def prompts_of(shape: str, seed: int) -> list[list[int]]:
-    """Other tokens for every row and seed."""
+    """Return other tokens for every row and seed."""
     requests, prompt, _ = REQUESTS[shape]
     return [[3 + (31 * row + 7 * i + seed) % 4000 for i in range(prompt)] for row in range(requests)]
 
 
 def run_client(client: SchedulerClient, shape: str, seed: int) -> float:
-    """By an engine of this project."""
+    """Run a batch on an engine of this project."""
     params = SamplingParams(max_new_tokens=REQUESTS[shape][2], temperature=1.0, seed=seed, ignore_eos=True)
     started = perf_counter()
     results = client.generate(prompts_of(shape, seed), params, timeout=600)
@@ -65,7 +67,7 @@ def run_client(client: SchedulerClient, shape: str, seed: int) -> float:
 
 
 def run_peer(peer: PeerProcess, shape: str, seed: int) -> float:
-    """By vLLM, whose process takes the time."""
+    """Run a batch on vLLM, whose process takes the time."""
     found = peer.call(
         "rollout",
         engines.OP_TIMEOUT_S,
@@ -77,7 +79,7 @@ def run_peer(peer: PeerProcess, shape: str, seed: int) -> float:
 
 
 def start_vllm(stack: ExitStack, folder: str, options: argparse.Namespace, cache: Path) -> PeerProcess:
-    """A process that has generated its first token."""
+    """Return a process that has generated its first token."""
     shape, (_, prompt, output) = SHAPES[options.shape], REQUESTS[options.shape]
     engine = engines.vllm(options.vllm_python, options.threads, options.vllm_bind, cache)
     command = [engine.python, str(engines.PEERS / engine.script)]
@@ -96,7 +98,7 @@ def start_vllm(stack: ExitStack, folder: str, options: argparse.Namespace, cache
 
 
 def start_all(stack: ExitStack, folder: str, options: argparse.Namespace, cache: Path) -> dict[str, Run]:
-    """Every engine that takes part, by name."""
+    """Return every engine that takes part, by name."""
     backends: list[Literal["native", "transformers"]] = ["transformers"]
     if options.architecture == OWN:
         backends.insert(0, "native")
@@ -118,7 +120,7 @@ def start_all(stack: ExitStack, folder: str, options: argparse.Namespace, cache:
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens per second of every run that counts, by engine."""
+    """Return the tokens per second of every run that counts, by engine."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         checkpoint = Path(folder) / "checkpoint"
         write(checkpoint, SHAPES[options.shape], options.architecture)
@@ -135,7 +137,6 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measure, print, and write ``--json``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=sorted(REQUESTS), default="tiny")
     parser.add_argument("--architecture", default=OWN, help="a class of transformers (default: %(default)s)")

@@ -1,13 +1,15 @@
 """Pause, update and resume under load, by every transport and in every mode: whole distributions.
 
 A real engine process has as many live requests as the shape says, all the time, from a process of their own
-(``harness/load.py``). This process is the trainer. One cycle (``harness/cycles.py``): wait until all requests decode, and
-for a random phase of a step; pause, update to the other checkpoint, continue. Transports and both ways to continue,
-with and without the empty-cache step, take turns, so that a machine that slows down slows all of them.
+(``harness/load.py``). This process is the trainer. One cycle (``harness/cycles.py``): wait until all requests
+decode, and for a random phase of a step; pause, update to the other checkpoint, continue. Transports and both
+ways to continue, with and without the empty-cache step, take turns, so that a machine that slows down slows
+all of them.
 
-Each mode has an engine of its own. The time of a step without pauses is measured under the same load, half before the
-cycles and half after them; the targets are one such step and 2 ms for a pause, and for the first token after a plain continue.
-After ``abort`` and ``retract`` the first step computes prompts: there one step is what the engine lets such a step take.
+Each mode has an engine of its own. The time of a step without pauses is measured under the same load, half
+before the cycles and half after them; the targets are one such step and 2 ms for a pause, and for the first
+token after a plain continue. After ``abort`` and ``retract`` the first step computes prompts: there one step
+is what the engine lets such a step take.
 
     python benchmarks/pause_cycles.py --shape tiny --cycles 200 --json out.json
 """
@@ -65,7 +67,7 @@ LABELS = {
 
 
 def chosen_from(allowed: Sequence[str], text: str) -> list[str]:
-    """Comma-separated names, in the order given."""
+    """Split comma-separated names, in the order given."""
     names = text.split(",")
     if unknown := set(names) - set(allowed):
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose from {', '.join(allowed)}")
@@ -112,7 +114,7 @@ def run_mode(
     options: argparse.Namespace,
     console: Console,
 ) -> dict[str, Any]:
-    """All cycles in one mode: seconds of the steps, and by transport the cycles."""
+    """Run all cycles in one mode; return the seconds of the steps, and the cycles by transport."""
     steps: list[float] = []
     found: dict[Transport, list[Cycle]] = {transport: [] for transport in options.transports}
     with ExitStack() as stack:
@@ -149,7 +151,7 @@ def run_mode(
 
 
 def report_mode(mode: PauseMode, raw: dict[str, Any]) -> dict[str, Any]:
-    """Distributions and verdicts of :func:`run_mode`'s measurements, and these as lists."""
+    """Return distributions and verdicts of :func:`run_mode`'s measurements, and these as lists."""
     step = distribution([1e3 * seconds for seconds in raw["steps"]])
     transports = {}
     for transport, cycles in raw["cycles"].items():
@@ -164,7 +166,6 @@ def report_mode(mode: PauseMode, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_table(mode: PauseMode, report: dict[str, Any]) -> Table:
-    """For people, in ms."""
     step = report["step_ms"]
     quantiles = ", ".join(f"{name} {step[name]:.1f}" for name in QUANTILES)
     table = Table(
@@ -194,7 +195,7 @@ def _verdict(target: dict[str, Any]) -> str:
 
 
 def footnote(modes: dict[str, dict[str, Any]]) -> str:
-    """How many targets were met, also against the median step."""
+    """Count the targets that were met, also against the median step."""
     targets = [
         target
         for report in modes.values()
@@ -203,8 +204,8 @@ def footnote(modes: dict[str, dict[str, Any]]) -> str:
     ]
     met, strict = (sum(target[key] for target in targets) for key in ("met", "met_by_median_step"))
     return (
-        f"Targets: p99 within the p99 of a step + 2 ms, {met} of {len(targets)} met; within the median step + 2 ms, "
-        f"{strict} of {len(targets)}."
+        f"Targets: p99 within the p99 of a step + 2 ms, {met} of {len(targets)} met; within the median step "
+        f"+ 2 ms, {strict} of {len(targets)}."
     )
 
 

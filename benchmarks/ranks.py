@@ -1,11 +1,14 @@
-"""What ranks change on this host: tokens per second, pauses, and how fast an engine ends when one of them is killed.
+"""What ranks change on this host: tokens per second, pauses, and how fast an engine ends when one of them is
+killed.
 
-Every engine is one of ``KINDS``. The first two parts take them in turn, in an order that rotates, so that whatever else the machine
-does meets all; one engine lives at a time, since idle ranks cost memory only, but threads of two engines would share the cores.
+Every engine is one of ``KINDS``. The first two parts take them in turn, in an order that rotates, so that
+whatever else the machine does meets all; one engine lives at a time, since idle ranks cost memory only, but
+threads of two engines would share the cores.
 
-    rollouts    the whole batch of the shape; medians of tokens per second, and the ratio to one rank
-    pauses      ``pause("in_place")`` at a random phase of a step, under the shape's load; p99 beside that of a step
-    kills       SIGKILL of a worker, idle, while stepping and while paused: until a live request is told, and until the process
+    rollouts    the whole batch of the shape; medians of tokens per second, and the ratio to one rank pauses
+    ``pause("in_place")`` at a random phase of a step, under the shape's load; p99 beside that of a step kills
+    SIGKILL of a worker, idle, while stepping and while paused: until a live request is told, and until the
+    process
                 of rank 0 has ended
 
     python benchmarks/ranks.py --shape tiny --turns 3 --pauses 200 --kills 20 --json ranks.json
@@ -63,7 +66,7 @@ REQUESTS_KILLED = 8
 
 @dataclass
 class Measured:
-    """Of one kind."""
+    """Measurements of one kind."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -72,7 +75,7 @@ class Measured:
 
 @contextmanager
 def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedScheduler]:
-    """One of ``kind``, and the worker that joins it by hand where there is one."""
+    """Start an engine of ``kind``, and the worker that joins it by hand if there is one."""
     options: dict[str, Any] = {
         "dtype": "bfloat16",
         "num_threads": kind.threads,
@@ -104,7 +107,7 @@ def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedSch
 
 
 def rollout(launched: LaunchedScheduler, workload: Workload, seed: int) -> float:
-    """Tokens per second of one batch."""
+    """Return the tokens per second of one batch."""
     params = SamplingParams(
         max_new_tokens=workload.new_tokens, temperature=1.0, seed=seed, ignore_eos=True, n=workload.samples
     )
@@ -115,7 +118,7 @@ def rollout(launched: LaunchedScheduler, workload: Workload, seed: int) -> float
 
 
 def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: Measured) -> None:
-    """``count`` pauses under load; between them steps without, since these become longer with their sequences."""
+    """Pause ``count`` times under load; time steps in between, which become longer with their sequences."""
     chance = random.Random(count)
     with Load(launched.endpoint, workload, seed=0) as load:
         for _ in range(count):
@@ -130,7 +133,9 @@ def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: M
 
 
 def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[float | None, float]:
-    """Seconds from SIGKILL of the worker until a live request was told (None: there was none), and until rank 0 had ended."""
+    """Return the seconds from SIGKILL of the worker until a live request is told, if any, and until rank 0
+    ends.
+    """
     client, handle = launched.client, None
     (rank,) = client.status().ranks
     if state != "idle":
@@ -201,7 +206,7 @@ def kill_table(found: dict[str, list[tuple[float | None, float]]]) -> Table:
 
 
 def measure(folder: Path, workload: Workload, options: argparse.Namespace) -> dict[str, Measured]:
-    """Rollouts and pauses of every kind, turn by turn."""
+    """Run rollouts and pauses of every kind, turn by turn."""
     found = {name: Measured() for name in options.kinds}
     for turn in range(options.turns):
         order = [*options.kinds[turn % len(options.kinds) :], *options.kinds[: turn % len(options.kinds)]]

@@ -1,8 +1,10 @@
-"""Rollout benchmark: Caesura beside vLLM and transformers, on one checkpoint and the same requests, in one run.
+"""Rollout benchmark: Caesura beside vLLM and transformers, on one checkpoint and the same requests, in one
+run.
 
 Repeats are interleaved: each starts every engine once, one at a time, in an order that rotates, and measures
-everything on it (``harness/engines.py``), so that a machine that slows down slows all of them. Printed figures are
-medians over all repeats. The first repeat finds no compile caches; the files of all engines are in the page cache.
+everything on it (``harness/engines.py``), so that a machine that slows down slows all of them. Printed
+figures are medians over all repeats. The first repeat finds no compile caches; the files of all engines are
+in the page cache.
 
     python benchmarks/rollout.py --shape tiny --vllm-python /opt/peer-vllm/bin/python --json out.json
 """
@@ -32,7 +34,7 @@ from rich.text import Text
 ENGINES = ("caesura", "vllm", "transformers")
 
 CEILING_BYTES, CEILING_PRODUCT = 256 << 20, 2048
-"""Of what measures the machine: a tensor that no cache holds, and a square product."""
+"""Sizes for measuring the machine: a tensor that no cache holds, and a square product."""
 
 LOG_WIDTH = 132
 """Columns when the output is not a terminal: three engines and two ratios fit."""
@@ -71,7 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -> list[Engine]:
-    """The wanted engines that are installed; the others are named."""
+    """Return the wanted engines that are installed; print the others."""
     threads = options.threads
     available = {
         "caesura": participants.caesura(threads),
@@ -92,7 +94,7 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
 def run_shape(
     workload: Workload, chosen: Sequence[Engine], options: argparse.Namespace, work: Path, console: Console
 ) -> dict[str, Any]:
-    """All repeats of one shape, printed and returned."""
+    """Run, print and return all repeats of one shape."""
     shape = ARCHITECTURES[workload.model]
     with console.status(f"{workload.shape}: writing checkpoints"):
         folders = [
@@ -123,8 +125,9 @@ def run_shape(
     names = [engine.name for engine in chosen]
     console.print(table(workload, runs, names, least_s))
     console.print(
-        f"The limit: {ceilings.bandwidth / 1e9:.1f} GB/s and {ceilings.flops / 1e9:.0f} GFLOP/s, measured before; "
-        f"prompts at the latter, each decode step at the longer of reading weights and KV and of its products: {least_s:.2f} s.",
+        f"The limit: {ceilings.bandwidth / 1e9:.1f} GB/s and {ceilings.flops / 1e9:.0f} GFLOP/s, measured "
+        "before; prompts at the latter, each decode step at the longer of reading weights and KV and of its "
+        f"products: {least_s:.2f} s.",
         style="dim",
         highlight=False,
     )
@@ -141,7 +144,7 @@ def run_shape(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 when an engine failed or none was there."""
+    """Return 1 if an engine failed or none was there."""
     options = parse(argv)
     console = Console()
     if not console.is_terminal:

@@ -1,10 +1,12 @@
-"""What a step costs in Python: the real scheduler, loop, socket and results, over a model that computes nothing.
+"""What a step costs in Python: the real scheduler, loop, socket and results, over a model that computes
+nothing.
 
     python benchmarks/scheduler.py                 # a decode step by batch size, and how it grows
     python benchmarks/scheduler.py --profile 256   # where the time goes at 256 requests
 
-Everything runs in this process, on one thread; a message goes through a real socket. ``schedule`` builds the batch,
-``execute`` is the null model, ``process`` records the tokens, ``rest`` is the tick's poll, timers and delivery.
+Everything runs in this process, on one thread; a message goes through a real socket. ``schedule`` builds the
+batch, ``execute`` is the null model, ``process`` records the tokens, ``rest`` is the tick's poll, timers and
+delivery.
 """
 
 import argparse
@@ -46,7 +48,7 @@ SHAPE = Shape(
 
 
 class NullRunner:
-    """Samples token 7 without looking at anything."""
+    """A runner that samples token 7 without computing anything."""
 
     def execute(self, batch: ForwardBatch) -> "NullRunner":
         self._rows = len(batch.sample_tokens)
@@ -80,7 +82,8 @@ class Bench:
             "chunked_prefill_size": 1 << 16,
         }
         config = EngineConfig(
-            model_path=str(model), endpoint=f"ipc://{folder}/bench.sock", device="cpu", max_waiting_requests=1 << 20,
+            model_path=str(model), endpoint=f"ipc://{folder}/bench.sock", device="cpu",
+            max_waiting_requests=1 << 20,
             **{**defaults, **options},
         ).resolve()  # fmt: skip
         self.engine = Engine(config, make_runner=lambda *_: NullRunner())
@@ -113,13 +116,13 @@ class Bench:
             self._socket.recv_multipart()
 
     def run(self) -> None:
-        """Until every request has ended."""
+        """Tick until every request has ended."""
         while self.engine.live:
             self.engine.scheduler.tick(None)
             self.drain()
 
     def steps(self, count: int) -> list[float]:
-        """Milliseconds of ``count`` ticks."""
+        """Return the milliseconds of ``count`` ticks."""
         times = []
         for _ in range(count):
             start = time.perf_counter()

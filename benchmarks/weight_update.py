@@ -1,17 +1,19 @@
 """Weight updates by every transport, beside what the same bytes cost without an engine, in one run.
 
-References, each on the same bytes and in the same process: a plain read + copy of the files (disk), a bare ZeroMQ loop
-with an answer for each bucket (tensor), a plain copy of the tensors (ipc), a bare gloo broadcast + copy (distributed).
-``of reference`` is the reference's time over the update's, so 100 % means that the engine adds nothing. Stages are the
-engine's own figures, summed over all buckets; total is from the first message to the last answer, and so contains what
-the engine waits for the trainer. Turns are interleaved; medians.
+References, each on the same bytes and in the same process: a plain read + copy of the files (disk), a bare
+ZeroMQ loop with an answer for each bucket (tensor), a plain copy of the tensors (ipc), a bare gloo broadcast
++ copy (distributed). ``of reference`` is the reference's time over the update's, so 100 % means that the
+engine adds nothing. Stages are the engine's own figures, summed over all buckets; total is from the first
+message to the last answer, and so contains what the engine waits for the trainer. Turns are interleaved;
+medians.
 
-A model's ``commit`` line is what the commit alone takes: a session is filled, then ``end`` is sent. Its peak stands beside
-what the same derivations cost in fresh tensors (``harness/fresh.py``, measured in this process).
+A model's ``commit`` line is what the commit alone takes: a session is filled, then ``end`` is sent. Its peak
+stands beside what the same derivations cost in fresh tensors (``harness/fresh.py``, measured in this
+process).
 
-``peak`` is how far the engine's resident memory (shared memory included) rose above what it was before the update,
-the largest of all turns; with ipc-shared that is the trainer's own memory, mapped. The target is at most ``workspace``
-and 5 % of weights and KV. The first turn starts from a trimmed heap and is not timed.
+``peak`` is how far the engine's resident memory (shared memory included) rose above what it was before the
+update, the largest of all turns; with ipc-shared that is the trainer's own memory, mapped. The target is at
+most ``workspace`` and 5 % of weights and KV. The first turn starts from a trimmed heap and is not timed.
 
     python benchmarks/weight_update.py --models dense dense-1.2 moe mla mla-fp8 --json out.json
 """
@@ -44,7 +46,7 @@ from caesura.client import SchedulerClient, launch_scheduler
 
 STAGES = ("receive", "copy", "derive", "flush", "total")
 DISK_BUCKET_BYTES = 8 << 20
-"""The engine's default: a disk update needs one such bucket, the others what the trainer sends at once."""
+"""The engine's default: a disk update needs one such bucket, others what the trainer sends at once."""
 MEDIUM = Shape(
     num_hidden_layers=8,
     hidden_size=768,
@@ -66,25 +68,25 @@ MODELS: dict[str, CheckpointShape] = {
 COMMITS = 5
 
 Reference = Callable[[int], float]
-"""Seconds that the weights number ``which`` take without an engine."""
+"""Returns the seconds that the weights number ``which`` take without an engine."""
 
 
 @dataclass
 class Measured:
-    """One transport's turns."""
+    """Turns of one transport."""
 
     seconds: list[float] = field(default_factory=list)
     reference_s: list[float] = field(default_factory=list)
     stages_s: dict[str, list[float]] = field(default_factory=lambda: {stage: [] for stage in STAGES})
     peak_bytes: list[int] = field(default_factory=list)
-    """By which resident memory rose, the first turn included."""
+    """Bytes by which resident memory rose, the first turn included."""
 
 
 @contextmanager
 def references(
     trainer: Trainer, folders: Sequence[Path], transports: Sequence[Transport], bucket_bytes: int
 ) -> Iterator[dict[Transport, Reference]]:
-    """The reference of each of ``transports``."""
+    """Make the reference of each of ``transports``."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         found: dict[Transport, Reference] = {}
         if "disk" in transports:
@@ -106,7 +108,7 @@ def references(
 def measure(
     client: SchedulerClient, trainer: Trainer, references: dict[Transport, Reference], repeats: int
 ) -> dict[Transport, Measured]:
-    """``repeats`` timed turns of every transport, after one for memory alone."""
+    """Run ``repeats`` timed turns of every transport, after one for memory alone."""
     results = {transport: Measured() for transport in references}
     pid, which = client.status().pid, 0
     for turn in range(repeats + 1):
@@ -131,7 +133,7 @@ def measure(
 
 
 def workspace_bytes(transport: Transport, sizes: Sequence[int], bucket_bytes: int) -> int:
-    """What an update may need beside weights and KV, for tensors of ``sizes``; a broadcast tensor comes whole."""
+    """Return the bytes an update may need beside weights and KV; a broadcast tensor comes undivided."""
     match transport:
         case "disk":
             return DISK_BUCKET_BYTES
@@ -144,7 +146,7 @@ def workspace_bytes(transport: Transport, sizes: Sequence[int], bucket_bytes: in
 
 
 def summarise(result: Measured, total: int, workspace: int) -> dict[str, float]:
-    """Medians in ms, and memory in MB."""
+    """Return medians in ms, and memory in MB."""
     update, reference = statistics.median(result.seconds), statistics.median(result.reference_s)
     return {
         "update_ms": 1e3 * update,
@@ -158,7 +160,7 @@ def summarise(result: Measured, total: int, workspace: int) -> dict[str, float]:
 
 
 def measure_commit(client: SchedulerClient, trainer: Trainer, shape: CheckpointShape) -> dict[str, float]:
-    """The largest rise of resident memory and the median time of a commit alone, beside derivation into fresh tensors."""
+    """Measure time and memory of a commit alone, beside derivation into fresh tensors."""
     pid, rises, seconds = client.status().pid, [], []
     for turn in range(COMMITS):
         client.begin_weight_update()
@@ -184,7 +186,7 @@ def measure_commit(client: SchedulerClient, trainer: Trainer, shape: CheckpointS
 
 
 def run_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All transports on one model: sizes in bytes, and a row and every measurement per transport."""
+    """Measure all transports on one model: sizes in bytes, and a row and every measurement per transport."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folders = [
@@ -219,7 +221,6 @@ def run_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def as_table(model: str, size: dict[str, Any], repeats: int) -> Table:
-    """For people."""
     rows, resident = size["rows"], size["weights_and_kv_bytes"]
     table = Table(
         title=f"{model}: {size['bytes'] / 1e9:.2f} GB, {size['tensors']} tensors, medians of {repeats}; "

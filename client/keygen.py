@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import zmq
 
-from ..process.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
+from ..process.curve import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
 
 SERVER, CLIENTS = "server", "clients"
 

@@ -1,4 +1,6 @@
-"""An asynchronous GRPO trainer: rollouts stay in flight while the weights change. docs/tutorial/grpo.md explains it.
+"""An asynchronous GRPO trainer: rollouts stay in flight while the weights change.
+
+docs/tutorial/grpo.md explains it.
 
 python examples/grpo_trainer.py
 """
@@ -26,7 +28,7 @@ IN_FLIGHT, GROUPS_PER_STEP, MAX_STALENESS = 8, 8, 4
 
 
 def build_policy() -> PreTrainedModel:
-    """Two layers with random weights. The task: repeat the first token of the prompt."""
+    """Return two layers with random weights. The task: repeat the first token of the prompt."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -49,7 +51,7 @@ class Group:
     outputs: list[GenerateOutput]
 
     def rewards(self) -> torch.Tensor:
-        """[samples]: the share of output tokens that are the first token of the prompt."""
+        """Return [samples]: the share of output tokens that are the first token of the prompt."""
         tokens = torch.tensor([output.output_ids for output in self.outputs])
         return (tokens == self.prompt[0]).float().mean(1)
 
@@ -67,7 +69,7 @@ async def roll_out(client: AsyncSchedulerClient, groups: asyncio.Queue[Group], r
 
 
 def learner_logprobs(policy: PreTrainedModel, group: Group) -> torch.Tensor:
-    """[samples, tokens]: what the engine's ``output_logprobs`` are, under the weights that the learner has now."""
+    """Return [samples, tokens]: what the engine's ``output_logprobs`` are, under the learner's weights."""
     tokens = torch.tensor([group.prompt + output.output_ids for output in group.outputs])
     logits = policy(tokens[:, :-1]).logits[:, len(group.prompt) - 1 :] / TEMPERATURE
     sampled = tokens[:, len(group.prompt) :, None]
@@ -75,7 +77,9 @@ def learner_logprobs(policy: PreTrainedModel, group: Group) -> torch.Tensor:
 
 
 def loss_of(policy: PreTrainedModel, group: Group, epoch: int) -> torch.Tensor:
-    """Policy gradient with advantages relative to the group, each token weighted by its own importance."""
+    """Return the policy gradient's loss: advantages relative to the group, each token weighted by its
+    importance.
+    """
     rewards = group.rewards()
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     logprobs = learner_logprobs(policy, group)
@@ -86,7 +90,7 @@ def loss_of(policy: PreTrainedModel, group: Group, epoch: int) -> torch.Tensor:
 def learn(
     policy: PreTrainedModel, optimizer: torch.optim.Optimizer, groups: list[Group], epoch: int
 ) -> float:
-    """One step of the optimizer; the mean reward of its samples."""
+    """Run one step of the optimizer and return the mean reward of its samples."""
     optimizer.zero_grad()
     for group in groups:
         (loss_of(policy, group, epoch) / len(groups)).backward()
@@ -96,7 +100,7 @@ def learn(
 
 
 async def push(client: AsyncSchedulerClient, policy: PreTrainedModel, step: int) -> int:
-    """The learner's weights into the engine, in the middle of its requests; the new weights epoch."""
+    """Push the learner's weights into the engine amid its requests; return the new weights epoch."""
     await client.pause("in_place", lease_s=60)
     reply = await client.update_weights_from_tensor(
         checkpoint_tensors(policy), weight_version=f"step-{step}", flush_cache=False
@@ -106,7 +110,7 @@ async def push(client: AsyncSchedulerClient, policy: PreTrainedModel, step: int)
 
 
 async def train(endpoint: str, policy: PreTrainedModel, steps: int) -> list[float]:
-    """The mean reward of each step."""
+    """Return the mean reward of each step."""
     optimizer, rng = torch.optim.Adam(policy.parameters(), lr=2e-3), random.Random(0)
     ready: asyncio.Queue[Group] = asyncio.Queue(maxsize=GROUPS_PER_STEP)
     rewards: list[float] = []

@@ -1,4 +1,5 @@
-"""A trainer that knows nothing but HTTP: it samples, learns (REINFORCE, to say even tokens) and sends its weights back.
+"""A trainer that knows nothing but HTTP: it samples, learns (REINFORCE, to say even tokens) and sends its
+weights back.
 
 caesura serve --model DIR &
 python examples/http_trainer.py http://127.0.0.1:30000 DIR

@@ -2,8 +2,9 @@
 
     python examples/ray_trainer.py --replicas 2 --steps 60
 
-Rollouts stay in flight while the weights change, on every replica at once; a replica that dies costs no rollout. No sample is begun
-on weights that are more than ``MAX_STALENESS`` updates old, and tokens that have become older meanwhile get weight 0 (grpo_trainer.py).
+Rollouts stay in flight while the weights change, on every replica at once; a replica that dies costs no
+rollout. No sample is begun on weights that are more than ``MAX_STALENESS`` updates old, and tokens that have
+become older meanwhile get weight 0 (grpo_trainer.py).
 """
 
 import argparse
@@ -46,7 +47,7 @@ async def roll_out(fleet: Fleet, groups: asyncio.Queue[Group], rng: random.Rando
 
 
 async def train(fleet: Fleet, policy: PreTrainedModel, steps: int) -> list[float]:
-    """The mean reward of each step."""
+    """Return the mean reward of each step."""
     optimizer, rng = torch.optim.Adam(policy.parameters(), lr=2e-3), random.Random(0)
     ready: asyncio.Queue[Group] = asyncio.Queue(maxsize=GROUPS_PER_STEP)
     rewards: list[float] = []
@@ -66,7 +67,7 @@ async def train(fleet: Fleet, policy: PreTrainedModel, steps: int) -> list[float
 
 
 async def run(options: argparse.Namespace) -> list[float]:
-    """A fleet, and a policy that learns with it."""
+    """Run a fleet, and a policy that learns with it."""
     torch.manual_seed(0)
     policy = build_policy()
     with tempfile.TemporaryDirectory(dir=options.shared_folder) as folder:

@@ -1,8 +1,8 @@
-"""What an engine and those who start it or connect to it must agree on outside of messages: socket paths and exit statuses."""
+"""Socket paths and exit statuses that an engine, its launcher and its clients agree on."""
 
 MAX_IPC_PATH = 107
-"""Bytes of the path of an ``ipc://`` endpoint: ``sun_path`` of Linux, without its final zero."""
+"""Maximum bytes of the path of an ``ipc://`` endpoint: ``sun_path`` of Linux, without its final zero."""
 SHUT_SUFFIX = ".full"
-"""Appended to the path of a socket while its engine accepts no connection, so that a client can say why none is there."""
+"""Suffix of a socket's path while its engine accepts no connection, so that a client can say why."""
 EXIT_HUNG = 70
-"""The exit status of an engine that was ended because its loop or its shutdown hung; no other end has it."""
+"""Exit status of an engine whose loop or shutdown hung; no other end has it."""

@@ -2,12 +2,12 @@
 
 Invariants:
 - It is fresh, mode 0700, and its socket's path fits into an ``ipc://`` address.
-- Whoever made it holds a lock on it until it is removed or the process ends, however that happens; the engine in it holds
-  the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
-- What a killed process left is removed by the next :func:`make`: only directories with the names that it makes (a dash
-  behind the prefix is somebody else's, who may not have put anything in yet), of this user, of mode 0700, whose locks
-  are all free, and of these only the files that an engine makes, and files of keys beside a lock. Anything else in it
-  stays, and so does the directory then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
+- Whoever made it holds a lock on it until it is removed or the process ends, however that happens; the engine
+  in it holds the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
+- :func:`make` removes what killed processes left: directories with names that it makes (without a further
+  dash), of this user, mode 0700, all of whose locks are free and which hold only files of an engine, or key
+  files beside a lock. An empty one may be fresh and not locked yet: its maker notices the removal and makes
+  another.
 """
 
 import contextlib
@@ -20,24 +20,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .contract import MAX_IPC_PATH, SHUT_SUFFIX
-from .key_files import PUBLIC_SUFFIX, SECRET_SUFFIX
+from .curve import PUBLIC_SUFFIX, SECRET_SUFFIX
 
 PREFIX = "caesura-"
 SOCKET = "scheduler.sock"
 LOCK = SOCKET + ".lock"
 STATE_FILE = "weights.json"
-"""Of an engine that is supervised and was told no other."""
+"""State file of a supervised engine without ``--state-file``."""
 STATE_LOCK = STATE_FILE + ".lock"
 
 _OURS = {SOCKET, SOCKET + SHUT_SUFFIX, LOCK, STATE_FILE, f".{STATE_FILE}.new", STATE_LOCK}
-"""What an engine makes here: a socket that is shut and a state file that is being replaced have other names."""
+"""Names that an engine makes here, those of a shut socket and of a state file being replaced included."""
 
 _held: dict[str, int] = {}
-"""Descriptors that hold the locks of directories made here."""
+"""Descriptors that hold the locks of directories made here, by path."""
 
 
 def make() -> Path:
-    """A fresh directory, after removing what killed processes left beside it."""
+    """Return a fresh directory, after removing what killed processes left beside it."""
     path = _make_fresh()
     while not _lock(path):
         path = _make_fresh()
@@ -46,7 +46,7 @@ def make() -> Path:
 
 
 def make_with(files: Mapping[str, str]) -> Path:
-    """A fresh directory with these files of keys, text by name, which only this user can read."""
+    """Return a fresh directory with key files, name to text, that only this user can read."""
     path = make()
     (path / LOCK).touch()  # so that the files go with the directory if this process is killed
     for name, text in files.items():
@@ -73,7 +73,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def _lock(path: str) -> bool:
-    """Take the lock; False: another process takes the directory for a dead one's, and removes it."""
+    """Take the lock; return False if another process is removing the directory as stale."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def _lock(path: str) -> bool:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """What :func:`make` returned, with everything in it. Never raises; idempotent."""
+    """Remove a directory that :func:`make` returned, with everything in it. Never raises; idempotent."""
     shutil.rmtree(path, ignore_errors=True)
     descriptor = _held.pop(os.fspath(path), None)
     if descriptor is not None:

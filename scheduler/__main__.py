@@ -23,8 +23,8 @@ os.environ.update(settings())
 
 from ..io_struct import CaesuraError
 from ..io_struct.field_errors import advice, other_name
+from ..process import log
 from .runtime import config as config_module
-from .runtime import log
 from .runtime.config import EngineConfig
 from .runtime.process import refusal, run, tell
 

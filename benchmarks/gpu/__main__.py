@@ -1,12 +1,12 @@
 """One card, one call, no network: everything that a CPU cannot show, in ten minutes.
 
-    python benchmarks/gpu --json gpu.json         # or: make gpu
-    python benchmarks/gpu --smoke                 # the same code at a toy size on the CPU, which measures nothing
-    python benchmarks/gpu --only versions graphs  # some sections
+    python benchmarks/gpu --json gpu.json         # or: make gpu python benchmarks/gpu --smoke
+    # the same code at a toy size on the CPU, which measures nothing python benchmarks/gpu --only versions
+    graphs  # some sections
 
-Makes its own checkpoints of random weights (on the device, into ``--work-dir``; /dev/shm where it is large enough), measures
-what the card can do, and holds the engine against that. Sections in the order in which they matter; each is written to the
-JSON file when it ends.
+Makes its own checkpoints of random weights (on the device, into ``--work-dir``; /dev/shm where it is large
+enough), measures what the card can do, and holds the engine against that. Sections in the order in which they
+matter; each is written to the JSON file when it ends.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns what was measured."""
+    """Measure and return everything."""
     options = parse(argv)
     plan = SMOKE if options.smoke else FULL
     work = options.work_dir or _work_dir(plan)
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _go_on_in_a_new_process(options: argparse.Namespace, work: Path, run: Run) -> None:
-    """Wait for it: whoever made the folder removes it."""
+    """Go on in a new process and wait for it: whoever made the folder removes it."""
     if options.json is None:
         return
     arguments = [
@@ -122,7 +122,7 @@ def _go_on_in_a_new_process(options: argparse.Namespace, work: Path, run: Run) -
 
 
 def _work_dir(plan: Plan) -> Path:
-    """In memory where there is room, since the checkpoints are read several times."""
+    """Return a folder in memory if there is room: the checkpoints are read several times."""
     shapes = (plan.shape, plan.shape, plan.experts, plan.fp8, plan.small, plan.small)
     needed = ITEMSIZE * sum(
         torch.Size(size).numel() for shape in shapes for size in shape.tensor_shapes().values()

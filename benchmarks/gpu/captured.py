@@ -1,4 +1,6 @@
-"""Sections in this process: captured steps against eager ones, the profiler, and memory that is released and comes back."""
+"""Sections in this process: captured steps against eager ones, the profiler, and memory that is released and
+comes back.
+"""
 
 from typing import Any
 
@@ -22,15 +24,16 @@ NEW_TOKENS = 12
 PROFILED_STEPS = 20
 MAX_TICKS = 1_000_000
 _WAITS = ("Synchronize", "cudaMemcpy ")
-"""In the names of calls for which the host waits."""
+"""Parts of the names of calls for which the host waits."""
 
 Output = tuple[list[int], list[float]]
 
 
 def graphs(run: Run) -> dict[str, Any]:
-    """Tokens and logprobs of captured steps against eager ones, with other allocations between the steps.
+    """Compare tokens and logprobs of captured and eager steps, with other allocations between the steps.
 
-    ``equal``: bit for bit. Else up to where the first token differs, and the largest difference of a logprob up to there.
+    ``equal``: bit for bit. Else up to where the first token differs, and the largest difference of a logprob
+    up to there.
     """
     eager = _outputs(run, cuda_graphs=False)
     captured = _outputs(run, cuda_graphs=True)
@@ -41,7 +44,7 @@ def graphs(run: Run) -> dict[str, Any]:
 
 
 def profile(run: Run) -> dict[str, Any]:
-    """Of twenty steps of 64 rows: kernels and waits a step, how long the device was busy, what took longest."""
+    """Profile twenty steps of 64 rows: kernels and waits a step, busy time of the device, longest kernels."""
     plan, rows = run.plan, min(64, run.plan.rows)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if run.on_card:
@@ -62,7 +65,9 @@ def profile(run: Run) -> dict[str, Any]:
 
 
 def residency(run: Run) -> dict[str, Any]:
-    """Pause, release and resume: where the weights lie before and after, what was given back, and the tokens of both."""
+    """Pause, release and resume; compare the places of the weights and the tokens, and count what was given
+    back.
+    """
     with _engine(run, folder=run.small(), cuda_graphs=True) as engine:
         before, places, held = _generate(run, engine, 3), _addresses(engine), _free(run)
         engine.call(PauseGenerationReqInput(mode="abort"))
@@ -75,7 +80,8 @@ def residency(run: Run) -> dict[str, Any]:
         engine.call(ContinueGenerationReqInput(), max_ticks=MAX_TICKS)
         after = _generate(run, engine, 3)
         return {
-            "addresses_kept": _addresses(engine) == places, "committed": committed, "outputs_kept": before == after,
+            "addresses_kept": _addresses(engine) == places, "committed": committed,
+            "outputs_kept": before == after,
             "free_before": held, "free_released": released, "free_after": _free(run),
         }  # fmt: skip
 
@@ -106,7 +112,9 @@ def _outputs(run: Run, **options: Any) -> dict[str, Any]:
 
 
 def _generate(run: Run, engine: EngineDriver, batch: int) -> list[Output]:
-    """Greedy, all at once; between steps memory is taken, filled with NaN and given up, as a learner beside it would."""
+    """Generate greedily; between steps take memory, fill it with NaN and give it up, as a learner beside it
+    would.
+    """
     engine.call(FlushCacheReqInput(), max_ticks=MAX_TICKS)
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     ids = []
@@ -134,7 +142,8 @@ def _compared(eager: list[Output], captured: list[Output]) -> dict[str, Any]:
         pairs = zip(logprobs[:count], other_logprobs[:count], strict=True)
         furthest = max([furthest, *(abs(mine - theirs) for mine, theirs in pairs)])
     return {
-        "equal": eager == captured, "tokens": NEW_TOKENS * len(eager), "agreed": agreed, "logprob_difference": furthest,
+        "equal": eager == captured, "tokens": NEW_TOKENS * len(eager), "agreed": agreed,
+        "logprob_difference": furthest,
     }  # fmt: skip
 
 

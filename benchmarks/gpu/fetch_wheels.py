@@ -1,10 +1,11 @@
-"""Wheels for a GPU machine that reaches no registry: fetched here, carried there, installed by install_wheels.sh.
+"""Wheels for a GPU machine that reaches no registry: fetched here, carried there, installed by
+install_wheels.sh.
 
     python benchmarks/gpu/fetch_wheels.py --python 3.12                  # of the machine with the card
     python benchmarks/gpu/fetch_wheels.py --python 3.12 --with transformers flashinfer
 
-Each package by itself, without its requirements: the lists name all of them, and torch is not among them. Whatever was in the
-folder before goes: two versions of one package would not install.
+Each package by itself, without its requirements: the lists name all of them, and torch is not among them.
+Whatever was in the folder before goes: two versions of one package would not install.
 """
 
 import argparse
@@ -21,13 +22,13 @@ NEWEST_GLIBC = 39
 
 
 def platforms(machine: str) -> list[str]:
-    """Tags of the wheels that a machine with glibc takes, the newest first."""
+    """Return the tags of the wheels that a machine with glibc takes, the newest first."""
     tags = [f"manylinux_2_{minor}_{machine}" for minor in range(NEWEST_GLIBC, 16, -1)]
     return [*tags, f"manylinux2014_{machine}", f"manylinux1_{machine}"]
 
 
 def command(files: Sequence[Path], folder: Path, python: str, machine: str) -> list[str]:
-    """pip's, for one folder of wheels."""
+    """Return pip's command for one folder of wheels."""
     wanted = [word for file in files for word in ("--requirement", str(file))]
     tags = [word for tag in platforms(machine) for word in ("--platform", tag)]
     target = ["--python-version", python, "--implementation", "cp", *tags]

@@ -1,4 +1,4 @@
-"""Sections about the card by itself: what is installed, what it can do, and what the engine would use it for."""
+"""Sections about the card by itself: what is installed, and what it can do."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "sglang", "v
 
 
 def versions(run: Run) -> dict[str, Any]:
-    """Of packages, CUDA and NCCL; for each attention backend why it would not serve the large model, None where it would."""
+    """Return versions, and for each attention backend why it would not serve the large model, or None."""
     found: dict[str, Any] = {
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
@@ -45,7 +45,9 @@ def versions(run: Run) -> dict[str, Any]:
 
 
 def plans(run: Run) -> dict[str, Any]:
-    """Of each attention backend, by an engine that is told to use it: that it serves one request, or why not."""
+    """Try each attention backend with an engine that is told to use it: it serves one request, or says why
+    not.
+    """
     found: dict[str, Any] = {}
     for name in ("auto", "flashinfer", "triton", "sdpa"):
         try:
@@ -61,7 +63,7 @@ def plans(run: Run) -> dict[str, Any]:
 
 
 def engine_lines(text: str) -> list[str]:
-    """What an engine's log says about how it computes."""
+    """Return the lines of an engine's log about how it computes."""
     return [
         line
         for line in text.splitlines()
@@ -74,7 +76,7 @@ def _says(run: Run) -> list[str]:
 
 
 def ceilings(run: Run) -> dict[str, Any]:
-    """Bandwidth, matmul peak, and the link to the host."""
+    """Measure bandwidth, the peak of products, and the link to the host."""
     plan = run.plan
     run.ceilings = measure_ceilings(run.device, plan.buffer_bytes, plan.product_size)
     run.free()
@@ -85,12 +87,13 @@ def ceilings(run: Run) -> dict[str, Any]:
 
 
 def gpu_tests(run: Run) -> dict[str, Any]:
-    """``pytest -m gpu``: the outcome of each test file, and the end of what was printed. Graphs check that their inputs live."""
+    """Run ``pytest -m gpu``; return the outcome of each test file and the end of the output."""
     if missing := [name for name in ("pytest", "hypothesis", "transformers") if find_spec(name) is None]:
         return {"left_out": f"not installed: {', '.join(missing)}"}
     selected = [] if run.on_card else ["--collect-only"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-rfEs", *selected],
+        [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-rfEs",
+         *selected],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TESTS_S, check=False,
     )  # fmt: skip
     return {"exit_status": done.returncode, "output": done.stdout.splitlines()[-60:]}

@@ -1,4 +1,6 @@
-"""Sections about other engines on the same card and checkpoint, each in a process of its own, so that the card is free again."""
+"""Sections about other engines on the same card and checkpoint, each in a process of its own, so that the
+card is free again.
+"""
 
 import json
 import subprocess
@@ -14,12 +16,12 @@ INSTALLED = ("vllm", "sglang")
 
 
 def transformers(run: Run) -> dict[str, Any]:
-    """``generate``, and its continuous batching."""
+    """Measure ``generate`` of transformers, and its continuous batching."""
     return {kind: _peer(run, "gpu_transformers.py", kind) for kind in ("eager", "continuous")}
 
 
 def servers(run: Run) -> dict[str, Any]:
-    """The rollout of vLLM and SGLang, where they are installed."""
+    """Measure the rollout of vLLM and SGLang, where they are installed."""
     return {
         name: _peer(run, "gpu_servers.py", name)
         if run.on_card and find_spec(name)

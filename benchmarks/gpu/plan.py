@@ -1,4 +1,6 @@
-"""What the GPU benchmark measures with: models of random weights, and sizes for a card and for a trial on the CPU."""
+"""What the GPU benchmark measures with: models of random weights, and sizes for a card and for a trial on the
+CPU.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from architectures import FP8_BLOCK, FP8_MAX, MoeShape, is_quantised
 from checkpoints import INIT_STD, SHAPES, CheckpointShape, Shape
 
 ITEMSIZE = 2
-"""bfloat16"""
+"""Bytes of a number in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class Fp8Shape(Shape):
     """Qwen3 with projections in FP8, one scale per block."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Scales included."""
+        """Return shapes by checkpoint name, scales included."""
         shapes = super().tensor_shapes()
         for name in [name for name in shapes if is_quantised(name)]:
             rows, columns = shapes[name]
@@ -25,7 +27,6 @@ class Fp8Shape(Shape):
         return shapes
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json``."""
         blocks = {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
         return super().config(dtype) | {
             "quantization_config": {
@@ -79,13 +80,13 @@ class Plan:
 
     shape: Shape
     small: Shape
-    """For runs over many updates, and whatever does not need a large one."""
+    """Shape for runs over many updates, and whatever does not need a large one."""
     experts: MoeShape
     fp8: Fp8Shape
     buffer_bytes: int
     product_size: int
     link_bytes: int
-    """Of one copy between host and device."""
+    """Bytes of one copy between host and device."""
     batches: tuple[int, ...]
     compared: tuple[int, ...]
     """Batches whose captured steps are held against eager ones."""
@@ -96,36 +97,35 @@ class Plan:
     """Prompts, and their length."""
     requests: int
     new_tokens: int
-    """Of the rollout."""
+    """Output tokens of a request of the rollout."""
     chunk_tokens: int
     cycles: int
     """Pauses under load."""
     large_updates: int
     updates: int
-    """Of the small model, for growth."""
+    """Updates of the small model, for growth."""
     transport_updates: int
-    """Of the small model, by each transport."""
+    """Updates of the small model by each transport."""
     peer_pool: dict[str, int]
-    """Sizes of continuous batching. Empty: its own."""
+    """Sizes of continuous batching; its own if empty."""
 
     @property
     def context_len(self) -> int:
-        """Room for the longest request: one that others wait for decodes meanwhile."""
+        """Tokens of the longest request: one that others wait for decodes meanwhile."""
         return max(self.prefill[1] + 1, self.prompt_tokens + 4 * self.steps)
 
     @property
     def rows(self) -> int:
-        """Requests at a time."""
         return max(*self.batches, self.requests)
 
     @property
     def kv_tokens(self) -> int:
-        """Room for the largest batch while it is measured; prefills and pauses have fewer requests."""
+        """Tokens of the largest batch while it is measured; prefills and pauses have fewer requests."""
         return self.rows * (self.prompt_tokens + 4 * self.steps)
 
     @property
     def load_tokens(self) -> int:
-        """Output of requests that are paused: as long as fits, so that few end meanwhile."""
+        """Output tokens of requests that are paused: as many as fit, so that few end meanwhile."""
         return min(self.context_len, self.kv_tokens // self.requests) - self.prompt_tokens
 
 
@@ -197,7 +197,7 @@ class OnDevice:
         return self.shape.config(dtype)
 
     def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        """A function of (seed, name, shape, device type)."""
+        """Return a tensor that depends on the seed, name, shape and device type alone."""
         shapes = self.tensor_shapes()
         size = shapes[name]
         if name.endswith("_scale_inv"):  # the largest weight of a block is near four deviations
@@ -214,7 +214,7 @@ class OnDevice:
 
 
 def step_bytes(shape: Shape, batch: int) -> float:
-    """Weights that a decode step of ``batch`` rows reads; of experts those that so many rows meet, evenly chosen."""
+    """Return the bytes of weights that a decode step of ``batch`` rows reads, with evenly chosen experts."""
     shapes, total = shape.tensor_shapes(), 0.0
     for name, size in shapes.items():
         if name == "model.embed_tokens.weight" and not shape.tie_word_embeddings:

@@ -2,10 +2,10 @@
 
 Invariants:
 - The file is written again after every section: a run that is killed leaves the sections it had done.
-- A section that fails says why, and the next one runs. One that takes too long is interrupted, and one that would start after
-  the time is up is left out; both say so.
-- A failure may leave the device useless to this process (an illegal access does): whoever runs the sections is told, since
-  only a new process can go on.
+- A section that fails says why, and the next one runs. One that takes too long is interrupted, and one that
+  would start after the time is up is left out; both say so.
+- A failure may leave the device useless to this process (an illegal access does): whoever runs the sections
+  is told, since only a new process can go on.
 """
 
 import gc
@@ -37,12 +37,12 @@ SECTION_S = 240
 
 
 class DeviceLostError(Exception):
-    """This process cannot use the device any more."""
+    """The device cannot be used by this process any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between host and device, measured."""
+    """Measured link between host and device."""
 
     host_to_device: float
     """Bytes per second, from pinned memory."""
@@ -51,7 +51,7 @@ class Link:
 
 
 class Run:
-    """What sections share."""
+    """State that sections share."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class Run:
         self._folders: dict[tuple[str, int], Path] = {}
 
     def left_s(self) -> float:
-        """Of the time after which no section begins."""
+        """Seconds until no section begins any more."""
         return max(0.0, self._until - time.monotonic())
 
     @property
     def on_card(self) -> bool:
-        """Else this is a trial on the CPU."""
+        """True on a card, False in a trial on the CPU."""
         return self.device.type == "cuda"
 
     def section(self, name: str, work: Section) -> None:
-        """Run one and keep what it returns, or why it failed."""
+        """Run a section and keep what it returns, or why it failed."""
         if time.monotonic() > self._until:
             self.record(name, {"left_out": "the time was up"})
             return
@@ -105,7 +105,7 @@ class Run:
         self.free()
 
     def take_over(self, found: dict[str, Any]) -> None:
-        """What a process before this one had found."""
+        """Take over what a process before this one had found."""
         self.found = found
         known = found.get("ceilings", {})
         if "flops" in known:
@@ -119,7 +119,9 @@ class Run:
             raise DeviceLostError(f"after {name}: {error}") from error
 
     def record(self, name: str, value: Any) -> None:
-        """Keep ``value`` and write everything so far; the file is replaced, so that a reader finds a whole one."""
+        """Keep ``value`` and write everything so far; the file is replaced, so that a reader finds a whole
+        one.
+        """
         self.found[name] = value
         if self._json_path is not None:
             beside = self._json_path.with_name(f".{self._json_path.name}.new")
@@ -133,7 +135,7 @@ class Run:
             torch.cuda.empty_cache()
 
     def folder(self, name: str, shape: CheckpointShape, seed: int = 0, shards: int = 1) -> Path:
-        """A checkpoint, written at its first use."""
+        """Return a checkpoint, written at its first use."""
         path = self.work / f"{name}-{seed}"
         if (name, seed) not in self._folders and (
             path / "config.json"
@@ -147,15 +149,15 @@ class Run:
         return self._folders[name, seed]
 
     def large(self, seed: int = 0) -> Path:
-        """The large model."""
+        """Return a checkpoint of the large model."""
         return self.folder("large", self.plan.shape, seed, shards=8 if self.on_card else 1)
 
     def small(self, seed: int = 0) -> Path:
-        """The small one."""
+        """Return a checkpoint of the small model."""
         return self.folder("small", self.plan.small, seed)
 
     def launch(self, folder: Path, **options: Any) -> LaunchedScheduler:
-        """A scheduler on ``folder``."""
+        """Launch a scheduler on ``folder``."""
         sizes: dict[str, Any] = {
             "context_len": self.plan.context_len,
             "kv_pool_tokens": self.plan.kv_tokens,
@@ -172,13 +174,13 @@ class Run:
         )
 
     def log_of(self, folder: Path) -> Path:
-        """What the engine on ``folder`` prints."""
+        """Return the file to which the engine on ``folder`` logs."""
         return self.work / f"engine-{folder.name}.log"
 
     def prompts(
         self, count: int, length: int, seed: int, shape: CheckpointShape | None = None
     ) -> list[list[int]]:
-        """Uniform random ids."""
+        """Return uniform random ids."""
         rng = random.Random(seed)
         size = (shape or self.plan.shape).tensor_shapes()["model.embed_tokens.weight"][0]
         return [[rng.randrange(size) for _ in range(length)] for _ in range(count)]
@@ -186,7 +188,7 @@ class Run:
 
 @contextmanager
 def _limited(seconds: int) -> Iterator[None]:
-    """TimeoutError in this thread, which must be the main one, wherever Python is then."""
+    """Raise TimeoutError in this thread, which must be the main one, after a time."""
 
     def interrupt(number: int, frame: object) -> None:
         raise TimeoutError(f"not done after {seconds} s")

@@ -1,4 +1,6 @@
-"""Sections through a scheduler process and its client: decode and prefill as shares of what the card can do, pauses, updates."""
+"""Sections through a scheduler process and its client: decode and prefill as shares of what the card can do,
+pauses, updates.
+"""
 
 import asyncio
 import statistics
@@ -26,17 +28,17 @@ FILTERED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 
 def serving(run: Run) -> dict[str, Any]:
-    """Everything that one engine of the large shape is asked."""
+    """Measure everything that one engine of the large shape is asked."""
     return asyncio.run(_serving(run))
 
 
 def experts(run: Run) -> dict[str, Any]:
-    """Decode steps of a mixture of experts."""
+    """Measure decode steps of a mixture of experts."""
     return asyncio.run(_decode_only(run, "experts", run.plan.experts))
 
 
 def fp8(run: Run) -> dict[str, Any]:
-    """Decode steps with FP8 weights."""
+    """Measure decode steps with FP8 weights."""
     return asyncio.run(_decode_only(run, "fp8", run.plan.fp8))
 
 
@@ -81,7 +83,7 @@ async def _engine(run: Run, folder: Path) -> AsyncIterator[tuple[CaesuraEngine, 
 async def _decode(
     run: Run, client: AsyncSchedulerClient, shape: Shape, batches: tuple[int, ...], **sampling: Any
 ) -> list[dict[str, Any]]:
-    """Mean step while all rows decode, by batch size; the arrivals of one watched request's tokens say how long it takes."""
+    """Measure the mean step while all rows decode, by batch size, from one watched request's arrivals."""
     plan, rows = run.plan, []
     for batch in batches:
         *others, watched = run.prompts(batch, plan.prompt_tokens, batch, shape)
@@ -104,7 +106,7 @@ async def _decode(
 
 
 async def _with_logprobs(run: Run, client: AsyncSchedulerClient) -> list[dict[str, Any]]:
-    """The same with all three kinds of logprobs, which come at the end: a long run's time less a short one's."""
+    """Measure steps with all three kinds of logprobs, as a long run's time less a short one's."""
     plan, rows = run.plan, []
     wanted = dict.fromkeys(("return_logprob", "return_raw_logprob", "return_sampled_logprob"), True)
     for batch in plan.batches:
@@ -127,14 +129,14 @@ async def _with_logprobs(run: Run, client: AsyncSchedulerClient) -> list[dict[st
 
 
 def _row(run: Run, shape: Shape, batch: int, step: float, held: int) -> dict[str, Any]:
-    """A decode step beside the time that its reading takes: the weights, and the KV of ``held`` tokens."""
+    """Compare a decode step with the time of its reading: the weights, and the KV of ``held`` tokens."""
     read = step_bytes(shape, batch) + held * kv_bytes_per_token(shape, ITEMSIZE)
     limit = read / run.ceilings.bandwidth
     return {"batch": batch, "step_s": step, "limit_s": limit, "share": limit / step, "kv_tokens": held}
 
 
 async def _prefill(run: Run, client: AsyncSchedulerClient) -> dict[str, Any]:
-    """Median of three, after one that is not counted."""
+    """Measure the median of three prefills, after one that is not counted."""
     count, length = run.plan.prefill
     seconds = []
     for seed in range(4):
@@ -151,7 +153,7 @@ async def _prefill(run: Run, client: AsyncSchedulerClient) -> dict[str, Any]:
 
 
 async def _rollout(run: Run, client: AsyncSchedulerClient) -> float:
-    """Tokens per second of the second of two whole runs."""
+    """Return the tokens per second of the second of two runs."""
     plan, seconds = run.plan, 0.0
     for seed in (1, 2):
         prompts = run.prompts(plan.requests, plan.prompt_tokens, seed)

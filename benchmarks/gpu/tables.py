@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Decode, updates, and the rest."""
+    """Yield tables of decoding, updates, and the rest."""
     return [table for table in (_decode(found), _transports(found), _rest(found)) if table.row_count]
 
 
@@ -100,7 +100,7 @@ def _add_serving(table: Table, found: dict[str, Any]) -> None:
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """Median, 99th percentile and maximum."""
+    """Return the median, 99th percentile and maximum."""
     ordered = sorted(seconds)
     p50, p99 = (ordered[round(q * (len(ordered) - 1))] for q in (0.5, 0.99))
     return f"p50 {_ms(p50)}, p99 {_ms(p99)}, max {_ms(ordered[-1])} ({len(ordered)})"

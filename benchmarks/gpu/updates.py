@@ -1,4 +1,6 @@
-"""Sections about weight updates: each transport as a share of the link that its bytes must cross, NCCL, and growth over many."""
+"""Sections about weight updates: each transport as a share of the link that its bytes must cross, NCCL, and
+growth over many.
+"""
 
 import time
 from datetime import timedelta
@@ -9,8 +11,8 @@ import torch
 import torch.distributed as dist
 from gpu.run import Run
 from harness.reference import plain_read_and_copy
+from harness.soak import SETTLED
 from harness.transports import Trainer, Transport
-from memory_over_updates import settled_growth
 from safetensors.torch import load_file
 
 from caesura.client import SamplingParams, SchedulerClient
@@ -22,7 +24,7 @@ NCCL_BYTES = 256 << 20
 
 
 def transports(run: Run) -> dict[str, Any]:
-    """The small model by every transport, fastest of some; ``share`` is of the host's link, or of copies on the device."""
+    """Update the small model by every transport; ``share`` is of the link's or the device's bandwidth."""
     found: dict[str, Any] = {}
     folders = [run.small(seed) for seed in (0, 1)]
     plain = plain_read_and_copy(folders[0])
@@ -41,7 +43,7 @@ def transports(run: Run) -> dict[str, Any]:
 
 
 def nccl(run: Run) -> dict[str, Any]:
-    """The engine's way to make, use and end a group, alone (without a card: gloo); what two broadcasts take, and an abort."""
+    """Make, use and abort a group as the engine does, alone; without a card over gloo."""
     from caesura.scheduler.weights.transports.process_group import Membership, make_backend, release
 
     backend = "nccl" if run.on_card else "gloo"
@@ -63,7 +65,7 @@ def nccl(run: Run) -> dict[str, Any]:
 
 
 def growth(run: Run) -> dict[str, Any]:
-    """Reserved bytes after each of many updates in place, with requests in flight."""
+    """Record reserved bytes after each of many updates in place, with requests in flight."""
     plan, folders = run.plan, [run.small(seed) for seed in (0, 1)]
     reserved: list[int] = []
     paused_s, update_s = [], []
@@ -85,7 +87,7 @@ def growth(run: Run) -> dict[str, Any]:
             reserved.append(after)
             for handle in handles:
                 handle.result()
-    total, late = settled_growth(reserved)
+    total, late = reserved[-1] - reserved[SETTLED - 1], reserved[-1] - reserved[len(reserved) // 2 - 1]
     return {
         "updates": len(reserved), "reserved": reserved, "growth_bytes": total, "late_bytes": late,
         "pause_s": paused_s, "update_s": update_s,
@@ -93,7 +95,7 @@ def growth(run: Run) -> dict[str, Any]:
 
 
 def _measured(run: Run, push: Any, link: float) -> dict[str, Any]:
-    """``push`` to each of the two checkpoints in turn; the first time is not counted."""
+    """Time ``push`` to each of the two checkpoints in turn; the first time is not counted."""
     seconds, sent = [], 0
     for turn in range(1 + run.plan.transport_updates):
         start = time.perf_counter()
@@ -124,7 +126,7 @@ def _cuda_ipc(run: Run, client: SchedulerClient, folders: list[Path]) -> dict[st
 
 
 def _nccl_of_two(run: Run, client: SchedulerClient, folders: list[Path]) -> dict[str, Any]:
-    """From another card of this machine: NCCL refuses two ranks on one."""
+    """Update from another card of this machine: NCCL refuses two ranks on one."""
     if torch.cuda.device_count() < 2:
         return {"left_out": "one card: NCCL takes one rank on each"}
     torch.cuda.set_device(1)

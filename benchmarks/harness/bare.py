@@ -1,7 +1,7 @@
 """What an update's bytes cost without an engine: one reference per transport, each between two threads.
 
-Invariant: a reference moves the same bytes from where the trainer has them to where the engine would want them, in one
-copy at the end of the plainest road of that kind, and does nothing else.
+Invariant: a reference moves the same bytes from where the trainer has them to where the engine would want
+them, in one copy at the end of the plainest road of that kind, and does nothing else.
 """
 
 import threading
@@ -22,12 +22,12 @@ GLOO_TIMEOUT = timedelta(seconds=60)
 
 
 def flat_bytes(weights: Weights) -> torch.Tensor:
-    """All tensors' bytes one after the other, uint8."""
+    """Return all tensors' bytes one after the other as uint8."""
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in weights.values()])
 
 
 def copy_seconds(weights: Weights, destination: Weights) -> float:
-    """Each tensor copied once (ipc)."""
+    """Return the seconds of one copy of each tensor (ipc)."""
     start = time.perf_counter()
     for name, tensor in weights.items():
         destination[name].copy_(tensor)
@@ -55,7 +55,7 @@ class BareZeroMQ:
         self._thread.start()
 
     def seconds(self, which: int) -> float:
-        """One pass over the weights number ``which``, an answer for each bucket."""
+        """Return the seconds of one pass over the weights number ``which``, bucket by bucket."""
         start, first = time.perf_counter(), 0
         for bucket in buckets(self._weights[which].items(), self._bucket_bytes):
             _, frames = as_frames(bucket)
@@ -65,7 +65,6 @@ class BareZeroMQ:
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """End the thread and the sockets."""
         self._dealer.send(b"")
         self._thread.join()
         self._dealer.close(linger=0)
@@ -100,7 +99,9 @@ class BareGloo:
         self._group = ProcessGroupGloo(store, 0, 2, GLOO_TIMEOUT)
 
     def seconds(self, which: int) -> float:
-        """One pass over the weights number ``which``, until the last byte is in its place."""
+        """Return the seconds of one pass over the weights number ``which``, until the last byte is in its
+        place.
+        """
         start = time.perf_counter()
         self._start.release()
         for _, bucket in _cut(self._bytes[which], self._bucket_bytes):
@@ -109,7 +110,6 @@ class BareGloo:
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """End the thread and the group."""
         self._ending = True
         self._start.release()
         self._thread.join()

@@ -1,7 +1,8 @@
-"""A chain without engines: processes that receive buckets over gloo, copy each once and pass it on, and do nothing else.
+"""A chain without engines: processes that receive buckets over gloo, copy each once and pass it on, and do
+nothing else.
 
-What its sender spends is what gloo and the kernel's loopback make of the same bytes on this machine, with as many receivers on the
-same cores. The difference to a chain of engines is the engines' and their messages'.
+What its sender spends is what gloo and the kernel's loopback make of the same bytes on this machine, with as
+many receivers on the same cores. The difference to a chain of engines is the engines' and their messages'.
 """
 
 import multiprocessing
@@ -21,7 +22,7 @@ _LIMIT = timedelta(seconds=300)
 
 
 def _link(store: Any, number: int, rank: int) -> Any:
-    """One end of a link, as the engines' (scheduler/weights/transports/process_group.py)."""
+    """Return one end of a link like the engines' (scheduler/weights/transports/process_group.py)."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
     options._threads, options._timeout = 2, _LIMIT
@@ -36,7 +37,7 @@ def _broadcast(link: Any, view: torch.Tensor) -> Any:
 
 
 def _pass_on(port: int, number: int, is_last: bool, sizes: Sequence[int], turns: Any, done: Any) -> None:
-    """A process: one update for each time that ``turns`` is released; ``done`` is, when it has all of it."""
+    """Receive and pass on one update for each release of ``turns``; release ``done`` after each."""
     torch.set_num_threads(1)
     store = TCPStore(_HOST, port, is_master=False)
     source = _link(store, number, 1)
@@ -61,10 +62,9 @@ def _pass_on(port: int, number: int, is_last: bool, sizes: Sequence[int], turns:
 
 
 class BareChain:
-    """``receivers`` processes, and the sender in this one."""
+    """Processes that receive, and the sender in this one."""
 
     def __init__(self, receivers: int, parts: Sequence[list[tuple[str, torch.Tensor]]]) -> None:
-        """``parts``: the tensors of each bucket."""
         self._stack = ExitStack()
         self._parts = parts
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -90,7 +90,8 @@ class BareChain:
     def update(self) -> None:
         """Send all parts, as a chain's trainer does, and wait until every receiver has them.
 
-        What the kernel counts as acknowledged is all of it then, as after an update that engines have answered.
+        What the kernel counts as acknowledged is all of it then, as after an update that engines have
+        answered.
         """
         for turns in self._turns:
             turns.release()

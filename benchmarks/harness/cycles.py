@@ -2,8 +2,8 @@
 
 Invariants:
 - A pause is asked for while every request of the load decodes, at a random phase of a step.
-- First and last tokens are told apart by the step in which they were sampled, which the pause's reply names. A step
-  that ran between that reply and the continue is an error, not a measurement.
+- First and last tokens are told apart by the step in which they were sampled, which the pause's reply names.
+  A step that ran between that reply and the continue is an error, not a measurement.
 - Every update is other weights than those in place, complete, and committed before the engine goes on.
 """
 
@@ -24,14 +24,14 @@ QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 STEPS_BETWEEN = 4
 """Steps that run at least between two pauses."""
 VARIANTS = {"plain": False, "empty-cache": True}
-"""Ways to continue, and whether the empty-cache step is one of theirs."""
+"""Ways to continue: True with the empty-cache step."""
 COMMON = ("pause", "barrier", "update")
 BY_VARIANT = ("resume", "first_token", "gap")
 """Parts of a cycle."""
 ALLOWANCE_MS = 2.0
-"""What the engine may take beyond one step."""
+"""Milliseconds that the engine may take beyond one step."""
 TARGET_STEP_S = 0.2
-"""How long a step with prompts in it may become: the engine's default."""
+"""Longest step with prompts in it, in seconds: the engine's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,27 +39,26 @@ class Cycle:
     """One pause and what followed, in seconds."""
 
     variant: str
-    """How it was continued: a key of :data:`VARIANTS`."""
+    """Way to continue: a key of :data:`VARIANTS`."""
     pause: float
-    """From the call to its reply: what is left of the step in flight, and ``barrier``."""
+    """Time from the call to its reply: the rest of the step in flight, and ``barrier``."""
     barrier: float
-    """The part of ``pause`` after the last tokens were here. Slightly negative when their reader woke up later than this one."""
+    """Part of ``pause`` after the last tokens arrived; slightly negative if their reader woke up late."""
     update: float
-    """All calls of it."""
     resume: float
-    """From the call that continues to its reply."""
+    """Time from the call that continues to its reply."""
     first_token: float
-    """From the call that continues to the first tokens, of whatever request."""
+    """Time from the call that continues to the first tokens of any request."""
     gap: float
-    """From the last tokens before the pause to the first ones after it."""
+    """Time from the last tokens before the pause to the first ones after it."""
     steps: int
-    """From the call that continues to the first tokens, the step that sampled them included."""
+    """Steps from the call that continues to the first tokens, the one that sampled them included."""
     met: int
     """Requests that the pause met, running and waiting."""
 
 
 class Cycles:
-    """Runs them on one engine and one load; weights alternate between the trainer's two."""
+    """Cycles on one engine and one load; weights alternate between the trainer's two."""
 
     def __init__(
         self, client: ControlClient, trainer: Trainer, load: Load, mode: PauseMode, seed: int
@@ -72,9 +71,10 @@ class Cycles:
         self._which = 0
 
     def run(self, transport: Transport, variant: str, step_s: float) -> Cycle:
-        """One cycle; ``step_s`` is how long a step takes, about."""
+        """Run one cycle; ``step_s`` is about the length of a step."""
         self._load.steady(STEPS_BETWEEN)
-        # A timer, not a busy loop: with as many engine threads as cores that would take one of them away from a step.
+        # A timer, not a busy loop: with as many engine threads as cores that would take one of them away from
+        # a step.
         time.sleep(self._random.random() * step_s)
         self._which = 1 - self._which
         pausing = time.perf_counter()
@@ -102,14 +102,16 @@ class Cycles:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
-    """``count``, and quantiles by nearest rank: each is one of ``values``."""
+    """Return ``count``, and quantiles by nearest rank: each is one of ``values``."""
     ordered = sorted(values)
     found = {name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in QUANTILES.items()}
     return {"count": len(ordered), **found}
 
 
 def summarise(cycles: Sequence[Cycle]) -> dict[str, dict[str, float]]:
-    """The distribution of each part of a cycle, in ms (``steps``: their number); by variant of those that depend on it."""
+    """Return the distribution of each part of a cycle in ms (``steps``: a number), by variant where it
+    matters.
+    """
     found = {part: distribution([1e3 * getattr(cycle, part) for cycle in cycles]) for part in COMMON}
     for part in BY_VARIANT:
         for variant in VARIANTS:
@@ -122,11 +124,12 @@ def summarise(cycles: Sequence[Cycle]) -> dict[str, dict[str, float]]:
 def verdicts(
     mode: PauseMode, summary: dict[str, dict[str, float]], step: dict[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """The targets: no longer than one step and 2 ms, for a pause, and for a plain continue to the first token.
+    """Judge a pause and a plain continue to the first token: each may take one step and 2 ms.
 
-    The slowest hundredth is held against the slowest hundredth of ``step`` (``met``), for the step that a pause waits for may
-    be any, and against its median (``met_by_median_step``). After ``abort`` and ``retract`` the first step computes
-    prompts; the step that counts there is as long as the engine lets such a one become.
+    The slowest hundredth is held against the slowest hundredth of ``step`` (``met``), for the step that a
+    pause waits for may be any, and against its median (``met_by_median_step``). After ``abort`` and
+    ``retract`` the first step computes prompts; the step that counts there is as long as the engine lets such
+    a one become.
     """
     first = step if mode == "in_place" else dict.fromkeys(step, 1e3 * TARGET_STEP_S)
     found = {}

@@ -1,7 +1,8 @@
 """Which engines take part, how each one's process is started, and what one start measures.
 
-Every engine gets the same checkpoint, prompts, context length, KV capacity and thread count, in a process of its
-own. Thread and allocator variables of the caller's environment are removed first, so that what decides is set here.
+Every engine gets the same checkpoint, prompts, context length, KV capacity and thread count, in a process of
+its own. Thread and allocator variables of the caller's environment are removed first, so that what decides is
+set here.
 """
 
 import os
@@ -30,20 +31,18 @@ NO_SERVER = "transformers has no engine process: nothing to pause, resume or upd
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One participant."""
-
     name: str
     python: str
     script: str
     """File name in ``benchmarks/peers``."""
     module: str
-    """What the interpreter must be able to import."""
+    """Modules that the interpreter must be able to import."""
     environment: dict[str, str]
     no_pause_reason: str = ""
-    """Why pauses and updates cannot be measured; empty: they can."""
+    """Reason why pauses and updates cannot be measured, or empty."""
 
     def why_missing(self) -> str | None:
-        """None if its interpreter imports it; this also brings its files into the page cache before the timing."""
+        """Return None if the interpreter imports it; this also brings its files into the page cache."""
         try:
             check = subprocess.run(
                 [self.python, "-c", f"import {self.module}"],
@@ -83,7 +82,7 @@ def transformers(python: str, threads: int) -> Engine:
 
 
 def vllm(python: str, threads: int, bind: str, cache: Path) -> Engine:
-    """vLLM with the libraries its own documentation asks to preload, where they exist.
+    """Return vLLM with the libraries its own documentation asks to preload, where they exist.
 
     Args:
         bind: ``VLLM_CPU_OMP_THREADS_BIND``. ``auto`` keeps one core for vLLM's scheduler process.
@@ -118,8 +117,9 @@ def measure(
     Returns:
         ``engine``, ``repeat``, ``no_pause_reason``, ``busy_before`` (share of the cores that others used just
         before); ``cold_start_s`` from just before the process starts to its first token; ``facts``;
-        ``rollouts`` (seconds, tokens); ``pauses`` and ``updates`` as in ``peers/measure.py``, absent where the engine
-        has no such thing; ``error``, text or None. After an error the keys measured until then are there.
+        ``rollouts`` (seconds, tokens); ``pauses`` and ``updates`` as in ``peers/measure.py``, absent where
+        the engine has no such thing; ``error``, text or None. After an error the keys measured until then are
+        there.
     """
     current, other = map(str, checkpoints)
     run: dict[str, Any] = {"engine": engine.name, "repeat": repeat, "rollouts": [], "error": None}
@@ -177,6 +177,6 @@ def _tcmalloc() -> str | None:
 
 
 def _intel_openmp(python: str) -> str | None:
-    """``pip install intel-openmp`` puts the library into the environment's ``lib`` folder."""
+    """Find what ``pip install intel-openmp`` puts into the environment's ``lib`` folder."""
     path = Path(python).parent.parent / "lib" / "libiomp5.so"
     return str(path) if path.exists() else None

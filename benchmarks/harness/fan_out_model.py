@@ -1,8 +1,9 @@
-"""What an update costs a trainer and its engines over links of a given speed, by the road that the weights take.
+"""What an update costs a trainer and its engines over links of a given speed, by the road that the weights
+take.
 
-Every host has one link, which sends and receives at the same time, ``link`` bytes a second each way. Weights go in buckets, which a
-host passes on when it has all of one; ``hop_s`` is what each bucket costs on each hop beside its bytes. All times are in seconds,
-from the first byte sent to the last engine's last byte.
+Every host has one link, which sends and receives at the same time, ``link`` bytes a second each way. Weights
+go in buckets, which a host passes on when it has all of one; ``hop_s`` is what each bucket costs on each hop
+beside its bytes. All times are in seconds, from the first byte sent to the last engine's last byte.
 """
 
 import math
@@ -17,35 +18,35 @@ class FanOut:
     """Bytes of one copy of the weights."""
     engines: int
     link: float
-    """Bytes a second."""
+    """Bytes a second, each way."""
     bucket: float
-    """Bytes."""
     hop_s: float
 
     @property
     def buckets(self) -> int:
-        """How many there are."""
         return max(1, math.ceil(self.weights / self.bucket))
 
     @property
     def bucket_s(self) -> float:
-        """One bucket over one link; all are equal."""
+        """Seconds of one bucket over one link; all are equal."""
         return self.weights / self.buckets / self.link + self.hop_s
 
     def one_by_one(self) -> float:
-        """The trainer sends to each engine."""
+        """Return the seconds if the trainer sends to each engine."""
         return self.engines * self.buckets * self.bucket_s
 
     def binomial(self) -> float:
-        """Each bucket by a binomial tree, as gloo's broadcast: whoever has it sends it, one round after the other."""
+        """Return the seconds by a binomial tree, as gloo's broadcast: in each round all that have a bucket
+        send it.
+        """
         return self.buckets * math.ceil(math.log2(self.engines + 1)) * self.bucket_s
 
     def chain(self) -> float:
-        """Each engine passes a bucket on while it receives the next: the last one has its first bucket ``engines`` hops later."""
+        """Return the seconds if each engine passes a bucket on while it receives the next."""
         return (self.buckets + self.engines - 1) * self.bucket_s
 
     def tree(self) -> float:
-        """The same with two behind each engine, over one link: every bucket takes that link twice, and the way is short.
+        """Return the seconds with two engines behind each, over one link, which every bucket takes twice.
 
         The trainer sends to one engine; at the depth d there are up to 2^(d-1).
         """
@@ -53,7 +54,7 @@ class FanOut:
         return (2 * self.buckets + 2 * (depth - 1) - 1) * self.bucket_s if depth > 1 else self.chain()
 
     def trainer_sends(self, road: str) -> float:
-        """Bytes that leave the trainer."""
+        """Return the bytes that leave the trainer."""
         copies = {
             "one by one": self.engines,
             "binomial": math.ceil(math.log2(self.engines + 1)),
@@ -63,7 +64,7 @@ class FanOut:
         return copies[road] * self.weights
 
     def seconds(self, road: str) -> float:
-        """Of the road of that name."""
+        """Return the seconds of the route of that name."""
         by_name = {
             "one by one": self.one_by_one,
             "binomial": self.binomial,
@@ -77,7 +78,7 @@ ROADS = ("one by one", "binomial", "tree", "chain")
 
 
 def best_bucket(weights: float, engines: int, link: float, hop_s: float) -> float:
-    """The bucket with which a chain is fastest, in bytes: the square root of ``weights * link * hop_s / (engines - 1)``.
+    """Return the bytes of a chain's best bucket: the root of ``weights * link * hop_s / (engines - 1)``.
 
     From the derivative of ``(weights / b + engines - 1) * (b / link + hop_s)`` by the bucket ``b``.
     """

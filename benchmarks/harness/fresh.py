@@ -1,8 +1,9 @@
 """What a commit would take if it derived into fresh tensors, as engines do that rebuild after every load.
 
-One walk over a checkpoint's tensors: the experts of a layer stacked into the two tensors that a grouped product reads,
-``kv_b_proj`` split into the two halves of absorbed latent attention, dequantised where it has block scales. As in such
-an engine the old ones live until the new ones are all there, so everything derived is held at once.
+One walk over a checkpoint's tensors: the experts of a layer stacked into the two tensors that a grouped
+product reads, ``kv_b_proj`` split into the two halves of absorbed latent attention, dequantised where it has
+block scales. As in such an engine the old ones live until the new ones are all there, so everything derived
+is held at once.
 """
 
 import ctypes
@@ -21,10 +22,11 @@ _BLOCK = 128
 
 
 def fresh_derivation_bytes(tensors: Mapping[str, Tensor], heads: int | None, nope: int | None) -> int:
-    """By how much this process's resident memory rose while it derived from ``tensors``.
+    """Return by how many bytes this process's resident memory rises while it derives from ``tensors``.
 
     Args:
-        heads, nope: of latent attention: its heads, and the size of a head's keys that are not rotated. None: no such.
+        heads, nope: of latent attention: its heads, and the size of a head's keys that are not rotated. None:
+            no such.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else what was freed before is used again, and nothing rises
@@ -40,7 +42,7 @@ def fresh_derivation_bytes(tensors: Mapping[str, Tensor], heads: int | None, nop
 
 
 def stacked_experts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Per layer ``[experts, 2 * intermediate, hidden]`` and ``[experts, hidden, intermediate]``."""
+    """Return per layer ``[experts, 2 * intermediate, hidden]`` and ``[experts, hidden, intermediate]``."""
     layers: dict[str, dict[str, list[Tensor]]] = {}
     for name in sorted(tensors, key=_expert_number):
         if match := _EXPERT.fullmatch(name):
@@ -55,7 +57,9 @@ def stacked_experts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def absorbed_halves(tensors: Mapping[str, Tensor], heads: int, nope: int) -> list[Tensor]:
-    """Per layer ``w_kc`` [heads, nope, rank] and ``w_vc`` [heads, values, rank], contiguous, in bfloat16."""
+    """Return per layer ``w_kc`` [heads, nope, rank] and ``w_vc`` [heads, values, rank], contiguous, in
+    bfloat16.
+    """
     found = []
     for name, weight in tensors.items():
         if not name.endswith(".kv_b_proj.weight"):

@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness.gpu_transformers import prompts_of
 
 Generate = Callable[[list[list[int]]], int]
-"""All prompts at once; the number of tokens that came back."""
+"""Runs all prompts at once and returns the number of tokens."""
 
 
 def vllm(options: dict[str, Any]) -> Generate:
-    """``LLM.generate`` over token ids."""
+    """Run ``LLM.generate`` over token ids."""
     package = import_module("vllm")
     engine = package.LLM(
         options["model"], skip_tokenizer_init=True, max_model_len=options["context_len"], dtype="bfloat16"
@@ -40,7 +40,7 @@ def vllm(options: dict[str, Any]) -> Generate:
 
 
 def sglang(options: dict[str, Any]) -> Generate:
-    """``Engine.generate`` over token ids."""
+    """Run ``Engine.generate`` over token ids."""
     package = import_module("sglang")
     engine = package.Engine(
         model_path=options["model"],
@@ -59,7 +59,7 @@ def sglang(options: dict[str, Any]) -> Generate:
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
-    """The second of two rollouts."""
+    """Measure the second of two rollouts."""
     generate, seconds, tokens = ENGINES[options["kind"]](options), 0.0, 0
     for seed in (1, 2):
         prompts = prompts_of(options["requests"], options["prompt_tokens"], options["vocab_size"], seed)

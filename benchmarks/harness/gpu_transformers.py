@@ -1,4 +1,5 @@
-"""transformers on the card: ``generate`` on one batch, and its continuous batching. A process of its own, to free the card.
+"""transformers on the card: ``generate`` on one batch, and its continuous batching. A process of its own, to
+free the card.
 
     python benchmarks/harness/gpu_transformers.py '{"model": …, "device": "cuda", …}'
 
@@ -18,7 +19,7 @@ WARM_TOKENS = 4
 
 
 def prompts_of(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Uniform random ids."""
+    """Return uniform random ids."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
@@ -35,7 +36,7 @@ class Eager:
         self.model = model.to(self.device).eval()
 
     def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Of one whole call."""
+        """Return the seconds of one whole call."""
         ids = torch.tensor(prompts, device=self.device)
         start = time.perf_counter()
         with torch.inference_mode():
@@ -54,7 +55,7 @@ class Eager:
         return time.perf_counter() - start
 
     def measure(self) -> dict[str, Any]:
-        """Decode step by batch, and the rollout."""
+        """Measure decode steps by batch, and the rollout."""
         options = self.options
         steps = {}
         for batch in options["batches"]:
@@ -79,7 +80,7 @@ class Continuous:
         self.model = model.to(torch.device(options["device"])).eval()
 
     def measure(self) -> dict[str, Any]:
-        """The rollout, after one that is not counted."""
+        """Measure the rollout, after one that is not counted."""
         from transformers import GenerationConfig
 
         options, sizes = self.options, {}

@@ -1,7 +1,9 @@
-"""Many HTTP requests at once from one process that uses next to no CPU: keep-alive connections, bodies made beforehand.
+"""Many HTTP requests at once from one process that uses next to no CPU: keep-alive connections, bodies made
+beforehand.
 
-An HTTP library's client would take as much of two cores as the server that is measured. This one writes bytes and counts
-them: it understands ``Content-Length`` and chunked bodies, and nothing else of the protocol (RFC 9112).
+An HTTP library's client would take as much of two cores as the server that is measured. This one writes bytes
+and counts them: it understands ``Content-Length`` and chunked bodies, and nothing else of the protocol (RFC
+9112).
 """
 
 import asyncio
@@ -30,7 +32,7 @@ class Connection:
         return cls(reader, writer, where.netloc)
 
     async def post(self, path: str, body: bytes) -> bytes:
-        """The whole answer's body, a stream's too.
+        """Send ``body`` and return the whole answer's body, a stream's too.
 
         Raises:
             HttpError: another status than 200.
@@ -65,7 +67,7 @@ class Connection:
 
 
 async def flood(url: str, path: str, bodies: Sequence[Sequence[bytes]]) -> tuple[float, list[bytes]]:
-    """Each of ``bodies`` over a connection of its own, all at once, a connection's bodies one after the other.
+    """Send each of ``bodies`` over a connection of its own, all at once, a connection's one after the other.
 
     Returns:
         Seconds from the first byte sent to the last answer, and all answers' bodies.

@@ -18,16 +18,16 @@ _CHANNELS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a transformer and its images."""
+    """Sizes of a transformer and its images."""
 
     layers: int
     heads: int
     width: int
-    """A multiple of ``heads``."""
+    """Hidden size, a multiple of ``heads``."""
     side: int
     """Pixels of an image; a latent has a quarter of them."""
     text_layers: int = 2
-    """Of each of the two text encoders."""
+    """Layers of each of the two text encoders."""
     text_width: int = 32
 
 
@@ -87,7 +87,7 @@ def write_pipeline(folder: Path, shape: Shape, *, seed: int = 0) -> Path:
 
 
 def _tokenizer() -> CLIPTokenizer:
-    """One token for each letter."""
+    """Return a tokenizer with one token for each letter."""
     vocab = {"<|startoftext|>": 0, "<|endoftext|>": 1}
     for letter in "abcdefghijklmnopqrstuvwxyz":
         vocab |= {letter: len(vocab), f"{letter}</w>": len(vocab) + 1}

@@ -17,33 +17,33 @@ STRATEGIES: list[tuple[Residency, Residency]] = [
     ("offload", "layerwise"),
     ("layerwise", "layerwise"),
 ]
-"""Of the text encoders and the VAE, and of the transformer."""
+"""Strategies of the text encoders and the VAE, and of the transformer."""
 STAGES = ("encode", "denoise", "decode", "components.arrive", "components.leave")
-"""What the time of an image goes to. The times of the first three contain the coming and going of components before them."""
+"""Stages of an image. The first three contain the coming and going of components before them."""
 STEPS, LONG = 10, 1000
 PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Occupation:
-    """What an engine with these strategies has on the device, in bytes, and what an image costs."""
+    """Bytes that an engine with these strategies has on the device, and the time of an image."""
 
     frozen: Residency
     transformer: Residency
     peak: int
-    """Over whole images."""
+    """Most bytes over whole images."""
     denoising: int
-    """Between two denoising steps."""
+    """Bytes between two denoising steps."""
     idle: int
-    """Between two images."""
+    """Bytes between two images."""
     seconds: float
-    """For one image of :data:`STEPS` steps, all alone."""
+    """Seconds of one image of :data:`STEPS` steps, all alone."""
     stage_ms: dict[str, float]
-    """Of :data:`STAGES` for one image, the mean over the images."""
+    """Milliseconds of each of :data:`STAGES` for one image, the mean over the images."""
 
 
 def measure_occupation(folder: Path, side: int, threads: int, images: int) -> list[Occupation]:
-    """An engine for each of :data:`STRATEGIES`, one after the other."""
+    """Measure an engine for each of :data:`STRATEGIES`, one after the other."""
     return [_measure(folder, side, threads, images, *each) for each in STRATEGIES]
 
 
@@ -103,7 +103,7 @@ def _measure(
 
 
 def _present(client: SchedulerClient, *, peak: bool = False) -> int:
-    """Bytes of weights on the device: those that always are, and those that come and go."""
+    """Return the bytes of weights on the device: those that always are, and those that come and go."""
     status = client.status(timeout=PATIENCE_S)
     memory = status.device_memory
     always = memory.weights - sum(each.nbytes for each in status.components)
@@ -111,6 +111,6 @@ def _present(client: SchedulerClient, *, peak: bool = False) -> int:
 
 
 def _stage_seconds(client: SchedulerClient) -> dict[str, float]:
-    """Of each of :data:`STAGES` since the engine's start; 0 where it never ran."""
+    """Return the seconds of each of :data:`STAGES` since the engine's start; 0 where it never ran."""
     totals = {stage.name: stage.total_s for stage in client.status(timeout=PATIENCE_S).stages}
     return {name: totals.get(name, 0.0) for name in STAGES}

@@ -12,6 +12,6 @@ __all__ = ["EngineDriver", "driver", "tokens_of"]
 
 
 def driver(folder: Path, device: str, **options: Any) -> EngineDriver:
-    """On ``folder``, with the engine's defaults where the tests' own would cost time."""
+    """Return an engine on ``folder`` with the engine's defaults where the tests' own would cost time."""
     sizes = {"check_ledger": False, "load_bucket_bytes": 8 << 20, "dtype": "bfloat16"}
     return EngineDriver(str(folder), scripted=False, device=device, **{**sizes, **options})

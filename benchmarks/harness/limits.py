@@ -1,7 +1,8 @@
 """What a device can do, measured, and what a step of a decoder must at least take on it.
 
-The limit of a decode step is the time to read what it must read: every weight but the embedding table, of which it gathers
-a few rows, and experts that no row chose, the KV of every row, and its states, which it writes as well. The limit of a prefill is the time of its products at the measured peak.
+The limit of a decode step is the time to read what it must read: every weight but the embedding table, of
+which it gathers a few rows, and experts that no row chose, the KV of every row, and its states, which it
+writes as well. The limit of a prefill is the time of its products at the measured peak.
 """
 
 import time
@@ -20,27 +21,26 @@ AnyShape = Shape | LatentShape
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of one device, in this run."""
+    """Rates of one device, measured in this run."""
 
     read_bytes_per_s: float
-    """A sum over a large tensor."""
+    """Rate of a sum over a large tensor."""
     copy_bytes_per_s: float
-    """A large copy, bytes read and written."""
+    """Rate of a large copy, bytes read and written."""
     flops: float
-    """A large square product in bfloat16, of random values."""
+    """Rate of a large square product in bfloat16, of random values."""
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second: the better of the two, so that nothing is held against too low a limit."""
+        """Bytes per second: the better of the two, so that no limit is too low."""
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
     def as_dict(self) -> dict[str, float]:
-        """For the report."""
         return asdict(self)
 
 
 def synchronizer(device: torch.device) -> Synchronize:
-    """Waits until ``device`` has done everything; on the CPU nothing is pending."""
+    """Return a call that waits until ``device`` has done everything; on the CPU nothing is pending."""
     return torch.get_device_module(device).synchronize if device.type != "cpu" else lambda: None
 
 
@@ -61,7 +61,7 @@ def measure_ceilings(device: torch.device, buffer_bytes: int, product_size: int)
 
 
 def _bandwidth(device: torch.device, buffer_bytes: int, synchronize: Synchronize) -> tuple[float, float]:
-    """Of a sum, and of a copy."""
+    """Return the rates of a sum and of a copy."""
     source = torch.ones(buffer_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     read = source.nbytes / seconds_of(lambda: source.sum(), synchronize)
@@ -69,7 +69,7 @@ def _bandwidth(device: torch.device, buffer_bytes: int, synchronize: Synchronize
 
 
 def seconds_of(work: Callable[[], object], synchronize: Synchronize, repeats: int = 10) -> float:
-    """Mean of ``repeats`` in a row, the best of three such rounds."""
+    """Return the mean seconds of ``repeats`` in a row, the best of three such rounds."""
     for _ in range(3):
         work()
     rounds = []
@@ -84,7 +84,7 @@ def seconds_of(work: Callable[[], object], synchronize: Synchronize, repeats: in
 
 
 def streamed_weight_bytes(shape: AnyShape, itemsize: int, rows: int = 1) -> float:
-    """Bytes of the weights that a decode step of so many rows reads, about: of experts those that were chosen."""
+    """Return the bytes of weights that a decode step of ``rows`` rows reads, of chosen experts only."""
     sizes = {
         name: torch.Size(size).numel() * shape.used_by(name, rows)
         for name, size in shape.tensor_shapes().items()
@@ -95,13 +95,12 @@ def streamed_weight_bytes(shape: AnyShape, itemsize: int, rows: int = 1) -> floa
 
 
 def kv_bytes_per_token(shape: AnyShape, itemsize: int) -> int:
-    """K and V of one token, over all layers."""
+    """Return the bytes of K and V of one token over all layers."""
     return shape.num_hidden_layers * shape.cached_width * itemsize
 
 
 def prefill_flops(shape: AnyShape, prompts: int, length: int) -> float:
-    """Of ``prompts`` prompts of ``length`` tokens: the blocks' products for each token, causal attention (half of the square),
-    and the head for the last token of each."""
+    """Return the operations of ``prompts`` prompts: products, causal attention, a head for each prompt."""
     head = shape.vocab_size * shape.hidden_size
     tables = {"model.embed_tokens.weight", "lm_head.weight"}
     weights = sum(
@@ -114,8 +113,9 @@ def prefill_flops(shape: AnyShape, prompts: int, length: int) -> float:
 
 
 def least_seconds(workload: Workload, shape: AnyShape, ceilings: Ceilings, itemsize: int = 2) -> float:
-    """What a whole rollout must take: the products of its prompts, each once, at the measured peak; then for every decode step the
-    longer of its reading (weights, KV, that of a shared prompt once, and states, which are written, too) and of its products."""
+    """Return the seconds that a rollout must take: the products of its prompts, then of every step the longer
+    of reading and products.
+    """
     rows = workload.requests * workload.samples
     seconds = prefill_flops(shape, workload.requests, workload.prompt_tokens) / ceilings.flops
     weights, computed = (streamed_weight_bytes(shape, itemsize, count) for count in (rows, 1))

@@ -1,13 +1,14 @@
 """Steady load on an engine, from a process of its own, and when each step's tokens arrived.
 
 Invariants:
-- As many requests are live as the workload has. One that ends, in whatever way, is replaced at once, during a pause too,
-  by one with another prompt; lengths differ, so that they do not all end in the same step.
-- All of them stream, so a step is one message here, timed before it is decoded. Steps carry their numbers, so what came
-  before a pause and what after it is known, not guessed from the time.
+- As many requests are live as the workload has. One that ends, in whatever way, is replaced at once, during a
+  pause too, by one with another prompt; lengths differ, so that they do not all end in the same step.
+- All of them stream, so a step is one message here, timed before it is decoded. Steps carry their numbers, so
+  what came before a pause and what after it is known, not guessed from the time.
 - Times are ``perf_counter``'s, which on Linux is one clock for all processes.
 
-It speaks the wire itself, in one thread: nobody shares an interpreter lock with it, and it uses next to no CPU.
+It speaks the wire itself, in one thread: nobody shares an interpreter lock with it, and it uses next to no
+CPU.
 """
 
 import multiprocessing
@@ -35,18 +36,20 @@ from caesura.io_struct import (
 from .workload import Workload
 
 PATIENCE_S = 300.0
-"""For one answer of the load's process: as long as it takes to compute all prompts of the load again."""
+"""Limit for one answer of the load's process, which may compute all prompts again before it."""
 JOIN_S = 5.0
 
 Arrival = tuple[int, float]
-"""A step's number, and when its tokens were here."""
+"""A step's number, and the time its tokens arrived."""
 
 
 @dataclass(frozen=True)
 class Steady:
-    """Answered with None once every request that was sampling has sampled since, and ``steps`` more steps have arrived.
+    """Answered with None once every request that was sampling has sampled since, and ``steps`` more steps
+    have arrived.
 
-    One that was aborted hands its place to its successor; the successor of one that came to its end is new, and may wait.
+    One that was aborted hands its place to its successor; the successor of one that came to its end is new,
+    and may wait.
     """
 
     steps: int
@@ -61,7 +64,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Around:
-    """Answered with the last arrival up to ``step`` and the first ``count`` after it. Of what came since ``Steady`` was asked."""
+    """Answered with the last arrival up to ``step`` since ``Steady`` was asked, and the first ``count`` after
+    it.
+    """
 
     step: int
     count: int = 1
@@ -72,7 +77,7 @@ class LoadError(RuntimeError):
 
 
 class Load:
-    """As a context manager: the load runs."""
+    """Process that keeps requests live, as a context manager."""
 
     def __init__(self, endpoint: str, workload: Workload, seed: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -88,17 +93,17 @@ class Load:
         self._ask(Steady(steps))
 
     def step_seconds(self, count: int) -> list[float]:
-        """How long the next ``count`` steps take, from tokens to tokens."""
+        """Return the seconds of the next ``count`` steps, from tokens to tokens."""
         arrivals: list[Arrival] = self._ask(Steps(count + 1))
         return [(after - before) / (later - step) for (step, before), (later, after) in pairwise(arrivals)]
 
     def around(self, step: int) -> tuple[Arrival, Arrival]:
-        """The last tokens sampled up to step number ``step``, and the first ones after it, waiting for them."""
+        """Return the last tokens sampled up to step number ``step``, and wait for the first ones after it."""
         last, first = self._ask(Around(step))
         return last, first
 
     def following(self, step: int, count: int) -> list[Arrival]:
-        """The first ``count`` arrivals of tokens sampled after step number ``step``, waiting for them."""
+        """Wait for the first ``count`` arrivals of tokens sampled after step number ``step``."""
         arrivals: tuple[Arrival, ...] = self._ask(Around(step, count))
         return list(arrivals[1:])
 
@@ -137,7 +142,9 @@ class Feeder:
         self._submitted = 0
         self._arrivals: list[Arrival] = []
         self._sampling = set(range(workload.requests))
-        """Slots whose request has sampled, or succeeds one that was aborted; at first all, so that the load gets started."""
+        """Slots whose request has sampled, or succeeds one that was aborted; at first all, so that the load
+        gets started.
+        """
         self._unseen: set[int] = set()
         self._question: Steady | Steps | Around | None = None
         for slot in range(workload.requests):
@@ -156,7 +163,7 @@ class Feeder:
                 pass
 
     def take(self, frame: bytes, at: float) -> None:
-        """One message of the engine, which arrived at ``at``.
+        """Take a message of the engine that arrived at ``at``.
 
         Raises:
             RuntimeError: a request was refused or failed.
@@ -175,7 +182,7 @@ class Feeder:
                 raise RuntimeError(f"the load was refused: {message}")
 
     def answer(self) -> tuple[Any] | None:
-        """What the open question is answered with, in a tuple; None: not yet, or there is none."""
+        """Return the answer to the open question in a tuple, or None if there is none yet."""
         answer: tuple[Any] | None = None
         match self._question:
             case Steady(steps) if not self._unseen and len(self._arrivals) >= steps:
@@ -218,7 +225,7 @@ class Feeder:
 
 
 def _main(pipe: Connection, endpoint: str, workload: Workload, seed: int) -> None:
-    """Until the other end of ``pipe`` closes."""
+    """Run until the other end of ``pipe`` closes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, 0

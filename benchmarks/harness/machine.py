@@ -9,7 +9,7 @@ from typing import Any
 
 
 def machine_facts() -> dict[str, Any]:
-    """CPU model, usable cores, memory, kernel, Python and torch."""
+    """Return CPU model, usable cores, memory, kernel, Python and torch."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -22,10 +22,10 @@ def machine_facts() -> dict[str, Any]:
 
 
 def busy_share(window_s: float = 0.5) -> float:
-    """Share of all cores that somebody is using now, 0 to 1; call it while nothing of one's own runs.
+    """Return the share of all cores in use, 0 to 1; call it while nothing of one's own runs.
 
-    With as many threads as cores, one other busy process makes every parallel region wait for the thread it displaced:
-    OpenMP's barriers spin, and a small model's step can take twenty times as long.
+    With as many threads as cores, one other busy process makes every parallel region wait for the thread it
+    displaced: OpenMP's barriers spin, and a small model's step can take twenty times as long.
     """
     busy, total = _cpu_times()
     time.sleep(window_s)
@@ -34,7 +34,7 @@ def busy_share(window_s: float = 0.5) -> float:
 
 
 def _cpu_times() -> tuple[int, int]:
-    """Clock ticks since boot over all cores: not idle, and all. Zeros where there is no /proc."""
+    """Return clock ticks since boot over all cores: busy ones, and all. Zeros where there is no /proc."""
     path = Path("/proc/stat")
     if not path.exists():
         return 0, 0
@@ -43,7 +43,7 @@ def _cpu_times() -> tuple[int, int]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """One line for people."""
+    """Return a line for people."""
     return (
         f"{facts['cpu']} ({facts['isa']}), {facts['cores']} cores, {facts['memory_gb']} GB, "
         f"torch {facts['torch']}, Python {facts['python']}"
@@ -55,7 +55,7 @@ def _cpu_model() -> str:
 
 
 def _isa() -> str:
-    """The widest of the instruction sets that decide how fast bf16 arithmetic is."""
+    """Return the widest of the instruction sets that decide the speed of bf16 arithmetic."""
     flags = set(_cpuinfo().get("flags", "").split())
     for flag, name in (("amx_bf16", "AMX bf16"), ("avx512_bf16", "AVX-512 bf16"), ("avx512f", "AVX-512")):
         if flag in flags:
@@ -64,7 +64,7 @@ def _isa() -> str:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's fields; empty where there is no /proc."""
+    """Return the first processor's fields; empty where there is no /proc."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}

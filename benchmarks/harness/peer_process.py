@@ -1,7 +1,8 @@
 """One engine's process, spoken to in JSON lines (the protocol is in ``peers/json_lines.py``).
 
-Invariants: the peer and everything it starts is one process group, which is gone when :meth:`PeerProcess.close`
-returns; a peer that dies or stays silent past its deadline is an error that shows the end of its log.
+Invariants: the peer and everything it starts is one process group, which is gone when
+:meth:`PeerProcess.close` returns; a peer that dies or stays silent past its deadline is an error that shows
+the end of its log.
 """
 
 import json
@@ -23,7 +24,7 @@ class PeerError(Exception):
 
 
 class PeerProcess:
-    """Starts at construction; ``started`` is the monotonic time just before."""
+    """A process that starts at construction; ``started`` is the monotonic time just before."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -40,7 +41,7 @@ class PeerProcess:
             )
 
     def call(self, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """The result of one operation.
+        """Return the result of one operation.
 
         Raises:
             PeerError: the process ended, or ``timeout_s`` passed.

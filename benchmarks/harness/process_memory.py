@@ -11,17 +11,18 @@ class ProcessMemory:
     """Resident bytes of one process."""
 
     resident: int
-    """Everything: anonymous, shared and mapped files."""
+    """Anonymous memory, shared memory and mapped files."""
     anonymous: int
     """Heap, weights, KV."""
     shared: int
     """Shared memory that it has touched."""
     peak: int
-    """Largest ``resident`` since the last reset, kept by the kernel: nothing is sampled, so nothing is missed."""
+    """Largest ``resident`` since the last reset, kept by the kernel: nothing is sampled, so nothing is
+    missed.
+    """
 
 
 def read_memory(pid: int) -> ProcessMemory:
-    """Of process ``pid``, now."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     )

@@ -12,8 +12,8 @@ def plain_read_and_copy(checkpoint: Path, repeats: int = 5) -> dict[str, float]:
     """Read every weight file in buckets and copy each bucket into memory that is already resident.
 
     Returns:
-        ``seconds``, the median of ``repeats`` passes, and ``bytes``. The files come from the page cache: whoever
-        writes a checkpoint for an engine to load has just written it.
+        ``seconds``, the median of ``repeats`` passes, and ``bytes``. The files come from the page cache:
+        whoever writes a checkpoint for an engine to load has just written it.
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files)

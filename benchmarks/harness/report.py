@@ -1,6 +1,7 @@
 """Tables for people, and nothing measured here: medians and ratios of what the runs returned.
 
-A ratio above 1 always means that Caesura is better: for a rate it is ours over theirs, for a time theirs over ours.
+A ratio above 1 always means that Caesura is better: for a rate it is ours over theirs, for a time theirs over
+ours.
 """
 
 import statistics
@@ -58,7 +59,7 @@ def _of(part: str, key: str) -> Callable[[Sequence[Run]], Values]:
 
 
 def _resume(empty_cache: bool) -> Callable[[Sequence[Run]], Values]:
-    """Engines with a single way to resume are compared on the row without the empty-cache step."""
+    """Compare engines with a single way to resume on the row without the empty-cache step."""
     wanted = ("empty-cache",) if empty_cache else ("plain", "resume")
 
     def values(runs: Sequence[Run]) -> Values:
@@ -83,7 +84,7 @@ ROWS = (
 
 
 def summarise(runs: Sequence[Run], engines: Sequence[str]) -> list[dict[str, Any]]:
-    """One entry per row: label, ``figures`` and ``counts`` by engine, ``ratios`` of Caesura to each other engine."""
+    """Return per row the label, ``figures`` and ``counts`` by engine, and Caesura's ``ratios``."""
     summary = []
     for row in ROWS:
         values = {name: row.values([run for run in runs if run["engine"] == name]) for name in engines}
@@ -105,7 +106,7 @@ def summarise(runs: Sequence[Run], engines: Sequence[str]) -> list[dict[str, Any
 
 
 def table(workload: Workload, runs: Sequence[Run], engines: Sequence[str], least_s: float) -> Table:
-    """The printed table of one shape; in brackets the number of measurements behind a figure.
+    """Return the table of one shape; in brackets the number of measurements behind a figure.
 
     ``least_s`` is what a rollout must take on this machine (``limits.py``).
     """
@@ -139,11 +140,13 @@ class Note:
 
     text: str
     alarming: bool = False
-    """True: something failed or cannot be right."""
+    """True if something failed or cannot be right."""
 
 
 def footnotes(workload: Workload, runs: Sequence[Run], reference: dict[str, float]) -> list[Note]:
-    """Why dashes are dashes, what a reader must know to compare, and everything that looked wrong."""
+    """Explain missing figures and what a reader must know to compare, and report everything that looked
+    wrong.
+    """
     size, floor = reference["bytes"], reference["seconds"]
     notes = [
         Note(
@@ -151,7 +154,7 @@ def footnotes(workload: Workload, runs: Sequence[Run], reference: dict[str, floa
             f"({size / floor / 1e9:.1f} GB/s)."
         ),
         Note(
-            "Pauses: in_place (vLLM: keep, whose call ends with a fixed sleep of 20 ms of its own), asked for at a "
+            "Pauses: in_place (vLLM: keep, whose call ends with a sleep of 20 ms of its own), asked for at a "
             "random phase of a step. In brackets: measurements behind the figure."
         ),
     ]

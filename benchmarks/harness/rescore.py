@@ -1,8 +1,9 @@
 """A rollout's log-probabilities again, by transformers, under the weights that its spans name.
 
-A token's logits come from the forward of the token before it, on KV that earlier forwards left. After a retraction all KV is
-of the span's own weights; a span marked ``stale_kv`` goes on with the KV of the spans before it. So a fresh cache is computed for
-each span that is not stale, and a stale one continues on the cache at hand.
+A token's logits come from the forward of the token before it, on KV that earlier forwards left. After a
+retraction all KV is of the span's own weights; a span marked ``stale_kv`` goes on with the KV of the spans
+before it. So a fresh cache is computed for each span that is not stale, and a stale one continues on the
+cache at hand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ Span = Mapping[str, Any]
 
 
 class Rescorer:
-    """``folders`` are checkpoints by label."""
+    """Models of checkpoints by label."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         logging.disable_progress_bar()
@@ -29,7 +30,7 @@ class Rescorer:
 
     @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], output: Sequence[int], spans: Sequence[Span]) -> list[float]:
-        """Of each output token; ``spans`` cover them all, in order."""
+        """Return the log-probability of each output token; ``spans`` cover them all, in order."""
         tokens = [*prompt, *output]
         found: list[float] = []
         cache, computed = DynamicCache(), 0

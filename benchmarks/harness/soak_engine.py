@@ -1,10 +1,10 @@
 """A scheduler process like any other, but for two things that the memory soak needs inside it.
 
 Invariants:
-- The engine is not changed: a model class with a derivation of its own stands in for the architecture's, and the one
-  function that empties the device cache is timed. Everything else is ``python -m caesura.scheduler``.
-- Scratch memory never leaks: between two derivations at most ``SURVIVORS`` tensors of ``SURVIVOR_BYTES`` are alive. What grows
-  beyond that is fragmentation.
+- The engine is not changed: a model class with a derivation of its own stands in for the architecture's, and
+  the one function that empties the device cache is timed. Everything else is ``python -m caesura.scheduler``.
+- Scratch memory never leaks: between two derivations at most ``SURVIVORS`` tensors of ``SURVIVOR_BYTES`` are
+  alive. What grows beyond that is fragmentation.
 
     python benchmarks/harness/soak_engine.py --emptyings FILE [--fragment] <options of caesura scheduler>
 """
@@ -26,15 +26,18 @@ from caesura.scheduler.models import qwen3
 
 SCRATCH_TENSORS = 32
 SCRATCH_BYTES = (64 << 10, 8 << 20)
-"""Smallest and largest. glibc maps blocks of 128 KB or more one by one, until it has freed one: then only still larger ones."""
+"""Smallest and largest. glibc maps blocks of 128 KB or more one by one, until it has freed one: then only
+still larger ones.
+"""
 SURVIVORS, SURVIVOR_BYTES = 128, 64 << 10
 SURVIVORS_REPLACED = 16
 """By each derivation: a survivor outlives eight of them, on average."""
 
 
 class Scratch:
-    """Transient tensors as a careless derivation leaves them: no two alike, freed in another order than made, and
-    small results in between that outlive it."""
+    """Transient tensors as a careless derivation leaves them: no two alike, freed in another order than made,
+    and small results in between that outlive it.
+    """
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
@@ -42,7 +45,7 @@ class Scratch:
         self._survivors = [self._survivor() for _ in range(SURVIVORS)]
 
     def churn(self) -> None:
-        """What one derivation allocates; all but the survivors is free again afterwards."""
+        """Allocate as one derivation does; all but the survivors is free again afterwards."""
         smallest, largest = SCRATCH_BYTES
         transient: list[torch.Tensor] = []
         for number in range(SCRATCH_TENSORS):
@@ -74,8 +77,9 @@ class FragmentingQwen3(qwen3.Qwen3ForCausalLM):
 
 
 def time_emptyings(file: IO[bytes]) -> None:
-    """From now on every emptying through ``scheduler/memory/device_cache.py``, a continue's above all, writes its
-    seconds into ``file``, a line each."""
+    """From now on every emptying through ``scheduler/memory/device_cache.py``, a continue's above all, writes
+    its seconds into ``file``, a line each.
+    """
 
     def timed(device_module: Any = None) -> bool:
         started = time.perf_counter()

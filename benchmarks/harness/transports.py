@@ -14,14 +14,16 @@ from caesura.client.trainer import SharedTensors, WeightUpdateGroup
 from caesura.io_struct import WeightUpdateReqOutput
 
 Transport = Literal["disk", "tensor", "ipc", "ipc-shared", "distributed"]
-"""``ipc-shared`` is ipc by a trainer that keeps its weights in shared memory; ``ipc`` copies them there first."""
+"""``ipc-shared`` is ipc by a trainer that keeps its weights in shared memory; ``ipc`` copies them there
+first.
+"""
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 Weights = dict[str, torch.Tensor]
 
 
 class Trainer:
-    """Holds the weights of ``folders``; as a context manager it also lets go of its process group and shared memory."""
+    """Weights of ``folders``; as a context manager it also closes its process group and shared memory."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class Trainer:
     def push(
         self, transport: Transport, which: int, **options: Unpack[UpdateOptions]
     ) -> WeightUpdateReqOutput:
-        """Update the engine to the weights of folder number ``which``; the final reply."""
+        """Update the engine to the weights of folder number ``which`` and return the final reply."""
         client, size = self._client, self._bucket_bytes
         tensors = self.weights[which].items()
         match transport:

@@ -15,16 +15,16 @@ class Workload:
 
     shape: str
     model: str
-    """Which checkpoint: a key of ``architectures.ARCHITECTURES``."""
+    """Checkpoint, a key of ``architectures.ARCHITECTURES``."""
     requests: int
     samples: int = 1
-    """Of each prompt; they share its prefix."""
+    """Samples of each prompt; they share its prefix."""
     prompt_tokens: int
     new_tokens: int
     rollouts: int
     """Measured whole runs per start, after one that is not counted."""
     pause_cycles: int = 0
-    """0: only rollouts are measured."""
+    """Number of pauses; 0 if only rollouts are measured."""
     updates: int = 0
     load_new_tokens: int = 0
     """Length of the requests that are paused: long enough that few end while pauses are measured."""
@@ -42,11 +42,11 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """What one rollout samples."""
+        """Tokens that one rollout samples."""
         return self.requests * self.samples * self.new_tokens
 
     def prompts(self, seed: int) -> list[Prompt]:
-        """One prompt per request; different for every seed."""
+        """Return one prompt per request, different for every seed."""
         rng = random.Random(f"{self.shape}:{seed}")
         return [
             [rng.randrange(self.vocab_size) for _ in range(self.prompt_tokens)] for _ in range(self.requests)

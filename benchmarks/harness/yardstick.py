@@ -1,7 +1,7 @@
 """How fast this machine is right now, in three small loops that have nothing of the engine in them.
 
-A time divided by the loop that resembles it holds from machine to machine, and from hour to hour on a shared one, far better
-than the time itself.
+A time divided by the loop that resembles it holds from machine to machine, and from hour to hour on a shared
+one, far better than the time itself.
 """
 
 import time
@@ -15,11 +15,11 @@ import torch
 Kind = Literal["interpreter", "product", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REPEATS = 5
-"""The mean counts: what shares the cores lengthens a loop as much as it lengthens a stage, which is a sum, too."""
+"""Runs of which the mean counts: like a stage's sum, it grows with what shares the cores."""
 
 
 def measure_yardsticks() -> dict[Kind, float]:
-    """Milliseconds of each loop, on one thread."""
+    """Return the milliseconds of each loop on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -36,7 +36,7 @@ def _milliseconds(loop: Callable[[], object]) -> float:
 
 
 def _interpreter() -> Callable[[], object]:
-    """Dictionaries, calls and small arrays, as schedulers use them."""
+    """Return a loop over dictionaries, calls and small arrays, as schedulers use them."""
     table, array = {number: [number] for number in range(256)}, np.arange(64)
 
     def loop() -> None:
@@ -49,7 +49,7 @@ def _interpreter() -> Callable[[], object]:
 
 
 def _product() -> Callable[[], object]:
-    """A weight matrix that fits no cache of the first levels, read for few rows: what decoding does."""
+    """Return a loop that reads a weight matrix beyond the first caches for few rows, as decoding does."""
     weight, rows = torch.ones(4096, 1024), torch.ones(16, 1024)
 
     def loop() -> None:

@@ -27,7 +27,8 @@ class EngineOptions:
 
 
 OpenEngine = Callable[[EngineOptions], Awaitable[tuple[PausableEngine, dict[str, Any]]]]
-"""Starts an engine; the second value says what it is: ``versions``, and whatever else the report should keep."""
+"""Starts an engine; the second value says what it is: ``versions``, and whatever else the report should keep.
+"""
 
 
 class AsyncPeer:

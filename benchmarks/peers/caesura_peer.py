@@ -1,7 +1,8 @@
-"""Caesura's side of the rollout benchmark, driven over stdin and stdout: a scheduler process and the asyncio client.
+"""Caesura's side of the rollout benchmark, driven over stdin and stdout: a scheduler process and the asyncio
+client.
 
-Resuming is measured with its empty-cache step, which is the default, and without. The time from a process's start to
-its first token includes this process's start, as it does for the other engines.
+Resuming is measured with its empty-cache step, which is the default, and without. The time from a process's
+start to its first token includes this process's start, as it does for the other engines.
 """
 
 import asyncio

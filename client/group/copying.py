@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from ...io_struct import CaesuraError
 from ..exceptions import InternalError
-from ..launch.child_log import how_it_ended
+from ..launch.launcher import how_it_ended
 from .members import EngineAddress
 from .recovery import RELOAD_S, copy_here
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from ...process import private_directory
-from ...process.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
+from ...process.curve import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
 from ..exceptions import EndpointInUse
 from ..launch.launcher import LaunchedScheduler, launch_scheduler
 

@@ -1,16 +1,19 @@
 """Start a scheduler process, wait until it serves, and always clean up.
 
 Invariants:
-- The child never outlives its parent: it polls a pipe whose write end only the parent holds, so even a parent that was
-  killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
-- A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is left behind
-  (no process, no socket directory) in the second case.
-- ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says that it
-  drains, then SIGTERM, then SIGKILL.
-- An engine that ends while nobody has asked this process to end it is logged, with its exit status or signal.
+- The child never outlives its parent: it polls a pipe whose write end only the parent holds, so even a parent
+  that was killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
+- A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is
+  left behind (no process, no socket directory) in the second case.
+- ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says
+  that it drains, then SIGTERM, then SIGKILL.
+- An engine that ends unasked is logged, with its exit status or signal.
+- In a log file each run begins with a line of its own (time, version, process id, endpoint), before anything
+  that the process writes. The id is filled in once it is known; nothing else in the file is ever overwritten.
 
-Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}`` or
-``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means that it died.
+Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}``
+or ``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means
+that it died.
 """
 
 import contextlib
@@ -20,25 +23,29 @@ import json
 import logging
 import os
 import select
+import signal
+import stat
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from ... import __version__
 from ...io_struct import CaesuraError
 from ...io_struct.field_errors import unknown_name
 from ...process import private_directory
+from ...process.contract import EXIT_HUNG
 from ..connection.curve import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
 from ..connection.options import LONGEST_S, seconds
 from ..connection.scheduler_client import SchedulerClient
 from ..exceptions import EngineDied, TimedOut, error_for
-from .child_log import ChildLog, how_it_ended
 
 logger = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
@@ -49,15 +56,16 @@ USAGE_STATUS = 2
 """Exit status of a scheduler whose command line is wrong: it would be wrong again."""
 _MAX_POLL_MS = 1e9
 SHUTDOWN_S = 5.0
-"""How long each stage of closing (message, SIGTERM) may take before the next."""
+"""Seconds that each stage of closing (message, SIGTERM) may take before the next."""
+_PID_WIDTH = 10
 _CLIENT_KEYS = ("curve_server_key", "curve_client_key_file")
 
 
 class LaunchedScheduler:
     """A scheduler process and a client of it. As a context manager it yields the client.
 
-    ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given. The client
-    has the CURVE keys that are given.
+    ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given.
+    The client uses the CURVE keys, if given.
     """
 
     def __init__(
@@ -100,9 +108,9 @@ class LaunchedScheduler:
         """Shut the engine down and close the client. Idempotent; has no effect in a forked child.
 
         Args:
-            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once. None means the
-                engine's ``shutdown_mode``.
-            drain_s: None means the engine's ``drain_timeout_s``.
+            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once;
+                default the engine's ``shutdown_mode``.
+            drain_s: default the engine's ``drain_timeout_s``.
         """
         if not self._child.launcher.is_here:
             return
@@ -116,11 +124,11 @@ class LaunchedScheduler:
         self.client.close()
 
     def wait(self, timeout: float) -> bool:
-        """Whether the child has ended within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds for the child's end; return True if it has ended."""
         return self._child.wait(timeout)
 
     def hurry(self) -> None:
-        """A drain that :meth:`close` waits for in another thread ends now. Raises RuntimeError in a forked child."""
+        """End a drain that :meth:`close` waits for in another thread; RuntimeError in a forked child."""
         self._child.launcher.require()
         with contextlib.suppress(ProcessLookupError):
             self._child.process.terminate()
@@ -135,29 +143,28 @@ class LaunchedScheduler:
 
 
 class Child:
-    """A scheduler's process, its pipes and the threads that watch it; ``supervisor.py`` runs one after the other."""
+    """A scheduler's process, its pipes and the threads that watch it; ``environment`` extends ours."""
 
     def __init__(
         self,
         command: Sequence[str],
-        directory: Path | None,
-        log_path: str | os.PathLike[str] | None,
+        directory: Path | None = None,
+        log_path: str | os.PathLike[str] | None = None,
         *,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment``: variables beside this process's own."""
         self.launcher = Process("engine")
         self._directory = directory
         self._log_path = log_path
         self.expected = False
-        """Whether the end of the process was asked for here, so that it is no news."""
+        """True once this process has asked the child to end, so that the end is not logged."""
         self._logs_end = False
         self._tail = b""
         self._listener: weakref.WeakMethod[Any] | None = None
         self._lock = threading.Lock()
         self._exited = threading.Event()
         try:
-            log = None if log_path is None else ChildLog(log_path, command)
+            log = None if log_path is None else _Log(log_path, command)
         except OSError:
             self._remove_directory()
             raise
@@ -172,7 +179,8 @@ class Child:
                 stderr=PIPE if log is None else log.fd,
                 stdout=None if log is None else log.fd,
                 pass_fds=(ready_write, lifeline_read),
-                # Its own group: Ctrl-C at a terminal reaches the parent only, which then stops the engine in order.
+                # Its own group: Ctrl-C at a terminal reaches the parent only, which then stops the engine in
+                # order.
                 process_group=0,
                 env=None if environment is None else {**os.environ, **environment},
             )
@@ -187,7 +195,7 @@ class Child:
             os.close(ready_write)
             os.close(lifeline_read)
             if log is not None:
-                log.close()
+                os.close(log.fd)  # the process has its own
         self._threads = [threading.Thread(target=self._watch, name="caesura-exit", daemon=True)]
         if log is None:
             self._threads.append(threading.Thread(target=self._tee, name="caesura-stderr", daemon=True))
@@ -195,10 +203,11 @@ class Child:
             thread.start()
 
     def wait_ready(self, timeout: float) -> str:
-        """The endpoint, once the engine serves.
+        """Wait until the engine serves, and return its endpoint.
 
         Raises:
-            EngineError: the typed reason it gave; EngineDied if it gave none; TimedOut after ``timeout`` seconds.
+            EngineError: the typed reason it gave; EngineDied if it gave none; TimedOut after ``timeout``
+                seconds.
         """
         patience = seconds("startup_timeout", timeout)
         line = self._read_line(time.monotonic() + (LONGEST_S if patience is None else patience))
@@ -206,12 +215,11 @@ class Child:
             raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout)
         if not line.endswith(b"\n"):
             self.wait(SHUTDOWN_S)
-            refused = self.process.returncode == USAGE_STATUS
-            raise EngineDied(
-                self._refused_options() if refused else self._exit_reason("before it was ready"),
-                returncode=self.process.returncode,
-                stderr=self._stderr_tail(),
-            )
+            if self.process.returncode == USAGE_STATUS:
+                reason = f"the scheduler refused its options: {self.last_line().removeprefix('Error: ')}"
+            else:
+                reason = self._exit_reason("before it was ready")
+            raise EngineDied(reason, returncode=self.process.returncode, stderr=self._stderr_tail())
         message: dict[str, Any] = json.loads(line)
         if message["ready"]:
             return str(message["endpoint"])
@@ -234,16 +242,14 @@ class Child:
             self._log_exit()
 
     def wait(self, timeout: float) -> bool:
-        """Whether the process has ended within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds for the end of the process; return True if it has ended."""
         return self._exited.wait(min(timeout, threading.TIMEOUT_MAX))
 
     def end(self) -> None:
         """Terminate, kill if need be, close the pipes and remove the directory."""
         if not self.launcher.is_here:
             return  # a forked copy of the parent is exiting: the engine is not its own
-        close_sign_of_life(
-            self._lifeline_write
-        )  # what a dead parent would do; the child stops by itself on it
+        close_sign_of_life(self._lifeline_write)  # what a dead parent would do; the child ends on it
         if not self.wait(0.0):
             self.expected = True
             self.process.terminate()
@@ -264,7 +270,7 @@ class Child:
             private_directory.remove(self._directory)
 
     def _read_line(self, deadline: float) -> bytes | None:
-        """Up to and including a newline; what there was if the pipe ended; None at the deadline."""
+        """Return bytes up to a newline, what there was if the pipe ended, or None at the deadline."""
         line = b""
         poller = select.poll()  # select() takes no descriptor beyond 1023
         poller.register(self._ready_read, select.POLLIN)
@@ -302,12 +308,9 @@ class Child:
             listener(self._exit_reason("while it was in use"))
 
     def last_line(self) -> str:
-        """What an ended process has said last; empty: nothing."""
+        """Return the last line that an ended process has written to stderr, or an empty string."""
         tail = self._stderr_tail().strip()
         return tail.splitlines()[-1] if tail else ""
-
-    def _refused_options(self) -> str:
-        return f"the scheduler refused its options: {self.last_line().removeprefix('Error: ')}"
 
     def _exit_reason(self, when: str) -> str:
         last = self.last_line()
@@ -328,6 +331,58 @@ class Child:
             while chunk := os.read(pipe.fileno(), 65536):
                 self._tail = (self._tail + chunk)[-STDERR_TAIL_BYTES:]
                 show_log(chunk.decode(errors="replace"))
+
+
+class _Log:
+    """The place of one run in a log file."""
+
+    def __init__(self, path: str | os.PathLike[str], command: Sequence[str]) -> None:
+        """Append the first line of the run of ``command``; raises OSError if the file cannot be written."""
+        endpoint = next((value for name, value in pairwise(command) if name == "--endpoint"), "?")
+        before = f"===== {time.strftime('%Y-%m-%d %H:%M:%S')} caesura {__version__} scheduler, pid "
+        self._before, self._after = before.encode(), f" on {endpoint} =====\n".encode()
+        self._pid_at: int | None = None
+        self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """The descriptor for the process to write to."""
+        try:
+            if stat.S_ISREG(os.fstat(self.fd).st_mode):
+                newline = b""
+                with contextlib.suppress(OSError), open(path, "rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                    newline = (
+                        b"" if file.read() in (b"", b"\n") else b"\n"
+                    )  # after half a line of a killed run
+                os.write(self.fd, newline + self._before + b" " * _PID_WIDTH + self._after)
+                self._pid_at = os.lseek(self.fd, 0, os.SEEK_CUR) - len(self._after) - _PID_WIDTH
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def started(self, pid: int) -> None:
+        """Write the process id."""
+        text = str(pid).ljust(_PID_WIDTH).encode()
+        with contextlib.suppress(OSError):
+            if self._pid_at is None:  # a pipe or a terminal
+                os.write(self.fd, self._before + text + self._after)
+                return
+            # A descriptor that was opened for appending writes nowhere else.
+            with open(f"/proc/self/fd/{self.fd}", "r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), text, self._pid_at)
+
+
+def how_it_ended(returncode: int | None) -> str:
+    """Return the end of a process in words, with its status or signal: ``ended with status 3``."""
+    if returncode is None:
+        return "has not ended"
+    if returncode >= 0:
+        hung = " (its loop or its shutdown hung)" if returncode == EXIT_HUNG else ""
+        return f"ended with status {returncode}{hung}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = "a real-time signal"
+    perhaps = ": by somebody, or by the kernel for lack of memory" if name == "SIGKILL" else ""
+    return f"was killed by signal {-returncode} ({name}{perhaps})"
 
 
 def show_log(text: str) -> None:
@@ -415,10 +470,11 @@ def launch_scheduler(
 ) -> LaunchedScheduler:
     """Start an engine on ``model`` (a Hugging Face folder) and return when it is ready.
 
-    Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and ``.close()``. The
-    options are the engine's own (``caesura scheduler --help``); None leaves each at its default. The engine's stderr
-    goes to this process's, or with its stdout to the end of the file ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and
-    ``curve_client_key_file`` are the returned client's, for an engine with keys.
+    Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and
+    ``.close()``. The options are the engine's own (``caesura scheduler --help``); None leaves each at its
+    default. The engine's stderr goes to this process's, or with its stdout to the end of the file
+    ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and ``curve_client_key_file`` are
+    the returned client's, for an engine with keys.
 
     Raises:
         EngineError: the engine's reason for not starting; EngineDied or TimedOut if it gave none.
@@ -445,20 +501,20 @@ def launch_scheduler(
 
 
 def engine_command(*arguments: str) -> list[str]:
-    """What runs ``caesura scheduler ARGUMENTS`` with this interpreter.
+    """Return the command that runs ``caesura scheduler ARGUMENTS`` with this interpreter.
 
-    ``-P``: a clone of the repository in the current folder, whose kernels are not built, would hide what is installed.
+    ``-P``: a clone of the repository in the current folder, whose kernels are not built, would hide what is
+    installed.
     """
     return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
 
 
 def worker_command(*arguments: str) -> list[str]:
-    """What runs ``caesura worker ARGUMENTS`` with this interpreter."""
+    """Return the command that runs ``caesura worker ARGUMENTS`` with this interpreter."""
     return [sys.executable, "-P", "-m", "caesura.scheduler.executor", *arguments]
 
 
 def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[str, Any]) -> list[str]:
-    """What starts an engine with ``options``, named as its configuration's fields."""
     command = engine_command("--model", os.fspath(model), "--endpoint", endpoint)
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -470,7 +526,7 @@ def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[st
 
 
 def _tail_of(path: str | os.PathLike[str]) -> str:
-    """The last bytes of a log; empty where it was removed meanwhile, or is no regular file."""
+    """Return the last bytes of a log; none if it was removed meanwhile or is no regular file."""
     if not os.path.isfile(path):
         return ""
     with contextlib.suppress(OSError), open(path, "rb") as log:

@@ -1,18 +1,17 @@
 """Notifications to a service manager by systemd's protocol: datagrams to the socket in ``NOTIFY_SOCKET``.
 
-Invariant: without ``NOTIFY_SOCKET`` nothing happens, and nothing that happens there can fail the caller, nor hold it up for
-long.
+Invariant: without ``NOTIFY_SOCKET`` nothing happens; a manager that does not read fails no caller, and delays
+it by one second at most.
 """
 
 import os
 import socket
 
 _PATIENCE_S = 1.0
-"""With a manager that does not read: its queue is short."""
 
 
 def notify(*assignments: str) -> bool:
-    """Send ``READY=1``, ``STATUS=…`` and the like; whether somebody was there to hear it."""
+    """Send ``READY=1``, ``STATUS=…`` and the like; return True if a service manager received it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address[:1] not in ("/", "@"):
         return False
@@ -28,7 +27,7 @@ def notify(*assignments: str) -> bool:
 
 
 def watchdog_interval_s() -> float | None:
-    """Interval in which to send ``WATCHDOG=1``, with a margin; None means that the manager does not expect it."""
+    """Return the seconds between two ``WATCHDOG=1``, or None if the manager expects none."""
     try:
         limit = int(os.environ["WATCHDOG_USEC"]) / 1e6
         pid = int(os.environ.get("WATCHDOG_PID", os.getpid()))

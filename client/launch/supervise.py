@@ -1,43 +1,43 @@
-"""``caesura supervise``: a scheduler that is restarted when it dies or hangs.
+"""``caesura supervise``: run a scheduler and restart it when it dies or hangs; also the options that other
+commands share.
 
-Exit status: 0 when it was told to end, 1 when a start was refused, 2 for a wrong command line, 3 when it gave up.
+Exit status: 0 when it was told to end, 1 when a start was refused, 2 for a wrong command line, 3 when it gave
+up.
 """
 
 import contextlib
 import logging
-import select
+import queue
 import signal
-import socket
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 import click
 
-from ...io_struct.text import LOG_PREFIX, LOG_TIME
 from ...process import private_directory
-from ...process.json_log import JsonFormatter
+from ...process.log import server_log
 from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
 from ..exceptions import EngineDied, EngineError
 from .launcher import USAGE_STATUS, engine_command
 from .notify import notify, watchdog_interval_s
-from .stderr import queued_stderr
-from .supervisor import THE_ONLY_ONE, Ended, RestartPolicy, Serving, State, Supervisor
+from .supervisor import DEFAULT_NAME, Ended, RestartPolicy, Serving, State, Supervisor
 
 GAVE_UP_STATUS = 3
 STOP_TIMEOUT_S = 60.0
-"""Between SIGTERM and SIGKILL, beside what the scheduler may drain."""
+"""Seconds between SIGTERM and SIGKILL, beside those that the scheduler may drain."""
 _DRAIN_TIMEOUT_S = 30.0
 """The scheduler's own default."""
-_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_HAND_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_LOOK_S = 1.0
+"""Maximum seconds until a signal is seen that came just before the main thread went to sleep."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 def restart_options(command: CommandT) -> CommandT:
-    """The options of a command that restarts a scheduler."""
+    """Add the options of a command that restarts a scheduler."""
     options = (
         click.option(
             "--max-restarts",
@@ -58,7 +58,7 @@ def restart_options(command: CommandT) -> CommandT:
             type=click.FloatRange(0),
             default=120.0,
             show_default=True,
-            help="A scheduler that does not answer for this many seconds is killed and restarted. 0: never.",
+            help="Seconds without an answer after which a scheduler is killed and restarted. 0: never.",
         ),
     )
     for option in reversed(options):
@@ -71,7 +71,7 @@ log_format_option = click.option(
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="Format of log lines, of the scheduler too. json: one object per line, with time, level and replica.",
+    help="Format of log lines, also the scheduler's. json: one object per line with time, level and replica.",
 )
 
 
@@ -82,16 +82,17 @@ def supervised(
     *,
     curve_server_key: KeyOrFile | None = None,
     curve_client_key_file: KeyOrFile | None = None,
-    name: str = THE_ONLY_ONE,
+    name: str = DEFAULT_NAME,
     environment: Mapping[str, str] | None = None,
 ) -> Supervisor:
-    """A supervisor of ``caesura scheduler ARGUMENTS``, not started; endpoint and state file are private where none is given.
+    """Return a supervisor of ``caesura scheduler ARGUMENTS``, not started.
 
-    ``name`` and ``environment`` are those of :class:`Supervisor`.
+    Without ``endpoint``, or ``--state-file`` among the arguments, these are in a private directory. ``name``
+    and ``environment`` are those of :class:`Supervisor`.
 
     Raises:
-        click.UsageError: the scheduler has keys, and there are none to ask it with.
-        InvalidRequest: the keys that are given cannot be used.
+        click.UsageError: the scheduler has keys, but none are given for status requests.
+        InvalidRequest: the given keys cannot be used.
     """
     ClientKeys.read(curve_server_key, curve_client_key_file)  # before a directory is made
     if (
@@ -100,8 +101,8 @@ def supervised(
         and has_option(arguments, "--curve-secret-key-file")
     ):
         raise click.UsageError(
-            "a scheduler with keys accepts only clients with keys: --curve-server-key and --curve-client-key-file are required, or "
-            "--hang-timeout 0"
+            "a scheduler with keys accepts only clients with keys: "
+            "--curve-server-key and --curve-client-key-file are required, or --hang-timeout 0"
         )
     command = engine_command(*arguments)
     has_state_file = has_option(arguments, "--state-file")
@@ -123,7 +124,9 @@ def supervised(
 
 
 def stop_timeout_s(arguments: Sequence[str]) -> float:
-    """How long a scheduler with these arguments may take from SIGTERM to its end: longer than it may drain."""
+    """Return the seconds that a scheduler with these arguments has from SIGTERM to its end: longer than it
+    may drain.
+    """
     drain_s = 0.0
     if option_value(arguments, "--shutdown-mode") == "drain":
         with contextlib.suppress(ValueError):  # the scheduler refuses it
@@ -132,12 +135,12 @@ def stop_timeout_s(arguments: Sequence[str]) -> float:
 
 
 def has_option(arguments: Sequence[str], option: str) -> bool:
-    """Whether ``option`` is given among ``arguments`` of a scheduler."""
+    """Return True if ``arguments`` of a scheduler contain ``option``."""
     return option_value(arguments, option) is not None
 
 
 def option_value(arguments: Sequence[str], option: str) -> str | None:
-    """The value of ``option`` that counts, as click reads it; None: it is not there."""
+    """Return the last value of ``option``, as click reads it, or None without the option."""
     value = None
     for each, following in zip_longest(arguments, arguments[1:]):
         name, equals, given = each.partition("=")
@@ -147,7 +150,7 @@ def option_value(arguments: Sequence[str], option: str) -> str | None:
 
 
 def status_of(error: EngineError | None) -> int:
-    """The exit status that goes with the end of a supervisor."""
+    """Return the exit status for the end of a supervisor."""
     if error is None:
         return 0
     if isinstance(error, EngineDied) and "restarts" in error.detail:
@@ -163,7 +166,7 @@ def status_of(error: EngineError | None) -> int:
 @click.option(
     "--curve-server-key",
     envvar=SERVER_KEY_VARIABLE,
-    help="The scheduler's CURVE public key, or a file that contains it; needed for the health checks of a scheduler with keys.",
+    help="CURVE public key of the scheduler, or a file with it, for health checks of a scheduler with keys.",
 )
 @click.option(
     "--curve-client-key-file",
@@ -181,7 +184,8 @@ def status_of(error: EngineError | None) -> int:
 @click.option(
     "--stop-timeout",
     type=click.FloatRange(0),
-    help="Seconds between SIGTERM and SIGKILL when this command ends.  [default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
+    help="Seconds between SIGTERM and SIGKILL when this command ends.  "
+    "[default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
 )
 @log_format_option
 @click.pass_context
@@ -200,9 +204,10 @@ def supervise(
 ) -> None:
     """Run a scheduler and restart it when it dies or hangs.
 
-    All other options are passed on to the scheduler: see `caesura scheduler --help`. A restarted scheduler loads the
-    weights that were committed last if they came from disk; after any other update it serves nothing until the next
-    complete one. The record of this is deleted when this command ends, unless --state-file is given.
+    All other options are passed on to the scheduler: see `caesura scheduler --help`. A restarted scheduler
+    loads the weights that were committed last if they came from disk; after any other update it serves
+    nothing until the next complete one. The record of this is deleted when this command ends, unless
+    --state-file is given.
     """
     policy = RestartPolicy(
         max_restarts=max_restarts,
@@ -218,95 +223,55 @@ def supervise(
         curve_server_key=curve_server_key,
         curve_client_key_file=curve_client_key_file,
     )
-    json = JsonFormatter("supervise") if log_format == "json" else None
-    with queued_stderr(None if json is None else json.wrap):
-        handler = logging.StreamHandler()
-        handler.setFormatter(json or logging.Formatter(f"{LOG_PREFIX} supervise: %(message)s", LOG_TIME))
-        logging.basicConfig(handlers=[handler])
+    with server_log("supervise", log_format, "supervise"):
         logging.getLogger(__package__).setLevel(logging.INFO)
         status = _run(supervisor)
     context.exit(status)
 
 
-class _Inbox:
-    """States of the supervisor and signals, one after the other. Signals come through a descriptor: a handler would have to
-    wait until the main thread, which may just have gone to sleep, is woken by something else."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        for end in (self._reader, self._writer):
-            end.setblocking(False)
-        self._states: deque[State] = deque()
-        self._taken: deque[int] = deque()
-        self._before = {number: signal.signal(number, _nothing) for number in (*_END, *_HAND_ON)}
-        self._fd_before = signal.set_wakeup_fd(self._writer.fileno())
-
-    def close(self) -> None:
-        """Signals are what they were before."""
-        signal.set_wakeup_fd(self._fd_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._reader.close()
-        self._writer.close()
-
-    def put(self, state: State) -> None:
-        """From the supervisor's thread."""
-        self._states.append(state)
-        self._writer.send(b"\0")
-
-    def get(self, timeout: float | None) -> State | int | None:
-        """A state, the number of a signal, or None after ``timeout`` seconds."""
-        if not self._taken:
-            if not select.select([self._reader], [], [], timeout)[0]:
-                return None
-            self._taken.extend(self._reader.recv(4096))
-        number = self._taken.popleft()
-        return number or self._states.popleft()
-
-
-def _nothing(*_: object) -> None:
-    """The wake-up descriptor does the work."""
-
-
 def _run(supervisor: Supervisor) -> int:
-    """Until the end; the exit status."""
-    with contextlib.closing(_Inbox()) as inbox:
-        try:
-            supervisor.begin(inbox.put)
-            error = _until_ended(supervisor, inbox)
-        finally:
-            supervisor.close()
+    """Run until the end, and return the exit status."""
+    events: queue.SimpleQueue[State | int] = queue.SimpleQueue()
+    before = {
+        number: signal.signal(number, lambda number, _: events.put(number))
+        for number in (*_END_SIGNALS, *_FORWARDED_SIGNALS)
+    }
+    try:
+        supervisor.begin(events.put)
+        error = _until_ended(supervisor, events)
+    finally:
+        supervisor.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if error is not None:
         click.echo(f"error: {error}", err=True)
     return status_of(error)
 
 
-def _announce(serving: Serving) -> None:
-    notify("READY=1", f"STATUS=serving on {serving.endpoint}, {serving.restarts} restarts")
-    if serving.restarts == 0:
-        click.echo(f"supervising a scheduler on {serving.endpoint} (pid {serving.pid})")
-        sys.stdout.flush()
-
-
-def _until_ended(supervisor: Supervisor, inbox: _Inbox) -> EngineError | None:
-    interval, ending, served = watchdog_interval_s(), False, False
+def _until_ended(supervisor: Supervisor, events: "queue.SimpleQueue[State | int]") -> EngineError | None:
+    interval, ending, has_served = watchdog_interval_s(), False, False
     while True:
-        event = inbox.get(interval if served else None)
+        try:
+            event = events.get(timeout=min(_LOOK_S, interval or _LOOK_S))
+        except queue.Empty:
+            if has_served and interval is not None:
+                notify("WATCHDOG=1")
+            continue
         if isinstance(event, Ended):
             return event.error
-        if event is None:
-            notify("WATCHDOG=1")
-        elif isinstance(event, Serving):
-            _announce(event)
-            served = True
-        elif isinstance(event, int):
-            if event in _HAND_ON:
-                supervisor.signal(event)
-            elif ending:
-                supervisor.hurry()
-            else:
-                ending = True
-                notify("STOPPING=1")
-                supervisor.stop()
-        else:
+        if isinstance(event, Serving):
+            notify("READY=1", f"STATUS=serving on {event.endpoint}, {event.restarts} restarts")
+            if event.restarts == 0:
+                click.echo(f"supervising a scheduler on {event.endpoint} (pid {event.pid})")
+                sys.stdout.flush()
+            has_served = True
+        elif not isinstance(event, int):
             notify(f"STATUS=down: the scheduler {event.reason}")
+        elif event in _FORWARDED_SIGNALS:
+            supervisor.signal(event)
+        elif ending:
+            supervisor.hurry()
+        else:
+            ending = True
+            notify("STOPPING=1")
+            supervisor.stop()

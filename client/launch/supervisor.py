@@ -1,24 +1,25 @@
-"""Restarts a scheduler that died or hangs: same command, same endpoint, bounded number of restarts.
+"""Restart a scheduler that died or hangs: same command, same endpoint, bounded number of restarts.
 
 Invariants:
-- A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is refused.
-- A scheduler that cannot write its state file is started again for as long as it takes: the disk can be
-  mended. These starts do not count as restarts.
-- The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives up, with the last
-  reason.
+- A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is
+  refused.
+- A scheduler that cannot write its state file is started again until it can; these starts do not count as
+  restarts.
+- The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives
+  up, with the last reason.
 - Each restart is logged in one line, with its reason, before it begins.
-- A scheduler that has not answered its status for ``hang_timeout_s`` is killed, whether its process is stopped, its loop
-  stuck or its socket gone. One that was told to end, and neither does nor answers, is killed after :data:`STOP_SILENCE_S`.
-- The child never outlives this process (the lifeline of ``launch.py``), nor :meth:`Supervisor.close`.
+- A scheduler that has not answered a status request for ``hang_timeout_s`` is killed: its process is stopped,
+  its loop stuck or its socket gone. One that was told to end, and neither ends nor answers, is killed after
+  STOP_SILENCE_S.
+- The child outlives neither this process (the lifeline of ``launcher.py``) nor :meth:`Supervisor.close`.
 
-States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any of them.
-One thread starts and watches the process; the methods only signal this thread.
+States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any
+of them. One thread starts and watches the process; the methods only signal this thread.
 """
 
 import logging
 import queue
 import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -33,8 +34,7 @@ from ...process import private_directory
 from ..connection.control_client import ControlClient
 from ..connection.curve import ClientKeys, KeyOrFile
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
-from .child_log import how_it_ended
-from .launcher import USAGE_STATUS, Child
+from .launcher import USAGE_STATUS, Child, how_it_ended
 
 logger = logging.getLogger(__name__)
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
@@ -44,9 +44,9 @@ _LAST_LINE = 300
 _PROBES_PER_HANG = 4
 _LONGEST_PROBE_INTERVAL_S = 5.0
 STOP_SILENCE_S = 5.0
-"""How long a scheduler that was told to end may take to end, or to answer a status; one that answers has ``stop_timeout_s``."""
-THE_ONLY_ONE = "the scheduler"
-"""What a scheduler is called in the log where there are no others."""
+"""Seconds that a scheduler told to end may take to end or to answer; one that answers has ``stop_timeout_s``.
+"""
+DEFAULT_NAME = "the scheduler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,27 +56,26 @@ class RestartPolicy:
     max_restarts: int = 5
     window_s: float = 600.0
     first_delay_s: float = 0.5
-    """Delay before the first restart of a window; it doubles with each further one."""
+    """Seconds before the first restart of a window; the delay doubles with each further one."""
     longest_delay_s: float = 30.0
     hang_timeout_s: float = 120.0
-    """Maximum seconds without an answer to a status request. 0: no check, nor at the end."""
+    """Maximum seconds without an answer to a status request; 0 disables the check, also at the end."""
     startup_timeout_s: float = 600.0
     stop_timeout_s: float = 60.0
     """Seconds between SIGTERM and SIGKILL at the end."""
 
     def delay(self, restarts: int) -> float:
-        """Seconds before the next restart, after ``restarts`` in the window."""
+        """Return the seconds before the next restart, after ``restarts`` in the window."""
         return float(min(self.longest_delay_s, self.first_delay_s * 2 ** min(restarts, 30)))
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """State: a scheduler is ready."""
+    """State: a scheduler is ready, after ``restarts`` restarts since the beginning."""
 
     endpoint: str
     pid: int
     restarts: int
-    """Since the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +88,21 @@ class Down:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """State: the supervisor has ended."""
+    """State: the supervisor has ended; ``error`` is None if it was told to."""
 
     error: EngineError | None
-    """None means that it was told to end."""
 
 
 State = Serving | Down | Ended
 Listener = Callable[[State], None]
 
 
-class _Failure(Exception):  # noqa: N818  (it says what happened to the scheduler, not what went wrong here)
-    """Why a scheduler is gone that should not be.
+class _Failure(Exception):  # noqa: N818  (a failure of the scheduler, not of this module)
+    """A scheduler ended that should not have.
 
     Attributes:
-        final: set if another one would go the same way.
-        waits: it goes on as soon as something else is mended, however often it must be tried.
+        final: the error to end with, if another scheduler would fail alike.
+        waits: the start is repeated until something outside is mended.
     """
 
     def __init__(self, reason: str, final: EngineError | None = None, *, waits: bool = False) -> None:
@@ -116,8 +114,8 @@ class _Failure(Exception):  # noqa: N818  (it says what happened to the schedule
 class Supervisor:
     """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
 
-    ``directory`` is removed at the end, if given. A scheduler with CURVE keys is asked how it is with those that are given. ``name``
-    is what it is called in the log, and ``environment`` is set beside this process's own variables.
+    ``directory`` is removed at the end, if given. Status requests use the CURVE keys, if given. ``name``
+    names the scheduler in the log; ``environment`` is added to this process's variables.
     """
 
     def __init__(
@@ -129,15 +127,15 @@ class Supervisor:
         directory: Path | None = None,
         curve_server_key: KeyOrFile | None = None,
         curve_client_key_file: KeyOrFile | None = None,
-        name: str = THE_ONLY_ONE,
+        name: str = DEFAULT_NAME,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
-        self._name = name
-        self._logger = logging.LoggerAdapter(logger, {"replica": "" if name == THE_ONLY_ONE else name})
-        self._environment = environment
         self.endpoint = endpoint
-        """Where clients connect, restarts or not; exact once a scheduler has served (port 0 is a real one then)."""
+        """The address of all schedulers; a port 0 is replaced by the real one once a scheduler has served."""
+        self._name = name
+        self._logger = logging.LoggerAdapter(logger, {"replica": "" if name == DEFAULT_NAME else name})
+        self._environment = environment
         self._command = list(command)
         self._policy = policy or RestartPolicy()
         self._directory = directory
@@ -148,18 +146,16 @@ class Supervisor:
         self._child: Child | None = None
         self._stopping = threading.Event()
         self._restarts: deque[float] = deque()
+        """Times of the restarts in the window."""
         self._num_restarts = self._num_waits = 0
         self._has_served = False
-        stop_timeout_s = min(self._policy.stop_timeout_s, threading.TIMEOUT_MAX)
-        self._last_resort = threading.Timer(stop_timeout_s, self._kill)
-        self._last_resort.daemon = True
         self._thread = threading.Thread(target=self._run, name="caesura-supervisor", daemon=True)
 
     def start(self) -> Serving:
         """Begin, and return when a scheduler serves.
 
         Raises:
-            EngineError: why none does; the supervisor has ended then.
+            EngineError: the reason why none does; the supervisor has ended then.
         """
         states: queue.SimpleQueue[State] = queue.SimpleQueue()
         listener = states.put
@@ -175,93 +171,85 @@ class Supervisor:
             self.unsubscribe(listener)
 
     def begin(self, listener: Listener) -> None:
-        """Start the first scheduler; ``listener`` hears what becomes of it."""
+        """Start the first scheduler and return at once; ``listener`` is subscribed."""
         self.subscribe(listener)
         self._thread.start()
 
     def subscribe(self, listener: Listener) -> None:
-        """``listener`` hears the present state now and every later one, in the supervisor's thread."""
+        """Call ``listener`` with the present state now, with later ones in the supervisor's thread."""
         with self._lock:
             self._listeners.append(listener)
             if self._state is not None:
                 listener(self._state)
 
     def unsubscribe(self, listener: Listener) -> None:
-        """``listener`` hears no more of it."""
+        """Call ``listener`` no more."""
         with self._lock:
             self._listeners.remove(listener)
 
     def signal(self, number: int) -> None:
-        """Hand a signal on to the scheduler, if there is one."""
+        """Send a signal to the scheduler, if there is one."""
         child = self._child
         if child is not None:
             with suppress(ProcessLookupError):
                 child.process.send_signal(number)
 
     def hurry(self) -> None:
-        """Requests that the scheduler still finishes, while :meth:`close` waits in another thread, end now."""
+        """End a drain that :meth:`close` waits for in another thread."""
         self.signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Begin to end: the scheduler in order, or by force after ``stop_timeout_s``, or :data:`STOP_SILENCE_S` if it says nothing;
-        :class:`Ended` says when."""
+        """Tell the scheduler to end, and return at once; :class:`Ended` follows. Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._last_resort.start()
         self.signal(signal.SIGTERM)
         self.signal(signal.SIGCONT)  # a stopped process can end in order, too
         child = self._child
-        if child is not None and self._policy.hang_timeout_s > 0:
-            threading.Thread(
-                target=self._kill_if_silent, args=(child,), name="caesura-silence", daemon=True
-            ).start()
+        if child is not None:
+            threading.Thread(target=self._limit_end, args=(child,), name="caesura-stop", daemon=True).start()
 
     def close(self) -> None:
-        """:meth:`stop`, and wait for it. Idempotent."""
+        """:meth:`stop`, and wait for the end. Idempotent."""
         self.stop()
-        if self._thread.ident is None:
-            self._remove_directory()
-        else:
+        if self._thread.ident is not None:
             self._thread.join()
-        self._last_resort.cancel()
-
-    def _kill(self) -> None:
-        self.signal(signal.SIGKILL)
-
-    def _kill_if_silent(self, child: Child) -> None:
-        """In a thread, for a scheduler that was told to end."""
-        with self._asking(STOP_SILENCE_S) as client:
-            try:
-                client.status(timeout=STOP_SILENCE_S)
-            except TimedOut:
-                if not child.wait(0.0):
-                    self._logger.warning(
-                        "%s has neither ended nor answered for %g s after SIGTERM, and is killed",
-                        self._name, STOP_SILENCE_S,
-                    )  # fmt: skip
-                    child.process.kill()
-            except CaesuraError:  # a refusal is an answer, and an end is one as well
-                pass
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
+        elif self._directory is not None:
             private_directory.remove(self._directory)
+
+    def _limit_end(self, child: Child) -> None:
+        """Kill a scheduler that was told to end, if it is silent or takes longer than ``stop_timeout_s``."""
+        policy, deadline = self._policy, time.monotonic() + self._policy.stop_timeout_s
+        try:
+            if policy.hang_timeout_s > 0 and policy.stop_timeout_s >= STOP_SILENCE_S:
+                with self._probing_client(STOP_SILENCE_S) as client:
+                    client.status(timeout=STOP_SILENCE_S)
+        except TimedOut:
+            if not child.wait(0.0):
+                self._logger.warning(
+                    "%s has neither ended nor answered for %g s after SIGTERM, and is killed",
+                    self._name, STOP_SILENCE_S,
+                )  # fmt: skip
+                child.process.kill()
+        except CaesuraError:  # a refusal is an answer, and so is the end
+            pass
+        if not child.wait(max(0.0, deadline - time.monotonic())):
+            child.process.kill()
 
     def _run(self) -> None:
         error: EngineError | None = None
         try:
             error = self._supervise()
-        except Exception as defect:  # noqa: BLE001  the end of a thread: whoever waits must hear of it
+        except Exception as defect:  # noqa: BLE001  the end of a thread: its listeners must hear of it
             error = InternalError(f"the supervisor has failed: {type(defect).__name__}: {defect}")
         finally:
-            self._last_resort.cancel()
-            self._remove_directory()
+            if self._directory is not None:
+                private_directory.remove(self._directory)
             self._tell(Ended(None if self._stopping.is_set() else error))
 
     def _supervise(self) -> EngineError | None:
-        """Until it is over; why, or None where the scheduler was told to end."""
-        while True:
+        """Run schedulers until the last one; return the error to end with, if any."""
+        while not self._stopping.is_set():
             try:
                 self._run_once()
             except _Failure as failure:
@@ -270,57 +258,51 @@ class Supervisor:
                     return None
                 if failure.final is not None:
                     return failure.final
-                if failure.waits:
-                    self._wait(str(failure))
-                elif not self._may_restart(str(failure)):
-                    return self._gave_up(str(failure))
+                delay = self._delay_after(failure)
+                if delay is None:
+                    text = (
+                        f"{self._name} {failure}; it was restarted {len(self._restarts)} times "
+                        f"within {self._policy.window_s:g} s: giving up"
+                    )
+                    return EngineDied(text, restarts=self._num_restarts)
+                self._tell(Down(str(failure), delay))
+                self._stopping.wait(delay)
             else:
-                return None
-            if self._stopping.is_set():
-                return None
+                break
+        return None
 
-    def _may_restart(self, reason: str) -> bool:
-        """Wait for the next restart; False: there have been too many."""
+    def _delay_after(self, failure: _Failure) -> float | None:
+        """Count and log the restart after ``failure``; return its delay in seconds, or None after too many
+        restarts.
+        """
         policy, now = self._policy, time.monotonic()
+        if failure.waits:
+            delay = policy.delay(self._num_waits)
+            self._num_waits += 1
+            self._logger.warning("%s %s; next try in %.1f s", self._name, failure, delay)
+            return delay
         while self._restarts and now - self._restarts[0] > policy.window_s:
             self._restarts.popleft()
         if len(self._restarts) >= policy.max_restarts:
-            return False
+            return None
         delay = policy.delay(len(self._restarts))
         self._restarts.append(now)
         self._num_restarts += 1
         self._logger.warning(
             "%s %s; restart %d of %d within %g s, in %.1f s",
-            self._name, reason, len(self._restarts), policy.max_restarts, policy.window_s, delay,
+            self._name, failure, len(self._restarts), policy.max_restarts, policy.window_s, delay,
         )  # fmt: skip
-        self._tell(Down(reason, delay))
-        self._stopping.wait(delay)
-        return True
-
-    def _wait(self, reason: str) -> None:
-        """Wait for the next start of a scheduler that waits for something else."""
-        delay = self._policy.delay(self._num_waits)
-        self._num_waits += 1
-        logger.warning("%s %s; next try in %.1f s", self._name, reason, delay)
-        self._tell(Down(reason, delay))
-        self._stopping.wait(delay)
-
-    def _gave_up(self, reason: str) -> EngineError:
-        policy = self._policy
-        return EngineDied(
-            f"{self._name} {reason}; it was restarted {len(self._restarts)} times within {policy.window_s:g} s: giving up",
-            restarts=self._num_restarts,
-        )
+        return delay
 
     def _run_once(self) -> None:
-        """One scheduler, from its start to its end; returns where that was in order.
+        """Run one scheduler until it ends in order.
 
         Raises:
-            _Failure: it was not.
+            _Failure: it ended otherwise.
         """
+        policy = self._policy
         try:
-            command = [*self._command, "--endpoint", self.endpoint]
-            child = Child(command, None, None, environment=self._environment)
+            child = Child([*self._command, "--endpoint", self.endpoint], environment=self._environment)
         except OSError as error:
             raise _Failure(f"could not be started: {error}") from error
         self._child = child
@@ -330,7 +312,16 @@ class Supervisor:
             self.endpoint = self._wait_ready(child)
             self._has_served, self._num_waits = True, 0
             self._tell(Serving(self.endpoint, child.process.pid, self._num_restarts))
-            self._watch(child)
+            if policy.hang_timeout_s <= 0:
+                while not child.wait(3600.0):
+                    pass
+            elif not self._answers_until_it_ends(child, policy.hang_timeout_s):
+                child.process.kill()
+                child.wait(policy.stop_timeout_s)
+                raise _Failure(f"did not answer its status for {policy.hang_timeout_s:g} s and was killed")
+            if child.process.returncode != 0:
+                raise _Failure(_exit_of(child))
+            self._logger.info("%s %s", self._name, how_it_ended(0))
         finally:
             self._child = None
             child.end()
@@ -350,28 +341,14 @@ class Supervisor:
             waits = error.code == ErrorCode.STATE_FILE_ERROR
             raise _Failure(f"refused to start: {error}", final, waits=waits) from error
 
-    def _watch(self, child: Child) -> None:
-        """Until the process has ended; it is killed when it hangs."""
-        patience = self._policy.hang_timeout_s
-        if patience <= 0:
-            while not child.wait(3600.0):
-                pass
-        elif not self._answers_until_it_ends(child, patience):
-            child.process.kill()
-            child.wait(self._policy.stop_timeout_s)
-            raise _Failure(f"did not answer its status for {patience:g} s and was killed")
-        if child.process.returncode != 0:
-            raise _Failure(_exit_of(child))
-        self._logger.info("%s %s", self._name, how_it_ended(0))
-
     def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
-        """False as soon as it has been silent for ``patience`` seconds.
+        """Return True when it has ended, or False once it has been silent for ``patience`` seconds.
 
-        Two probes in a row must fail: where this process was stopped together with the scheduler, the first one fails
-        at once when both go on.
+        Two probes in a row must fail: where this process was stopped together with the scheduler, the first
+        one fails at once when both go on.
         """
         each = patience / _PROBES_PER_HANG
-        with self._asking(each) as client:
+        with self._probing_client(each) as client:
             client.expect_exit()
             child.report_exit_to(weakref.WeakMethod(client.engine_exited))
             answered, missed = time.monotonic(), 0
@@ -388,7 +365,7 @@ class Supervisor:
                 answered, missed = time.monotonic(), 0
         return True
 
-    def _asking(self, connect_timeout: float) -> ControlClient:
+    def _probing_client(self, connect_timeout: float) -> ControlClient:
         server_key, own_keys = self._keys
         return ControlClient(
             self.endpoint,
@@ -405,9 +382,7 @@ class Supervisor:
 
 
 def _exit_of(child: Child) -> str:
-    """How a process ended, with its last words."""
-    with suppress(subprocess.TimeoutExpired):
-        child.process.wait(1.0)
+    """Return how a process ended, with the last line of its log."""
     how = how_it_ended(child.process.returncode)
     last = child.last_line()[:_LAST_LINE]
     return f"{how}, last line: {last}" if last else how

@@ -9,7 +9,6 @@ Invariants:
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import resource
 import socket
@@ -21,20 +20,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ...io_struct.text import LOG_PREFIX, LOG_TIME
 from ...process import private_directory
-from ...process.json_log import JsonFormatter
+from ...process.log import server_log
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..exceptions import EngineError, InvalidRequest
 from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler, engine_command
 from ..launch.notify import notify
-from ..launch.stderr import Repeats, queued_stderr
 from ..launch.supervise import log_format_option, restart_options, status_of, stop_timeout_s, supervised
 from ..launch.supervisor import RestartPolicy, Supervisor
 from .listening import ADMIN_KEY, API_KEY, OPEN_TO_ALL, Keys, bound, check_host, warn
-from .printable import PrintableFormatter
 from .tls import tls_context
 from .watch import Watch, interrupted_by_signals, unless_stopped
 
@@ -272,17 +268,8 @@ def _raise_descriptor_limit() -> None:
 def run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
     """Everything until the end; the exit status."""
     _raise_descriptor_limit()
-    json = JsonFormatter("serve") if settings.log_format == "json" else None
-    with queued_stderr(None if json is None else json.wrap):
-        _configure_log(json or PrintableFormatter(f"{LOG_PREFIX} %(name)s: %(message)s", LOG_TIME))
+    with server_log("serve", settings.log_format, "%(module_path)s"):
         return _run(settings, listener, server_class)
-
-
-def _configure_log(formatter: logging.Formatter) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter)
-    handler.addFilter(Repeats())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 def _run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:

@@ -1,7 +1,7 @@
 """The report's charts, drawn by matplotlib and returned as SVG to stand inside an HTML page.
 
-Invariant: nothing in the SVG refers outside it. XML declarations, namespaces and metadata (which are addresses) are
-cut off: HTML needs none of them.
+Invariant: nothing in the SVG refers outside it. XML declarations, namespaces and metadata (which are
+addresses) are cut off: HTML needs none of them.
 """
 
 import io
@@ -50,14 +50,14 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One drawing, and its legend for the page to set: (label, colour) pairs."""
+    """A drawing, and its legend for the page to set: (label, colour) pairs."""
 
     svg: str
     legend: list[tuple[str, str]]
 
 
 def all_charts(history: History) -> dict[str, Chart]:
-    """Every chart of the report by name."""
+    """Return every chart of the report by name."""
     drawings: dict[str, tuple[Callable[[Axes, History], None], tuple[float, float]]] = {
         "reward": (_reward, (9.6, 3.1)),
         "warmup": (_warmup, (4.7, 2.2)),
@@ -76,7 +76,7 @@ def all_charts(history: History) -> dict[str, Chart]:
 
 
 def draw_chart(name: str, draw: Callable[[Axes], None], size: tuple[float, float]) -> Chart:
-    """What ``draw`` makes of empty axes; ``size`` in inches."""
+    """Return what ``draw`` makes of empty axes; ``size`` is in inches."""
     # The salt keeps ids apart on one page.
     with mpl.rc_context(STYLE | {"svg.hashsalt": name}):  # type: ignore[arg-type]
         figure = Figure(figsize=size, layout="constrained")
@@ -91,7 +91,7 @@ def draw_chart(name: str, draw: Callable[[Axes], None], size: tuple[float, float
 
 
 def _colour(handle: Any) -> str:
-    """The colour of a line, a bar container or a filled area."""
+    """Return the colour of a line, a bar container or a filled area."""
     if hasattr(handle, "get_color"):
         return to_hex(handle.get_color())
     patch = handle.patches[0] if hasattr(handle, "patches") else handle
@@ -100,7 +100,7 @@ def _colour(handle: Any) -> str:
 
 
 def inline_svg(text: str, label: str) -> str:
-    """The ``<svg>`` element alone, without anything that is an address, scaled by its container."""
+    """Return the ``<svg>`` element alone, without addresses, scaled by its container."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
@@ -110,7 +110,7 @@ def inline_svg(text: str, label: str) -> str:
 
 
 def smooth(values: Sequence[float], span: int = 5) -> list[float]:
-    """Trailing mean over ``span`` values."""
+    """Return the trailing mean over ``span`` values."""
     return [
         sum(values[max(0, end - span) : end]) / (end - max(0, end - span))
         for end in range(1, len(values) + 1)

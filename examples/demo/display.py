@@ -24,7 +24,7 @@ class Display(Protocol):
     """A context manager around the run; ``changed`` is called after every change of the history."""
 
     def changed(self) -> None:
-        """The history has changed."""
+        """Show a change of the history."""
 
     def __enter__(self) -> Self: ...
 
@@ -34,7 +34,7 @@ class Display(Protocol):
 
 
 def open_display(console: Console, history: History) -> Display:
-    """The display that suits ``console``."""
+    """Return the display that suits ``console``."""
     return LiveDisplay(console, history) if console.is_terminal else PlainDisplay(console, history)
 
 
@@ -95,7 +95,7 @@ class LiveDisplay:
         )
 
     def changed(self) -> None:
-        """Nothing to do: the panel reads the history when it is drawn."""
+        """Do nothing: the panel reads the history when it is drawn."""
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -108,7 +108,7 @@ class LiveDisplay:
 
 
 def render(history: History) -> RenderableType:
-    """The panel for the history as it stands."""
+    """Return the panel for the history as it stands."""
     done = len(history.updates)
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(ratio=1)
@@ -170,7 +170,7 @@ def _figures(history: History) -> Table:
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """``values`` between ``low`` and ``high`` as at most ``SPARK_WIDTH`` block characters, each a mean."""
+    """Draw ``values`` between ``low`` and ``high`` as at most ``SPARK_WIDTH`` block characters."""
     count = len(values)
     width = min(count, SPARK_WIDTH)
     line = []

@@ -1,4 +1,6 @@
-"""What the run needs of whatever samples for it, and how it is started: one engine over its socket, or several behind HTTP."""
+"""What the run needs of whatever samples for it, and how it is started: one engine over its socket, or
+several behind HTTP.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -39,7 +41,7 @@ class Engine(Protocol):
 
 
 def started(settings: Settings, model: str) -> AbstractContextManager[Engine]:
-    """An engine on the checkpoint in ``model``, or ``settings.replicas`` of them."""
+    """Start an engine on the checkpoint in ``model``, or ``settings.replicas`` of them."""
     log = settings.out_dir / "engine.log"
     if settings.replicas > 1:
         from .replicas import Served

@@ -14,7 +14,7 @@ from .rollout import Ledger, PoolCounts
 
 MB = 1 << 20
 STAGES = ("receive", "copy", "derive", "flush")
-"""What an update is made of, as the engine times it."""
+"""Stages of an update, as the engine times it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +23,16 @@ class UpdateRecord:
 
     update: int
     at_s: float
-    """Since reinforcement learning began."""
+    """Seconds since reinforcement learning began."""
     train_exact: float
     """Share of sampled training answers that are exactly right (all that ended since the last update)."""
     train_reward: float
-    """Their mean reward, partial credit included."""
+    """Mean reward of these answers, partial credit included."""
     lag: float
     """Mean over the batch: updates between a group's oldest token and its use."""
     samples: int
     wait_s: float
-    """What the trainer waited for rollouts."""
+    """Seconds that the trainer waited for rollouts."""
     train_s: float
     verify_s: float
     save_s: float
@@ -40,18 +40,18 @@ class UpdateRecord:
     update_ms: float
     continue_ms: float
     stages: StageTimes
-    """The engine's own account of the update."""
+    """Milliseconds of the update's stages, by the engine."""
     held_requests: int
     """Samples that kept their KV through the pause, in mid-answer."""
     waiting_requests: int
     changed_tensors: int
     reserved_running_mb: float
-    """Just before the pause."""
+    """Reserved memory just before the pause."""
     reserved_before_mb: float
-    """While paused, before the device cache was emptied."""
+    """Reserved memory while paused, before the device cache was emptied."""
     reserved_after_mb: float
     tokens_per_s: float
-    """Sampled by the engine since the last update, pauses included."""
+    """Tokens per second sampled since the last update, pauses included."""
     step: StepStats
     gap: GapStats
 
@@ -68,7 +68,7 @@ class EvalRecord:
 
 @dataclass
 class History:
-    """One run. ``phase`` is for the display."""
+    """Record of one run; ``phase`` is for the display."""
 
     updates_planned: int
     transport: str
@@ -82,20 +82,22 @@ class History:
     ledger: Ledger = field(default_factory=Ledger)
     counts: PoolCounts = field(default_factory=PoolCounts)
     tokens: int = 0
-    """Sampled by the engine over the reinforcement-learning phase."""
+    """Tokens sampled by the engine over the reinforcement-learning phase."""
     rl_s: float = 0.0
     wall_s: float = 0.0
     exemplar: tuple[str, Sample] | None = None
 
     def stages_ms(self) -> dict[str, float]:
-        """Median milliseconds per stage of an update."""
+        """Return the median milliseconds per stage of an update."""
         return {
             stage: round(1e3 * statistics.median(getattr(row.stages, stage) for row in self.updates), 3)
             for stage in STAGES
         }
 
     def summary(self) -> dict[str, Any]:
-        """``summary.json``. Rewards are exact-match shares on held-out words; the gap is over first spans."""
+        """Return the figures of ``summary.json``: rewards are exact shares on held-out words; the gap is over
+        first spans.
+        """
         pauses = [record.pause_ms for record in self.updates]
         return {
             "reward_first": round(self.evals[0].reward, 4),

@@ -1,8 +1,8 @@
 """Learning: the supervised warm-up, the policy-gradient step and the check of the engine's logprobs.
 
 Invariants:
-- Behaviour logprobs are the engine's, never recomputed ones: the importance ratio includes whatever differs between
-  the two implementations.
+- Behaviour logprobs are the engine's, never recomputed ones: the importance ratio includes whatever differs
+  between the two implementations.
 - The check compares each token with the weights that sampled it, which is why the last few versions are kept.
 """
 
@@ -26,8 +26,8 @@ EPSILON = 1e-4
 class Batch:
     """Groups as right-padded tensors; ``[rows, columns]`` where column ``i`` is about token ``i + 1``.
 
-    ``tokens`` is int64 [rows, columns + 1]; the others are float32 but ``versions`` (int64, -1 on prompts and padding)
-    and ``stale`` (bool).
+    ``tokens`` is int64 [rows, columns + 1]; the others are float32 but ``versions`` (int64, -1 on prompts and
+    padding) and ``stale`` (bool).
     """
 
     tokens: torch.Tensor
@@ -39,15 +39,15 @@ class Batch:
 
 
 def group_advantages(samples: list[Sample]) -> list[list[float]]:
-    """Group-normalised return of every output token.
+    """Return the group-normalised return of every output token.
 
     With the return-to-go ``G[i, t] = sum of r[i, u] for u >= t`` (0 beyond the end of sample i),
 
         A[i, t] = (G[i, t] - mean over the group of G[., t]) / (std over the group of G[., 0] + epsilon).
 
-    GRPO (Shao et al., 2024, DeepSeekMath, arXiv 2402.03300, section 4.1.3, "process supervision") with the baseline
-    taken at the same position: a token is judged by what it can still change. For one reward at the end this is the
-    usual ``(R - mean) / std``.
+    GRPO (Shao et al., 2024, DeepSeekMath, arXiv 2402.03300, section 4.1.3, "process supervision") with the
+    baseline taken at the same position: a token is judged by what it can still change. For one reward at the
+    end this is the usual ``(R - mean) / std``.
     """
     length = max(len(sample.rewards) for sample in samples)
     rewards = torch.zeros(len(samples), length)
@@ -59,7 +59,7 @@ def group_advantages(samples: list[Sample]) -> list[list[float]]:
 
 
 def collate(groups: list[Group]) -> Batch:
-    """All samples of all groups as one batch."""
+    """Return all samples of all groups as one batch."""
     rows = [
         (group.prompt_ids, sample, advantages)
         for group in groups
@@ -93,17 +93,19 @@ class Learner:
     def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
         self.model = model
         self._settings = settings
-        # One optimiser for both phases: the second moments of the warm-up keep the first policy-gradient steps small.
+        # One optimiser for both phases: the second moments of the warm-up keep the first policy-gradient
+        # steps small.
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0
         )
         self._ring = VersionRing(model, settings.temperature, size=settings.max_lag + 2)
 
     def warmup_step(self, step: int, rng: random.Random) -> tuple[float, float]:
-        """One supervised step on fresh training words: (loss in nats per token, share answered exactly before it).
+        """Run one supervised step on fresh words; return the loss in nats per token and the exact share
+        before it.
 
-        The share needs no generation: greedy decoding gives the answer if and only if every token of it is the
-        arg-max given the right ones before it.
+        The share needs no generation: greedy decoding gives the answer if and only if every token of it is
+        the arg-max given the right ones before it.
         """
         words = [task.training_word(rng) for _ in range(self._settings.warmup_batch)]
         assert not any(map(task.is_held_out, words))
@@ -121,19 +123,19 @@ class Learner:
         return loss.item(), right.all(dim=1).float().mean().item()
 
     def remember(self, version: int) -> None:
-        """The model's weights are version ``version`` now."""
+        """Keep the model's weights as version ``version``."""
         self._ring.add(version, self.model)
 
     def step(self, update: int, batch: Batch) -> StepStats:
-        """One policy-gradient step on ``batch``.
+        """Run one policy-gradient step on ``batch``.
 
         With the ratio ``w = exp(logp - behaviour logp)`` of each token, the loss is
 
             - mean over all tokens of [ stop_gradient(min(w, cap)) * A * logp + entropy_bonus * H ]:
 
-        REINFORCE with truncated importance sampling (the ratio's use as in IMPALA, Espeholt et al., 2018, arXiv
-        1802.01561, and, per token of a language model, CISPO, MiniMax-M1, 2025, arXiv 2506.13585), averaged over
-        tokens rather than sequences (DAPO, Yu et al., 2025, arXiv 2503.14476).
+        REINFORCE with truncated importance sampling (the ratio's use as in IMPALA, Espeholt et al., 2018,
+        arXiv 1802.01561, and, per token of a language model, CISPO, MiniMax-M1, 2025, arXiv 2506.13585),
+        averaged over tokens rather than sequences (DAPO, Yu et al., 2025, arXiv 2503.14476).
         """
         settings = self._settings
         logprobs, entropy = token_logprobs(self.model, batch.tokens, settings.temperature)
@@ -156,11 +158,11 @@ class Learner:
         )
 
     def verify(self, batch: Batch) -> GapStats:
-        """Compare the engine's logprobs with a recomputation under the weights of each token's own version."""
+        """Compare the engine's logprobs with a recomputation under each token's own weights."""
         return self._ring.gap(batch)
 
     def _descend(self, loss: torch.Tensor, rate: float) -> float:
-        """Clip, step with learning rate ``rate``; the gradient's norm before clipping."""
+        """Clip and step with learning rate ``rate``; return the gradient's norm before clipping."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
@@ -171,7 +173,7 @@ class Learner:
 
 
 def effective_sample_share(ratios: torch.Tensor) -> float:
-    """Kish's effective sample size as a share: ``(sum w)^2 / (n sum w^2)``; 1 when all ratios are equal."""
+    """Return Kish's effective sample size as a share: ``(sum w)^2 / (n sum w^2)``."""
     return (ratios.sum().square() / (ratios.numel() * ratios.square().sum())).item()
 
 
@@ -192,7 +194,7 @@ class VersionRing:
 
     @torch.inference_mode()
     def gap(self, batch: Batch) -> GapStats:
-        """Absolute differences over first spans (fresh KV) and over later ones.
+        """Return absolute differences over first spans (fresh KV) and over later ones.
 
         Raises:
             KeyError: a first span is of a version that is no longer kept.

@@ -2,11 +2,12 @@
 
 One turn, pipelined (the engine samples all the time; the trainer steps on what came back meanwhile):
 
-    take a batch -> trainer steps, pool pumps -> pause in place -> trainer sends weights -> continue -> evaluate at times
+    take a batch -> trainer steps, pool pumps -> pause in place -> trainer sends weights -> continue ->
+    evaluate at times
 
 Invariants:
-- Weights are pushed only while the engine is paused, with requests in mid-answer; those keep their KV, and their
-  spans name both versions.
+- Weights are pushed only while the engine is paused, with requests in mid-answer; those keep their KV, and
+  their spans name both versions.
 - An evaluation runs under one version: the next push waits for it.
 """
 
@@ -37,7 +38,7 @@ from .trainer import TrainerError, TrainerProcess
 
 POLL_S = 0.004
 PATIENCE_S = 120.0
-"""No control call and no batch may take longer; the engine's death is noticed at once, not by this."""
+"""Seconds that a control call or a batch may take; the engine's death is noticed at once."""
 SMALL_BATCH_AFTER_S = 3.0
 """Late in a run few groups differ in reward; after this long a batch may be a quarter of its size."""
 
@@ -46,11 +47,11 @@ Notify = Callable[[], None]
 
 
 class StalledError(RuntimeError):
-    """The engine answers, but no batch came together."""
+    """No batch came together, although the engine answers."""
 
 
 def run(settings: Settings, history: History, notify: Notify) -> None:
-    """The whole run; fills ``history``."""
+    """Run everything and fill ``history``."""
     began = time.perf_counter()
     history.phase = "starting trainer"
     notify()
@@ -102,7 +103,7 @@ class Loop:
         self.history.ledger, self.history.counts = ledger, self._pool.counts
 
     def run(self) -> None:
-        """All updates, the evaluations between them and the last one; ends with nothing in flight."""
+        """Run all updates and evaluations; end with nothing in flight."""
         history, settings = self.history, self.settings
         self._send_weights(0, flush_cache=True)
         history.phase = "reinforcement learning"
@@ -130,7 +131,7 @@ class Loop:
         self.notify()
 
     def _collect(self, update: int) -> tuple[list[ScoredGroup], float]:
-        """A batch for ``update``, and how long the trainer waited for it (seconds)."""
+        """Return a batch for ``update``, and the seconds that the trainer waited for it."""
         began = time.perf_counter()
         wanted = self.settings.groups_per_update
         oldest = update - 1 - self.settings.max_lag
@@ -146,7 +147,7 @@ class Loop:
             self.trainer.poll(POLL_S)
 
     def _train(self, update: int, groups: list[ScoredGroup]) -> StepDone:
-        """The trainer's step, with the pool kept full meanwhile."""
+        """Run the trainer's step with the pool kept full meanwhile."""
         self.trainer.send(TrainBatch(update=update, groups=[group.to_message() for group in groups]))
         while not self.trainer.poll(POLL_S):
             self._pool.pump()

@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; the process's exit status."""
+    """Run the demo and return the exit status."""
     settings, console = parse(arguments), Console()
     settings.out_dir.mkdir(parents=True, exist_ok=True)
     if isinstance(settings, ImageSettings):
@@ -61,7 +61,7 @@ def _run_images(console: Console, settings: ImageSettings) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> Settings | ImageSettings:
-    """Settings from the command line."""
+    """Return the settings of the command line."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few updates: walks every path, learns little")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the report (demo_out)")

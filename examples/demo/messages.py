@@ -1,8 +1,8 @@
 """What crosses the pipe between the run and its trainer process: msgpack structs, nothing pickled.
 
-Order: ``Initialised``, then ``WarmupProgress`` …, then ``WarmupDone``, all unasked. Then the run says ``Connect``; from
-then on there is one ``StepDone`` for each ``TrainBatch`` and one ``Pushed`` for each ``Push``. The end of the pipe ends
-the trainer.
+Order: ``Initialised``, then ``WarmupProgress`` …, then ``WarmupDone``, all unasked. Then the run says
+``Connect``; from then on there is one ``StepDone`` for each ``TrainBatch`` and one ``Pushed`` for each
+``Push``. The end of the pipe ends the trainer.
 """
 
 import msgspec
@@ -21,7 +21,7 @@ class Span(msgspec.Struct, kw_only=True, frozen=True):
     start: int
     end: int
     stale_kv: bool
-    """True: on a KV cache that older weights have written in part."""
+    """True on a KV cache that older weights have written in part."""
 
 
 class Sample(msgspec.Struct, kw_only=True, frozen=True):
@@ -29,7 +29,7 @@ class Sample(msgspec.Struct, kw_only=True, frozen=True):
 
     output_ids: list[int]
     logprobs: list[float]
-    """The engine's, at sampling time: the behaviour policy."""
+    """Log-probabilities of the engine at sampling time: the behaviour policy."""
     rewards: list[float]
     spans: list[Span]
 
@@ -55,7 +55,9 @@ class Connect(Message, kw_only=True, frozen=True):
 
 
 class Push(Message, kw_only=True, frozen=True):
-    """Bring the policy as it is now into the engine, as ``version``; everything but disk reads it where it lies."""
+    """Bring the policy as it is now into the engine, as ``version``; everything but disk reads it where it
+    lies.
+    """
 
     version: int
     flush_cache: bool
@@ -69,7 +71,9 @@ class Initialised(Message, kw_only=True, frozen=True):
 
 
 class WarmupProgress(Message, kw_only=True, frozen=True):
-    """One supervised step: loss in nats per token, and the share of that batch's fresh words that were exactly right."""
+    """One supervised step: loss in nats per token, and the share of that batch's fresh words that were
+    exactly right.
+    """
 
     step: int
     loss: float
@@ -84,13 +88,13 @@ class WarmupDone(Message, kw_only=True, frozen=True):
 
 
 class StepStats(msgspec.Struct, kw_only=True, frozen=True):
-    """What one policy-gradient step measured."""
+    """Measurements of one policy-gradient step."""
 
     loss: float
     entropy: float
     """Nats per token."""
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     ess: float
     """Effective sample size of the importance ratios, as a share of the tokens."""
     ratio_max: float
@@ -99,7 +103,7 @@ class StepStats(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class GapStats(msgspec.Struct, kw_only=True, frozen=True):
-    """Engine's logprobs against the trainer's, recomputed under the weights that sampled each token (nats)."""
+    """Engine's logprobs against the trainer's under the weights that sampled each token (nats)."""
 
     first_max: float
     """Largest absolute difference over first spans: KV and weights of one epoch."""
@@ -119,7 +123,7 @@ class StepDone(Message, kw_only=True, frozen=True):
     train_s: float
     verify_s: float
     save_s: float
-    """Writing the checkpoint; 0 where the transport needs none."""
+    """Seconds of writing the checkpoint; 0 if the transport needs none."""
 
 
 class Pushed(Message, kw_only=True, frozen=True):

@@ -1,7 +1,7 @@
 """The policy: two layers of transformers' Qwen3, Qwen3-MoE or DeepSeek V3, and how it gets to disk.
 
-Invariant: a checkpoint folder appears under its final name complete or not at all (written aside, then renamed), so an
-engine that is told the name can never read half of one.
+Invariant: a checkpoint folder appears under its final name complete or not at all (written aside, then
+renamed), so an engine that is told the name can never read half of one.
 """
 
 import shutil
@@ -28,7 +28,7 @@ LAYERS = 2
 
 
 def build_policy(kind: Policy = "dense") -> PreTrainedModel:
-    """A randomly initialised policy in float32, less than a million parameters; torch's global seed decides."""
+    """Return a random policy in float32 of less than a million parameters; torch's global seed decides."""
     common: dict[str, Any] = {
         "vocab_size": task.VOCAB_SIZE,
         "hidden_size": HIDDEN,
@@ -71,7 +71,7 @@ def build_policy(kind: Policy = "dense") -> PreTrainedModel:
 
 
 def build_tokenizer() -> Tokenizer:
-    """One token per character, as ``tokenizer.json`` (the run itself speaks token ids)."""
+    """Return a tokenizer with one token per character (the run itself uses token ids)."""
     tokenizer = Tokenizer(
         models.WordLevel({token: index for index, token in enumerate(task.TOKENS)}, unk_token=task.TOKENS[0])
     )
@@ -81,7 +81,9 @@ def build_tokenizer() -> Tokenizer:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into two folders in turn: the engine may still hold the last while the next is written."""
+    """Writes checkpoints into two folders in turn: the engine may still hold the last while the next is
+    written.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -100,7 +102,7 @@ class CheckpointWriter:
 
 
 def save_policy(model: PreTrainedModel, folder: Path) -> None:
-    """``model`` with its tokenizer, as a folder that can be served."""
+    """Save ``model`` with its tokenizer as a folder that can be served."""
     model.save_pretrained(folder)
     build_tokenizer().save(str(folder / "tokenizer.json"))
 
@@ -108,14 +110,15 @@ def save_policy(model: PreTrainedModel, folder: Path) -> None:
 def token_logprobs(
     model: PreTrainedModel, tokens: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every token given those before it, and the entropy there, both at ``temperature``.
+    """Return every token's log-probability given those before it, and the entropy, at ``temperature``.
 
     Args:
-        tokens: int64 [batch, length], padded on the right. Padding needs no mask: attention is causal, and the caller
-            drops what stands on it.
+        tokens: int64 [batch, length], padded on the right. Padding needs no mask: attention is causal, and
+            the caller drops what stands on it.
 
     Returns:
-        (logprobs, entropy), both float32 [batch, length - 1] in nats; column ``i`` is about ``tokens[:, i + 1]``.
+        (logprobs, entropy), both float32 [batch, length - 1] in nats; column ``i`` is about ``tokens[:, i +
+        1]``.
     """
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     distribution = torch.log_softmax(logits.float() / temperature, dim=-1)

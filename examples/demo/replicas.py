@@ -1,7 +1,7 @@
 """Several engines behind one port (``caesura serve --replicas``), with the methods that the run uses of one.
 
-Invariant: nothing but HTTP passes here, as for any trainer that knows SGLang's routes. Each generation has a thread that waits for its
-answer.
+Invariant: nothing but HTTP passes here, as for any trainer that knows SGLang's routes. Each generation has a
+thread that waits for its answer.
 """
 
 import json
@@ -85,7 +85,7 @@ class Served:
         return Answer(self._threads.submit(post, f"{self.endpoint}/generate", body, ANSWER_S))
 
     def status(self, *, timeout: float | None = None) -> GetStatusReqOutput:
-        """The engines' state; counts and memory are those of all."""
+        """Return the engines' state; counts and memory are those of all."""
         info = get(f"{self.endpoint}/server_info", timeout)
         states = msgspec.convert(info["internal_states"], list[GetStatusReqOutput])
         memory = msgspec.structs.replace(
@@ -105,7 +105,7 @@ class Served:
         return msgspec.convert({**reply, "id": ""}, ContinueGenerationReqOutput)
 
     def abort(self, *, abort_all: bool, timeout: float | None = None) -> AbortReqOutput:
-        """Abort everything in flight; how much that was is not said."""
+        """Abort everything in flight."""
         post(f"{self.endpoint}/abort_request", {"abort_all": abort_all}, timeout)
         return AbortReqOutput(id="", aborted=0)
 
@@ -133,11 +133,11 @@ class Answer:
         self._future = future
 
     def done(self) -> bool:
-        """Whether the answer is there."""
+        """Return True if the answer is there."""
         return self._future.done()
 
     def results(self, timeout: float | None = None) -> list[GenerateOutput]:
-        """All samples.
+        """Return all samples.
 
         Raises:
             TimedOut: they are not there after ``timeout`` seconds. EngineError: what the server said instead.
@@ -151,7 +151,7 @@ class Answer:
 
 
 def post(url: str, body: Any, timeout: float | None = None, kind: str = "application/json") -> Any:
-    """The JSON of a POST; ``body`` is sent as it is if it is bytes.
+    """Return the JSON of a POST; ``body`` is sent unchanged if it is bytes.
 
     Raises:
         EngineError: what the server answered, or that it is not there.
@@ -161,7 +161,7 @@ def post(url: str, body: Any, timeout: float | None = None, kind: str = "applica
 
 
 def get(url: str, timeout: float | None = None) -> Any:
-    """The JSON of a GET. Raises as :func:`post`."""
+    """Return the JSON of a GET. Raises as :func:`post`."""
     return _sent(urllib.request.Request(url), timeout)  # noqa: S310
 
 

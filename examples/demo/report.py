@@ -1,6 +1,7 @@
 """``summary.json`` and ``report.html``: the run, told once for programs and once for people.
 
-Invariant: the page needs no network and no other file; :func:`write_report` refuses to write one that names an address.
+Invariant: the page needs no network and no other file; :func:`write_report` refuses to write one that names
+an address.
 """
 
 import json
@@ -28,14 +29,14 @@ ROADS = {
     "ipc": "is copied from memory that the trainer shares",
     "distributed": "is broadcast by the trainer over gloo",
 }
-"""How each transport delivers, as the page says it."""
+"""Words of the page for each transport's delivery."""
 OVER_HTTP = {
     "tensor": "is sent over HTTP to every engine",
     "disk": "is read by every engine from the checkpoint that the trainer has written",
 }
-"""The same with several engines behind one port."""
+"""Words for several engines behind one port."""
 FAMILIES = {"dense": "Qwen3", "moe": "Qwen3-MoE", "mla": "DeepSeek V3"}
-"""What each policy is, as the page says it."""
+"""Words for each policy."""
 SHOWN_EACH = 6
 """Random held-out words in the before/after table, beside the showcase."""
 
@@ -72,14 +73,14 @@ class Token:
 
 
 def write_summary(history: History, out_dir: Path) -> Path:
-    """``summary.json``."""
+    """Write ``summary.json``."""
     path = out_dir / "summary.json"
     path.write_text(json.dumps(history.summary(), indent=2) + "\n")
     return path
 
 
 def write_report(history: History, settings: Settings, out_dir: Path) -> Path:
-    """``report.html``."""
+    """Write ``report.html``."""
     page = template("report.html.j2").render(
         summary=history.summary(),
         tiles=tiles(history, settings),
@@ -103,7 +104,7 @@ def write_report(history: History, settings: Settings, out_dir: Path) -> Path:
 
 
 def template(name: str) -> jinja2.Template:
-    """A template of this package, by its path below it."""
+    """Return a template of this package by its path below it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -115,7 +116,7 @@ def template(name: str) -> jinja2.Template:
 
 
 def written(page: str, out_dir: Path) -> Path:
-    """``report.html`` with ``page``, once it is sure that it names no address."""
+    """Write ``report.html`` after checking that ``page`` names no address."""
     found = re.search(r"(https?:)?//[\w.-]+\.\w|(?:src|href)=[\"'](?!#|data:image/png;base64,)", page)
     assert found is None, f"the report names an address: {found.group() if found else ''}"
     path = out_dir / "report.html"
@@ -124,7 +125,7 @@ def written(page: str, out_dir: Path) -> Path:
 
 
 def tiles(history: History, settings: Settings) -> list[Tile]:
-    """The figures at the top."""
+    """Return the figures at the top."""
     summary = history.summary()
     pauses = f"max {summary['pause_ms_max']:.1f} ms"
     reserved_first, reserved_last = float(summary["reserved_mb_first"]), float(summary["reserved_mb_last"])
@@ -151,7 +152,8 @@ def tiles(history: History, settings: Settings) -> list[Tile]:
         Tile(
             f"{reserved_last:.1f} MB",
             "reserved at the end",
-            f"{reserved_first:.1f} first, {settled:.1f} at the tenth update{'' if settings.replicas == 1 else ', all engines together'}",
+            f"{reserved_first:.1f} first, {settled:.1f} at the tenth update"
+            + ("" if settings.replicas == 1 else ", all engines together"),
         ),
         Tile(
             f"{summary['max_logprob_gap']:.0e}", "largest logprob gap", "engine against trainer, first spans"
@@ -163,18 +165,18 @@ def tiles(history: History, settings: Settings) -> list[Tile]:
 
 
 def engines(settings: Settings) -> str:
-    """What samples, as the page says it."""
+    """Return the words for what samples."""
     threads = "one thread" if settings.engine_threads == 1 else f"{settings.engine_threads} threads"
     return threads if settings.replicas == 1 else f"{settings.replicas} engines of {threads} each"
 
 
 def _stages(stages_ms: dict[str, float]) -> str:
-    """The engine's stages, in ms, with what rounds to nothing left out."""
+    """Return the engine's stages in ms without those that round to nothing."""
     return ", ".join(f"{stage} {value:.1f}" for stage, value in stages_ms.items() if value >= 0.05) + " ms"
 
 
 def answers(first: EvalRecord, last: EvalRecord) -> list[Answer]:
-    """The showcase, then some random words, first come first shown."""
+    """Return the answers to the showcase, then to some random words."""
     words = [word for word in last.answers if word in task.SHOWCASE]
     random_words = [word for word in last.answers if word not in task.SHOWCASE]
     words += random_words[:SHOWN_EACH]
@@ -192,12 +194,12 @@ def answers(first: EvalRecord, last: EvalRecord) -> list[Answer]:
 
 
 def _shown(output_ids: list[int]) -> str:
-    """The answer's text; an ellipsis where it was cut at the limit."""
+    """Return the answer's text, with an ellipsis if it was cut at the limit."""
     return task.decode(output_ids) + ("" if output_ids[-1:] == [task.END] else "…")
 
 
 def exemplar(found: tuple[str, Sample] | None) -> dict[str, Any] | None:
-    """One right answer that lived across an update, token by token; None where no such answer was seen."""
+    """Return a right answer that lived across an update token by token, or None."""
     if found is None:
         return None
     word, sample = found
@@ -214,7 +216,7 @@ def exemplar(found: tuple[str, Sample] | None) -> dict[str, Any] | None:
 
 
 def machine(*further: str) -> dict[str, str]:
-    """Where and with what it ran; ``further`` are packages to name."""
+    """Describe the machine and the packages; ``further`` are more to name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

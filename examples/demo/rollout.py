@@ -1,11 +1,11 @@
 """Requests to the engine: a pool of training prompts that never runs dry, and the held-out evaluation.
 
 Invariants:
-- Every sample submitted is entered in the :class:`Ledger`, every terminal result too; what is missing at the end is
-  ``requests_lost``.
+- Every sample submitted is entered in the :class:`Ledger`, every terminal result too; what is missing at the
+  end is ``requests_lost``.
 - No word that is held out is ever submitted for training.
-- The engine always has work: each pump submits as many prompts as have ended, so that every pause meets requests in
-  flight.
+- The engine always has work: each pump submits as many prompts as have ended, so that every pause meets
+  requests in flight.
 """
 
 import random
@@ -24,7 +24,7 @@ DRAIN_S = 20.0
 
 @dataclass
 class Ledger:
-    """Samples asked for, and samples that came to an end."""
+    """Counts of samples asked for and ended."""
 
     submitted: int = 0
     ended: int = 0
@@ -32,13 +32,13 @@ class Ledger:
     def submit(
         self, client: Engine, word: str, sampling_params: SamplingParams, *, return_logprob: bool
     ) -> Handle:
-        """``client.submit`` on the prompt of ``word``, entered."""
+        """Submit the prompt of ``word`` and count it."""
         handle = client.submit(task.prompt_ids(word), sampling_params, return_logprob=return_logprob)
         self.submitted += sampling_params.n
         return handle
 
     def collect(self, handle: Handle, timeout: float | None = None) -> list[GenerateOutput]:
-        """All samples of ``handle``, entered; raises what the engine answered instead."""
+        """Return and count all samples of ``handle``; raise what the engine answered instead."""
         outputs: list[GenerateOutput] = handle.results(timeout)
         self.ended += len(outputs)
         return outputs
@@ -63,7 +63,7 @@ class ScoredGroup:
 
     @property
     def informative(self) -> bool:
-        """Whether the samples differ in reward; where they do not, every advantage is zero."""
+        """True if the samples differ in reward; otherwise every advantage is zero."""
         return any(sample.rewards != self.samples[0].rewards for sample in self.samples)
 
     @property
@@ -72,13 +72,13 @@ class ScoredGroup:
         return min(sample.spans[0].version for sample in self.samples)
 
     def to_message(self) -> Group:
-        """For the trainer."""
+        """Return the message for the trainer."""
         return Group(prompt_ids=task.prompt_ids(self.word), samples=self.samples)
 
 
 @dataclass
 class PoolCounts:
-    """Over the whole run, in samples unless it says groups."""
+    """Counts over the whole run, in samples unless it says groups."""
 
     finished: int = 0
     crossed: int = 0
@@ -86,7 +86,7 @@ class PoolCounts:
     most_versions: int = 1
     """Versions in the one sample that saw most of them."""
     groups_without_signal: int = 0
-    """All samples alike: nothing to learn from (left out, as DAPO's dynamic sampling does)."""
+    """Groups of equal samples, which are left out as by DAPO's dynamic sampling."""
     groups_too_old: int = 0
 
 
@@ -99,7 +99,7 @@ class RolloutPool:
     ledger: Ledger
     counts: PoolCounts = field(default_factory=PoolCounts)
     exemplar: tuple[str, Sample] | None = None
-    """Of the right answers that lived across an update, one to show, with its word."""
+    """A right answer that lived across an update, with its word, or None."""
 
     def __post_init__(self) -> None:
         self._rng = random.Random(f"rollouts {self.settings.seed}")
@@ -114,11 +114,11 @@ class RolloutPool:
 
     @property
     def ready(self) -> int:
-        """Groups with signal that wait for the trainer."""
+        """Number of groups with signal that wait for the trainer."""
         return len(self._ready)
 
     def pump(self) -> None:
-        """Take in what has ended and submit as much again. Never waits."""
+        """Take in what has ended and submit as much again, without waiting."""
         waiting: deque[tuple[str, Handle]] = deque()
         for word, handle in self._in_flight:
             if handle.done():
@@ -140,11 +140,11 @@ class RolloutPool:
         self._ready.extend(fresh)
 
     def take(self, count: int) -> list[ScoredGroup]:
-        """Up to ``count`` groups, the newest first: the older the weights, the less a group has to say."""
+        """Return up to ``count`` groups, the newest first: older weights say less."""
         return [self._ready.pop() for _ in range(min(count, len(self._ready)))]
 
     def scored_since(self) -> list[ScoredGroup]:
-        """All groups scored since the last call, those without signal included."""
+        """Return all groups scored since the last call, those without signal included."""
         scored, self._scored = self._scored, []
         return scored
 
@@ -175,7 +175,7 @@ class RolloutPool:
             counts.groups_without_signal += 1
 
     def _propose(self, word: str, sample: Sample) -> None:
-        """Make ``sample`` the exemplar unless the present one shows more: versions, then the shortest span."""
+        """Make ``sample`` the exemplar if it shows more versions, or a longer shortest span."""
         if self.exemplar is None or _spread(sample) >= _spread(self.exemplar[1]):
             self.exemplar = (word, sample)
 
@@ -201,11 +201,11 @@ class Evaluation:
         return cls(version, handles, ledger)
 
     def done(self) -> bool:
-        """Whether every answer is there."""
+        """Return True if every answer is there."""
         return all(handle.done() for handle in self.handles.values())
 
     def answers(self) -> dict[str, list[int]]:
-        """The output tokens by word, waiting for them."""
+        """Wait for the output tokens by word."""
         answers = {}
         for word, handle in self.handles.items():
             (output,) = self.ledger.collect(handle)
@@ -216,7 +216,7 @@ class Evaluation:
 
 
 def exact_share(answers: dict[str, list[int]]) -> float:
-    """The held-out reward: the share of words answered exactly."""
+    """Return the held-out reward: the share of words answered exactly."""
     return sum(task.is_exact(word, output_ids) for word, output_ids in answers.items()) / len(answers)
 
 

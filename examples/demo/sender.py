@@ -27,7 +27,7 @@ Sender: TypeAlias = "HttpSender | WeightSender"
 
 
 def weight_sender(transport: Transport, endpoint: str, write: Callable[[], Path]) -> "Sender":
-    """What brings weights to the engine, or engines, at ``endpoint``.
+    """Return the sender of weights to the engine or engines at ``endpoint``.
 
     ``write`` makes a checkpoint of the policy as it is now, for the transport that reads it from a folder.
     """
@@ -44,12 +44,10 @@ class HttpSender:
         self._checkpoint: Path | None = None
 
     def prepare(self) -> None:
-        """As :meth:`WeightSender.prepare`."""
         if self._transport == "disk":
             self._checkpoint = self._write()
 
     def push(self, tensors: NamedTensors, push: Push) -> WeightUpdateReqOutput:
-        """As :meth:`WeightSender.push`."""
         options = {"weight_version": str(push.version), "flush_cache": push.flush_cache}
         if self._transport == "disk":
             body = {"model_path": str(self._checkpoint), **options}
@@ -69,7 +67,7 @@ class HttpSender:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """There is no connection to end."""
+        """Do nothing: there is no connection to end."""
 
 
 class WeightSender:
@@ -83,12 +81,14 @@ class WeightSender:
         self._group = WeightUpdateGroup.create([self._client]) if transport == "distributed" else None
 
     def prepare(self) -> None:
-        """The next push is of the policy as it is now."""
+        """Prepare the next push with the policy as it is now."""
         if self._transport == "disk":
             self._checkpoint = self._write()
 
     def push(self, tensors: NamedTensors, push: Push) -> WeightUpdateReqOutput:
-        """What was prepared, ``tensors`` under their checkpoint names, as the version that ``push`` names."""
+        """Send what was prepared, ``tensors`` under their checkpoint names, as the version that ``push``
+        names.
+        """
         client = self._client
         version, flush = str(push.version), push.flush_cache
         match self._transport:

@@ -6,32 +6,33 @@ from typing import Any, Literal, get_args
 
 Transport = Literal["disk", "tensor", "ipc", "distributed"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-"""How weights get from the trainer to the engine: files, the socket, shared memory, a gloo broadcast."""
+"""Transports of weights: files, the socket, shared memory, a gloo broadcast."""
 
 HTTP_TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")
-"""Those that need nothing but HTTP."""
+"""Transports that need nothing but HTTP."""
 
 Policy = Literal["dense", "moe", "mla"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-"""What is trained: Qwen3, Qwen3 with experts, DeepSeek V3 (experts and latent attention)."""
+"""Policies: Qwen3, Qwen3 with experts, DeepSeek V3 (experts and latent attention)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The defaults are the full run: under three minutes on two cores."""
+    """Settings of a run; the defaults are the full one, under three minutes on two cores."""
 
     out_dir: Path = Path("demo_out")
     seed: int = 0
     policy: Policy = "dense"
     transport: Transport = "ipc"
-    """The default is the fastest on one host."""
+    """Transport of weights; the default is the fastest on one host."""
 
     # Warm-up (trainer)
     warmup_max_steps: int = 400
     warmup_batch: int = 128
     warmup_lr: float = 1e-3
     warmup_exact: float = 0.14
-    """The warm-up ends once this share of fresh training words is right: a poor policy, but not a blind one."""
+    """The warm-up ends once this share of fresh training words is right: a poor policy, but not a blind one.
+    """
 
     # Policy gradient (trainer)
     updates: int = 120
@@ -43,7 +44,7 @@ class Settings:
     max_grad_norm: float = 1.0
     entropy_bonus: float = 0.01
     ratio_cap: float = 2.0
-    """Importance ratios are truncated here."""
+    """Limit at which importance ratios are truncated."""
     trainer_threads: int = 1
 
     # Rollouts (engine)
@@ -51,7 +52,7 @@ class Settings:
     """Prompts per update, at least one sample of each unlike the others in reward."""
     samples_per_prompt: int = 8
     temperature: float = 0.7
-    """Of the rollouts, and so of the policy that is trained."""
+    """Temperature of the rollouts, and so of the policy that is trained."""
     groups_in_flight: int = 64
     """Prompts that the engine always has to work on."""
     max_lag: int = 3
@@ -61,7 +62,9 @@ class Settings:
     kv_pool_tokens: int = 8192
     engine_threads: int = 1
     replicas: int = 1
-    """Engines that sample; several stand behind one port (``caesura serve --replicas``), and weights reach them by HTTP."""
+    """Engines that sample; several stand behind one port (``caesura serve --replicas``), and weights reach
+    them by HTTP.
+    """
 
     # Held-out evaluation (engine, greedy)
     eval_every: int = 10
@@ -69,7 +72,7 @@ class Settings:
 
     @classmethod
     def quick(cls, **changes: Any) -> "Settings":
-        """A run of seconds that walks every path, and learns little."""
+        """Return a run of seconds that walks every path, and learns little."""
         small = {
             "updates": 6,
             "eval_every": 3,
@@ -82,7 +85,7 @@ class Settings:
         return cls(**(small | changes))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-like, for the report."""
+        """Return the settings for the report."""
         return {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
         }

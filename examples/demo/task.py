@@ -3,8 +3,8 @@
 Words have five to eight letters, no letter twice (so that a letter names its place).
 
 Invariants:
-- A word is held out or a training word, never both: :func:`is_held_out` is a function of the word alone, so the split
-  needs no list that two processes would have to agree on.
+- A word is held out or a training word, never both: :func:`is_held_out` is a function of the word alone, so
+  the split needs no list that two processes would have to agree on.
 - :func:`training_word` cannot return a held-out word, and :func:`held_out_words` returns nothing else.
 """
 
@@ -19,28 +19,28 @@ END: Final = 1
 EQUALS: Final = 2
 ALPHABET: Final = string.ascii_lowercase
 TOKENS: Final = ("<pad>", "\n", "=", *ALPHABET)
-"""The vocabulary, by token id."""
+"""Vocabulary by token id."""
 VOCAB_SIZE: Final = len(TOKENS)
 
 MIN_LETTERS: Final = 5
 MAX_LETTERS: Final = 8
 MAX_NEW_TOKENS: Final = MAX_LETTERS + 3
-"""Room to be too long: a policy that never ends its answer has to learn to."""
+"""Limit with room to be too long: a policy has to learn to end its answer."""
 CONTEXT_LEN: Final = 32
 
 SHOWCASE: Final = ("pause", "policy", "weights", "gradient", "tokens", "update", "poetry", "metric")
-"""Held out by name, and shown in the report; every other word is a random string."""
+"""Words held out by name and shown in the report; every other word is a random string."""
 
 _ID: Final = {token: index for index, token in enumerate(TOKENS)}
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of ``text``; KeyError for a character outside the vocabulary."""
+    """Return token ids of ``text``; raise KeyError for a character outside the vocabulary."""
     return [_ID[character] for character in text]
 
 
 def decode(ids: Sequence[int]) -> str:
-    """The text of ``ids``, up to and without the end token."""
+    """Return the text of ``ids`` up to the end token."""
     letters = []
     for token in ids:
         if token == END:
@@ -50,34 +50,34 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def prompt_ids(word: str) -> list[int]:
-    """``word=`` as tokens."""
+    """Return ``word=`` as tokens."""
     return [*encode(word), EQUALS]
 
 
 def answer_ids(word: str) -> list[int]:
-    """The only right answer: the word backwards, and the end token."""
+    """Return the only right answer: the word backwards, and the end token."""
     return [*encode(word[::-1]), END]
 
 
 def is_held_out(word: str) -> bool:
-    """Whether no kind of training may see ``word``: one word in sixteen, by its hash, and the showcase."""
+    """Return True if no training may see ``word``: one word in sixteen, by its hash, and the showcase."""
     return word in SHOWCASE or hashlib.blake2b(word.encode(), digest_size=1).digest()[0] % 16 == 0
 
 
 def random_word(rng: random.Random) -> str:
-    """A uniform length, then uniform letters without repetition."""
+    """Draw a uniform length, then uniform letters without repetition."""
     return "".join(rng.sample(ALPHABET, k=rng.randint(MIN_LETTERS, MAX_LETTERS)))
 
 
 def training_word(rng: random.Random) -> str:
-    """A random word that is not held out."""
+    """Return a random word that is not held out."""
     while is_held_out(word := random_word(rng)):
         pass
     return word
 
 
 def held_out_words(count: int, seed: int) -> list[str]:
-    """``count`` distinct held-out words: the showcase first, then random ones."""
+    """Return ``count`` distinct held-out words: the showcase first, then random ones."""
     rng = random.Random(f"held-out {seed}")
     words = dict.fromkeys(SHOWCASE[:count])
     while len(words) < count:
@@ -87,16 +87,17 @@ def held_out_words(count: int, seed: int) -> list[str]:
 
 
 def is_exact(word: str, output_ids: Sequence[int]) -> bool:
-    """The reward that is reported: the whole answer right, its end included."""
+    """Return True if the whole answer is right, its end included: the reward that is reported."""
     return list(output_ids) == answer_ids(word)
 
 
 def token_rewards(word: str, output_ids: Sequence[int]) -> list[float]:
-    """The reward that is trained on: per output token, ``1 / len(answer)`` while everything up to it is right, then 0.
+    """Return the trained reward per output token: ``1 / len(answer)`` while everything up to it is right,
+    then 0.
 
-    They sum to 1 exactly when :func:`is_exact`. The first wrong token forfeits the rest, so the place where a policy
-    fails is the place with the most to gain. (Credit for every right place, whatever came before, does worse: a policy
-    can settle for answers with one hole that it never learns to fill.)
+    They sum to 1 exactly when :func:`is_exact`. The first wrong token forfeits the rest, so the place where a
+    policy fails is the place with the most to gain. (Credit for every right place, whatever came before, does
+    worse: a policy can settle for answers with one hole that it never learns to fill.)
     """
     answer = answer_ids(word)
     right = next(

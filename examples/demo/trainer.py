@@ -1,8 +1,8 @@
 """The trainer's process, and the run's end of its pipe.
 
 Invariants:
-- The trainer talks to the run, in the order that :mod:`.messages` states, and sends weights to the engine when the run
-  says so; the end of the pipe ends it.
+- The trainer talks to the run, in the order that :mod:`.messages` states, and sends weights to the engine
+  when the run says so; the end of the pipe ends it.
 - Ctrl-C is the run's to handle: the trainer ignores it and leaves when the pipe closes.
 - A trainer that dies is an error with its log's last line, never a wait without end.
 """
@@ -46,7 +46,7 @@ JOIN_S = 5.0
 
 
 class TrainerError(RuntimeError):
-    """The trainer process is gone, or out of step."""
+    """The trainer process has ended or is out of step."""
 
 
 class TrainerProcess:
@@ -75,18 +75,18 @@ class TrainerProcess:
             raise TrainerError(self._reason()) from None
 
     def poll(self, seconds: float) -> bool:
-        """Whether a message (or the end) is there within ``seconds``."""
+        """Return True if a message (or the end) is there within ``seconds``."""
         return self._pipe.poll(seconds)
 
     def receive_any(self) -> FromTrainer:
-        """The next message, waiting for it."""
+        """Wait for the next message."""
         try:
             return self._decoder.decode(self._pipe.recv_bytes())
         except (EOFError, OSError):
             raise TrainerError(self._reason()) from None
 
     def receive(self, expected: type[MessageT]) -> MessageT:
-        """The next message, which must be an ``expected``."""
+        """Wait for the next message, which must be an ``expected``."""
         message = self.receive_any()
         if not isinstance(message, expected):
             raise TrainerError(f"{type(message).__name__} where {expected.__name__} was due")
@@ -117,14 +117,14 @@ class TrainerProcess:
 
 
 def checkpoint_directory() -> Path:
-    """A fresh folder for the checkpoints in transit: in memory where the system has such a place."""
+    """Make a folder for the checkpoints in transit, in memory where the system has such a place."""
     memory = "/dev/shm"  # noqa: S108 (a private folder is made inside)
     parent = memory if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 28 else None
     return Path(tempfile.mkdtemp(prefix="caesura-demo-", dir=parent))
 
 
 def trainer_main(pipe: Connection, settings: Settings, checkpoints: Path, log: Path) -> None:
-    """The whole life of the trainer process."""
+    """Run the trainer process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log, "w", buffering=1) as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())  # a live display owns the terminal
@@ -174,7 +174,7 @@ def _answer(pipe: Connection, message: FromTrainer) -> None:
 
 
 def _warm_up(pipe: Connection, learner: "Learner", settings: Settings) -> None:
-    """Supervised steps until the policy is worth sampling from."""
+    """Run supervised steps until the policy is worth sampling from."""
     began = time.perf_counter()
     rng = random.Random(f"warm-up {settings.seed}")
     steps, window = 0, [0.0, 0.0]

@@ -1,10 +1,11 @@
-"""Which backend computes a model's attention: the best one whose kernels do so on this device, as a step of its own shows.
+"""Choice of the backend that computes a model's attention: the best one whose kernels serve on this device.
 
 Invariants:
-- A library of kernels is chosen only after a real step: mixed, and as a graph's decode step, on pages of its own, with
-  results that agree with torch's. Its kernels may be compiled at their first use, by a compiler that is missing or broken.
-- Whatever that step raises is the reason why the next backend serves, and never the end of the engine.
-- A backend is tried once in a process for each shape of heads; who asks again gets the same answer.
+- A library of kernels is chosen only after a real step: mixed, and as a graph's decode step, on pages of its
+  own, with results that agree with torch's. Its kernels may be compiled at their first use, by a missing or
+  broken compiler.
+- An error of that step is the reason why the next backend serves, and never the end of the engine.
+- A backend is tried once in a process for each shape of heads; later calls get the same answer.
 """
 
 import logging
@@ -35,15 +36,15 @@ from .sdpa import SdpaBackend
 logger = logging.getLogger(__name__)
 
 _AGREEMENT = 0.02
-"""Norm of the difference over that of torch's result; rounding to bfloat16 gives less than 0.005."""
+"""Largest norm of the difference over that of torch's result; rounding to bfloat16 gives less than 0.005."""
 _MIXED = ((40, 1), (15, 1), (0, 20), (17, 9))
 _DECODE = ((40, 1), (16, 1))
-"""Rows that are tried: tokens in the cache, and new ones. The first two of either decode."""
+"""Rows of the trial: tokens in the cache, and new ones. The first two of either decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What kernels of attention are made for."""
+    """Requirements of a model on attention kernels."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,26 +53,28 @@ class Shape:
     head_dim: int
     scale: float
     latent: int | None = None
-    """Width of the latents, which are the values; ``head_dim`` has the rotated key, too. None: no latent attention."""
+    """Width of the latents, which are the values, or None without latent attention. ``head_dim`` has the
+    rotated key, too.
+    """
     value_dim: int | None = None
-    """Size of a value, where it is not ``head_dim``."""
+    """Size of a value if it is not ``head_dim``."""
     kinds: tuple[FormKind, ...] = (FormKind(),)
-    """Of the layers' forms, each once, in an order of their own."""
+    """Distinct kinds of the layers' forms, in a fixed order."""
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the layers ask for beyond plain causal attention, by name."""
+        """Features of the layers beyond plain causal attention, by name."""
         found = {name: None for kind in self.kinds for name in kind.features}
         return (*found, *self.other_values)
 
     @property
     def other_values(self) -> tuple[str, ...]:
-        """That values have another size than keys, if they have."""
+        """Names the feature of values with another size than keys, if the model has it."""
         return () if self.value_dim in (None, self.head_dim) else ("values of another size than keys",)
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "Shape":
-        """Of a model's layers, with this rank's heads."""
+        """Return the shape of a model's layers, with this rank's heads."""
         model, mla = loaded.config, loaded.config.mla
         heads, kv_heads, size, scale = (
             loaded.num_heads,
@@ -95,21 +98,21 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What computes attention."""
+    """Library and kernels that compute attention."""
 
     by: str
     """``flashinfer``, ``triton``, an instruction set of compiled kernels, or ``torch``."""
     kernels: str = ""
-    """Which of a library's, where it must be told."""
+    """The library's name of its kernels, if it needs one."""
     reason: str | None = None
-    """Why no better one does, on CUDA. None: there is none, or it was not asked for."""
+    """Reason why no better library serves on CUDA; None if there is none, or if it was not looked for."""
 
 
 def choose(config: EngineConfig, shape: Shape) -> Choice:
-    """The best backend for this model, or the one that the configuration names.
+    """Return the best backend for this model, or the one that the configuration names.
 
     Raises:
-        CaesuraError: ``unsupported``, what was named cannot serve this model here.
+        CaesuraError: ``unsupported``, the named one cannot serve this model here.
     """
     wanted = config.attention_backend
     reasons: list[str] = []
@@ -131,7 +134,7 @@ def choose(config: EngineConfig, shape: Shape) -> Choice:
 
 
 def _first(name: str, shape: Shape) -> Choice | str:
-    """The first of this library's kernels that serve; or why none do."""
+    """Return the first of this library's kernels that serve, or the reason why none do."""
     reason = _why_not(name, shape)
     if reason is not None:
         return reason
@@ -148,7 +151,7 @@ def _first(name: str, shape: Shape) -> Choice | str:
 
 
 def _why_not(name: str, shape: Shape) -> str | None:
-    """What speaks against a library before it is tried."""
+    """Return why a library cannot serve, as far as that shows without a step, or None."""
     if name == "triton":
         if shape.latent:
             return "it does not serve latent attention"
@@ -165,7 +168,7 @@ def _why_not(name: str, shape: Shape) -> str | None:
 
 
 def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimits) -> AttentionBackend:
-    """The backend over ``pool``, for steps within ``limits``."""
+    """Return the backend over ``pool``, for steps within ``limits``."""
     if isinstance(pool, MLAPool):
         assert shape.latent is not None
         if choice.by == "flashinfer":
@@ -204,7 +207,9 @@ def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimi
 
 @cache
 def failure_of(choice: Choice, shape: Shape) -> str | None:
-    """Why a real step by ``choice`` fails; None: it agrees with torch's. What is found is logged, once."""
+    """Return why a real step by ``choice`` fails, or None if it agrees with torch's. A reason is logged,
+    once.
+    """
     by = f"{choice.by} {choice.kernels}".rstrip()
     logger.info("trying attention by %s; kernels that are not built yet are compiled now", by)
     failure = trial.failure(lambda: _differences(choice, shape), _AGREEMENT, "a step with it")
@@ -214,7 +219,9 @@ def failure_of(choice: Choice, shape: Shape) -> str | None:
 
 
 def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
-    """Between results of ``choice`` and torch's on pages with the same contents, relative: of each step."""
+    """Yield relative differences between ``choice`` and torch on pages with the same contents, one for each
+    step.
+    """
     with torch.inference_mode():
         limits = StepLimits(tokens=sum(new for _, new in _MIXED), rows=len(_MIXED), context_len=4 * PAGE_SIZE)
         ours, theirs = _filled_pool(shape), _filled_pool(shape)
@@ -233,7 +240,7 @@ def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
 
 
 def _forms(shape: Shape) -> list[AttentionForm]:
-    """One of each kind that the layers have."""
+    """Return one form of each kind that the layers have."""
     sinks = torch.linspace(-1, 1, shape.num_heads, device=shape.device).to(shape.dtype)
     return [
         AttentionForm(
@@ -249,7 +256,7 @@ def _forms(shape: Shape) -> list[AttentionForm]:
 def _attend(
     backend: AttentionBackend, batch: ForwardBatch, projected: Tensor, shape: Shape, form: AttentionForm
 ) -> Tensor:
-    """As an attention block has it computed: rotation and store in one go where the backend does them."""
+    """Attend as an attention block does: with fused rotation and store if the backend has them."""
     backend.plan(batch)
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     if shape.latent is not None:
@@ -265,7 +272,7 @@ def _attend(
 
 
 def _filled_pool(shape: Shape) -> MHAPool | MLAPool:
-    """One layer, with the same random contents at each call."""
+    """Return a pool of one layer, with the same random contents at each call."""
     pages = 1 + sum(_pages(start + new) for start, new in _MIXED)
     pool: MHAPool | MLAPool
     if shape.latent is not None:
@@ -291,7 +298,7 @@ def _filled_pool(shape: Shape) -> MHAPool | MLAPool:
 
 
 def _batch(rows: tuple[tuple[int, int], ...], device: torch.device) -> ForwardBatch:
-    """A step of these rows on pages of their own, page 0 left out."""
+    """Return a step of these rows on pages of their own, page 0 left out."""
     lengths = [start + new for start, new in rows]
     table = torch.zeros((len(rows), max(map(_pages, lengths))), dtype=torch.int32)
     taken, positions, slots = 1, [], []
@@ -314,7 +321,7 @@ def _batch(rows: tuple[tuple[int, int], ...], device: torch.device) -> ForwardBa
 
 
 def _projected(shape: Shape, tokens: int) -> Tensor:
-    """Queries, keys and values of each token."""
+    """Return queries, keys and values of each token."""
     size = (tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
     generator = torch.Generator(shape.device).manual_seed(tokens)
     return torch.empty(size, dtype=shape.dtype, device=shape.device).normal_(generator=generator)

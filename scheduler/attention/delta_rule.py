@@ -1,20 +1,21 @@
-"""The gated delta rule over states of sequences, from torch's own operations: linear attention that runs everywhere.
-``kernels/delta.py`` serves on the CPU.
+"""The gated delta rule over states of sequences by torch: linear attention that runs everywhere.
 
-Yang, Kautz, Hatamizadeh, 2025 (arXiv:2412.06464). Each value head stores values under keys in a matrix S [key, value]. A token
-lets all of it decay, then stores the part of its value that S does not return for its key already:
+``kernels/delta.py`` serves on the CPU. Yang, Kautz, Hatamizadeh, 2025 (arXiv:2412.06464). Each value head
+stores values under keys in a matrix S [key, value]. A token lets all of it decay, then stores the part of its
+value that S does not return for its key already:
 
     S_t = a_t S_(t-1) + k_t (b_t (v_t - a_t S_(t-1)' k_t))'        o_t = S_t' q_t
 
-Prefill by torch computes chunks of :data:`CHUNK` tokens at a time. Within a chunk, with c_t = a_1 ... a_t, what the tokens store
-(u_t = b_t (v_t - a_t S_(t-1)' k_t), the rows of U) solves a triangular system, since S_(t-1) is S_0 decayed and the u before it:
+Prefill by torch computes chunks of :data:`CHUNK` tokens at a time. Within a chunk, with c_t = a_1 ... a_t,
+the stored values (u_t = b_t (v_t - a_t S_(t-1)' k_t), the rows of U) solve a triangular system, since S_(t-1)
+is S_0 decayed and the u before it:
 
     u_t + b_t sum_(j<t) (c_t / c_j) (k_t' k_j) u_j = b_t (v_t - c_t S_0' k_t)
 
 Invariants:
 - A row's state is read and written once per step and layer; rows of a step never read each other's.
-- The state is float32, and so is all that is computed with it.
-- What lies in a row that nobody has computed never reaches a result: a sequence begins from zeros, not from zero times that.
+- The state is float32, and so are all results from it.
+- An uncomputed row never reaches a result: a sequence begins from zeros, not from zero times old contents.
 """
 
 from collections.abc import Callable
@@ -30,15 +31,17 @@ from ..kernels.delta import NO_STATE, Segments
 from ..kernels.forms import PLAIN, AttentionForm
 
 CHUNK = 64
-"""Tokens that prefill computes at a time: the triangular systems grow with its square, the number of steps falls with it."""
+"""Tokens that prefill computes at a time: the triangular systems grow with its square, the number of steps
+falls with it.
+"""
 _NORM_EPS = 1e-6
-"""Of queries and keys, which have length 1."""
+"""Epsilon of the norm of queries and keys, which have length 1."""
 
 
 class HybridBackend:
-    """An attention backend beside the states of layers that have these instead of KV.
+    """Attention backend for models in which some layers have states instead of KV.
 
-    What layers with KV ask for goes to the ``paged`` backend; :meth:`delta` is what the others ask for.
+    Layers with KV use the ``paged`` backend; the others use :meth:`delta`.
     """
 
     def __init__(self, attention: AttentionBackend, pool: StatePool) -> None:
@@ -64,26 +67,26 @@ class HybridBackend:
             self._step = StateStep(rows=rows, sources=None, segments=(), kept=None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """As :class:`~..forward.AttentionBackend`, of layers with KV."""
+        """Attend in a layer with KV."""
         return self._attention.forward(q, k, v, layer, form)
 
     def compiled(self, layer: int, kernel: Callable[[Segments, Tensor, Tensor], None]) -> None:
-        """Have ``kernel`` compute all of the step's tokens: from their states to the next, in the pool.
+        """Run ``kernel`` over all of the step's tokens: from their states to the next, in the pool.
 
         Args:
             layer: its number among those with states.
-            kernel: takes which tokens have which states, and the pool's :meth:`~..cache.state_pool.StatePool.layer`.
+            kernel: takes the segments, and the pool's :meth:`~..cache.state_pool.StatePool.layer`.
         """
         if self._segments is None:
             self._segments = segments_of(self._planned(), self._decode)
         kernel(self._segments, *self._pool.layer(layer))
 
     def delta(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, layer: int) -> Tensor:
-        """Convolution and delta rule of one layer, from each row's state to its next.
+        """Compute convolution and delta rule of one layer, from each row's state to its next.
 
         Args:
             mixed: [T, channels]: queries, keys, values, as they go into the convolution.
-            weight: [channels, kernel]: of the convolution, a filter per channel, oldest position first.
+            weight: [channels, kernel], a filter per channel, oldest position first.
             decay: float32 [T, value heads]: logarithms of a_t, at most 0.
             beta: [T, value heads]: b_t.
             layer: its number among those with states.
@@ -127,7 +130,7 @@ class HybridBackend:
         past: Tensor,
         recurrent: Tensor,
     ) -> Tensor:
-        """One sequence's neighbouring tokens: [tokens, value heads, value size]."""
+        """Compute one sequence's neighbouring tokens: [tokens, value heads, value size]."""
         count, shape = mixed.shape[0], self._pool.shape
         if segment.source is None:
             before = mixed.new_zeros(shape.past)
@@ -135,7 +138,8 @@ class HybridBackend:
         else:
             before, state = past[segment.source], recurrent[segment.source]
         inputs = torch.cat((before, mixed))
-        # One filter per channel, as a sum of shifted products: torch's convolutions choose their sums by size.
+        # One filter per channel, as a sum of shifted products: torch's convolutions choose their sums by
+        # size.
         summed = torch.zeros((count, shape.channels), dtype=torch.float32, device=mixed.device)
         for tap in range(shape.kernel):
             summed.addcmul_(inputs[tap : tap + count].float(), weight[:, tap].float())
@@ -147,7 +151,9 @@ class HybridBackend:
 
 
 def segments_of(step: StateStep, num_decode: int) -> Segments:
-    """The step's tokens as the kernel takes them: ``num_decode`` sequences of one, then those of the segments."""
+    """Return the step's tokens for the kernel: ``num_decode`` sequences of one token, then those of the
+    segments.
+    """
     rows = step.rows[:num_decode]
     decode = torch.empty((num_decode, 5), dtype=torch.int64)
     decode[:, 0] = torch.arange(num_decode)
@@ -172,12 +178,12 @@ def segments_of(step: StateStep, num_decode: int) -> Segments:
 
 
 def _activated(convolved: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded as a convolution in the model's dtype is, and then again."""
+    """Activate, rounded as a convolution in the model's dtype is, and then again."""
     return functional.silu(convolved.to(dtype))
 
 
 def split_heads(convolved: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, channels] to float32 queries and keys of length 1 [T, value heads, key size], queries scaled, and values."""
+    """Split [T, channels] into float32 unit queries (scaled), keys [T, value heads, key size] and values."""
     keys = shape.key_heads * shape.key_size
     q, k, v = convolved.float().split([keys, keys, shape.value_heads * shape.value_size], dim=-1)
     q, k = (each.view(-1, shape.key_heads, shape.key_size) for each in (q, k))
@@ -192,7 +198,7 @@ def split_heads(convolved: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, T
 
 
 def decode_step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """One token of each of R sequences; ``states`` [R, heads, key, value] are overwritten by the next ones.
+    """Compute one token of each of R sequences; ``states`` [R, heads, key, value] are overwritten.
 
     Args:
         q, k: [R, heads, key size]; v: [R, heads, value size]; all float32, here and below.
@@ -210,7 +216,7 @@ def decode_step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
 def prefill(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """T tokens of one sequence, from ``state`` [heads, key, value], which is left as it is.
+    """Compute T tokens of one sequence, from ``state`` [heads, key, value], which stays as it is.
 
     Args:
         q, k: [T, heads, key size]; v: [T, heads, value size].
@@ -230,7 +236,7 @@ def prefill(
 def _chunk(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """At most :data:`CHUNK` tokens, heads first in all of them."""
+    """Compute at most :data:`CHUNK` tokens, heads first in all tensors."""
     sums = decay.cumsum(dim=-1)
     since_start = sums.exp().unsqueeze(-1)
     # Below the diagonal at most 0; above it, it could overflow.

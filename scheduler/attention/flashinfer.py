@@ -1,19 +1,20 @@
 """Paged attention by FlashInfer's kernels (Ye et al., 2025, arXiv:2501.01005), for CUDA.
 
 Invariants:
-- The pool is FlashInfer's "HND" layout as it is: [page, kv head, 16, head size], K and V apart; pages are told by lists
-  (``page_lists.py``).
-- Decode rows and prefill rows are planned and run apart, by the kernels meant for them; K and V of both are appended first.
-- Host memory that a plan is copied from is written anew for every step, FlashInfer's own included: a plan waits until the
-  copies of the plan before it have been made (:class:`HostMemory`). Those stand before their own step, so at depth 1 they
-  have been.
-- ``for_decode`` gives attention that a graph can hold: planned outside of it, into buffers that never move. All sizes
-  share these buffers and the workspaces, as one step is planned and run after the other.
-- The workspace holds what the largest step needs: a plan that does not fit would end its step.
+- The pool is FlashInfer's "HND" layout as it is: [page, kv head, 16, head size], K and V apart; page lists
+  name the pages (``page_lists.py``).
+- Decode rows and prefill rows are planned and run apart, by the kernels meant for them; K and V of both are
+  appended first.
+- Host memory that a plan is copied from is written anew for every step, FlashInfer's own included: a plan
+  waits until the copies of the plan before it have been made (:class:`HostMemory`). Those stand before their
+  own step, so at depth 1 they have been.
+- ``for_decode`` gives attention that a graph can hold: planned outside of it, into buffers that never move.
+  All sizes share these buffers and the workspaces, as one step is planned and run after the other.
+- The workspace holds the needs of the largest step: a plan that does not fit would end its step.
 - Layers of one form share wrappers (``flashinfer_forms.py``), and those of one window share page lists.
 
-Written against FlashInfer 0.7.2; built and traced, not run on a GPU. Its plans and page lists are tested on the CPU against
-a module of the same interface.
+Written against FlashInfer 0.7.2; built and traced, not run on a GPU. Its plans and page lists are tested on
+the CPU against a module of the same interface.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,30 +34,34 @@ from .fused_store import fused_store
 from .page_lists import Lists, PageLists
 
 _INT_WORKSPACE_BYTES = 8 << 20
-"""Plans; what FlashInfer's wrappers allocate by themselves."""
+"""Bytes for plans, as FlashInfer's wrappers allocate them."""
 _TENSOR_CORE_GROUP = 4
 """Query heads per KV head, at least."""
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _BLOCKS, _SMALL_BLOCKS = 2, 16
-"""Of a step with divided rows there are at most so many for a multiprocessor, for all KV heads together: with tensor cores,
-and without, where a block has one query of a KV head (FlashInfer's planner)."""
+"""Most blocks per multiprocessor of a step with divided rows, for all KV heads together: with tensor cores,
+and without, where a block has one query of a KV head (FlashInfer's planner).
+"""
 _TILES = (16, 64, 128)
-"""Rows of a block, which are queries times the heads of a group: the first that holds a decode row, at most the last."""
+"""Rows of a block, which are queries times the heads of a group: the first that holds a decode row, at most
+the last.
+"""
 _SLACK = 1 << 20
 
 
 def why_not(
     device: torch.device, dtype: torch.dtype, head_size: int, kinds: Sequence[FormKind] = (PLAIN.kind,)
 ) -> str | None:
-    """Why FlashInfer cannot serve layers of these ``kinds`` here, as far as that shows without a step; None where nothing speaks
-    against it."""
+    """Return why FlashInfer cannot serve layers of these ``kinds`` here, as far as that shows without a step,
+    or None.
+    """
     sizes = None if head_size in _HEAD_SIZES else f"it has no kernels for heads of {head_size}"
     return why_not_for(device, dtype, sizes) or why_no_kernels(kinds)
 
 
 def why_not_for(device: torch.device, dtype: torch.dtype, sizes: str | None) -> str | None:
-    """The same, where ``sizes`` is what the model's sizes say against it."""
+    """Return the same, where ``sizes`` is the objection of the model's sizes."""
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
     if dtype not in _DTYPES:
@@ -75,11 +80,12 @@ def workspace_bytes(
     *,
     tensor_cores: bool | None = None,
 ) -> int:
-    """What the partial results of any step take, by the rules of FlashInfer's planner.
+    """Return the bytes of partial results of any step, by the rules of FlashInfer's planner.
 
-    They are float32, one vector and one log-sum for each query head of each row of a block. Rows are divided among blocks
-    only where a step has fewer than the device holds. In a graph of tensor cores' decoding they always are, and every row
-    has a block. ``tensor_cores``: decoding uses them; None: where that is worth it.
+    They are float32, one vector and one log-sum for each query head of each row of a block. Rows are divided
+    among blocks only if a step has fewer than the device holds. In a graph of tensor cores' decoding they
+    always are, and every row has a block. ``tensor_cores``: decoding uses them; None means if that is worth
+    it.
     """
     group = num_heads // num_kv_heads
     divided = -(-_BLOCKS * multiprocessors(device) // num_kv_heads)
@@ -94,19 +100,21 @@ def workspace_bytes(
 
 
 def on_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:
-    """Whether decoding fills the rows of a matrix instruction well enough."""
+    """Return True if decoding fills the rows of a matrix instruction well enough."""
     return num_heads // num_kv_heads >= _TENSOR_CORE_GROUP
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of ``device``; 1 where there are none."""
+    """Return the number of multiprocessors of ``device``; 1 if there are none."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class HostMemory:
-    """What plans are copied to the device from: written only after the copies of the plan before have been made."""
+    """Source of the copies of plans to the device: written only after the copies of the plan before have been
+    made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._copied: Any = None
@@ -115,7 +123,7 @@ class HostMemory:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Around what writes it and enqueues copies from it."""
+        """Enclose writes to the memory and the enqueuing of copies from it."""
         if self._copied is not None:
             self._copied.synchronize()
         yield
@@ -124,7 +132,9 @@ class HostMemory:
 
 
 class FlashInferBackend:
-    """An :class:`~..forward.AttentionBackend` over an MHA pool of bfloat16 or float16; its decode steps can be captured."""
+    """An :class:`~..forward.AttentionBackend` over an MHA pool of bfloat16 or float16; its decode steps can
+    be captured.
+    """
 
     def __init__(
         self,
@@ -140,13 +150,13 @@ class FlashInferBackend:
         kinds: Sequence[FormKind] = (PLAIN.kind,),
         library: Any = None,
     ) -> None:
-        """
-        Args:
-            scale: multiplies the scores of layers without a scale of their own. None: ``head_size ** -0.5``.
-            kinds: of the layers' forms.
-            max_rows, max_tokens: of one step.
-            max_pages: of one row.
-            library: the ``flashinfer`` module. None: the installed one.
+        """Args:
+        scale: factor of the scores of layers without a scale of their own. None means ``head_size **
+            -0.5``.
+        kinds: kinds of the layers' forms.
+        max_rows, max_tokens: largest step.
+        max_pages: pages of the longest row.
+        library: the ``flashinfer`` module. None means the installed one.
         """
         self._store = fused_store(pool, num_heads, self._attend)
         self.fused: FusedAttention | None = self._store
@@ -202,9 +212,12 @@ class FlashInferBackend:
         self._step: dict[int | None, Lists] = {}
 
     def _asked(self, rows: int, tokens: int, pages: int) -> int:
-        """What the library says that its largest captured step and a chunk at the end of the longest row take; 0: nothing.
+        """Return the bytes that the library reports for its largest captured step and a chunk at the end of
+        the longest row.
 
-        Of plain layers: a window takes no more, and kernels with sinks do not tell."""
+        Plain layers decide: a window takes no more, and kernels with sinks report nothing. 0 if nothing is
+        reported.
+        """
         small, numbers = self._zeros(_SLACK, torch.uint8), self._zeros(rows * pages, torch.int32)
         lists = next(iter(self._lists.values()))
         plain = FormWrappers(
@@ -237,7 +250,7 @@ class FlashInferBackend:
             self._store.batch = batch
 
     def _fill(self, batch: ForwardBatch) -> dict[int | None, Lists]:
-        """The step's lists on the host, by window; those on the device are kept."""
+        """Return the step's lists on the host, by window; those on the device are kept."""
         both = {window: lists.fill(batch) for window, lists in self._lists.items()}
         self._step = {window: device for window, (_, device) in both.items()}
         return {window: host for window, (host, _) in both.items()}
@@ -259,7 +272,7 @@ class FlashInferBackend:
         return out.flatten(1)
 
     def for_decode(self, rows: int) -> AttentionBackend:
-        """Attention for steps of exactly ``rows`` decode rows, to be captured."""
+        """Return attention for steps of exactly ``rows`` decode rows, to be captured."""
         return _CapturedDecode(self, self._forms, self._lists, rows, num_heads=self._sizes.heads[0])
 
     def append(self, step: Lists, k: Tensor, v: Tensor, layer: int) -> None:
@@ -301,7 +314,6 @@ class _CapturedDecode:
         self._step = {window: each.decode_views(rows) for window, each in lists.items()}
 
     def plan(self, batch: ForwardBatch) -> None:
-        """See :meth:`FlashInferBackend.plan`."""
         assert batch.num_decode == batch.num_rows == self._rows, "captured for another number of rows"
         with self._parent.host_memory.written():
             filled = {window: each.fill(batch) for window, each in self._lists.items()}
@@ -311,7 +323,6 @@ class _CapturedDecode:
             self._store.batch = batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """See :meth:`FlashInferBackend.forward`."""
         self._parent.append(self._step[form.window], k, v, layer)
         return self._attend(q, layer, form)
 

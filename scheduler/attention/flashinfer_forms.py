@@ -1,10 +1,11 @@
-"""FlashInfer's wrappers for layers of one form: windows, soft caps, scales and sinks as its plans and runs take them.
+"""FlashInfer's wrappers for layers of one form: windows, soft caps, scales and sinks for its plans and runs.
 
 Invariants:
-- A form is planned by wrappers of its own: what a plan says (window, cap, scale) holds for all runs until the next plan.
+- A form is planned by wrappers of its own: the options of a plan (window, cap, scale) hold for all runs until
+  the next.
 - A window of n positions is ``window_left`` of n - 1: FlashInfer does not count the token itself.
-- With sinks, decode rows and prompts both go through ``BatchAttentionWithAttentionSinkWrapper``, which knows no soft caps. It
-  takes sinks in float32 at each run, so an update of them is seen at the next step.
+- With sinks, decode rows and prompts both go through ``BatchAttentionWithAttentionSinkWrapper``, which knows
+  no soft caps. It takes sinks in float32 at each run, so an update of them is seen at the next step.
 
 Written against FlashInfer 0.7.2, from its documentation and signatures; not run on a GPU.
 """
@@ -25,7 +26,9 @@ _SINKS = "BatchAttentionWithAttentionSinkWrapper"
 
 
 def why_no_kernels(kinds: Sequence[FormKind], library: Any = None) -> str | None:
-    """Which of ``kinds`` FlashInfer has no kernels for, in words; None: it has them. It is installed, or ``library`` is it."""
+    """Return in words which of ``kinds`` FlashInfer has no kernels for, or None. ``library`` None is the
+    installed one.
+    """
     if any(kind.sinks and kind.softcap is not None for kind in kinds):
         return "it has no kernels for soft caps together with attention sinks"
     if any(kind.sinks for kind in kinds):
@@ -37,16 +40,16 @@ def why_no_kernels(kinds: Sequence[FormKind], library: Any = None) -> str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What all wrappers of a backend are made for."""
+    """Sizes that all wrappers of a backend are made for."""
 
     heads: tuple[int, int, int]
     """Query heads, key heads, size of a head."""
     page_size: int
     dtype: torch.dtype
     scale: float
-    """Of layers that have none of their own."""
+    """Scale of layers without one of their own."""
     tensor_cores: bool
-    """Decode rows of layers without sinks are computed with them."""
+    """Decode rows of layers without sinks use them."""
 
 
 class FormWrappers:
@@ -67,10 +70,9 @@ class FormWrappers:
         graph_plans: Tensor,
         graph_pages: Tensor,
     ) -> None:
-        """
-        Args:
-            workspace: for partial results, of all forms: their layers run one after the other.
-            graph_plans, graph_pages: what captured steps of all sizes plan into.
+        """Args:
+        workspace: for partial results, of all forms: their layers run one after the other.
+        graph_plans, graph_pages: buffers that captured steps of all sizes plan into.
         """
         self.lists = lists
         self._library, self._kind, self._sizes = library, kind, sizes
@@ -109,7 +111,7 @@ class FormWrappers:
         )
 
     def captured(self, rows: int) -> Any:
-        """A wrapper for decode steps of exactly ``rows`` rows, whose plans go where graphs find them."""
+        """Return a wrapper for decode steps of ``rows`` rows, whose plans go where graphs find them."""
         device = self._workspace.device
         ends, last = (torch.zeros(size, dtype=torch.int32, device=device) for size in (rows + 1, rows))
         if self._kind.sinks:
@@ -131,7 +133,7 @@ class FormWrappers:
         return wrapper
 
     def plan(self, batch: ForwardBatch, host: Lists, device: Lists) -> None:
-        """Decode rows and prompts of a step, whose lists these are."""
+        """Plan decode rows and prompts of a step with these lists."""
         decode = batch.num_decode
         if decode:
             self.plan_decode(self.decode, host, device, decode)
@@ -148,7 +150,9 @@ class FormWrappers:
             )
 
     def plan_decode(self, wrapper: Any, host: Lists, device: Lists, rows: int) -> None:
-        """The first ``rows`` rows by ``wrapper``. Page numbers from the device: from the host, a graph's wrapper waits."""
+        """Plan the first ``rows`` rows. Page numbers come from the device: with the host's, a graph's wrapper
+        waits.
+        """
         pages = (
             host.indptr[: rows + 1],
             device.indices[: int(host.indptr[rows])],
@@ -162,7 +166,7 @@ class FormWrappers:
             wrapper.plan(*pages, **self._options)
 
     def workspace_size(self, wrapper: Any, lists: tuple[Tensor, ...], **options: Any) -> int:
-        """Bytes of partial results that ``wrapper`` asks for with these page lists."""
+        """Return the bytes of partial results that ``wrapper`` needs with these page lists."""
         sizes = self._sizes
         return int(
             wrapper.workspace_size(*lists, *sizes.heads, sizes.page_size, **options, **self._options)[0]
@@ -171,7 +175,7 @@ class FormWrappers:
     def run(
         self, wrapper: Any, q: Tensor, cache: tuple[Tensor, Tensor], form: AttentionForm, out: Tensor | None
     ) -> Tensor:
-        """[rows, heads, size] by ``wrapper``, into ``out`` where given."""
+        """Run ``wrapper``; [rows, heads, size], in ``out`` if given."""
         sinks = () if form.sinks is None else (form.sinks.float(),)
         found: Tensor = wrapper.run(q, cache, *sinks, out=out)
         return found

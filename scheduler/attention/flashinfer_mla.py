@@ -1,16 +1,17 @@
 """Attention over latents (MLA with absorbed projections) by FlashInfer's kernels, for CUDA.
 
 Invariants:
-- The pool is FlashInfer's packed layout as it is: [page, 16, latent + rotated], one key a token for all heads, whose front
-  is also the value. Queries are packed the same way.
-- Decode rows and prefill rows are planned and run apart, decode without a mask. Captured decode steps are planned outside of
-  their graphs, into buffers that never move.
-- Prefill is FlashInfer's only where every tile of it ends between two queries (:func:`serves_prefill`): its planner refuses
-  some others, step by step. Steps with prefill rows are torch's elsewhere (``mla.py``), and decode steps are not.
+- The pool is FlashInfer's packed layout as it is: [page, 16, latent + rotated], one key a token for all
+  heads, whose front is also the value. Queries are packed the same way.
+- Decode rows and prefill rows are planned and run apart, decode without a mask. Captured decode steps are
+  planned outside of their graphs, into buffers that never move.
+- Prefill is FlashInfer's only if every tile of it ends between two queries (:func:`serves_prefill`): its
+  planner refuses some others, step by step. Otherwise torch computes steps with prefill rows (``mla.py``),
+  and not decode steps.
 - Host memory that a plan is copied from is written as in ``flashinfer.py``.
 
-Written against ``BatchMLAPagedAttentionWrapper`` of FlashInfer 0.7.2; built and traced, not run on a GPU. Plans and layouts
-are tested on the CPU against a module of the same interface.
+Written against ``BatchMLAPagedAttentionWrapper`` of FlashInfer 0.7.2; built and traced, not run on a GPU.
+Plans and layouts are tested on the CPU against a module of the same interface.
 """
 
 from importlib import import_module
@@ -28,17 +29,19 @@ from .mla import LatentBackend
 from .page_lists import Lists, PageLists
 
 KERNELS = ("fa3", "fa2")
-"""FlashInfer's names of the kernels that take lists of pages, the faster first: for Hopper, and from Ampere on."""
+"""FlashInfer's names of the kernels that take lists of pages, the faster first: for Hopper, and from Ampere
+on.
+"""
 _LATENT_MULTIPLE, _ROPE_MULTIPLE = 128, 64
 _TILE = 128
 """Queries times heads of two blocks that work together; one alone takes half of them."""
 _MAX_WORK = 16384
-"""Tiles of a step, at most (FlashInfer's planner)."""
+"""Most tiles of a step (FlashInfer's planner)."""
 _SLACK = 1 << 20
 
 
 def why_not(device: torch.device, dtype: torch.dtype, latent: int, rope: int) -> str | None:
-    """Why FlashInfer cannot serve here, as far as that shows without a step; None where nothing speaks against it."""
+    """Return why FlashInfer cannot serve here, as far as that shows without a step, or None."""
     sizes = None
     if latent % _LATENT_MULTIPLE or rope % _ROPE_MULTIPLE:
         sizes = f"it has no kernels for latents of {latent} and rotated keys of {rope}"
@@ -46,23 +49,27 @@ def why_not(device: torch.device, dtype: torch.dtype, latent: int, rope: int) ->
 
 
 def kernels_of(device: torch.device) -> tuple[str, ...]:
-    """Those of :data:`KERNELS` that are made for ``device``."""
+    """Return those of :data:`KERNELS` that are made for ``device``."""
     return KERNELS if nvidia_generation(device) == 9 else KERNELS[1:]
 
 
 def serves_prefill(num_heads: int, max_rows: int, max_tokens: int, device: torch.device) -> bool:
-    """Whether FlashInfer can plan any step of that size with prompts in it: no tile cuts a query, and tiles suffice."""
+    """Return True if FlashInfer can plan any such step with prompts: tiles suffice, and cut no query."""
     tiles = -(-max_tokens * num_heads // _TILE) + 2 * max_rows + multiprocessors(device)
     return _TILE % num_heads == 0 and tiles <= _MAX_WORK
 
 
 def workspace_bytes(latent: int, device: torch.device) -> int:
-    """What the partial results of any step take, by the rules of FlashInfer's planner: two for each query of a block."""
+    """Return the bytes of partial results of any step, by the rules of FlashInfer's planner: two for each
+    query of a block.
+    """
     return 2 * multiprocessors(device) * (_TILE // 2) * (2 * latent + 4) + _SLACK
 
 
 class FlashInferLatentBackend:
-    """An :class:`~..forward.AttentionBackend` over an MLA pool of bfloat16 or float16; its decode steps can be captured."""
+    """An :class:`~..forward.AttentionBackend` over an MLA pool of bfloat16 or float16; its decode steps can
+    be captured.
+    """
 
     def __init__(
         self,
@@ -77,14 +84,14 @@ class FlashInferLatentBackend:
         kernels: str,
         library: Any = None,
     ) -> None:
-        """
-        Args:
-            latent: width of the latents, which is that of the values; the rest of the pool's is the rotated key.
-            scale: multiplies the scores.
-            max_rows, max_tokens: of one step.
-            max_pages: of one row.
-            kernels: one of :data:`KERNELS`.
-            library: the ``flashinfer`` module. None: the installed one.
+        """Args:
+        latent: width of the latents, which is that of the values; the rest of the pool's is the rotated
+            key.
+        scale: factor of the scores.
+        max_rows, max_tokens: largest step.
+        max_pages: pages of the longest row.
+        kernels: one of :data:`KERNELS`.
+        library: the ``flashinfer`` module. None means the installed one.
         """
         self.fused: FusedAttention | None = None
         self.paged = None
@@ -160,7 +167,7 @@ class FlashInferLatentBackend:
         return out.flatten(1)
 
     def for_decode(self, rows: int) -> AttentionBackend:
-        """Attention for steps of exactly ``rows`` decode rows, to be captured."""
+        """Return attention for steps of exactly ``rows`` decode rows, to be captured."""
         wrapper = self._wrapper(
             use_cuda_graph=True,
             qo_indptr=self._zeros(rows + 1, torch.int32),
@@ -171,7 +178,9 @@ class FlashInferLatentBackend:
         return _CapturedDecode(self, wrapper, self._lists, rows)
 
     def plan_decode(self, wrapper: Any, host: Lists, device: Lists, rows: int) -> None:
-        """The first ``rows`` rows by ``wrapper``. Page numbers from the device: from the host, a graph's wrapper waits."""
+        """Plan the first ``rows`` rows. Page numbers come from the device: with the host's, a graph's wrapper
+        waits.
+        """
         pages = device.indices[: int(host.indptr[rows])]
         lists = self._row_starts[: rows + 1], host.indptr[: rows + 1], pages, host.kv_lens[:rows]
         self._plan_rows(wrapper, lists, causal=False)
@@ -181,7 +190,7 @@ class FlashInferLatentBackend:
         wrapper.plan(metadata=metadata, causal=causal, **self._options)
 
     def store(self, k: Tensor, kv_slots: Tensor, layer: int) -> Tensor:
-        """[T, 1, width] to ``kv_slots``; returns the layer's latents."""
+        """Store [T, 1, width] at ``kv_slots``; return the layer's latents."""
         self._pool.store(layer, k.squeeze(1), kv_slots)
         return self._pool.layer(layer)
 
@@ -206,7 +215,6 @@ class _CapturedDecode:
         self._kv_slots: Tensor | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
-        """See :meth:`FlashInferLatentBackend.plan`."""
         assert batch.num_decode == batch.num_rows == self._rows, "captured for another number of rows"
         self._kv_slots = batch.kv_slots
         with self._parent.host_memory.written():
@@ -214,7 +222,6 @@ class _CapturedDecode:
             self._parent.plan_decode(self._wrapper, host, device, self._rows)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """See :meth:`FlashInferLatentBackend.forward`."""
         assert self._kv_slots is not None, "plan comes first"
         assert form.kind == PLAIN.kind, "chosen for plain forms only"
         cache = self._parent.store(k, self._kv_slots, layer)

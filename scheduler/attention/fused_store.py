@@ -1,4 +1,4 @@
-"""From a projection to attention over pages, with one kernel for head norms, rotation and the store of K and V.
+"""Head norms, rotation and the store of K and V in one kernel, before attention over pages.
 
 Invariant: slots are read on the device where a step's staging puts them, so a graph can hold the launch.
 """
@@ -15,14 +15,16 @@ Attend = Callable[[Tensor, int, AttentionForm], Tensor]
 
 
 class FusedStore:
-    """A :class:`~..forward.FusedAttention` of a backend that attends over what is stored.
+    """A :class:`~..forward.FusedAttention` of a backend that attends to stored K and V.
 
     Attributes:
         batch: the planned step; the backend's ``plan`` sets it.
     """
 
     def __init__(self, pool: KVPool, num_heads: int, attend: Attend, kernels: Elementwise) -> None:
-        """``attend`` takes rotated queries [T, heads, size] and a layer, whose K and V are stored, with its form."""
+        """``attend`` takes rotated queries [T, heads, size] and a layer, whose K and V are stored, with its
+        form.
+        """
         self.batch: ForwardBatch | None = None
         self._pool, self._heads, self._attend, self._kernels = pool, num_heads, attend, kernels
 
@@ -35,7 +37,6 @@ class FusedStore:
         norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
-        """See :class:`~..forward.FusedAttention`."""
         assert self.batch is not None, "plan comes first"
         q, slots = qkv[:, : self._heads], self.batch.slots_in(form)
         keys, values = self._pool.layer(layer)
@@ -44,7 +45,7 @@ class FusedStore:
 
 
 def fused_store(pool: KVPool, num_heads: int, attend: Attend) -> FusedStore | None:
-    """None: nothing but torch serves what lies between products on the pool's device."""
+    """Return it, or None if only torch serves elementwise operations on the pool's device."""
     keys, _ = pool.layer(0)
     kernels = elementwise_for(keys.device, keys.dtype)
     return None if kernels is None else FusedStore(pool, num_heads, attend, kernels)

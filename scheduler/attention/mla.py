@@ -1,17 +1,19 @@
-"""Attention over latents (MLA with absorbed projections) from torch's own operations.
+"""Attention over latents (MLA with absorbed projections) by torch.
 
-All query heads share one key per token, the latent and the rotated part side by side, whose front is also the value
-(DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1.2: the up-projections are absorbed into the queries and the output).
+All query heads share one key per token, the latent and the rotated part side by side, whose front is also the
+value (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1.2: the up-projections are absorbed into the queries
+and the output).
 
 Invariants:
-- Decode and prefill are the same arithmetic: rows with as many new tokens as each other are computed together, their
+- Decode and prefill are the same arithmetic: rows with equally many new tokens are computed together, their
   pages gathered once per layer into a grow-only workspace.
-- A masked position contributes nothing, whatever it holds. Scores are overwritten (not added to) by -inf, and gathered
-  latents beyond a row's end are zeroed, because 0 * NaN is NaN.
-- Both products read gathered latents as one contiguous block, because torch copies what is not: the rotated part takes part
-  in the second one, and is cut off its result. (32 rows of 160 tokens, 16 heads, bf16, one thread: 1.4 ms against 3.0.)
-- Scores are computed for as many queries at a time as a fixed number of bytes holds: no temporary grows with the prompt
-  times its context.
+- A masked position contributes nothing, whatever it holds. Scores are overwritten (not added to) by -inf, and
+  gathered latents beyond a row's end are zeroed, because 0 * NaN is NaN.
+- Both products read gathered latents as one contiguous block, because torch copies others: the rotated part
+  takes part in the second one, and is cut off its result. (32 rows of 160 tokens, 16 heads, bf16, one thread:
+  1.4 ms against 3.0.)
+- Scores are computed for as many queries at a time as a fixed number of bytes holds: no temporary grows with
+  the prompt times its context.
 """
 
 from collections.abc import Iterator
@@ -28,8 +30,9 @@ from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
-"""Gathered latents, and fp32 scores, of what is computed together, at most; a single longer row, or a single query of
-each row, takes what it needs."""
+"""Most bytes of gathered latents, and of fp32 scores, at a time; a single longer row, or a single query of
+each row, takes what it needs.
+"""
 _DEFAULT_WORKSPACE_BYTES = 64 << 20
 
 
@@ -38,11 +41,12 @@ class _Queries:
     """The same stretch of new tokens in each row of a group: c tokens of n rows."""
 
     tokens: Tensor | slice
-    """Which of the step's tokens, row by row: n * c of them."""
+    """Tokens of the step, row by row: n * c of them."""
     length: int
-    """Latents to attend over: of one row what the last of them sees, of several all that were gathered."""
+    """Latents to attend over: of one row those that its last token sees, of several all that were gathered.
+    """
     positions: Tensor
-    """int64 [n, c, 1]: the last position that each one sees."""
+    """int64 [n, c, 1]: the last position that each token sees."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class LatentBackend:
     """An :class:`~..forward.AttentionBackend` over an MLA pool."""
 
     def __init__(self, pool: MLAPool, num_heads: int, scale: float) -> None:
-        """``scale`` multiplies the scores."""
+        """``scale``: factor of the scores."""
         self.fused: FusedAttention | None = None
         self.paged = None
         self.reads_page_table = True
@@ -149,7 +153,7 @@ class LatentBackend:
             start = end
 
     def _gather(self, group: _Group, pages: Tensor) -> Tensor:
-        """Copies of the group's pages in the workspace, [n, L, width], zeroed beyond each row's end."""
+        """Copy the group's pages to the workspace, [n, L, width], zeroed beyond each row's end."""
         shape = group.pages.shape[0], self._page_cells
         gathered = self._workspace.take("gathered", shape, self._dtype, self._device)
         torch.index_select(pages, 0, group.pages, out=gathered)
@@ -158,7 +162,7 @@ class LatentBackend:
         return latents.view(group.num_rows, -1, self._pool.width)
 
     def _attend(self, queries: _Queries, q: Tensor, latents: Tensor) -> Tensor:
-        """``q`` is [n * c, heads, width]; returns the same shape, the rotated part to be cut off."""
+        """Attend with ``q`` [n * c, heads, width]; return the same shape, the rotated part to be cut off."""
         seen = latents[:, : queries.length]
         num_rows, count, _ = queries.positions.shape
         scores = torch.bmm(q.reshape(num_rows, -1, self._pool.width), seen.transpose(1, 2))

@@ -1,9 +1,11 @@
-"""Attention over latents by the compiled CPU kernel: one stored head, whose front is the values, for all query heads.
+"""Attention over latents by the compiled CPU kernel: one stored head, whose front is the values, for all
+query heads.
 
 Invariants:
-- A token's result has the same bits whether it is decoded or prefilled, however its prompt is cut, beside whatever other
-  requests, on whichever pages and number of threads.
-- Query heads are divided into parts of equal size, which threads can take apart; the division follows from their number alone.
+- A token's result has the same bits whether it is decoded or prefilled, and whatever the chunking, other
+  requests, pages and number of threads.
+- Query heads are divided into parts of equal size, which threads can take apart; the division follows from
+  their number alone.
 """
 
 from torch import Tensor
@@ -16,14 +18,14 @@ from ..memory.workspace import Workspace
 from ..runtime.config import PAGE_SIZE
 
 _PART_HEADS = 12
-"""Query heads that attend together, at most: as many as a decode step keeps in registers, in two turns."""
+"""Most query heads that attend together: as many as a decode step keeps in registers, in two turns."""
 
 
 class LatentCpuBackend:
     """An :class:`~..forward.AttentionBackend` over an MLA pool on the CPU."""
 
     def __init__(self, pool: MLAPool, num_heads: int, latent: int, scale: float) -> None:
-        """``latent``: the width of values; ``scale`` multiplies the scores.
+        """``latent``: the width of values; ``scale``: factor of the scores.
 
         Raises:
             ValueError: the pool's pages are not of 16 tokens.

@@ -1,12 +1,13 @@
-"""A step's pages as FlashInfer's wrappers take them: one list of page numbers and where each row's begin.
+"""A step's pages for FlashInfer's wrappers: one list of page numbers, and where each row's begin.
 
 Invariants:
-- A row's pages are a slice of one list (``indptr``, ``indices``, ``last_page_len``), made on the host once per step.
-- All lists of a step lie in one block and travel in one copy. The block of the host is written anew for every step: who
-  fills it has waited for the copies of the step before.
-- Lists of steps of one size begin at the same addresses, which is what a captured step looks for.
-- Of layers with a window a row's pages begin with the first that any of its new tokens sees: those before may have been given
-  back. Kernels count positions from a row's end, so nothing else changes for them.
+- A row's pages are a slice of one list (``indptr``, ``indices``, ``last_page_len``), made on the host once
+  per step.
+- All lists of a step lie in one block and travel in one copy. The block of the host is written anew for every
+  step: the writer has waited for the copies of the step before.
+- Lists of steps of one size begin at the same addresses, where a captured step looks for them.
+- In layers with a window a row's pages begin with the first that any of its new tokens sees: those before may
+  have been given back. Kernels count positions from a row's end, so nothing else changes for them.
 """
 
 from dataclasses import dataclass
@@ -37,13 +38,15 @@ class Lists:
     batch_indices: Tensor
     """[T]: row of each token."""
     positions: Tensor
-    """[T]: of each token, from the first of its row's pages on."""
+    """[T]: position of each token, from the first of its row's pages on."""
     indices: Tensor
     """Page numbers, row after row."""
 
     @classmethod
     def lay_out(cls, block: Tensor, sizes: list[int]) -> "Lists":
-        """Views of ``block``; the page numbers come last, so they alone lie elsewhere when there are more of them."""
+        """Return views of ``block``; the page numbers come last, so they alone lie elsewhere when there are
+        more of them.
+        """
         views, start = [], 0
         for size in sizes:
             views.append(block[start : start + size])
@@ -64,7 +67,9 @@ class PageLists:
         device: torch.device,
         window: int | None = None,
     ) -> None:
-        """``pages`` of one row; like the others, at most. ``window``: of the layers that these lists are for."""
+        """All sizes are the largest; ``pages`` are one row's. ``window``: that of the layers which use these
+        lists.
+        """
         self._page_size, self._window = page_size, window
         sizes = [rows + 1, rows, rows, rows + 1, rows + 1, tokens, tokens, rows * pages]
         capacity = sum(_lines(size) for size in sizes)
@@ -73,7 +78,7 @@ class PageLists:
         self.device = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     def fill(self, batch: ForwardBatch) -> tuple[Lists, Lists]:
-        """The lists of ``batch`` on the host, and on the device (the copy is enqueued)."""
+        """Write the lists of ``batch`` and enqueue their copy; return those on the host and on the device."""
         arrays = page_lists(batch, self._page_size, self._window)
         start = 0
         for array in arrays:
@@ -84,14 +89,18 @@ class PageLists:
         return Lists.lay_out(self._host, sizes), Lists.lay_out(self.device, sizes)
 
     def decode_views(self, rows: int) -> Lists:
-        """Where :meth:`fill` puts the lists of a step of ``rows`` decode rows; of the page numbers, as many as fit."""
+        """Return the places of the lists of a step of ``rows`` decode rows; of the page numbers, as many as
+        fit.
+        """
         sizes = [rows + 1, rows, rows, 1, 1, rows, rows]
         room = len(self.device) - sum(_lines(size) for size in sizes)
         return Lists.lay_out(self.device, [*sizes, room])
 
 
 def page_lists(batch: ForwardBatch, page_size: int, window: int | None = None) -> tuple[np.ndarray, ...]:
-    """The arrays of :class:`Lists` for a step, in their order; for layers whose tokens see ``window`` positions."""
+    """Return the arrays of :class:`Lists` for a step, in their order, for layers whose tokens see ``window``
+    positions.
+    """
     q_lens, kv_lens = (np.asarray(lens, np.int64) for lens in (batch.q_lens_host, batch.kv_lens_host))
     new_from = kv_lens - q_lens
     first = np.zeros_like(kv_lens) if window is None else np.maximum(0, new_from + 1 - window) // page_size
@@ -123,10 +132,10 @@ def _table(batch: ForwardBatch, window: int | None) -> np.ndarray:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """[n + 1]: running sums, from 0."""
+    """Return [n + 1] running sums, from 0."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _lines(count: int) -> int:
-    """``count`` integers, rounded up to whole cache lines."""
+    """Round ``count`` integers up to whole cache lines."""
     return -(-count // _INTS_PER_LINE) * _INTS_PER_LINE

@@ -1,8 +1,9 @@
-"""Paged attention by the compiled CPU kernel: decode and prefill with the same arithmetic, straight from the pages.
+"""Paged attention by the compiled CPU kernel: decode and prefill with the same arithmetic, straight from the
+pages.
 
 Invariants:
-- A token's result has the same bits whether it is decoded or prefilled, however its prompt is cut, beside whatever other
-  requests, on whichever pages and number of threads.
+- A token's result has the same bits whether it is decoded or prefilled, and whatever the chunking, other
+  requests, pages and number of threads.
 - A masked position contributes nothing, whatever it holds.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
 """
@@ -30,7 +31,7 @@ class PagedCpuBackend:
         head_size: int,
         scale: float | None = None,
     ) -> None:
-        """``scale`` multiplies the scores. None: ``head_size ** -0.5``.
+        """``scale``: factor of the scores. None means ``head_size ** -0.5``.
 
         Raises:
             ValueError: the pool's pages are not of 16 tokens.
@@ -77,13 +78,13 @@ class PagedCpuBackend:
         norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
-        """:meth:`forward` straight from a projection: head norms, rotation and store in one pass.
+        """Attend straight from a projection: head norms, rotation and store in one pass.
 
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values; queries are overwritten.
             cos, sin: [T, 1, rotated size / 2].
-            norm: of queries and keys. None: no head norms.
-            form: of the layer.
+            norm: norms of queries and keys, or None.
+            form: form of the layer.
 
         Returns:
             [T, query heads * head size]

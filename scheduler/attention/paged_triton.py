@@ -1,7 +1,9 @@
-"""Paged attention whose decode steps can be captured with nothing but torch and Triton, which come together for CUDA.
+"""Paged attention whose decode steps can be captured with only torch and Triton, which come together for
+CUDA.
 
 Invariants:
-- Eager steps attend as the torch backend does; only captured decode steps use the kernel (``kernels/triton_decode.py``).
+- Eager steps attend as the torch backend does; only captured decode steps use the kernel
+  (``kernels/triton_decode.py``).
 - Captured steps of all sizes read one page table and one list of lengths that never move.
 """
 
@@ -21,11 +23,11 @@ from .fused_store import fused_store
 from .sdpa import SdpaBackend
 
 _MULTIPROCESSORS = 132
-"""Where the device does not tell."""
+"""Number assumed if the device does not tell."""
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why Triton cannot serve here; None where it can."""
+    """Return why Triton cannot serve here, or None."""
     if device.type != "cuda":
         return f"it is used on CUDA, not on {device.type}"
     return None if find_spec("triton") else "it is not installed"
@@ -46,7 +48,11 @@ class PagedTritonBackend(SdpaBackend):
         max_rows: int,
         max_pages: int,
     ) -> None:
-        """``scale`` multiplies the scores (None: ``head_size ** -0.5``); a step has ``max_rows`` rows of ``max_pages`` pages at most."""
+        """Args:
+        scale: factor of the scores. None means ``head_size ** -0.5``.
+        max_rows: most rows of a step.
+        max_pages: most pages of a row.
+        """
         super().__init__(pool, num_heads, num_kv_heads, head_size, scale, windows=windows)
         keys, _ = pool.layer(0)
         self._elementwise: Elementwise | None = None
@@ -75,7 +81,6 @@ class PagedTritonBackend(SdpaBackend):
         self._kv_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """See :meth:`SdpaBackend.plan`."""
         super().plan(batch)
         self._step = batch
 
@@ -88,7 +93,7 @@ class PagedTritonBackend(SdpaBackend):
         norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
-        """See :class:`~..forward.FusedAttention`; rotated keys stay in ``qkv`` as well, where torch reads those of prompts."""
+        """Store and attend; rotated keys stay in ``qkv`` as well, where torch reads those of prompts."""
         assert self._elementwise is not None
         assert self._step is not None, "plan comes first"
         heads, kv_heads = self._heads, self._kv_heads
@@ -107,7 +112,7 @@ class PagedTritonBackend(SdpaBackend):
         return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer, form)
 
     def for_decode(self, rows: int) -> AttentionBackend:
-        """Attention for steps of exactly ``rows`` decode rows, to be captured."""
+        """Return attention for steps of exactly ``rows`` decode rows, to be captured."""
         tables, kv_lens = (self._table[:rows], self._window_table[:rows]), self._kv_lens[:rows]
         splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self._multiprocessors)
         kernel = self._kernels.PagedDecode(*tables, kv_lens, splits=splits, **self._sizes)
@@ -126,7 +131,7 @@ class _CapturedDecode:
         *,
         num_heads: int,
     ) -> None:
-        """``tables``: of layers that see everything, and of those with a window."""
+        """``tables``: page tables of layers that see everything, and of those with a window."""
         self._store = fused_store(pool, num_heads, self._attend)
         self.fused: FusedAttention | None = self._store
         self.paged = None
@@ -135,7 +140,7 @@ class _CapturedDecode:
         self._tables, self._kv_lens = tables, kv_lens
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Copy what the kernel reads to where it reads it."""
+        """Copy the kernel's inputs to the buffers that it reads."""
         assert batch.num_decode == batch.num_rows == len(self._kv_lens), "captured for another number of rows"
         plain, windowed = self._tables
         plain[:, : batch.page_table.shape[1]] = batch.page_table

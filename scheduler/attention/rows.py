@@ -1,6 +1,7 @@
-"""Which rows of a step are worth computing together, for backends that gather pages.
+"""Groups of a step's rows to compute together, for backends that gather pages.
 
-Invariant: every row is in exactly one group, and no group but one of a single row needs more pages than the limit.
+Invariant: every row is in exactly one group, and only a group of a single row may need more pages than the
+limit.
 """
 
 import numpy as np
@@ -12,7 +13,8 @@ _SPLIT_PAGES = 64
 
 
 def group_rows(pages: np.ndarray, max_pages: int) -> list[np.ndarray]:
-    """Rows by descending length, cut where the workspace is full or padding costs more than a launch.
+    """Order rows by descending length, and cut where the workspace is full or padding costs more than a
+    launch.
 
     Args:
         pages: int64 [n]: pages of each row's KV.
@@ -36,7 +38,9 @@ def group_rows(pages: np.ndarray, max_pages: int) -> list[np.ndarray]:
 
 
 def as_index(rows: np.ndarray, device: torch.device) -> Tensor | slice:
-    """``rows`` as a range where they are one, since reading through it is a view; else as an index on ``device``."""
+    """Return ``rows`` as a slice if they are a range, since reading through it is a view; else as an index on
+    ``device``.
+    """
     if rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows).to(device)

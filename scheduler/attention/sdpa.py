@@ -1,18 +1,20 @@
-"""Paged attention from torch's own operations: the backend that runs everywhere.
+"""Paged attention by torch: the backend that runs everywhere.
 
 Invariants:
 - Decode rows are computed together: pages gathered once per layer into a grow-only workspace in the order
-  [row, kv head, position], then two batched products with the query heads of a group as the rows of a matrix, so that
-  K and V are never repeated.
-- A masked position contributes nothing, whatever it holds. Scores are overwritten (not added to) by -inf and gathered V
-  is zeroed there, because 0 * NaN is NaN; prefill rows never see one, their copies are cut at the KV length.
-- What all layers of one window share (gather indices, masks) is made once per step: in :meth:`SdpaBackend.plan`, so that no
-  layer waits for a copy, or for a window that it does not know of when the first layer of it attends.
+  [row, kv head, position], then two batched products with the query heads of a group as the rows of a matrix,
+  so that K and V are never repeated.
+- A masked position contributes nothing, whatever it holds. Scores are overwritten (not added to) by -inf and
+  gathered V is zeroed there, because 0 * NaN is NaN; prefill rows never see one, their copies are cut at the
+  KV length.
+- Gather indices and masks, which all layers of one window share, are made once per step in
+  :meth:`SdpaBackend.plan`, so that no layer waits for a copy.
 - With a window, pages that no token of a row sees are not gathered: they may have been given back.
 
 The decode form was measured against ``scaled_dot_product_attention`` (with groups as query rows, and with
-``enable_gqa``) on an AVX-512 CPU, one thread, ms per layer: 32 rows of 160 tokens, 8 kv heads of 128, groups of 2: 2.7
-against 3.1 and 3.6 in fp32, 0.8 against 2.9 and 16.7 in bf16; 8 rows of 2,000 tokens in bf16: 4.5 against 12 and 65.
+``enable_gqa``) on an AVX-512 CPU, one thread, ms per layer: 32 rows of 160 tokens, 8 kv heads of 128, groups
+of 2: 2.7 against 3.1 and 3.6 in fp32, 0.8 against 2.9 and 16.7 in bf16; 8 rows of 2,000 tokens in bf16: 4.5
+against 12 and 65.
 """
 
 from collections.abc import Sequence
@@ -29,11 +31,12 @@ from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
-"""Gathered K (and V, each) of rows that are computed together, at most: on a CPU, what its caches keep until the
-product reads it. A single longer row takes what it needs."""
+"""Most bytes of gathered K (and of V) of rows that are computed together: on a CPU, as much as its caches
+keep until the product reads it. A single longer row takes what it needs.
+"""
 _DEFAULT_WORKSPACE_BYTES = 64 << 20
 _SCORE_ELEMENTS = 1 << 24
-"""Scores of a prefill that are there at a time, where torch has no call for the form: 64 MB in float32."""
+"""Scores of a prefill at a time, where torch has no call for the form: 64 MB in float32."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +44,7 @@ class _DecodeGroup:
     """Decode rows that see similar lengths, padded to P pages: L = P * page_size."""
 
     rows: Tensor | slice
-    """Which of the decode rows: n of them, as an index or as a range."""
+    """The n decode rows, as an index or as a range."""
     num_rows: int
     pages: Tensor
     """int64 [n * kv heads * P]: rows of the pool seen as [pages * kv heads, page_size * head_size]."""
@@ -53,21 +56,26 @@ class _DecodeGroup:
 
 @dataclass(slots=True, kw_only=True)
 class _PrefillRun:
-    """Neighbouring prefill rows of equal lengths: n rows of ``q_len`` new tokens that see ``kv_len`` positions in all."""
+    """Neighbouring prefill rows of equal lengths: n rows of ``q_len`` new tokens that see ``kv_len``
+    positions in all.
+    """
 
     first_token: int
     num_rows: int
     q_len: int
     kv_len: int
     pages: Tensor | None
-    """As in :class:`_DecodeGroup`. None: the rows have no earlier tokens, K and V are the step's own."""
+    """As in :class:`_DecodeGroup`; None if the rows have no earlier tokens, and K and V are the step's own.
+    """
     bias: Tensor | None
-    """[q_len, kv_len], 0 or -inf in the pool's dtype. None: plainly causal, or one token, which sees all."""
+    """[q_len, kv_len], 0 or -inf in the pool's dtype; None if plainly causal, or for one token, which sees
+    all.
+    """
 
 
 @dataclass(slots=True)
 class _Plan:
-    """How the rows of a step are computed in layers of one window."""
+    """Division of a step's rows in layers of one window."""
 
     groups: list[_DecodeGroup] = field(default_factory=list)
     runs: list[_PrefillRun] = field(default_factory=list)
@@ -86,10 +94,9 @@ class SdpaBackend:
         *,
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        """
-        Args:
-            scale: multiplies the scores. None: ``head_size ** -0.5``.
-            windows: of the layers' forms, each once: what is planned for.
+        """Args:
+        scale: factor of the scores. None means ``head_size ** -0.5``.
+        windows: distinct windows of the layers' forms, to plan for.
         """
         self._windows = tuple(windows)
         self.fused: FusedAttention | None = None
@@ -126,7 +133,9 @@ class SdpaBackend:
             self.plan_for(window)
 
     def plan_for(self, window: int | None) -> _Plan:
-        """Of the planned step, for layers whose tokens see ``window`` positions: the rows in groups, gather indices, masks."""
+        """Plan the step for layers whose tokens see ``window`` positions: groups of rows, gather indices,
+        masks.
+        """
         plan = self._plans.get(window)
         if plan is not None:
             return plan
@@ -151,7 +160,7 @@ class SdpaBackend:
         return self.attend(q, k, v, layer, form)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """:meth:`forward`, K and V being stored."""
+        """Attend to stored K and V."""
         k_pool, v_pool = (x.view(-1, self._pool.page_size * x.shape[-1]) for x in self._pool.layer(layer))
         plan = self.plan_for(form.window)
         out = torch.empty((q.shape[0], q.shape[1] * self._head_sizes[1]), dtype=q.dtype, device=q.device)
@@ -172,7 +181,7 @@ class SdpaBackend:
     def _plan_group(
         self, batch: ForwardBatch, rows: np.ndarray, lengths: np.ndarray, first: np.ndarray
     ) -> _DecodeGroup:
-        """Of ``rows``, which see the positions [first, lengths)."""
+        """Plan ``rows``, which see the positions [first, lengths)."""
         n, page_size = len(rows), self._pool.page_size
         lengths, first = lengths[rows], first[rows]
         left_out = first // page_size
@@ -219,7 +228,9 @@ class SdpaBackend:
             out[group.rows] = torch.bmm(weights, values).view(group.num_rows, -1)
 
     def _weights(self, products: Tensor, masked: Tensor, form: AttentionForm) -> Tensor:
-        """Of ``products`` [n, kv heads, group, ..., L] of queries and keys, 0 where ``masked``; computed in float32."""
+        """Return weights of ``products`` [n, kv heads, group, ..., L], 0 where ``masked``; computed in
+        float32.
+        """
         scores = products.float().mul_(self._scale if form.scale is None else form.scale)
         if form.softcap is not None:
             scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
@@ -261,7 +272,9 @@ class SdpaBackend:
         return runs
 
     def _run_end(self, first: int, q_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
-        """End of the longest run of equal rows from ``first`` on whose gathered KV fits the workspace."""
+        """Return the end of the longest run of equal rows from ``first`` on whose gathered KV fits the
+        workspace.
+        """
         num_pages = -(-kv_lens[first] // self._pool.page_size)
         limit = min(len(q_lens), first + max(1, self._max_pages // num_pages))
         end = first + 1
@@ -270,7 +283,7 @@ class SdpaBackend:
         return end
 
     def _bias(self, q_len: int, kv_len: int, window: int | None) -> Tensor:
-        """Of the last ``q_len`` of ``kv_len`` positions."""
+        """Return the mask of the last ``q_len`` of ``kv_len`` positions."""
         bias = torch.full((q_len, kv_len), -torch.inf, dtype=self._dtype, device=self._device)
         bias.triu_(kv_len - q_len + 1)
         if window is not None:
@@ -281,7 +294,9 @@ class SdpaBackend:
     def _prefill(
         self, run: _PrefillRun, q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
     ) -> Tensor:
-        """``keys`` and ``values`` are [n * kv heads, 1, kv_len, size]; returns [n * q_len, heads * value size]."""
+        """Attend to ``keys`` and ``values`` [n * kv heads, 1, kv_len, size]; return [n * q_len, heads * value
+        size].
+        """
         n, group, size = run.num_rows, self._group, self._head_sizes[0]
         grouped_q = q.reshape(n, run.q_len, self._kv_heads, group, size).permute(0, 2, 3, 1, 4)
         grouped_q = grouped_q.reshape(n * self._kv_heads, group, run.q_len, size)
@@ -302,7 +317,9 @@ class SdpaBackend:
     def _prefill_by_parts(
         self, run: _PrefillRun, q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
     ) -> Tensor:
-        """The same for forms that torch has no call for, some queries at a time; [n * kv heads, group, q_len, value size]."""
+        """Attend some queries at a time, for forms that torch has no call for; [n * kv heads, group, q_len,
+        value size].
+        """
         bias = run.bias
         if bias is None:
             bias = self._bias(run.q_len, run.kv_len, None)
@@ -315,7 +332,7 @@ class SdpaBackend:
         return torch.cat(parts, dim=2)
 
     def _split_rows(self, x: Tensor, run: _PrefillRun) -> Tensor:
-        """[n * q_len, kv heads, size] to [n * kv heads, 1, q_len, size]."""
+        """Turn [n * q_len, kv heads, size] into [n * kv heads, 1, q_len, size]."""
         split = x.reshape(run.num_rows, run.q_len, self._kv_heads, -1).transpose(1, 2)
         return split.reshape(run.num_rows * self._kv_heads, 1, run.q_len, x.shape[-1])
 
@@ -330,11 +347,11 @@ class SdpaBackend:
     # Shared
 
     def _page_rows(self, pages: Tensor) -> Tensor:
-        """Page table [n, P] to the gather index [n * kv heads * P]."""
+        """Turn the page table [n, P] into the gather index [n * kv heads * P]."""
         return (pages.to(torch.int64).unsqueeze(1) * self._kv_heads + self._head_index).reshape(-1)
 
     def _gather(self, pages: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of these pages in the workspace, each [n * kv heads * P, page_size * size]."""
+        """Copy these pages to the workspace, each [n * kv heads * P, page_size * size]."""
         cells = [pages.shape[0] * x.shape[1] for x in (k_pool, v_pool)]
         parts = self._workspace.take("gathered", (sum(cells),), self._dtype, self._device).split(cells)
         keys, values = (part.view(pages.shape[0], -1) for part in parts)

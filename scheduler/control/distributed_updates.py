@@ -36,7 +36,7 @@ class DistributedUpdates:
             if not self._updates.sessions.protects(route, error):
                 for name in (request.group_name, *filter(None, [request.relay_to])):
                     self._groups.out_of_step(name, f"an update failed: {error}")
-                self._executor.leave_group(request.group_name, f"an update failed: {error}")
+                self._executor.call("leave_group", request.group_name, f"an update failed: {error}")
             raise
         assert isinstance(reply, WeightUpdateReqOutput)
         reply.relay_error = opened[-1].relay_error

@@ -103,7 +103,7 @@ class MemoryOccupation:
                 freed[tag] = self._occupied(tag)
                 with self._stages.stage(f"release.{tag}"):
                     yield from self._advance(self._residency.release([tag]), "release")
-            yield from waiting(self._executor.release(tags))
+            yield from waiting(self._executor.call("release", sorted(tags)))
             with self._stages.stage("release.empty_cache"):
                 after = self._device_cache.empty("release", reserved_before=before).reserved_after
             self._history.note("release", ", ".join(sorted(tags)), returned=before - after)
@@ -125,13 +125,13 @@ class MemoryOccupation:
             return
         try:
             with self._stages.stage("release.keep"):
-                elsewhere = self._executor.keep(tags)
+                elsewhere = self._executor.call("keep", sorted(tags))
                 yield from self._advance(self._residency.keep(tags), "keep", self._runner.on_stream)
                 yield from waiting(elsewhere)
         except BaseException:
             lifecycle.set_released(before)
             self._residency.give_up(tags)
-            self._executor.give_up(tags)
+            self._executor.call("give_up", sorted(tags))
             raise
 
     def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
@@ -142,7 +142,7 @@ class MemoryOccupation:
         if tags:
             yield from self._resume(tags)
             if self._graphs is not None and lifecycle.released == tags:
-                elsewhere = self._executor.capture()
+                elsewhere = self._executor.call("capture")
                 yield from self._advance(self._graphs.capture(), "capture")
                 yield from waiting(elsewhere)
             self._runner.synchronize()
@@ -159,13 +159,13 @@ class MemoryOccupation:
         )
 
     def _resume(self, tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
-        """On every rank or on none: the others first, which go back where this one fails."""
-        yield from waiting(self._executor.resume(tags))
+        """Resume on every rank or on none: the workers first, which release again where one rank fails."""
         try:
+            yield from waiting(self._executor.call("resume", sorted(tags)))
             yield from self._advance(self._residency.resume(tags), "resume", self._runner.on_stream)
         except CaesuraError:
-            yield from waiting(self._executor.keep(tags))
-            yield from waiting(self._executor.release(tags))
+            yield from waiting(self._executor.call("keep", sorted(tags)))
+            yield from waiting(self._executor.call("release", sorted(tags)))
             raise
 
     def _advance(

@@ -16,7 +16,7 @@ from ...io_struct import (
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
 )
-from ..executor.executor import Alone, Executor
+from ..executor.executor import Executor
 from ..weights.transports.distributed import WeightsUpdateGroups
 from .lifecycle import Operation, Wait, waiting
 
@@ -37,21 +37,22 @@ class ProcessGroupCommands:
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
         """Join a process group; answered at once if this engine has joined it already."""
         group = self._groups.join(request)
-        executor = self._executor if request.rank_offset else Alone()
-        elsewhere = executor.join_group(request)
+        elsewhere = self._executor.call("join_group", request) if request.rank_offset else None
         try:
             while not group.joined():
                 yield Wait.CHANGE
-            yield from waiting(elsewhere, Wait.CHANGE)
+            if elsewhere is not None:
+                yield from waiting(elsewhere, Wait.CHANGE)
         except CaesuraError:
             self._groups.forget(group)
-            self._executor.leave_group(request.group_name)
+            self._executor.call("leave_group", request.group_name, None)
             raise
         except BaseException:
             self._groups.forget(group)
             raise
         finally:
-            elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
+            if elsewhere is not None:
+                elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
         member = group.membership
         logger.info(
             "joined weight update group %r at %s as rank %d of %d (%s)",
@@ -70,7 +71,7 @@ class ProcessGroupCommands:
 
     def _left(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
         group, limit = self._groups.leave(request.group_name), monotonic() + LEAVE_S
-        elsewhere = self._executor.leave_group(request.group_name)
+        elsewhere = self._executor.call("leave_group", request.group_name, None)
         while group.is_leaving and monotonic() < limit:
             yield Wait.CHANGE
         yield from waiting(elsewhere, Wait.CHANGE)

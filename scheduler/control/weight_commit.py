@@ -23,8 +23,8 @@ from ..models.base import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..scheduling.request import WeightStamp
 from ..scheduling.stepping import StepBatcher, StepRunner
-from ..weights.finite import find_non_finite, require_finite
 from ..weights.loader import WeightLoader
+from ..weights.reading import find_non_finite, require_finite
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Wait, waiting
 from .weight_sessions import Session, Sessions
@@ -82,7 +82,7 @@ class WeightCommit:
     def _prepare(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """The first phase, in which every rank can still refuse: all are ready to serve the new weights, or it raises."""
         self._loader.require_whole()
-        settle = self._executor.derive(self._check_finite and bool(self._loader.written))
+        derived = self._executor.call("derive", self._check_finite and bool(self._loader.written))
         own: CaesuraError | None = None
         try:
             with stages.stage("derive"), self._runner.on_stream():
@@ -92,7 +92,7 @@ class WeightCommit:
                 yield from self._require_finite(session, stages)
         except CaesuraError as error:
             own = error
-        for wait in waiting(settle(own)):
+        for wait in waiting(derived.settle(own)):
             yield wait
             self._sessions.require_open(session)
 

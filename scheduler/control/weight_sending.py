@@ -37,7 +37,7 @@ from ..models.base import Weights
 from ..runtime.dtypes import NAMES
 from ..scheduling.stepping import StepRunner
 from ..weights.components import chosen
-from ..weights.misfits import Misfits
+from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
 from ..weights.transports.batches import Batch, batches_of, nbytes_of
 from ..weights.transports.distributed import WeightsUpdateGroups
@@ -98,7 +98,7 @@ class WeightSending:
         slots = self._slots(request.component)
         batches = batches_of(request)
         _require_stored(batches, slots)
-        if self._executor.parallel.size > 1:
+        if self._executor.workers:
             require_placeable(slots[spec.name] for batch in batches for spec in batch)
         total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), self._lifecycle.stamp
         transmission = self._groups.transmit(request.group_name, max(map(nbytes_of, batches), default=0))
@@ -138,7 +138,8 @@ class WeightSending:
         """Copy the tensors of ``batch`` to the start of ``buffer``, one after the other."""
         self._require_committed()
         divided = [spec for spec in batch if is_divided(slots[spec.name])]
-        elsewhere = self._executor.read([spec.name for spec in divided]) if divided else None
+        names = [spec.name for spec in divided]
+        elsewhere = self._executor.call("read", names, reply=list[Held]) if divided else None
         whole = [spec for spec in batch if not is_divided(slots[spec.name])]
         for _ in read_into(buffer, whole, slots, self._runner.on_stream):
             yield Wait.SLICE
@@ -177,24 +178,20 @@ class WeightSending:
 
 def _require_stored(batches: list[Batch], slots: dict[str, WeightSlot]) -> None:
     """Raise ``weight_mismatch`` unless each tensor is stored as it is described, and named once."""
-    misfits, seen = Misfits(slots), set[str]()
+    found, seen = Mismatches(slots), set[str]()
     for spec in (spec for batch in batches for spec in batch):
         slot = slots.get(spec.name)
         if slot is None:
-            misfits.add_unexpected(spec.name, spec.shape)
+            found.add_unexpected(spec.name, spec.shape)
             continue
         if tuple(spec.shape) != slot.shape:
-            misfits.mismatched.append(
-                {"name": spec.name, "expected_shape": list(slot.shape), "got_shape": spec.shape}
-            )
+            found.add_misshapen(spec.name, slot.shape, spec.shape)
         if spec.dtype != NAMES[slot.dtype]:
-            misfits.mismatched.append(
-                {"name": spec.name, "expected_dtype": NAMES[slot.dtype], "got_dtype": spec.dtype}
-            )
+            found.add_wrong_dtype(spec.name, NAMES[slot.dtype], spec.dtype)
         if spec.name in seen:
-            misfits.mismatched.append({"name": spec.name, "reason": "named twice"})
+            found.add(spec.name, "named twice")
         seen.add(spec.name)
-    misfits.raise_if_any(given=seen)
+    found.raise_if_any(given=seen)
 
 
 def _stored(name: str, slot: WeightSlot) -> StoredTensor:

@@ -28,7 +28,6 @@ from ...io_struct import (
     EndWeightUpdateReqInput,
     ErrorCode,
     StageTimes,
-    TensorSpec,
     UpdateProgress,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -44,14 +43,12 @@ from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..runtime.config import EngineConfig
 from ..scheduling.stepping import StepBatcher, StepOutputs, StepRunner
-from ..weights.components import ComponentSource, chosen, component_of, fitting, in_component, renamed
-from ..weights.loader import LoadCounts, WeightLoader
-from ..weights.pieces import WeightPiece
-from ..weights.source import BufferSource, WeightSource
+from ..weights.components import ComponentSource, chosen, in_component, renamed
+from ..weights.loader import END, LoadCounts, WeightLoader, write_some
+from ..weights.source import BufferSource, WeightPiece, WeightSource
 from ..weights.transports.disk import DiskSource, OpenFolder
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import Uploader, pieces_of
-from ..weights.writing import END, write_some
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Operation, Wait
 from .pause_ownership import Sender
@@ -179,7 +176,7 @@ class WeightUpdates:
         component = chosen(self._model.components, request.component)
         loader, workspace = self._loader, self._workspace
         opening = Task(
-            lambda: fitting(self._open_folder(path, component), component, loader, workspace), self._wake
+            lambda: DiskSource(self._open_folder(path, component), workspace, loader.owned), self._wake
         )
         while not opening.done:
             yield Wait.THREAD
@@ -275,7 +272,8 @@ class WeightUpdates:
     ) -> Generator[Wait, None, None]:
         """Write all of ``source``. Steps go on until its first piece has arrived."""
         started = monotonic()
-        kept = component_of(source) in self._model.kept_components  # written on the host
+        component = source.component if isinstance(source, ComponentSource) else None
+        kept = component in self._model.kept_components  # written on the host
         uploader = None if kept else self._uploader
         own = pieces_of(source, self._loader, uploader, self._config.load_bucket_bytes)
         with contextlib.closing(self._executor.pieces(source, own, self._loader)) as pieces:
@@ -382,10 +380,9 @@ class WeightUpdates:
         """
         try:
             source = in_component(open_source(), chosen(self._model.components, named))
-            names = self._loader.check(source.specs, complete=source.complete)
-            rows = [spec for spec in source.specs if isinstance(spec, TensorSpec)]  # files hold whole tensors
             single = session is None and self._lifecycle.generation == "running"
-            self._loader.check_rows(rows, whole=single and self._lifecycle.serviceable)
+            last = single and self._lifecycle.serviceable
+            names = self._loader.check(source.specs, complete=source.complete, last=last)
         except CaesuraError as error:
             if session is not None and session.touched:
                 self.abort_session(session, f"a later call of the session failed: {error.message}")

@@ -11,7 +11,7 @@ from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, Weight
 from ..executor.executor import Executor
 from ..models.base import Weights
 from ..scheduling.stepping import StepRunner
-from ..weights.checksums import checksums, garbage
+from ..weights.reading import checksums, garbage
 from .lifecycle import Lifecycle, Operation, Wait, waiting
 
 
@@ -42,7 +42,7 @@ class WeightsChecker:
                 "reset by weights_checker"
             )  # before the first write, so that no step uses these weights
             yield from self._lifecycle.barrier()
-            elsewhere = self._executor.reset_tensors()
+            elsewhere = self._executor.call("reset_tensors")
             for slot, start, rows in garbage(self._model):
                 with self._runner.on_stream():
                     slot.write(rows, start)
@@ -50,10 +50,11 @@ class WeightsChecker:
             self._runner.synchronize()
             yield from waiting(elsewhere)
             return WeightsCheckerReqOutput(id=request.id)
-        elsewhere = self._executor.checksums()
+        checked = self._executor.call("checksums", reply=dict[str, str])
         found: dict[str, str] = yield from waiting(checksums(self._model), Wait.SLICE)
-        of_others: dict[str, str] = yield from waiting(elsewhere)
-        found |= of_others
+        of_workers: list[dict[str, str]] = yield from waiting(checked)
+        for rank, of_worker in enumerate(of_workers, 1):
+            found |= {f"{name} of rank {rank}": checksum for name, checksum in of_worker.items()}
         total = hashlib.blake2b(
             "".join(found[name] for name in sorted(found)).encode(), digest_size=16
         ).hexdigest()

@@ -35,8 +35,7 @@ from ..scheduling.waiting_queue import AdmissionLimits, pages_for
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import load_from_disk, open_checkpoint
-from ..weights.upload import uploader_of
-from ..weights.write_stream import write_stream_of
+from ..weights.upload import uploader_of, write_stream_of
 from .autotune import WarmUp
 from .forward import AttentionBackend, Runner
 from .kernel_report import why_torch

@@ -1,4 +1,4 @@
-"""``python -m caesura.scheduler.executor``: a worker, one rank of an engine whose rank 0 is elsewhere (``caesura worker``)."""
+"""``caesura worker``: one rank of an engine whose rank 0 is another process."""
 
 import os
 import sys
@@ -11,8 +11,8 @@ from ..runtime.libraries import settings
 os.environ.update(settings())
 
 from ...io_struct import CaesuraError
-from ...process.key_files import read_key_pair, server_key
-from .worker import Line, end, run
+from ...process.curve import read_key_pair, server_key
+from .worker_process import Connection, end, run
 
 
 @click.command("caesura worker")
@@ -42,7 +42,7 @@ def worker(
             raise click.UsageError("--curve-server-key and --curve-client-key-file belong together")
     except CaesuraError as error:
         raise click.UsageError(str(error)) from error
-    end(run(Line(join, rank, keys, lifeline_fd), device))
+    end(run(Connection(join, rank, keys, lifeline_fd), device))
 
 
 if __name__ == "__main__":

@@ -1,208 +1,335 @@
-"""What an engine asks of its other ranks, and the answer of an engine that has none.
+"""The executor: calls a method on all workers of an engine, which are its ranks but rank 0.
 
 Invariants:
-- Rank 0 decides everything: the others execute what they are told, in order. So no clock, lease or message can mean different
-  things on two ranks.
-- What is begun on other ranks has begun when a method returns. An iterator is the wait for its end: it yields while nothing has
-  come, for the loop to look elsewhere, and raises what went wrong on each rank. Who does not want to wait drops it.
-- An engine of one rank does nothing here.
+- Rank 0 decides everything: workers execute what they are told, in order. So no clock, lease or message can
+  mean different things on two ranks.
+- :meth:`Executor.call` returns when the call has been sent. Its :class:`Pending` yields while answers are
+  missing, for the loop to look elsewhere; if it is closed or forgotten, the answers are dropped when they
+  come.
+- An engine of one rank has no workers: a call sends nothing and its answers, none, are there at once.
+- An update that ends early on rank 0 has ended on all ranks before anybody hears of it.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
+from time import monotonic
+from typing import Any, Generic, TypeVar, overload
 
-from ...io_struct import CaesuraError, InitWeightsUpdateGroupReqInput, MemoryTag, RankMemory, RankStatus
-from ..execution.build import Agreement
+import msgspec
+
+from ...io_struct import CaesuraError, RankMemory, RankStatus
 from ..execution.forward import Runner
+from ..execution.model_runner import ModelRunner
 from ..parallel.group import SINGLE, TensorParallel
-from ..weights.loader import WeightLoader
-from ..weights.pieces import WeightPiece
-from ..weights.reading import Held
-from ..weights.source import WeightSource
+from ..runtime.config import EngineConfig
+from ..runtime.guard import EngineEndsError
+from ..weights.loader import END, WeightLoader
+from ..weights.source import WeightPiece, WeightSource
+from . import rendezvous
+from .parallel_runner import ParallelRunner
+from .rpc import Answer, Memory, Start, encode, raise_failures
+from .weight_sources import described
+from .workers import Workers
 
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 600.0
+"""Longest wait that holds up the loop, in seconds. The engine's watchdog is earlier by default."""
 Pieces = Generator[WeightPiece | None, None, None]
-Settle = Callable[[CaesuraError | None], Iterator[None]]
-"""Waits for other ranks, given what has gone wrong on this one; raises all of it together."""
+_Value = TypeVar("_Value")
 
 
-class Executor(Protocol):
+class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
+    """Answers to one call: yields until all workers have answered; returns their values, ordered by rank."""
+
+    def __init__(
+        self, executor: "Executor", number: int, method: str, answers: dict[int, Answer], reply: Any
+    ) -> None:
+        """``reply`` is the type of a worker's value."""
+        self.number, self.method = number, method
+        self.answers = answers
+        """Answers that have come, by rank."""
+        self._executor = executor
+        self._reply = reply
+
+    @property
+    def complete(self) -> bool:
+        """True if all workers have answered.
+
+        Raises:
+            EngineEndsError: a worker is lost.
+        """
+        self._executor.receive()
+        return len(self.answers) == self._executor.workers
+
+    @property
+    def failed(self) -> bool:
+        """True if a worker has failed. Raises as :attr:`complete`."""
+        self._executor.receive()
+        return any(answer.failure is not None for answer in self.answers.values())
+
+    def send(self, value: None) -> None:
+        """Return if answers are missing; else end with their values, or raise what workers failed with."""
+        if self.complete:
+            raise StopIteration(self._values())
+
+    def throw(self, *error: Any) -> None:
+        """Close, and raise ``error``."""
+        self.close()
+        super().throw(*error)
+
+    def close(self) -> None:
+        """Drop the answers, those to come too. Idempotent."""
+        self._executor.forget(self.number)
+
+    __del__ = close
+
+    def settle(self, own: CaesuraError | None) -> Generator[None, None, None]:
+        """Wait for all answers; raise what workers failed with, together with ``own``, rank 0's error."""
+        while not self.complete:
+            yield
+        raise_failures(self.answers, own)
+
+    def wait(self, *, until_failure: bool = False) -> list[_Value]:
+        """Block until all workers have answered; return their values.
+
+        Args:
+            until_failure: do not wait for the others once one has failed.
+
+        Raises:
+            CaesuraError: workers have failed.
+            EngineEndsError: a worker is lost, or has not answered in time.
+        """
+        self.collect(until_failure=until_failure)
+        return self._values()
+
+    def collect(self, *, until_failure: bool = False) -> dict[int, Answer]:
+        """Do as :meth:`wait`, but return the answers by rank, failures included."""
+        deadline = monotonic() + ANSWER_S
+        while not (self.complete or (until_failure and self.failed)):
+            self._executor.wait(deadline, self)
+        return dict(sorted(self.answers.items()))
+
+    def _values(self) -> list[_Value]:
+        raise_failures(self.answers)
+        answers = (answer for _, answer in sorted(self.answers.items()))
+        return [msgspec.msgpack.decode(answer.value, type=self._reply) for answer in answers]
+
+
+class Executor:
     """All ranks but rank 0, which asks."""
 
-    @property
-    def parallel(self) -> TensorParallel:
-        """Rank 0's place among them."""
-        ...
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the workers of this host, if the engine has any.
 
-    @property
-    def group(self) -> Agreement | None:
-        """To agree on sizes at start. None: there is nobody."""
-        ...
+        Raises:
+            CaesuraError: as :class:`~.workers.Workers`.
+        """
+        self.workers = config.tp - 1
+        """Number of workers."""
+        self.parallel: TensorParallel = SINGLE
+        """Group of all ranks; rank 0 alone before :meth:`start`."""
+        self._config = config
+        self._connection = Workers(config) if self.workers else None
+        self._numbers = 0
+        self._answers: dict[int, dict[int, Answer]] = {}
+        """Answers to each call that somebody waits for, by rank."""
+        self._memory: dict[int, Memory] = {}
+        """Last reading of each rank."""
 
     @property
     def heard(self) -> Mapping[Any, Callable[[], None]]:
-        """Sockets and descriptors that wake the engine's loop, and what it does then."""
-        ...
+        """Sockets and descriptors that wake the engine's loop, and what it calls then."""
+        if self._connection is None:
+            return {}
+        return {
+            self._connection.socket: self.receive,
+            self._connection.alarm.fd: self._connection.require_all,
+        }
 
-    def begin(self, folder: str | None) -> None:
-        """Have the others build what a rank is made of, as this one does next; ``folder`` has the weights where it is not the
-        configuration's."""
-        ...
+    @overload
+    def call(
+        self, method: str, *arguments: object, frames: Sequence[bytes | memoryview] = ()
+    ) -> Pending[None]: ...
 
-    def ready(self) -> None:
-        """Return when the others have built it.
+    @overload
+    def call(self, method: str, *arguments: object, reply: type[_Value]) -> Pending[_Value]: ...
+
+    def call(
+        self, method: str, *arguments: object, frames: Sequence[bytes | memoryview] = (), reply: Any = None
+    ) -> Pending[Any]:
+        """Have every worker execute a method of :class:`~.worker.Worker`.
+
+        Args:
+            arguments: anything that msgspec encodes as the method's types.
+            reply: type of a worker's value.
 
         Raises:
-            CaesuraError: some could not.
+            EngineEndsError: a worker is lost.
         """
-        ...
+        self._numbers += 1
+        answers: dict[int, Answer] = {}
+        if self._connection is not None:
+            self._answers[self._numbers] = answers
+            self._connection.send([encode((self._numbers, method, arguments)), *frames])
+        return Pending(self, self._numbers, method, answers, reply)
 
-    def close(self) -> None:
-        """End them. Idempotent."""
-        ...
+    def receive(self) -> None:
+        """Take the answers that have come.
+
+        Raises:
+            EngineEndsError: a worker is lost.
+        """
+        if self._connection is None:
+            return
+        for rank, answer in self._connection.receive():
+            if answer.memory is not None:
+                self._memory[rank] = answer.memory
+            if (wanted := self._answers.get(answer.number)) is not None:
+                wanted[rank] = answer
+
+    def wait(self, deadline: float, pending: Pending[Any]) -> None:
+        """Block until something comes for ``pending``. Raises as :meth:`Pending.wait`."""
+        assert self._connection is not None
+        missing = set(range(1, 1 + self.workers)) - pending.answers.keys()
+        self._connection.wait(deadline, f"answer {pending.method}", missing)
+
+    def forget(self, number: int) -> None:
+        """Drop the answers to a call. Idempotent."""
+        self._answers.pop(number, None)
+
+    def start(self, folder: str | None) -> Pending[None]:
+        """Have the workers build their models, as rank 0 does next; the answers come when they have.
+
+        Args:
+            folder: has the weights, if the configuration's has not.
+
+        Raises:
+            CaesuraError: the ranks cannot compute together.
+            EngineEndsError: a worker is lost, or has not come in time.
+        """
+        if self._connection is None:
+            return self.call("start")
+        config = self._config
+        self._connection.await_all()
+        address, join = rendezvous.found(config)
+        start = Start(
+            config=config,
+            devices=[rendezvous.device_of(config, rank) for rank in range(config.tp)],
+            folder=folder,
+            group=address,
+            local_ranks=self.sharing,
+        )
+        started = self.call("start", start)
+        self.parallel = join()
+        self._connection.on_lost = self.parallel.abort
+        self._connection.require_all()
+        return started
+
+    @property
+    def sharing(self) -> int:
+        """Ranks on this host."""
+        return self._config.tp - self._config.tp_joined
+
+    def all_reduce_min(self, value: int) -> int:
+        """Return the smallest ``value`` of all ranks, each of which calls this while it is built."""
+        offers = self.call("offer", reply=int).wait(until_failure=True)
+        smallest = min([value, *offers])
+        self.call("agree", smallest)
+        return smallest
 
     def runner(self, own: Runner) -> Runner:
-        """Executes each step on all ranks; ``own`` on this one."""
-        ...
+        """Return what executes each step on all ranks, ``own`` on rank 0."""
+        if self._connection is None:
+            return own
+        return ParallelRunner(own, self, own.graphs if isinstance(own, ModelRunner) else None)
 
     def pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
-        """``own`` pieces of ``source``, for this rank; they end when all ranks have written theirs.
+        """Yield ``own`` pieces of ``source`` for rank 0; end when all ranks have written theirs.
 
-        The others have opened and checked the same source before the first piece comes, and write when the second is asked for.
+        The workers have opened and checked the same source before the first piece comes, and write when the
+        second is asked for.
         """
-        ...
+        if self._connection is None:
+            return own
+        return self._pieces(source, own, loader)
 
-    def derive(self, check_finite: bool) -> Settle:
-        """First phase of a commit: derived tensors, and where asked a look for values that are not finite."""
-        ...
+    def _pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
+        fresh = not loader.written and loader.is_whole
+        described_source, frames = described(source)
+        opening = self.call("open", described_source, fresh, frames=frames)
+        writing: Pending[set[str]] | None = None
+        done = False
+        try:
+            piece = next(own, END)
+            while piece is None and not opening.failed:
+                yield None
+                piece = next(own, END)
+            yield from self._all_or_none(opening)
+            if piece is END:
+                return
+            before = len(loader.changed)
+            yield piece  # the caller stops the steps before it asks for more
+            writing = self.call("write", reply=set[str])
+            for piece in own:
+                if writing.failed:
+                    break
+                yield piece
+            elsewhere = yield from self._all_or_none(writing)
+            loader.counts.changed_tensors += len(set().union(*elsewhere) - set(loader.changed[before:]))
+            done = True
+        finally:
+            own.close()
+            if not done:
+                opening.close()
+                if writing is not None:
+                    writing.close()
+                with suppress(EngineEndsError):  # the loop hears of it anyway
+                    self.call("abandon").wait()
 
-    def keep(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """As :meth:`ComponentResidencyManager.keep`."""
-        ...
+    def _all_or_none(self, pending: Pending[_Value]) -> Generator[None, None, list[_Value]]:
+        """Wait for a part of an update, and break it off once a rank has failed.
 
-    def give_up(self, tags: Collection[MemoryTag]) -> None:
-        """As :meth:`ComponentResidencyManager.give_up`, once what was begun before has ended."""
-        ...
+        What the other ranks wait for may never come without that rank.
+        """
+        with closing(pending):
+            while not pending.complete:
+                if pending.failed:
+                    self.call("abandon").wait()
+                    break
+                yield
+            return (yield from pending)
 
-    def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """As :meth:`ComponentResidencyManager.release`, graphs included."""
-        ...
-
-    def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """As :meth:`ComponentResidencyManager.resume`: on all of them, or on none."""
-        ...
-
-    def capture(self) -> Iterator[None]:
-        """Capture graphs; every rank does at the same time."""
-        ...
-
-    def empty(self, place: str) -> Sequence[RankMemory]:
-        """Empty the allocators of the others; what each has reserved before and after."""
-        ...
-
-    def checksums(self) -> Generator[None, None, dict[str, str]]:
-        """Of each tensor of the others, by its name and rank."""
-        ...
-
-    def read(self, names: Sequence[str]) -> Generator[None, None, list[list[Held]]]:
-        """Of each of the others, what it holds of each of these tensors."""
-        ...
-
-    def reset_tensors(self) -> Iterator[None]:
-        """Overwrite the weights of the others."""
-        ...
-
-    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Generator[None, None, object]:
-        """Have the others join a trainer's process group, behind this rank's place in it."""
-        ...
-
-    def leave_group(self, name: str, reason: str | None = None) -> Iterator[None]:
-        """Have them leave it; with a ``reason`` it is broken, and still known."""
-        ...
+    def empty(self, place: str) -> list[RankMemory]:
+        """Empty the device caches of the workers; return what each has reserved before and after."""
+        reports = []
+        for rank, answer in self.call("empty_cache", place).collect().items():
+            if answer.failure is not None:
+                logger.error("rank %d could not empty its device cache: %s", rank, answer.failure.message)
+                continue
+            before, after = msgspec.msgpack.decode(answer.value, type=tuple[int, int])
+            reports.append(RankMemory(rank=rank, reserved_before=before, reserved_after=after))
+        return reports
 
     def status(self) -> list[RankStatus]:
-        """The others, as they were when they were last heard of."""
-        ...
-
-
-class Alone:
-    """An engine of one rank."""
-
-    parallel: TensorParallel = SINGLE
-    group: Agreement | None = None
-    heard: Mapping[Any, Callable[[], None]] = {}
-
-    def begin(self, folder: str | None) -> None:
-        """Nobody is there."""
-
-    def ready(self) -> None:
-        """Nobody is there."""
+        """Return the workers as they were when they were last heard of."""
+        joined = {} if self._connection is None else self._connection.joined
+        return [
+            RankStatus(
+                rank=rank,
+                pid=worker.pid,
+                host=worker.host.partition("/")[0],
+                reserved=memory.reserved,
+                allocated=memory.allocated,
+                available=memory.available,
+            )
+            for rank, worker in sorted(joined.items())
+            if (memory := self._memory.get(rank)) is not None
+        ]
 
     def close(self) -> None:
-        """Nobody is there."""
-
-    def runner(self, own: Runner) -> Runner:
-        """``own``."""
-        return own
-
-    def pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
-        """``own``."""
-        return own
-
-    def derive(self, check_finite: bool) -> Settle:
-        """Only what has gone wrong here."""
-        return _raised
-
-    def keep(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Nothing to wait for."""
-        return iter(())
-
-    def give_up(self, tags: Collection[MemoryTag]) -> None:
-        """Nobody has a copy."""
-
-    def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Nothing to wait for."""
-        return iter(())
-
-    def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Nothing to wait for."""
-        return iter(())
-
-    def capture(self) -> Iterator[None]:
-        """Nothing to wait for."""
-        return iter(())
-
-    def empty(self, place: str) -> Sequence[RankMemory]:
-        """Nobody has reserved anything."""
-        return ()
-
-    def checksums(self) -> Generator[None, None, dict[str, str]]:
-        """There are none."""
-        yield from ()
-        return {}
-
-    def read(self, names: Sequence[str]) -> Generator[None, None, list[list[Held]]]:
-        """Nobody holds anything."""
-        yield from ()
-        return []
-
-    def reset_tensors(self) -> Iterator[None]:
-        """Nothing to wait for."""
-        return iter(())
-
-    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Generator[None, None, None]:
-        """Nothing to wait for."""
-        yield from ()
-
-    def leave_group(self, name: str, reason: str | None = None) -> Iterator[None]:
-        """Nothing to wait for."""
-        return iter(())
-
-    def status(self) -> list[RankStatus]:
-        """Nobody."""
-        return []
-
-
-def _raised(own: CaesuraError | None) -> Iterator[None]:
-    if own is not None:
-        raise own
-    return iter(())
+        """End the workers. Idempotent."""
+        if self._connection is not None:
+            self._connection.close()
+        self.parallel.close()

@@ -1,288 +1,208 @@
-"""A worker's process: its end of the line to rank 0, and the loop that executes what comes over it.
+"""A worker: what one rank but rank 0 is made of, and what rank 0 can call.
 
 Invariants:
-- Calls are executed in the order in which they come. What takes long is a generator that the loop advances, so that rank 0 can
-  break it off; only calls that such an operation does not touch are executed meanwhile.
-- The worker ends when rank 0 does, within a second, whatever it does at that moment: a thread watches the connection, and for a
-  worker that rank 0 has started the lifeline, whose other end rank 0 holds.
-- Stop signals that reach a worker which rank 0 has started do nothing: rank 0 gets them, too, and decides.
+- A worker is built by the functions that build rank 0's model, from the same configuration; it differs in its
+  device and its shard.
+- It keeps no state of the engine: whether it is paused, which weights count and what is released, rank 0
+  knows. It only knows which of its own memory is released: where one rank could not resume, the others
+  release again, and what never came back must not be copied.
+- What takes long is a generator that yields True when it waits for something; what it returns is the answer's
+  value.
 """
 
-import faulthandler
-import gc
-import logging
-import os
-import select
-import signal
-import socket
-import threading
-from collections import deque
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from time import monotonic
 
 import msgspec
+import numpy as np
 import torch
-import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from ... import __version__
-from ...io_struct import CaesuraError
-from ...process.key_files import KeyPair
-from ..memory.device_memory import is_out_of_memory
-from ..runtime import log
-from ..runtime.background import Wakeup
-from .listener import DEAD_HOST_MS, HEARTBEAT_MS
-from .messages import (
-    Agreed,
-    Answer,
-    Join,
-    Offer,
-    Open,
-    Refused,
-    Start,
-    Step,
-    Stop,
-    decode_call,
-    encode,
-    failure_of,
-)
-from .rank import Operation, Rank
-from .rank_updates import AbandonedError
-from .workers import identity_of
+from ...io_struct import CaesuraError, InitWeightsUpdateGroupReqInput, MemoryTag
+from ..execution.build import build_components, build_runner
+from ..execution.forward import ForwardOutput
+from ..memory.device_cache import DeviceCache, EmptyCachePlace
+from ..memory.device_memory import DeviceMemoryReading, MinReduce, available_memory_if_known
+from ..memory.device_module import device_module_for, use_device
+from ..memory.residency import ComponentResidencyManager
+from ..weights.reading import Held, checksums, garbage
+from ..weights.transports.distributed import WeightsUpdateGroups
+from ..weights.upload import write_stream_of
+from . import rendezvous
+from .rpc import Memory, Start
+from .step_encoding import decode_batch
+from .worker_updates import Operation, WorkerUpdates
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-logger = logging.getLogger(__name__)
-
-_LAST_WORDS_S = 0.5
-"""How long a worker whose rank 0 is gone may take to end in order."""
-_WAITING_POLL_MS = 5
-"""How often an operation that waits is looked at when nothing else happens."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LEAVE_S = 2.0
+"""Longest wait until a trainer's process group is left, in seconds."""
 
 
-class RankZeroGoneError(BaseException):
-    """Rank 0 has ended, or does not want this worker."""
+class _Sizes:
+    """How ranks agree on sizes while they are built."""
+
+    def __init__(self, reduce: MinReduce, sharing: int) -> None:
+        self.all_reduce_min = reduce.all_reduce_min
+        self.sharing = sharing
 
 
-class Line:
-    """A worker's end of the line."""
+class Worker:
+    """One rank but rank 0, which may call the public methods."""
 
     def __init__(
-        self, address: str, rank: int, keys: tuple[bytes, KeyPair] | None, lifeline_fd: int | None
+        self, start: Start, rank: int, device: str | None, sizes: MinReduce, wake: Callable[[], None]
     ) -> None:
-        """Connect; :meth:`join` says who is there.
-
-        Args:
-            keys: rank 0's public key and this worker's own pair. None: neither side has any.
-            lifeline_fd: becomes readable when rank 0 ends. None: only the connection tells.
         """
-        self.rank = rank
-        self.lifeline_fd = lifeline_fd
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, identity_of(rank))
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.LINGER, 200)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        if address.startswith("tcp://"):
-            self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_HOST_MS)
-        if keys is not None:
-            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys[0])
-            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys[1].public)
-            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys[1].secret)
-        self.events = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(address)
-
-    def join(self) -> None:
-        """Say who is there."""
-        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-        host = f"{socket.gethostname()}/{boot}"
-        self.socket.send(encode(Join(rank=self.rank, pid=os.getpid(), host=host, version=__version__)))
-
-    def say(self, said: Answer | Offer) -> None:
-        """To rank 0."""
-        self.socket.send(encode(said))
-
-    def hear(self) -> tuple[object, list[memoryview]]:
-        """The next call and its frames, waited for.
+        Args:
+            device: device to use instead of that in ``start``.
+            wake: wakes the worker's loop; called in threads.
 
         Raises:
-            RankZeroGoneError: this worker is not wanted.
+            CaesuraError: what rank 0 has asked for cannot be built here.
         """
-        header, *frames = self.socket.recv_multipart(copy=False)
-        call = decode_call(header.buffer)
-        if isinstance(call, Refused):
-            raise RankZeroGoneError(f"rank 0 has refused this worker: {call.message}")
-        return call, [frame.buffer for frame in frames]
-
-    def all_reduce_min(self, value: int) -> int:
-        """The smallest ``value`` of all ranks: this rank offers its own, rank 0 tells all."""
-        self.say(Offer(value=value))
-        agreed, _ = self.hear()
-        if not isinstance(agreed, Agreed):
-            raise RankZeroGoneError("rank 0 has stopped in its start")
-        return agreed.value
-
-
-def run(line: Line, device: str | None) -> int:
-    """Be a rank until rank 0 ends; returns the exit status. ``device``: instead of the one that rank 0 names."""
-    faulthandler.enable()
-    log.configure("INFO", line.rank)
-    if line.lifeline_fd is not None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-    watch = _Watch(line)
-    line.join()
-    rank: Rank | None = None
-    try:
-        start, _ = line.hear()
-        if not isinstance(start, Start):
-            return 0
-        config = start.config
-        log.configure(config.log_level, line.rank, log_format=config.log_format, name=config.log_name)
-        wakeup = Wakeup()
-        try:
-            rank = Rank(start, line.rank, device, line, wakeup.set)
-        except (CaesuraError, MemoryError, RuntimeError, OSError, ValueError) as error:
-            logger.error("rank %d cannot start: %s", line.rank, error)
-            failure = failure_of(error, out_of_memory=is_out_of_memory(error))
-            line.say(Answer(number=start.number, failure=failure))
-            line.hear()  # rank 0 ends this worker when it has read that
-            return 1
-        watch.on_gone = rank.parallel.abort
-        gc.freeze()
-        logger.info("rank %d is built (%d threads)", line.rank, torch.get_num_threads())
-        line.say(Answer(number=start.number, memory=rank.memory()))
-        _Loop(line, rank, wakeup).run()
-    except RankZeroGoneError as gone:
-        logger.warning("%s", gone)
-        return 1
-    finally:
-        if rank is not None:
-            rank.parallel.abort()
-    return 0
-
-
-def end(status: int) -> None:
-    """End the process; its threads inside torch and libzmq are not unwound."""
-    log.flush()
-    os._exit(status)
-
-
-class _Watch:
-    """A thread that ends the process when rank 0 has ended."""
-
-    def __init__(self, line: Line) -> None:
-        self.on_gone: Callable[[], None] = lambda: None
-        """Breaks off what waits for other ranks."""
-        self._line = line
-        threading.Thread(target=self._run, name="caesura-rank-zero", daemon=True).start()
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._line.events, zmq.POLLIN)
-        if self._line.lifeline_fd is not None:
-            poller.register(self._line.lifeline_fd, zmq.POLLIN)
-        for source, _ in poller.poll():
-            if source == self._line.events:
-                parse_monitor_message(self._line.events.recv_multipart())
-        logger.warning("rank 0 has ended, and so does this worker")
-        self.on_gone()
-        select.select([], [], [], _LAST_WORDS_S)
-        end(1)
-
-
-class _Loop:
-    """Executes calls."""
-
-    def __init__(self, line: Line, rank: Rank, wakeup: Wakeup) -> None:
-        self._line = line
-        self._rank = rank
-        self._wakeup = wakeup
-        self._queue: deque[tuple[int, Operation]] = deque()
-        """Operations by the number of their call; the first one is under way."""
-        self._beside: dict[int, Operation] = {}
-        self._working = False
-        """The operation under way waits for nothing."""
-        self._poller = zmq.Poller()
-        for each in (line.socket, wakeup.fd):
-            self._poller.register(each, zmq.POLLIN)
-
-    def run(self) -> None:
-        """Until rank 0 says stop."""
-        steps = self._rank.steps
-        while True:
-            if self._line.socket in self._events():
-                call, frames = self._line.hear()
-                if isinstance(call, Stop):
-                    return
-                self._take(call, frames)
-            elif steps.launched:
-                self._line.say(steps.finish())
-            for number, operation in list(self._beside.items()):
-                if self._advance(number, operation) is None:
-                    del self._beside[number]
-            self._working = False
-            if self._queue:
-                waits = self._advance(*self._queue[0])
-                if waits is None:
-                    self._queue.popleft()
-                self._working = not waits and bool(self._queue)
-
-    def _events(self) -> dict[object, int]:
-        """What can be read; waits for it where there is nothing else to do."""
-        timeout: int | None = None
-        if self._rank.steps.launched or self._working:
-            timeout = 0
-        elif self._queue or self._beside:
-            timeout = _WAITING_POLL_MS
-        events = dict(self._poller.poll(timeout))
-        if self._wakeup.fd in events:
-            self._wakeup.clear()
-        return events
-
-    def _take(self, call: Any, frames: list[memoryview]) -> None:
-        steps = self._rank.steps
-        if isinstance(call, Step):
-            for answer in steps.launch(call, frames[0]):
-                self._line.say(answer)
-            return
-        while steps.launched:
-            self._line.say(steps.finish())
-        try:
-            done = self._rank.at_once(call)
-            if done is not None:
-                self._answer(call.number, done[0])
-            elif (operation := self._rank.beside(call)) is not None:
-                self._beside[call.number] = operation
-            else:
-                opens = isinstance(call, Open)
-                operation = self._rank.open(call, frames) if opens else self._rank.operation(call)
-                self._queue.append((call.number, operation))
-        except Exception as error:  # noqa: BLE001  whatever fails is rank 0's to judge
-            self._failed(call.number, error)
-
-    def _advance(self, number: int, operation: Operation) -> bool | None:
-        """Whether it waits; None: it has ended and was answered."""
-        try:
-            return next(operation)
-        except StopIteration as stop:
-            self._answer(number, stop.value)
-        except Exception as error:  # noqa: BLE001  as above
-            self._failed(number, error)
-        return None
-
-    def _answer(self, number: int, value: object) -> None:
-        self._line.say(Answer(number=number, value=msgspec.Raw(encode(value)), memory=self._rank.memory()))
-
-    def _failed(self, number: int, error: Exception) -> None:
-        if not isinstance(error, CaesuraError):
-            logger.error("a call of rank 0 failed", exc_info=error)
-        failure = failure_of(
-            error, out_of_memory=is_out_of_memory(error), follows=isinstance(error, AbandonedError)
+        config = replace(start.config, device=start.devices[rank] if device is None else device)
+        torch.set_num_threads(config.num_threads or 1)
+        use_device(config.device)
+        self.parallel = rendezvous.join(start.group, config, rank)
+        self._config, self._rank = config, rank
+        self._module = device_module_for(config.device)
+        backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
+        self._device_cache = DeviceCache(self._module)
+        self._residency = ComponentResidencyManager(
+            config.device, device_cache=self._device_cache, backed_up=backed_up
         )
-        self._line.say(Answer(number=number, failure=failure))
+        group = _Sizes(sizes, start.local_ranks if rank < start.local_ranks else 1)
+        loaded, pool, routing, _ = build_components(
+            config, self._residency, start.folder, self.parallel, group
+        )
+        runner = build_runner(config, loaded, pool, routing)
+        self._loaded, self._runner, self._graphs = loaded, runner, runner.graphs
+        self.steps_end_at_once = loaded.device.type == "cpu"
+        """True if a step has run when it is launched."""
+        self._device_cache.synchronize = runner.synchronize
+        self._released: set[MemoryTag] = set()
+        write_stream = write_stream_of(loaded.device, runner.on_stream)
+        self._groups = WeightsUpdateGroups(
+            loaded.device, wake, interface=config.group_interface, write_stream=write_stream
+        )
+        self.updates = WorkerUpdates(config, loaded, runner, self._groups, write_stream, wake)
+        self._device_cache.empty("start")
+
+    def memory(self) -> Memory:
+        """Return a reading, without side effects."""
+        reading = DeviceMemoryReading.of(self._module)
+        return Memory(
+            reserved=reading.reserved,
+            allocated=reading.allocated,
+            available=available_memory_if_known(self._config.device),
+        )
+
+    def execute(self, step: msgspec.Raw, *frames: memoryview) -> ForwardOutput:
+        """Launch a step. It is the one call that is answered later, when its output has been fetched."""
+        return self._runner.execute(decode_batch(step, frames[0]))
+
+    def synchronize(self) -> None:
+        """Return when every step before has left the device."""
+        self._runner.synchronize()
+
+    def set_last_tokens(self, slots: list[int], tokens: list[int]) -> None:
+        """See :class:`~..execution.forward.Runner`."""
+        self._runner.set_last_tokens(np.asarray(slots, np.int64), np.asarray(tokens, np.int32))
+
+    def recover(self) -> None:
+        """Form the group again after a step has failed on some rank. Graphs hold its connections."""
+        if self._graphs is not None:
+            self._graphs.drop()
+        self.parallel.reset()
+
+    def empty_cache(self, place: EmptyCachePlace) -> tuple[int, int]:
+        """Return the allocator's unused blocks; return what was reserved before and after, in bytes."""
+        self.updates.collect()
+        report = self._device_cache.empty(place)
+        return report.reserved_before, report.reserved_after
+
+    def capture(self) -> Operation:
+        """Capture the graphs that were dropped, as all ranks do at the same time."""
+        return self._advance(self._graphs.capture() if self._graphs is not None else iter(()))
+
+    def keep(self, tags: list[MemoryTag]) -> Operation:
+        """Copy the values of these tags to the host that are backed up."""
+        yield from self._advance(self._residency.keep([tag for tag in tags if tag not in self._released]))
+
+    def give_up(self, tags: list[MemoryTag]) -> Operation:
+        """Drop the copies of these tags, which are not released after all."""
+        self._residency.give_up([tag for tag in tags if tag not in self._released])
+        yield from ()
+
+    def release(self, tags: list[MemoryTag]) -> Operation:
+        """Give the memory of these tags back to the system."""
+        if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
+            self._graphs.drop()
+        if "weights" in tags:
+            self._loaded.loader.forget_written()
+        for _ in self._residency.release([tag for tag in tags if tag not in self._released]):
+            yield False
+        self._released.update(tags)
+        self._device_cache.empty("release")
+
+    def resume(self, tags: list[MemoryTag]) -> Operation:
+        """Take the memory of these tags again, all of it or none."""
+        yield from self._advance(self._residency.resume([tag for tag in tags if tag in self._released]))
+        self._released.difference_update(tags)
+
+    def checksums(self) -> Operation:
+        """Return a checksum of each parameter and derived tensor by name."""
+        work = checksums(self._loaded.model)
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value
+            yield False
+
+    def read(self, names: list[str]) -> Operation:
+        """Return what this rank holds of each of these tensors."""
+        slots, found = self._loaded.model.weight_slots(), []
+        for name in names:
+            with self._runner.on_stream():
+                found.append(Held.of(slots[name]))
+            yield False
+        return found
+
+    def reset_tensors(self) -> Operation:
+        """Overwrite all weights."""
+        for slot, start, rows in garbage(self._loaded.model):
+            with self._runner.on_stream():
+                slot.write(rows, start)
+            yield False
+        self._runner.synchronize()
+
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
+        """Join a trainer's process group, in which this worker's rank is its own behind rank 0's."""
+        request.rank_offset += self._rank
+        group = self._groups.join(request)
+        try:
+            while not group.joined():
+                yield True
+        except BaseException:
+            self._groups.forget(group)
+            raise
+
+    def leave_group(self, name: str, reason: str | None) -> Operation:
+        """Leave a process group, or with a ``reason`` keep it as one that is broken."""
+        if reason is not None:
+            self._groups.out_of_step(name, reason)
+            return
+        try:
+            group, limit = self._groups.leave(name), monotonic() + LEAVE_S
+        except CaesuraError:  # unknown: rank 0 alone is in a group in which it sends
+            return
+        while group.is_leaving and monotonic() < limit:
+            yield True
+
+    def _advance(self, steps: Iterator[None]) -> Operation:
+        while True:
+            with self._runner.on_stream():
+                if next(steps, True):
+                    break
+            yield False
+        self._runner.synchronize()

@@ -1,20 +1,22 @@
-"""Rank 0's end of the line: the processes of the other ranks, the socket to them, and what they have answered.
+"""Rank 0's connection to its workers: their processes, the socket to them, and who of them is lost.
 
 Invariants:
-- One socket sends, so every worker gets the same calls in the same order.
-- A worker that ends is noticed by a thread within milliseconds, whatever the engine does at that moment: collectives that wait
-  for it are broken off, the loop is woken, and :class:`~..guard.EngineEndsError` is raised wherever rank 0 waits or looks.
-- Workers that were started here end with this process: they hold the read end of a pipe whose write end only it has. Nothing of
-  the line has a name after the last worker has come.
-- Nothing waits for ever: for workers to come :data:`JOIN_S`, for an answer :data:`ANSWER_S`.
+- One socket sends, so every worker gets the same messages in the same order.
+- A worker that ends is noticed by a thread within milliseconds, whatever the engine does at that moment:
+  collectives that wait for it are broken off, the loop is woken, and
+  :class:`~..runtime.guard.EngineEndsError` is raised wherever rank 0 waits or looks.
+- Nothing of the connection has a name after the last worker has come.
+- Nothing waits for ever.
 """
 
 import contextlib
 import logging
+import os
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from subprocess import DEVNULL, Popen
 from time import monotonic
-from typing import Any
 
 import msgspec
 import zmq
@@ -24,22 +26,19 @@ from ...io_struct import CaesuraError, ErrorCode
 from ..runtime.background import Wakeup
 from ..runtime.config import EngineConfig
 from ..runtime.guard import EngineEndsError
-from .launch import LaunchedWorker
-from .listener import Listener
-from .messages import Agreed, Answer, Call, Join, Memory, Offer, Refused, Start, Stop, decode_said, encode
+from .rpc import Answer, Join, decode_said, encode
+from .worker_socket import WorkerSocket
 
 logger = logging.getLogger(__name__)
 
 JOIN_S = 600.0
-"""How long rank 0 waits until every worker has come, and until each has built what it is made of."""
-ANSWER_S = 600.0
-"""How long rank 0 waits for an answer that holds up its loop. Its watchdog is earlier by default."""
+"""Longest wait until every worker has come, in seconds."""
 _CLOSE_S = 2.0
 _SAYS_MORE_S = 0.3
 
 
 class Workers:
-    """All ranks but this one."""
+    """The workers of an engine that has some."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the workers of this host; :meth:`await_all` waits for them.
@@ -47,30 +46,21 @@ class Workers:
         Raises:
             CaesuraError: ``invalid_request`` or ``endpoint_in_use``, where others are to join.
         """
-        self.size = config.tp
+        self._ranks = range(1, config.tp)
         self.joined: dict[int, Join] = {}
-        self.memory: dict[int, Memory] = {}
-        """The last reading of each."""
         self.lost: str | None = None
-        """Why the group is no more. None: all are there."""
+        """Why a worker is lost, or None while all are there."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called in any thread when a worker is lost: breaks off what waits for it."""
-        self._numbers = 0
-        self._answers: dict[int, dict[int, Answer]] = {}
-        self._asked: set[int] = set()
-        """Calls whose answers somebody will ask for."""
-        self._unread: dict[int, int] = {}
-        """Of calls whose answers nobody asks for: how many are to come."""
-        self._offers: dict[int, list[int]] = {}
+        """Breaks off what waits for a worker; called in any thread when one is lost."""
+        self.alarm = Wakeup()
         self._closing = False
         self._lock = threading.Lock()
         self._is_lost = threading.Event()
-        self._alarm = Wakeup()
         self._launched: list[LaunchedWorker] = []
-        self._listener = Listener(config, self._connection_lost)
-        self._socket = self._listener.socket
+        self._listener = WorkerSocket(config, self._connection_lost)
+        self.socket = self._listener.socket
         self._poller = zmq.Poller()
-        for each in (self._socket, self._alarm.fd):
+        for each in (self.socket, self.alarm.fd):
             self._poller.register(each, zmq.POLLIN)
         try:
             for rank in range(1, config.tp - config.tp_joined):
@@ -79,106 +69,61 @@ class Workers:
             self.close()
             raise
 
-    @property
-    def heard(self) -> dict[Any, Callable[[], None]]:
-        """What wakes the engine's loop, and what it does then."""
-        return {self._socket: self.receive, self._alarm.fd: self.require_all}
-
     def require_all(self) -> None:
-        """Raise if a worker is lost.
-
+        """
         Raises:
-            EngineEndsError: one is.
+            EngineEndsError: a worker is lost.
         """
         if self.lost is not None:
             raise EngineEndsError(CaesuraError(ErrorCode.ENGINE_DIED, f"the engine ends: {self.lost}"))
 
     def await_all(self) -> None:
-        """Return when every worker has come; the line is closed to others then.
+        """Return when every worker has joined; from then on nobody else can.
 
         Raises:
-            CaesuraError: ``deadline_exceeded``; a worker was refused.
+            EngineEndsError: a worker is lost, or has not come in time.
         """
         deadline = monotonic() + JOIN_S
-        while len(self.joined) < self.size - 1:
-            self._wait(deadline, "join")
-        self._listener.shut(self.size - 1)
+        while missing := set(self._ranks) - self.joined.keys():
+            self.wait(deadline, "join", missing)
+            self.receive()
+        self._listener.shut(len(self._ranks))
 
-    def send(self, call: Call | Stop | Agreed, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """To every worker."""
+    def send(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Send a message to every worker. Raises as :meth:`require_all`."""
         self.require_all()
-        header = encode(call)
-        for rank in range(1, self.size):
-            self._send_to(rank, [header, *frames])
+        for rank in self._ranks:
+            self._send_to(rank, frames)
 
-    def start(self, call: Callable[[int, int], Start]) -> int:
-        """Send each rank its own start, ``call(number, rank)``; returns the number."""
-        number = self.next_number()
-        for rank in range(1, self.size):
-            self._send_to(rank, [encode(call(number, rank))])
-        return number
-
-    def next_number(self) -> int:
-        """Of the next call."""
-        self._numbers += 1
-        self._asked.add(self._numbers)
-        return self._numbers
-
-    def answers(self, number: int) -> list[Answer] | None:
-        """What all workers have answered to a call, in the order of ranks, once; None: not all have."""
-        self.receive()
-        found = self._answers.get(number)
-        if found is None or len(found) < self.size - 1:
-            return None
-        del self._answers[number]
-        self._asked.discard(number)
-        return [found[rank] for rank in sorted(found)]
-
-    def failed(self, number: int) -> bool:
-        """Whether some worker has answered a call with a failure."""
-        self.receive()
-        return any(answer.failure is not None for answer in self._answers.get(number, {}).values())
-
-    def drop(self, number: int) -> None:
-        """Nobody asks for the answers to a call any more; those that still come go unread."""
-        missing = self.size - 1 - len(self._answers.pop(number, {}))
-        if missing and number in self._asked:
-            self._unread[number] = missing
-        self._asked.discard(number)
-
-    def wait(self, number: int) -> list[Answer]:
-        """:meth:`answers`, waited for."""
-        deadline = monotonic() + ANSWER_S
-        while (answers := self.answers(number)) is None:
-            self._wait(deadline, "answer")
-        return answers
-
-    def offers(self, start: int) -> list[int]:
-        """The next number that each worker offers.
-
-        Raises:
-            CaesuraError: one has failed to start, by call number ``start``.
-        """
-        deadline = monotonic() + JOIN_S
-        while not all(self._offers.get(rank) for rank in range(1, self.size)):
-            if self.failed(start):
-                raise_failures(self._answers[start])
-            self._wait(deadline, "build its part of the model")
-        return [self._offers[rank].pop(0) for rank in range(1, self.size)]
-
-    def receive(self) -> None:
-        """Take in what has come.
-
-        Raises:
-            EngineEndsError: a worker is lost.
-        """
+    def receive(self) -> list[tuple[int, Answer]]:
+        """Return the answers that have come, with their ranks. Raises as :meth:`require_all`."""
         self.require_all()
+        answers: list[tuple[int, Answer]] = []
         while True:
             try:
-                identity, header, *_ = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, header, *_ = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            self._take(identity, header)
+                return answers
+            if (answer := self._answer_of(identity, header)) is not None:
+                answers.append((rank_of(identity), answer))
+
+    def wait(self, deadline: float, what: str, missing: Collection[int]) -> None:
+        """Block until something has come that :meth:`receive` takes, for a second at most.
+
+        Args:
+            deadline: on the monotonic clock.
+            what: the workers ``missing`` have still to do.
+
+        Raises:
+            EngineEndsError: a worker is lost, or the deadline has passed.
+        """
+        left = deadline - monotonic()
+        if left <= 0:
+            text = f"the engine ends: ranks {sorted(missing)} did not {what} in time"
+            raise EngineEndsError(CaesuraError(ErrorCode.DEADLINE_EXCEEDED, text))
+        self._poller.poll(round(1000 * min(left, 1.0)))
+        self.require_all()
+        self._listener.answer_handshakes()
 
     def close(self) -> None:
         """End the workers, by force where they do not end by themselves. Idempotent."""
@@ -187,125 +132,123 @@ class Workers:
         with self._lock:
             self._closing = True
         with contextlib.suppress(zmq.ZMQError, EngineEndsError):
-            self.send(Stop())
+            self.send([encode((0, "stop", ()))])
         self._listener.close()
         deadline = monotonic() + _CLOSE_S
         for worker in self._launched:
             worker.close(deadline)
-        self._alarm.close()
+        self.alarm.close()
 
-    def _wait(self, deadline: float, what: str) -> None:
-        """For something to come."""
-        left = deadline - monotonic()
-        if left <= 0:
-            missing = sorted(set(range(1, self.size)) - self.joined.keys()) or "some"
-            raise EngineEndsError(
-                CaesuraError(
-                    ErrorCode.DEADLINE_EXCEEDED, f"the engine ends: ranks {missing} did not {what} in time"
-                )
-            )
-        for each, _ in self._poller.poll(round(1000 * min(left, 1.0))):
-            if each == self._alarm.fd:
-                self.require_all()
-        self._listener.answer_handshakes()
-        self.receive()
-
-    def _take(self, identity: bytes, header: bytes) -> None:
-        rank = rank_of(identity)
+    def _answer_of(self, identity: bytes, header: bytes) -> Answer | None:
+        """Return the answer of a worker; let one join; drop what anybody else sends."""
         try:
             said = decode_said(header)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             logger.warning("something that is no worker has sent %d bytes", len(header))
-            return
+            return None
         if isinstance(said, Join):
             self._join(identity, said)
-            return
-        if rank not in self.joined:
-            return
-        if isinstance(said, Offer):
-            self._offers.setdefault(rank, []).append(said.value)
-            return
-        if said.memory is not None:
-            self.memory[rank] = said.memory
-        if (missing := self._unread.pop(said.number, 0)) > 1:
-            self._unread[said.number] = missing - 1
-        elif not missing:
-            self._answers.setdefault(said.number, {})[rank] = said
+            return None
+        return said if rank_of(identity) in self.joined else None
 
     def _join(self, identity: bytes, join: Join) -> None:
         problem = None
         if join.version != __version__:
             problem = f"it is caesura {join.version}, and rank 0 is {__version__}"
-        elif not 0 < join.rank < self.size or identity != identity_of(join.rank):
-            problem = f"there are ranks 1 to {self.size - 1} beside rank 0"
+        elif join.rank not in self._ranks or identity != identity_of(join.rank):
+            problem = f"there are ranks 1 to {len(self._ranks)} beside rank 0"
         elif join.rank in self.joined:
             problem = "that rank has joined"
         if problem is not None:
             logger.warning("refused a worker that wants to be rank %d: %s", join.rank, problem)
             with contextlib.suppress(zmq.ZMQError):  # it has gone
-                self._socket.send_multipart([identity, encode(Refused(message=problem))])
+                self.socket.send_multipart([identity, encode((0, "refuse", (problem,)))])
             return
         self.joined[join.rank] = join
         logger.info("rank %d has joined: pid %d on %s", join.rank, join.pid, join.host.partition("/")[0])
 
-    def _send_to(self, rank: int, frames: list[bytes | memoryview]) -> None:
+    def _send_to(self, rank: int, frames: Sequence[bytes | memoryview]) -> None:
         try:
-            self._socket.send_multipart([identity_of(rank), *frames])
+            self.socket.send_multipart([identity_of(rank), *frames])
         except zmq.ZMQError as error:  # nobody is there: its thread says why in a moment
             self._connection_lost(f"rank {rank} cannot be reached: {error}")
             self.require_all()
 
     def _connection_lost(self, reason: str) -> None:
-        """In a thread. Of a worker that was launched here its own thread says more, in a moment."""
+        """Lose a worker in any thread, but let the thread of one that was launched here say more first."""
         self._is_lost.wait(_SAYS_MORE_S)
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
-        """In any thread."""
+        """Lose a worker, in any thread."""
         with self._lock:
             if self._closing or self.lost is not None:
                 return
             self.lost = reason
         self._is_lost.set()
         self.on_lost()
-        self._alarm.set()
+        self.alarm.set()
+
+
+class LaunchedWorker:
+    """A worker that rank 0 starts on its own host.
+
+    It never outlives rank 0, which holds the only write end of a pipe that the worker watches. It is reaped.
+    A thread says how it ended, unless its end was asked for.
+    """
+
+    def __init__(self, rank: int, command: Sequence[str], on_end: Callable[[str], None]) -> None:
+        """
+        Args:
+            command: starts a worker, but for its rank.
+            on_end: called in a thread with the reason.
+        """
+        self._rank = rank
+        reader, self._writer = os.pipe()
+        try:
+            self.process = Popen(  # noqa: S603 (our own interpreter and module)
+                [*command, "--rank", str(rank), "--lifeline-fd", str(reader)],
+                stdin=DEVNULL,
+                pass_fds=(reader,),
+            )
+        except BaseException:
+            os.close(self._writer)
+            raise
+        finally:
+            os.close(reader)
+        self._thread = threading.Thread(
+            target=self._watch, args=(on_end,), name=f"caesura-rank-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, deadline: float) -> None:
+        """End it, at the latest at ``deadline`` on the monotonic clock, and reap it."""
+        if self._writer >= 0:
+            os.close(self._writer)
+            self._writer = -1
+        self._thread.join(max(0.0, deadline - monotonic()))
+        if self._thread.is_alive():
+            self.process.kill()
+            self._thread.join()
+
+    def _watch(self, on_end: Callable[[str], None]) -> None:
+        status = self.process.wait()
+        how = f"ended with exit status {status}"
+        if status < 0:
+            try:
+                how = f"was killed by {signal.Signals(-status).name}"
+            except ValueError:
+                how = f"was killed by signal {-status}"
+        on_end(f"rank {self._rank} (pid {self.process.pid}) {how}")
 
 
 def identity_of(rank: int) -> bytes:
-    """A worker's name on the socket."""
+    """Return a worker's name on the socket."""
     return b"rank %d" % rank
 
 
 def rank_of(identity: bytes) -> int:
-    """Whose name it is; 0: no worker's."""
+    """Return the rank whose name ``identity`` is, or 0 if it is no worker's."""
     number = identity.removeprefix(b"rank ")
     rank = int(number) if number.isdigit() else 0
     return rank if identity == identity_of(rank) else 0
-
-
-def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) -> None:
-    """Raise what some ranks have failed with, each with its reason.
-
-    Args:
-        own: of rank 0. None: it has not failed.
-
-    Raises:
-        CaesuraError: the code and detail of the first rank that failed by itself, and in ``ranks`` the reason of each that did.
-    """
-    failures = {
-        rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None
-    }
-    if not failures:
-        if own is not None:
-            raise own
-        return
-    failures = {rank: failure for rank, failure in failures.items() if not failure.follows} or failures
-    reasons = {str(rank): failure.message for rank, failure in failures.items()}
-    if own is not None:
-        reasons = {"0": own.message, **reasons}
-        code, detail = own.code, own.detail
-    else:
-        first = next(iter(failures.values()))
-        code, detail = first.code, first.detail
-    said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-    raise CaesuraError(code, said, **{**detail, "ranks": reasons})

@@ -1,7 +1,7 @@
-"""Which implementation serves an operation on a device.
+"""Choice of the implementation that serves an operation on a device.
 
-Invariant: torch is always an answer. Who uses an operation asks once, when it is constructed, and keeps its torch code
-for the answer :data:`TORCH`; nothing else in the engine knows what a machine can do.
+Invariant: torch is always an answer. A user of an operation asks once, when it is constructed, and keeps its
+torch code for the answer :data:`TORCH`; nothing else in the engine knows what a machine can do.
 """
 
 import logging
@@ -20,14 +20,16 @@ TORCH = native.ISAS[0]
 TRITON = "triton"
 
 OPERATIONS = ("linear", "attention", "linear_attention", "elementwise", "experts", "decoder", "sampler")
-"""Compiled for the CPU, all in :data:`native.FLOATS`."""
+"""Operations compiled for the CPU, all in :data:`native.FLOATS`."""
 _IN_TRITON = ("elementwise", "experts", "sampler")
-"""Compiled for CUDA, all in :data:`_TRITON_FLOATS`; attention is chosen in ``backends.py``."""
+"""Operations compiled for CUDA, all in :data:`_TRITON_FLOATS`; ``attention/backends.py`` chooses attention.
+"""
 _TRITON_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def best(operation: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """What serves ``operation``: an instruction set of :data:`native.ISAS`, :data:`TRITON`, or :data:`TORCH`.
+    """Return what serves ``operation``: an instruction set of :data:`native.ISAS`, :data:`TRITON` or
+    :data:`TORCH`.
 
     Raises:
         ValueError: ``CAESURA_KERNELS`` has an unknown value.
@@ -41,13 +43,13 @@ def best(operation: str, device: torch.device | str, dtype: torch.dtype) -> str:
 
 
 def serving(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
-    """Every operation and what serves it, for logs and status."""
+    """Return every operation and what serves it, for logs and status."""
     return {operation: best(operation, device, dtype) for operation in OPERATIONS}
 
 
 @cache
 def why_not_triton(device: torch.device) -> str | None:
-    """Why kernels in Triton do not serve on ``device``; None where they do, as a trial of one has shown there."""
+    """Return why Triton's kernels do not serve on ``device``, found by running one there, or None."""
     if os.environ.get(native.VARIABLE) == TORCH:
         return f"{native.VARIABLE}={TORCH}"
     if find_spec("triton") is None:

@@ -1,7 +1,7 @@
-"""``python -m caesura.scheduler.kernels``: says whether this installation has the compiled CPU kernels, for builds.
+"""``python -m caesura.scheduler.kernels``: check that this installation has the compiled CPU kernels.
 
-Invariant: the exit status tells of the installation alone. It is 1 where the extension is missing or does not load, and 0
-where it does, also on a processor that cannot use it.
+Invariant: the exit status describes the installation alone: 1 if the extension is missing or does not load,
+else 0, also on a processor that cannot use it.
 """
 
 import sys
@@ -10,7 +10,7 @@ from . import native
 
 
 def main() -> int:
-    """The exit status; one line says what serves."""
+    """Print one line about what serves, and return the exit status."""
     reason = native.why_not()
     if reason is None:
         print(f"compiled kernels: {native.isa()}")  # noqa: T201 (a command's output)

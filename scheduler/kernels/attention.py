@@ -1,7 +1,7 @@
 """Paged causal attention on the CPU, compiled (``cpu/attention.cpp``).
 
-Invariant: a query's result depends on its own request alone, to the last bit: decode or prefill, however chunked, beside
-whatever other rows, on any pages and number of threads.
+Invariant: a query's result depends on its own request alone, to the last bit: on neither chunking, other
+rows, pages nor the number of threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from .forms import PLAIN, AttentionForm
 from .native import FLOAT, INT, POINTER, SIZE
 
 _TASK_ROWS = 192
-"""Queries that share a packed block of KV: fewer pack more often (96: 4 % slower), more leave cores without a task."""
+"""Queries that share a packed block of KV. Fewer pack more often (96: 4 % slower), more leave cores idle."""
 _PACKING = 16
-"""What a task costs beside its rows, in rows: a guess that only orders tasks."""
+"""Estimated cost of a task beside its rows, in rows; it only orders tasks."""
 _TASK_FIELDS = 4
 
 _ARGUMENTS = (
@@ -38,12 +38,15 @@ _SCRATCH = native.by_dtype("caesura_attention_scratch", SIZE, SIZE, SIZE, result
 
 
 def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.ndarray:
-    """How a step's work is divided: int64 [N, 4] of (row, first token, tokens, position of the first), longest first.
+    """Divide a step's work into tasks, longest first.
 
     Args:
         q_lens: query tokens of each row, at least 1, the last of its ``kv_lens`` positions.
         kv_lens: KV length of each row after the step.
         group: query heads per kv head.
+
+    Returns:
+        int64 [N, 4]: row, first token, tokens, position of the first.
     """
     q, kv = np.asarray(q_lens, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
     if q.max(initial=1) == 1:  # they decode: nothing to divide, and the longest costs most
@@ -65,7 +68,7 @@ def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.
 
 
 class PagedAttention:
-    """The kernel and its memory, for one shape of attention."""
+    """Attention kernel and its memory, for one shape of attention."""
 
     def __init__(
         self,
@@ -78,14 +81,11 @@ class PagedAttention:
         *,
         parts: int | None = None,
     ) -> None:
-        """
-        Args:
-            dtype: of queries, pool and output: one of :data:`~.native.FLOATS`.
-            head_size: of queries and keys.
-            scale: multiplies the scores of a form that has none of its own.
-            value_size: of values. None: ``head_size``.
-            parts: values are the front of keys, and only one head of them is stored, which ``kv_heads``, as many as this, share.
-                None: keys and values lie apart, and every head has its own.
+        """Args: dtype: dtype of queries, pool and output: one of :data:`~.native.FLOATS`. head_size: elements
+        of a head of queries and keys. scale: factor of the scores for a form without a scale. value_size:
+        elements of a head of values. None means ``head_size``. parts: number of kv heads that share one
+        stored head, whose front holds the values; equal to ``kv_heads``.
+            None means that keys and values lie apart, and every head has its own.
         """
         self.parts = 1 if parts is None else parts
         self._latents = parts is not None
@@ -107,16 +107,16 @@ class PagedAttention:
         out: Tensor,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
-        """Attend; returns ``out``.
+        """Attend and return ``out``.
 
         Args:
             q: [T, query heads, head size], elements of a head contiguous.
-            keys, values: [pages, kv heads, 16, head size or value size], contiguous; this step's K and V are in place. With
-                ``parts`` the same tensor, of one head.
+            keys, values: [pages, kv heads, 16, head size or value size], contiguous; this step's K and V are
+                in place. With ``parts`` they are the same tensor, of one head.
             page_table: int32 [R, P], rows contiguous. Entries of pages before a row's window are not used.
-            tasks: of :func:`plan_tasks` with the lengths of these rows.
+            tasks: result of :func:`plan_tasks` for these rows.
             out: [T, query heads * value size], rows contiguous.
-            form: of this layer; its sinks are of ``dtype``.
+            form: form of this layer; its sinks are of ``dtype``.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
@@ -155,7 +155,9 @@ class PagedAttention:
         return out
 
     def scratch(self, threads: int) -> tuple[int, int]:
-        """Address of the kernel's memory, valid until more threads ask, and how many floats of it each thread has."""
+        """Return the address of the kernel's memory, valid until a call with more threads, and floats per
+        thread.
+        """
         scratch = self._workspace.take("scratch", (threads, self._thread_floats), torch.float32)
         return scratch.data_ptr(), self._thread_floats
 
@@ -194,17 +196,17 @@ class PagedAttention:
 
 @dataclass(slots=True)
 class PagedStep:
-    """The attention of a planned step, for whom computes it along with what surrounds it."""
+    """Attention of a planned step, for a kernel that computes it together with the operations around it."""
 
     attention: PagedAttention
     kv: Callable[[int], tuple[Tensor, Tensor]]
-    """Keys and values of a layer, each [pages, kv heads, 16, head size], contiguous."""
+    """Return keys and values of a layer, each [pages, kv heads, 16, head size], contiguous."""
     kv_slots: Tensor
-    """int64 [T], contiguous: where a token's K and V go."""
+    """int64 [T], contiguous: slots for the tokens' K and V."""
     page_table: Tensor
     """int32 [R, P], rows contiguous."""
     tasks: np.ndarray
-    """Of :func:`plan_tasks`."""
+    """Result of :func:`plan_tasks`."""
     window_slots: Tensor | None = None
     window_table: Tensor | None = None
-    """The same of layers with a window. None: they store where all do."""
+    """``page_table`` of layers with a window, or None if they store where all layers do."""

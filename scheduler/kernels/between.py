@@ -1,7 +1,8 @@
-"""What lies between matrix products, by the modules that serve a device.
+"""Modules of elementwise and expert kernels, by the device that they serve.
 
-Invariant: ``elementwise.py`` and ``triton_elementwise.py`` take the same arguments and round alike, so a layer is written
-once for both. Routed experts are another matter: on the CPU weights are packed and rows are grouped otherwise.
+Invariant: ``elementwise.py`` and ``triton_elementwise.py`` take the same arguments and round alike, so a
+layer is written once for both. Routed experts differ: on the CPU weights are packed and rows are grouped
+otherwise.
 """
 
 from importlib import import_module
@@ -15,7 +16,7 @@ from .forms import Bend, HeadNorms
 
 
 class Elementwise(Protocol):
-    """See ``elementwise.py``."""
+    """Functions of ``elementwise.py`` and ``triton_elementwise.py``."""
 
     def rms_norm(
         self,
@@ -26,13 +27,9 @@ class Elementwise(Protocol):
         residual: Tensor | None = None,
         out: Tensor | None = None,
         from_one: bool = False,
-    ) -> Tensor:
-        """The norm of each row, with ``residual`` of ``residual += x``."""
-        ...
+    ) -> Tensor: ...
 
-    def gate_mul(self, gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor:
-        """``bend(gate) * up`` of rows (gate, up)."""
-        ...
+    def gate_mul(self, gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor: ...
 
     def rope_store(
         self,
@@ -46,13 +43,11 @@ class Elementwise(Protocol):
         *,
         out: Tensor,
         norm: HeadNorms | None = None,
-    ) -> Tensor:
-        """Head norms, rotation, and the store of keys and values."""
-        ...
+    ) -> Tensor: ...
 
 
 def elementwise_for(device: torch.device, dtype: torch.dtype) -> Elementwise | None:
-    """The module for tensors of ``dtype`` on ``device``. None: torch serves."""
+    """Return the module for tensors of ``dtype`` on ``device``, or None if torch serves."""
     by = best("elementwise", device, dtype)
     if by == TRITON:
         return cast("Elementwise", import_module(".triton_elementwise", __package__))
@@ -60,7 +55,7 @@ def elementwise_for(device: torch.device, dtype: torch.dtype) -> Elementwise | N
 
 
 class TritonExperts(Protocol):
-    """See ``triton_experts.py``."""
+    """Functions of ``triton_experts.py``."""
 
     MAX_PAIRS: int
 
@@ -77,28 +72,24 @@ class TritonExperts(Protocol):
         top_groups: int = 1,
         group_score: Literal["max", "top2"] = "max",
         record: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Ids and weights of the chosen experts."""
-        ...
+    ) -> tuple[Tensor, Tensor]: ...
 
-    def sort_rows(self, x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows sorted by expert, where each went, and the end of each expert's."""
-        ...
+    def sort_rows(self, x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def combine(self, y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-        """Each token's weighted sum."""
-        ...
+    def combine(self, y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor: ...
 
 
 def triton_experts_for(device: torch.device, dtype: torch.dtype) -> TritonExperts | None:
-    """The module for tensors of ``dtype`` on ``device``. None: another one, or torch, serves."""
+    """Return the module for tensors of ``dtype`` on ``device``, or None if the CPU's kernels or torch
+    serve.
+    """
     if best("experts", device, dtype) != TRITON:
         return None
     return cast("TritonExperts", import_module(".triton_experts", __package__))
 
 
 class Latents(Protocol):
-    """What rotates queries and keys of latent attention."""
+    """Rotation of latent attention's queries and keys."""
 
     def rotate_latents(
         self,
@@ -111,29 +102,25 @@ class Latents(Protocol):
         keys: Tensor,
         *,
         interleaved: bool,
-    ) -> None:
-        """Rotated queries, and keys, of latent attention."""
-        ...
+    ) -> None: ...
 
 
 class Rotations(Latents, Protocol):
-    """What only Triton's module computes, too: on the CPU angles come from a table."""
+    """Functions that only Triton's module has: on the CPU angles come from a table."""
 
     def angles(
         self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of a step's positions."""
-        ...
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def rotations_for(device: torch.device, dtype: torch.dtype) -> Rotations | None:
-    """``triton_rotations.py`` where it serves tensors of ``dtype`` on ``device``. None: torch serves."""
+    """Return ``triton_rotations.py`` if it serves tensors of ``dtype`` on ``device``, else None."""
     if best("elementwise", device, dtype) != TRITON:
         return None
     return cast("Rotations", import_module(".triton_rotations", __package__))
 
 
 def latents_for(device: torch.device, dtype: torch.dtype) -> Latents | None:
-    """The module that rotates latents of ``dtype`` on ``device``. None: torch serves."""
+    """Return the module that rotates latents of ``dtype`` on ``device``, or None if torch serves."""
     by = best("elementwise", device, dtype)
     return rotations_for(device, dtype) if by == TRITON else None if by == TORCH else elementwise

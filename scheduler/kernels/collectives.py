@@ -1,10 +1,11 @@
-"""Collectives of processes of one host over memory that they share, compiled (``cpu/collectives.cpp``).
+"""Collectives between processes of one host over shared memory, compiled (``cpu/collectives.cpp``).
 
 Invariants:
-- A process that ends in whatever way is noticed by those that wait for it within tens of milliseconds: it holds a lock on a byte
-  of the memory's file, which the system drops.
-- After a failure every call fails until :meth:`Collective.reset` on all ranks, or for ever where one is gone.
-- The memory has no name in the file system: others reach it through the process that made it, and nothing outlives the ranks.
+- The end of a process, however it comes, is noticed within tens of milliseconds by those that wait for it: it
+  holds a lock on a byte of the memory's file, which the system drops.
+- After a failure every call fails until :meth:`Collective.reset` on all ranks, or for ever if one is gone.
+- The memory has no name in the file system: others reach it through the process that made it, and nothing
+  outlives the ranks.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from . import native
 from .native import INT, POINTER, SIZE
 
 BUFFER_BYTES = 1 << 20
-"""What a rank puts there at a time: enough for the sums of a decode step, and few enough to stay in a cache."""
+"""Bytes per rank and round: enough for the sums of a decode step, few enough to stay in a cache."""
 MAX_RANKS = 64
 
 _bytes = native.function("caesura_collective_bytes", SIZE, SIZE, result=SIZE)
@@ -43,15 +44,17 @@ _REASONS = {
     _LATE: "it did not come in time",
 }
 _FLOCK = "hhlli4x"
-"""``struct flock`` of Linux on x86-64: type, whence, start, length, process."""
+"""Layout of ``struct flock`` on x86-64 Linux: type, whence, start, length, process."""
 _F_OFD_SETLK = 37
 
 
 class RankLostError(CaesuraError):
-    """A collective cannot end: another rank is gone, has given up, or did not come in time. ``detail``: rank, lost, reason."""
+    """A collective cannot end: another rank is gone, has given up, or was late. ``detail``: rank, lost,
+    reason.
+    """
 
     def __init__(self, rank: int, lost: int | None, reason: str) -> None:
-        """``lost`` is the rank that is missing, where that is known; ``rank`` is this one."""
+        """``lost`` is the missing rank, or None if unknown; ``rank`` is this one."""
         who = "another rank" if lost is None else f"rank {lost}"
         super().__init__(
             ErrorCode.INTERNAL, f"rank {rank} waits for {who}: {reason}", rank=rank, lost=lost, reason=reason
@@ -71,12 +74,11 @@ class _Struct(ctypes.Structure):
 
 
 class Collective:
-    """One rank's place in the memory."""
+    """One rank's place in the shared memory."""
 
     def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
-        """
-        Args:
-            fd: of the memory, as :func:`create` makes it; owned from now on.
+        """Args:
+            fd: memory made by :func:`create`; this object owns it from now on.
             timeout_s: how long a call waits for others.
 
         Raises:
@@ -97,15 +99,15 @@ class Collective:
             address, rank, size, BUFFER_BYTES, int(timeout_s * 1e9), fd, round=0, failure=0, lost=-1
         )
         self.address = ctypes.addressof(self._struct)
-        """For kernels that call collectives themselves; :meth:`check` afterwards."""
+        """Address for kernels that call collectives themselves; :meth:`check` afterwards."""
 
     @property
     def buffer_bytes(self) -> int:
-        """What a rank puts there in one round."""
+        """Bytes of a rank in one round."""
         return int(self._struct.bytes)
 
     def rounds(self, nbytes: int) -> int:
-        """How many rounds a sum of so many bytes takes."""
+        """Return the number of rounds that a sum of ``nbytes`` takes."""
         return -(-nbytes // self.buffer_bytes)
 
     def assemble(self) -> None:
@@ -114,13 +116,15 @@ class Collective:
         self.check()
 
     def all_reduce(self, x: Tensor) -> None:
-        """``x``, contiguous, of :data:`~.native.FLOATS`, becomes the sum of all ranks'."""
+        """Replace contiguous ``x``, of :data:`~.native.FLOATS`, by the sum over all ranks."""
         _require(x.is_contiguous() and x.dtype in native.FLOATS, x)
         _ALL_REDUCE[x.dtype](self.address, x.data_ptr(), x.numel(), native.num_threads())
         self.check()
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
-        """``x`` [T, w] of each rank side by side in ``out`` [T, n]; columns behind the n-th are dropped."""
+        """Write ``x`` [T, w] of each rank side by side into ``out`` [T, n]; columns beyond the n-th are
+        dropped.
+        """
         fits = x.dim() == out.dim() == 2 and x.dtype == out.dtype and len(x) == len(out)
         _require(fits and x.is_contiguous() and out.is_contiguous(), x)
         row, width = out.shape[1] * out.itemsize, x.shape[1] * x.itemsize
@@ -129,7 +133,7 @@ class Collective:
         self.check()
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """``x``, contiguous, becomes that of rank ``source``."""
+        """Replace contiguous ``x`` by that of rank ``source``."""
         _require(x.is_contiguous() and 0 <= source < self.size, x)
         _broadcast(self.address, x.data_ptr(), x.nbytes, source, native.num_threads())
         self.check()
@@ -140,7 +144,7 @@ class Collective:
         self.check()
 
     def abort(self) -> None:
-        """Whoever waits for this rank, now or later, fails."""
+        """Make every call that waits for this rank fail, now and later."""
         _abort(self.address)
 
     def reset(self) -> None:
@@ -149,17 +153,13 @@ class Collective:
         self.check()
 
     def check(self) -> None:
-        """
-        Raises:
-            RankLostError: the last call has failed.
-        """
+        """Raise RankLostError if the last call has failed."""
         failure = self._struct.failure
         if failure:
             lost = self._struct.lost
             raise RankLostError(self.rank, None if lost < 0 else lost, _REASONS[failure])
 
     def close(self) -> None:
-        """Leave."""
         _leave(self.address)
         del self._first
         self._memory.close()
@@ -167,7 +167,7 @@ class Collective:
 
 
 def create(size: int) -> int:
-    """Memory for ``size`` ranks: a file descriptor, and zeros."""
+    """Return a file descriptor of zeroed memory for ``size`` ranks."""
     fd = os.memfd_create("caesura-ranks")
     os.truncate(fd, _bytes(size, BUFFER_BYTES))
     return fd

@@ -1,10 +1,11 @@
-"""A decoder between its embeddings and its head in one call on the CPU, compiled (``cpu/decoder.cpp``).
+"""A decoder between embeddings and head in one call on the CPU, compiled (``cpu/decoder.cpp``).
 
 Invariants:
 - The bits are those of the same model computed operation by operation (``layers/``) with compiled kernels.
-- Addresses are asked for at every step: a release of memory may move tensors.
+- Addresses are read at every step: a release of memory may move tensors.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
-- Of several ranks each has its heads and its part of the width, and the sums over them are part of the call.
+- With several ranks each has its heads and its part of the width, and the sums over them are part of the
+  call.
 """
 
 import ctypes
@@ -25,16 +26,18 @@ _DECODER = native.by_dtype("caesura_decoder", POINTER, POINTER, SIZE, POINTER, P
 _counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, SIZE, INT, result=SIZE)
 
 _INT64, _FLOAT32 = 8, 4
-"""Bytes."""
+"""Sizes in bytes."""
 _OF_STEP = 5
-"""The last of a layer's pointers: the experts' record, keys, values, cosines, sines."""
+"""Number of pointers at the end of a layer's list: the experts' record, keys, values, cosines, sines."""
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of positions, each [P, 1, rotated / 2], contiguous."""
 
 
 class _Regions:
-    """Where a step's intermediate results lie in one piece of memory: those of attention and those of what follows it share a place."""
+    """Places of a step's intermediate results in one piece of memory; attention and what follows it share
+    one.
+    """
 
     def __init__(self, shape: LayerShape, kinds: Sequence[LayerKind], item: int) -> None:
         latent, heads, hidden = shape.latent, shape.heads, shape.hidden * item
@@ -60,7 +63,8 @@ class _Regions:
                 "logits": (count * _FLOAT32, 0), "ids": (k * _INT64, 0), "weights": (k * _FLOAT32, 0),
                 "pair_tokens": (k * _INT64, 0), "places": (k * _INT64, 0), "gates": (item, 0),
                 "next": (0, indices),
-                "rows": (k * hidden, 0), "expert_gate_up": (2 * k * size * item, 0), "expert_gated": (k * size * item, 0),
+                "rows": (k * hidden, 0), "expert_gate_up": (2 * k * size * item, 0),
+                "expert_gated": (k * size * item, 0),
             }  # fmt: skip
             self._common |= {
                 "hit": (0, of_layers),
@@ -71,7 +75,7 @@ class _Regions:
         self._offsets: dict[str, int] = {}
 
     def of(self, tokens: int) -> tuple[dict[str, int], int]:
-        """Offsets in bytes by name, each a multiple of a cache line, and how many bytes there are."""
+        """Return offsets in bytes by name, each a multiple of a cache line, and the total number of bytes."""
         if self._for[0] != tokens:
             self._offsets = {}
             begin = self._place(self._common, tokens, 0)
@@ -89,7 +93,7 @@ class _Regions:
 
 
 class DecoderKernel:
-    """The kernel and its memory, for one model."""
+    """Kernel and memory for one model."""
 
     def __init__(
         self,
@@ -102,13 +106,12 @@ class DecoderKernel:
         head_eps: float | None,
         ranks: Collective | None = None,
     ) -> None:
-        """
-        Args:
-            kinds: of each layer.
-            last_norm: [hidden], the weight of the norm behind the layers.
-            eps: of the norms.
-            head_eps: of the norms of queries and keys, or of latents. None: there are none.
-            ranks: over which attention's results and each layer's are summed. None: they are whole.
+        """Args:
+            kinds: kind of each layer.
+            last_norm: [hidden], weight of the norm behind the layers.
+            eps: epsilon of the norms.
+            head_eps: epsilon of the norms of queries and keys, or of latents; None without them.
+            ranks: ranks over which attention's results and each layer's are summed; None if they are whole.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
@@ -164,21 +167,22 @@ class DecoderKernel:
         step: PagedStep,
         record: Callable[[int], Tensor] | None = None,
     ) -> Tensor:
-        """A step of T tokens, S of them sampled.
+        """Compute a step of T tokens, S of them sampled.
 
         Args:
             residual: [T, hidden], contiguous: the embeddings; overwritten.
-            angles: of each layer, of at least the positions up to the largest.
+            angles: angles of each layer, for at least the positions up to the largest.
             positions: int64 [T], contiguous; inside the table of angles, which is not checked.
-            sampled: int64 [S], contiguous: which of the T tokens, likewise.
-            record: of a layer with experts, where it notes their ids: integers of 1 or 2 bytes [T, k]. None: nowhere.
+            sampled: int64 [S], contiguous: which of the T tokens; not checked either.
+            record: integers of 1 or 2 bytes [T, k] for the experts' ids of a layer. None means that no layer
+                notes them.
 
         Returns:
             [S, hidden] behind the last norm, valid until the next call.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
-            RankLostError: the results are of no use, and neither is what was stored of this step's tokens.
+            RankLostError: the results are of no use, nor is what was stored of this step's tokens.
         """
         threads, ranks, count = native.num_threads(), self._ranks, sampled.shape[0]
         for cos, sin in {id(each): each for each in angles}.values():
@@ -208,7 +212,7 @@ class DecoderKernel:
     def _fill_step(
         self, residual: Tensor, cos: Tensor, positions: Tensor, sampled: Tensor, step: PagedStep, threads: int
     ) -> None:
-        """All but the addresses of intermediate results."""
+        """Fill all fields but the addresses of intermediate results."""
         to, attention = self._step, step.attention
         to.tokens, to.residual = residual.shape[0], residual.data_ptr()
         to.angles_row, to.positions = cos.stride(0), positions.data_ptr()
@@ -231,7 +235,7 @@ class DecoderKernel:
     def _fill_table(
         self, step: PagedStep, angles: Sequence[Angles], record: Callable[[int], Tensor] | None
     ) -> None:
-        """Addresses of each layer's tensors; what never changes, at the first call."""
+        """Fill in the addresses of each layer's tensors; constant ones at the first call only."""
         records = [
             None if record is None or kind.experts is None else record(number)
             for number, kind in enumerate(self._kinds)
@@ -250,7 +254,7 @@ class DecoderKernel:
                 None if noted is None else noted.data_ptr(),
                 *(keys.data_ptr(), values.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             )
-        self._table[:] = addresses  # type: ignore[assignment]  # stubs do not know that it takes what its elements take
+        self._table[:] = addresses  # type: ignore[assignment]
 
     def _check(
         self, residual: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, sampled: Tensor, step: PagedStep
@@ -277,12 +281,13 @@ class DecoderKernel:
         )
         if not fits:
             raise ValueError(
-                f"no layers of {shape} in {dtype}: residual {residual.dtype} {tuple(residual.shape)}, angles {tuple(cos.shape)}, "
+                f"no layers of {shape} in {dtype}: residual {residual.dtype} {tuple(residual.shape)}, "
+                f"angles {tuple(cos.shape)}, "
                 f"pages {keys.dtype} {tuple(keys.shape)}, slots {tuple(step.kv_slots.shape)}"
             )
 
     def _attends_with(self, step: PagedStep, keys: Tensor, values: Tensor) -> bool:
-        """Whether the step's attention, and where K and V are, are those of the layers."""
+        """Return True if the step's attention, and the places of K and V, are those of the layers."""
         shape, attention = self._shape, step.attention
         heads = attention.dtype == self._dtype and attention.group * attention.kv_heads == shape.heads
         if shape.latent is not None:

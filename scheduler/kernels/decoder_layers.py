@@ -1,6 +1,7 @@
-"""What the kernel of all layers takes: a layer's tensors, what it computes with them, and the checks that they fit.
+"""Arguments of the fused decoder kernel: a layer's tensors, what it computes with them, and checks that they
+fit.
 
-Invariant: whatever passes the checks is read within its bounds; what a layer does not have is None.
+Invariant: whatever passes the checks is read within its bounds; an absent tensor is None.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from .linear import Scales, holds
 from .native import LayerForm
 
 MAX_GROUPS = 64
-"""Of experts, that routing by groups can choose from; operations.h has the same."""
+"""Largest number of expert groups that routing by groups can choose from; operations.h has the same."""
 
 
 class LayerTensors(NamedTuple):
@@ -23,35 +24,35 @@ class LayerTensors(NamedTuple):
 
     input_norm: Tensor
     qkv: Tensor
-    """Of latent attention: queries or their latents, then latents and rotated keys."""
+    """With latent attention: queries or their latents, then latents and rotated keys."""
     qkv_bias: Tensor | None
     q_norm: Tensor | None
-    """Of heads; of latent attention, of latents: likewise the other."""
+    """Weight of the heads' norm, or of latents with latent attention; so is ``k_norm``."""
     k_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
     mlp_norm: Tensor
     gate_up: Tensor | None = None
-    """Of the dense block, or of what every token goes through beside its experts."""
+    """First product of the dense block, or of the shared experts."""
     down: Tensor | None = None
     behind_attention: Tensor | None = None
     behind_mlp: Tensor | None = None
     sinks: Tensor | None = None
     q_up: Tensor | None = None
     w_kc: Tensor | None = None
-    """Of each head: latents by unrotated keys, packed."""
+    """With latent attention, per head: latents by unrotated keys, packed."""
     w_vc: Tensor | None = None
-    """Of each head: values by latents, packed."""
+    """With latent attention, per head: values by latents, packed."""
     router: Tensor | None = None
     router_bias: Tensor | None = None
-    """Of routing by groups: float32, for the choice alone."""
+    """float32 bias of routing by groups, used for the choice alone."""
     experts_gate_up: Tensor | None = None
     experts_gate_up_bias: Tensor | None = None
     experts_down: Tensor | None = None
     experts_down_bias: Tensor | None = None
     shared_gate: Tensor | None = None
     qkv_scales: Tensor | None = None
-    """Of an FP8 weight, as ``linear.py`` has them; likewise the others."""
+    """Scales of an FP8 weight (``linear.py``); the following fields likewise."""
     o_scales: Tensor | None = None
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
@@ -63,14 +64,14 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRouting:
-    """A choice by groups of experts (``layers/grouped_router.py``)."""
+    """Choice by groups of experts (``layers/grouped_router.py``)."""
 
     groups: int
     top_groups: int
     sigmoid: bool
     """Scores are sigmoid, else softmax."""
     best_two: bool
-    """A group is as good as the sum of its two best, else as its best."""
+    """A group's score is the sum of its two best, else its best."""
     scale: float
 
 
@@ -88,16 +89,16 @@ class ExpertsForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What one layer computes."""
+    """Computation of one layer."""
 
     intermediate: int
-    """Of the dense block, or of what every token goes through beside its experts; 0: there is none."""
+    """Width of the dense block, or of the shared experts; 0 without them."""
     bend: Bend = "silu"
     attention: FormKind = PLAIN.kind
     experts: ExpertsForm | None = None
 
     def as_struct(self, record: Tensor | None) -> LayerForm:
-        """For the kernel; ``record``: integers [T, k] where the choice is noted."""
+        """Return the kernel's struct; ``record``: integers [T, k] where the choice is noted."""
         attention, experts = self.attention, self.experts
         form = LayerForm(
             intermediate=self.intermediate,
@@ -119,11 +120,11 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """Of latent attention (``layers/mla.py``)."""
+    """Sizes of latent attention (``layers/mla.py``)."""
 
     latent: int
     q_rank: int
-    """Of the queries' own latent; 0: there is none."""
+    """Size of the queries' own latent; 0 without one."""
     nope: int
     value: int
     interleaved: bool
@@ -137,14 +138,14 @@ class LayerShape:
     heads: int
     kv_heads: int
     head_size: int
-    """Of queries; of latent attention both parts."""
+    """Elements of a query head; with latent attention both parts."""
     rotated: int
-    """Of a query: the elements that are rotated."""
+    """Rotated elements of a query head."""
     from_one: bool = False
     """Factors of norms are ``1 + weight``."""
     latent: LatentSizes | None = None
     scale_columns: int = 0
-    """Inputs that share a scale of an FP8 weight; 0: no weight is FP8."""
+    """Inputs that share a scale of an FP8 weight; 0 if no weight is FP8."""
 
     @property
     def q(self) -> int:
@@ -153,7 +154,7 @@ class LayerShape:
 
     @property
     def qkv(self) -> int:
-        """Elements of what attention begins with: queries, keys and values, or what takes their place with latents."""
+        """Outputs of attention's first product: queries, keys and values, or their latents."""
         if self.latent is None:
             return (self.heads + 2 * self.kv_heads) * self.head_size
         return (self.latent.q_rank or self.q) + self.width
@@ -165,11 +166,11 @@ class LayerShape:
 
     @property
     def attended(self) -> int:
-        """Elements of what the output's projection takes."""
+        """Inputs of the output projection."""
         return self.q if self.latent is None else self.heads * self.latent.value
 
     def _products(self, kind: LayerKind) -> dict[str, tuple[int, int, int]]:
-        """By name: weights one after the other, and of each its outputs and inputs."""
+        """Return by name the number of stacked weights, and outputs and inputs of each."""
         hidden, size, experts, latent = self.hidden, kind.intermediate, kind.experts, self.latent
         products = {"qkv": (1, self.qkv, hidden), "o": (1, hidden, self.attended)}
         if size:
@@ -214,7 +215,7 @@ class LayerShape:
     def check(
         self, number: int, layer: LayerTensors, kind: LayerKind, dtype: torch.dtype, *, head_norms: bool
     ) -> None:
-        """Raise ValueError for whatever the kernel would read wrongly."""
+        """Raise ValueError for whatever the kernel would misread."""
         products, vectors = self._products(kind), self._vectors(kind, head_norms=head_norms)
         tensors = layer._asdict()
         for name, tensor in tensors.items():
@@ -259,7 +260,7 @@ def _in_groups(kind: LayerKind) -> bool:
 
 
 def choosable(groups: int, top_groups: int, experts: int, top_k: int, *, best_two: bool) -> bool:
-    """Whether the kernel can choose ``top_k`` of so many experts by groups."""
+    """Return True if the kernel can choose ``top_k`` of ``experts`` experts by groups."""
     size = experts // max(groups, 1)
     return (
         0 < top_groups <= groups <= MAX_GROUPS

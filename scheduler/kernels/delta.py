@@ -1,9 +1,10 @@
-"""Tokens of several sequences through the gated delta rule on the CPU, compiled (``cpu/delta.cpp``).
+"""The gated delta rule over tokens of several sequences on the CPU, compiled (``cpu/delta.cpp``).
 
 Invariants:
-- Results are those of ``layers/gated_delta.py`` by torch but for the order of sums and the last bit of an exponential: they are
-  rounded to the dtype wherever torch's sequence of operations rounds.
-- A token's bits depend on that token and the state before it alone: not on other sequences, nor on how its own is cut into steps.
+- Results are those of ``layers/gated_delta.py`` by torch but for the order of sums and the last bit of an
+  exponential: they are rounded to the dtype wherever torch's sequence of operations rounds.
+- A token's bits depend on that token and the state before it alone: neither on other sequences nor on
+  chunking.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ from . import TORCH, best, native
 from .native import FLOAT, INT, POINTER, SIZE
 
 LARGEST_HEAD = 256
-"""Of the buffers of ``cpu/delta.cpp``."""
+"""Largest head, by the buffers of ``cpu/delta.cpp``."""
 
 _STEP = native.by_dtype(
     "caesura_delta_step",
@@ -29,21 +30,25 @@ _STEP = native.by_dtype(
 )
 
 NO_STATE = -1
-"""In the place of a row of states: there is none."""
+"""Stands for a row of states that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Which tokens of a step go from which states to which; those of a sequence follow from one another."""
+    """Tokens of a step and the states that they begin from and end in; a sequence's segments are
+    consecutive.
+    """
 
     table: Tensor
-    """int64 [segments, 5]: first token, tokens, row of states that they begin from, that they end in, and another one that is to
-    have the state after them. No row is written by two sequences; :data:`NO_STATE` for none."""
+    """int64 [segments, 5]: first token, tokens, state row at the beginning, state row at the end, and another
+    row that receives a copy of the state at the end. No row is written by two sequences; :data:`NO_STATE` for
+    none.
+    """
     chains: Tensor
     """int64 [sequences + 1]: the first segment of each sequence, then their number."""
 
     def fits(self) -> bool:
-        """Whether the kernel reads them as they are meant."""
+        """Return True if the kernel would read the tensors correctly."""
         count = self.table.shape[0]
         return (
             self.table.dtype == self.chains.dtype == torch.int64
@@ -57,13 +62,14 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaPlaces:
-    """Where a layer's first product computes what: of the first key head, and how far it is to that of the next, in elements.
+    """Places in a layer's first product: those of the first key head, and the stride to the next, in
+    elements.
 
     Value heads of a key head are neighbours in ``value``, ``gate``, ``b`` and ``a``.
     """
 
     width: int
-    """Of a row."""
+    """Elements of a row."""
     query: tuple[int, int]
     key: tuple[int, int]
     value: tuple[int, int]
@@ -77,18 +83,18 @@ class DeltaWeights:
     """A layer's parameters besides its products."""
 
     filters: Tensor
-    """[channels, 1, kernel]: of the convolution."""
+    """[channels, 1, kernel]: filters of the convolution."""
     log_rate: Tensor
-    """[value heads], and the next."""
+    """[value heads], as is the next."""
     rate_bias: Tensor
     norm: Tensor
     """[value size]"""
     eps: float
-    """Of the norm."""
+    """Epsilon of the norm."""
 
 
 class DeltaStep:
-    """The kernel, for layers of one shape."""
+    """Kernel for layers of one shape."""
 
     def __init__(self, shape: StateShape, places: DeltaPlaces) -> None:
         self._shape, self._width = shape, places.width
@@ -105,13 +111,13 @@ class DeltaStep:
         recurrent: Tensor,
         out: Tensor,
     ) -> None:
-        """Each sequence's state to its next, and what its tokens' queries find, normalised and gated.
+        """Advance each sequence's state, and write what its tokens' queries find, normalised and gated.
 
         Args:
             x: [T, places.width], elements of a row contiguous.
-            segments: their tokens and rows are inside the others' bounds, which is not checked.
-            past: [states, kernel - 1, channels]; recurrent: float32 [states, value heads, key size, value size]: of
-                :class:`~..cache.state_pool.StatePool`, overwritten.
+            segments: tokens and rows are inside the bounds of the other arguments, which is not checked.
+            past: [states, kernel - 1, channels], of :class:`~..cache.state_pool.StatePool`, overwritten.
+            recurrent: float32 [states, value heads, key size, value size], likewise.
             out: [T, value heads * value size], contiguous.
 
         Raises:
@@ -160,12 +166,12 @@ class DeltaStep:
 def delta_for(
     device: torch.device, dtype: torch.dtype, shape: StateShape, places: DeltaPlaces
 ) -> DeltaStep | None:
-    """The kernel for layers of ``shape``. None: torch serves."""
+    """Return the kernel for layers of ``shape``, or None if torch serves."""
     if best("linear_attention", device, dtype) == TORCH or not computable(shape):
         return None
     return DeltaStep(shape, places)
 
 
 def computable(shape: StateShape) -> bool:
-    """Whether the kernel takes heads of these sizes."""
+    """Return True if the kernel takes heads of these sizes."""
     return max(shape.key_size, shape.value_size) <= LARGEST_HEAD

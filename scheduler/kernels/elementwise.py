@@ -1,8 +1,8 @@
-"""What lies between the matrix products on the CPU, compiled (``cpu/elementwise.cpp``).
+"""Elementwise operations between matrix products on the CPU, compiled (``cpu/elementwise.cpp``).
 
 Invariants:
-- Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an exponential: they
-  are rounded to the dtype wherever torch's sequence of operations rounds.
+- Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an
+  exponential: they are rounded to the dtype wherever torch's sequence of operations rounds.
 - A row's bits depend on that row alone.
 
 Everything is of one dtype of :data:`~.native.FLOATS`, on the CPU.
@@ -48,13 +48,13 @@ def rms_norm(
     out: Tensor | None = None,
     from_one: bool = False,
 ) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
 
     Args:
         x: [T, size], elements of a row contiguous, as everywhere here.
         weight: [size].
         residual: [T, size], updated in place. None: ``x`` is normalised as it is.
-        out: [T, size]; it may be ``x``. None: fresh memory.
+        out: [T, size]; it may be ``x``. None means fresh memory.
         from_one: the factor is ``1 + weight``, and the product is rounded once.
 
     Raises:
@@ -89,7 +89,7 @@ def rms_norm(
 
 
 def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor:
-    """``bend(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
+    """Return ``bend(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], in ``out`` if given."""
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype) if out is None else out
     if not _readable(gate_up.dtype, gate_up, out) or width % 2 or out.shape != (rows, width // 2):
@@ -119,16 +119,17 @@ def rope_store(
     out: Tensor,
     norm: HeadNorms | None = None,
 ) -> Tensor:
-    """Normalise (if asked to) and rotate queries and keys, store keys and values; returns the queries, ``out``.
+    """Normalise (if asked to) and rotate queries and keys, store keys and values; return the queries,
+    ``out``.
 
     Args:
-        qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous.
-        num_heads: of these, query heads; they come first, then keys, then values.
+        qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous: queries, keys, values.
+        num_heads: number of query heads.
         cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
         kv_slots: int64 [T], ``page * 16 + offset``: inside the pool, which is not checked.
         keys, values: [pages, kv heads, 16, head size], contiguous.
         out: [T, query heads, head size], heads of a token contiguous; it may be ``qkv[:, :num_heads]``.
-        norm: of queries and keys. None: no head norms.
+        norm: norms of queries and keys, or None.
     """
     tokens, heads, size = qkv.shape
     kv_heads = (heads - num_heads) // 2
@@ -206,7 +207,9 @@ def _describe(*tensors: Tensor) -> str:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """``x`` [T, size] times the sigmoid of ``gate`` [T, 1], rounded before, in place; both contiguous. Returns ``x``."""
+    """Multiply ``x`` [T, size] in place by the rounded sigmoid of ``gate`` [T, 1]; both contiguous. Return
+    ``x``.
+    """
     if not (
         _readable(x.dtype, x, gate)
         and gate.shape == (x.shape[0], 1)
@@ -229,14 +232,15 @@ def rotate_latents(
     *,
     interleaved: bool,
 ) -> None:
-    """Rotated queries, and keys, of latent attention.
+    """Write rotated queries, and keys, of latent attention.
 
     Args:
         q_rope: [T, heads, rope], the last part of each head in memory.
         kv: [T, latent + rope].
         cos, sin: [T, 1, rope / 2].
-        norm: of latents: weight [latent], epsilon.
-        queries: [T, heads, latent + rope], contiguous; behind ``latent`` elements of each head, rotated queries are written.
+        norm: norm of latents: weight [latent], epsilon.
+        queries: [T, heads, latent + rope], contiguous; rotated queries are written behind ``latent`` elements
+            of each head.
         keys: [T, latent + rope], contiguous: normalised latents and rotated keys are written.
         interleaved: rotated pairs are neighbours.
     """
@@ -252,7 +256,8 @@ def rotate_latents(
         and keys.is_contiguous()
     ):
         raise ValueError(
-            f"no rotation of {q_rope.dtype} {tuple(q_rope.shape)} and {tuple(kv.shape)} into {tuple(queries.shape)}"
+            f"no rotation of {q_rope.dtype} {tuple(q_rope.shape)} and {tuple(kv.shape)} into "
+            f"{tuple(queries.shape)}"
         )
     _ROTATE_LATENTS[kv.dtype](
         *(q_rope.data_ptr(), q_rope.stride(0), kv.data_ptr(), kv.stride(0)),

@@ -1,7 +1,7 @@
 """Routed experts on the CPU, compiled (``cpu/experts.cpp``, and the grouped product of ``cpu/linear.cpp``).
 
 Invariants:
-- What a token gets (its experts, their weights, its rows of a product, its sum) has the same bits whatever the other
+- A token's experts, their weights, its rows of a product and its sum have the same bits whatever the other
   tokens, their number, and the number of threads.
 - Ids that are not of an expert are refused before anything is read by them.
 
@@ -28,14 +28,14 @@ _group = native.function("caesura_group", POINTER, *[SIZE] * 3, *[POINTER] * 5, 
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The experts of the largest logits [T, experts], best first, the lower id first of equal ones.
+    """Choose the experts of the largest logits [T, experts], best first, the lower id first among equals.
 
     Returns:
-        Ids, int64 [T, top_k], and float32 weights [T, top_k]: softmax over all experts, divided by the sum of the chosen
-        ones' if ``normalize``, rounded to the logits' dtype. NaN, where a logit is.
+        Ids, int64 [T, top_k], and float32 weights [T, top_k]: softmax over all experts, divided by the sum of
+        the chosen ones' if ``normalize``, rounded to the logits' dtype. NaN if a logit is.
 
     Raises:
-        ValueError: more than there are, or logits that the kernel would misread.
+        ValueError: ``top_k`` exceeds the experts, or logits that the kernel would misread.
     """
     tokens, experts = logits.shape
     if not (0 < top_k <= experts and logits.dtype in _ROUTE and logits.is_contiguous()):
@@ -52,13 +52,18 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 def route_in_groups(
     logits: Tensor, bias: Tensor | None, top_k: int, by: GroupRouting, *, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """The best experts of the best groups of float32 logits [T, experts], which become scores; float32 weights, not rounded.
+    """Choose the best experts of the best groups by float32 logits [T, experts], which are replaced by
+    scores.
 
     Args:
         bias: float32 [experts], added to scores for the choice alone.
 
+    Returns:
+        Ids, and float32 weights, which are not rounded.
+
     Raises:
-        ValueError: logits or a bias that the kernel would misread. What :func:`~.decoder_layers.choosable` says is not checked.
+        ValueError: logits or a bias that the kernel would misread. :func:`~.decoder_layers.choosable` is not
+            checked.
     """
     tokens, experts = logits.shape
     tensors = [logits] if bias is None else [logits, bias]
@@ -86,13 +91,13 @@ class Groups:
     tokens: Tensor
     """int64 [pairs]: the token of each sorted pair."""
     places: Tensor
-    """int64 [T, k]: where each pair is."""
+    """int64 [T, k]: the place of each pair."""
     experts: Tensor
-    """int64 [experts]: of each group; only the first ``count`` are meant."""
+    """int64 [experts]: expert of each group; only the first ``count`` are valid."""
     starts: Tensor
     """int64 [experts + 1]: the first sorted pair of each group, and the end of the last."""
     count: int
-    """Experts that were chosen at all."""
+    """Number of experts that were chosen."""
 
 
 def group(ids: Tensor, num_experts: int) -> Groups:
@@ -122,7 +127,9 @@ def group(ids: Tensor, num_experts: int) -> Groups:
 
 
 class GroupedProduct:
-    """``x @ w[e].T + b[e]`` for packed ``w`` [experts, N, K], e the expert of a row; sums in float32, rounded once."""
+    """``x @ w[e].T + b[e]`` for packed ``w`` [experts, N, K], e the expert of a row; sums in float32, rounded
+    once.
+    """
 
     def __init__(
         self,
@@ -133,19 +140,20 @@ class GroupedProduct:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """
-        Args:
+        """Args:
             weight: storage of ``num_experts`` times the rows that N are padded to.
-            scales: of an FP8 weight, one expert's after the other's. None: it is of the dtype of ``x``.
-            dtype: of ``x``. None: the weight's.
+            scales: scales of an FP8 weight, one expert's after the other's. None: the weight has the dtype of
+                ``x``.
+            dtype: dtype of ``x``. None means the weight's.
 
         Raises:
-            ValueError: it has another shape or cannot be packed.
+            ValueError: the weight has another shape or cannot be packed.
         """
         self._dtype = weight.dtype if dtype is None else dtype
         if not holds(weight, scales, num_experts, outputs, inputs, self._dtype):
             raise ValueError(
-                f"{weight.dtype} {tuple(weight.shape)} does not hold {num_experts} x {outputs} packed rows of {inputs}"
+                f"{weight.dtype} {tuple(weight.shape)} does not hold {num_experts} x {outputs} packed rows "
+                f"of {inputs}"
             )
         self._weight, self._outputs, self._inputs = weight, outputs, inputs
         self._num_experts, self._scales = num_experts, scales
@@ -154,9 +162,11 @@ class GroupedProduct:
     def __call__(
         self, x: Tensor, groups: Groups, out: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """[pairs, K], sorted as ``groups`` says, to [pairs, N], both contiguous; None: fresh memory. Returns ``out``.
+        """Map [pairs, K], sorted as ``groups`` says, to ``out`` [pairs, N], both contiguous, and return it.
 
-        ``bias`` is [experts, N], contiguous; None: there is none.
+        Args:
+            out: None means fresh memory.
+            bias: [experts, N], contiguous, or None.
 
         Raises:
             ValueError: shapes or dtypes that do not fit together.
@@ -180,7 +190,8 @@ class GroupedProduct:
             )
         ):
             raise ValueError(
-                f"no product of {x.dtype} {tuple(x.shape)} strides {x.stride()} with packed rows of {self._inputs} "
+                f"no product of {x.dtype} {tuple(x.shape)} strides {x.stride()} with packed rows of "
+                f"{self._inputs} "
                 f"in {out.dtype} {tuple(out.shape)} strides {out.stride()}"
             )
         self._compute(
@@ -200,7 +211,8 @@ class GroupedProduct:
 
 
 def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
-    """Each token's sum of ``weights`` (float32 [T, k]) times its rows of ``y`` [pairs, size]: [T, size], fresh memory.
+    """Return each token's sum of ``weights`` (float32 [T, k]) times its rows of ``y`` [pairs, size]: [T,
+    size].
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit together.
@@ -216,7 +228,8 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
         and y.is_contiguous()
     ):
         raise ValueError(
-            f"no sum of {y.dtype} {tuple(y.shape)} by {weights.dtype} {tuple(weights.shape)} for {(tokens, k)}"
+            f"no sum of {y.dtype} {tuple(y.shape)} by {weights.dtype} {tuple(weights.shape)} for "
+            f"{(tokens, k)}"
         )
     out = torch.empty((tokens, y.shape[1]), dtype=y.dtype)
     _COMBINE[y.dtype](

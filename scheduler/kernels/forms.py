@@ -1,8 +1,9 @@
-"""What kernels compute for a layer, by name: the form of its attention, its head norms, what bends its gate.
+"""Attention forms, head norms and gate activations, by the names that kernels know.
 
 Invariants:
-- A form says what is computed, never how: each backend does all of it, or is not chosen for a model that asks for it.
-- Forms of equal ``kind`` are served by the same kernels: what sinks hold is a weight.
+- A form says what is computed, never how: each backend does all of it, or is not chosen for a model that
+  needs it.
+- Forms of equal ``kind`` are served by the same kernels: the values of sinks are weights.
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 Bend = Literal["silu", "gelu_tanh", "clamped"]
-"""What the gate of a feed-forward block is bent by. ``clamped``: values are cut at 7 and -7 (the gate's at 7 only), the gate is
-``gate * sigmoid(1.702 gate)``, and 1 is added to what it multiplies (gpt-oss model card, arXiv:2508.10925, section 2.3)."""
+"""Activation of a feed-forward block's gate. ``clamped``: values are cut at 7 and -7 (the gate's at 7 only),
+the gate is ``gate * sigmoid(1.702 gate)``, and 1 is added to the factor beside it (gpt-oss model card,
+arXiv:2508.10925, section 2.3).
+"""
 
 
 class HeadNorms(NamedTuple):
@@ -28,7 +31,7 @@ class HeadNorms(NamedTuple):
 
 
 class FormKind(NamedTuple):
-    """What a form asks of kernels; see :class:`AttentionForm`."""
+    """Requirements of a form on kernels; see :class:`AttentionForm`."""
 
     window: int | None = None
     softcap: float | None = None
@@ -37,7 +40,7 @@ class FormKind(NamedTuple):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What goes beyond plain causal attention, by name."""
+        """Features beyond plain causal attention, by name."""
         asked = {
             "sliding windows": self.window is not None,
             "logit soft caps": self.softcap is not None,
@@ -52,14 +55,19 @@ class AttentionForm:
     """One layer's attention: ``softmax(bend(scale * q k^T) + mask) v``."""
 
     window: int | None = None
-    """Positions that a token sees, itself included, which is what transformers' ``sliding_window`` counts. None: all before it."""
+    """Positions that a token sees, itself included, as transformers' ``sliding_window``; None means all
+    before it.
+    """
     softcap: float | None = None
-    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2: arXiv:2408.00118, section 2). None: they stay."""
+    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2: arXiv:2408.00118, section 2); None leaves
+    them.
+    """
     scale: float | None = None
-    """Multiplies the scores. None: the backend's, which is ``key size ** -0.5`` unless it was told otherwise."""
+    """Factor of the scores. None means the backend's: ``key size ** -0.5`` unless it was told otherwise."""
     sinks: Tensor | None = None
-    """[query heads], of the model's dtype: a score for each head that takes weight and has no value (gpt-oss model card,
-    arXiv:2508.10925, section 2.2). None: there is none."""
+    """[query heads], of the model's dtype: a score per head that takes weight and has no value (gpt-oss model
+    card, arXiv:2508.10925, section 2.2), or None.
+    """
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -69,9 +77,9 @@ class AttentionForm:
 
     @property
     def kind(self) -> "FormKind":
-        """What it asks of kernels."""
+        """Requirements on kernels."""
         return FormKind(self.window, self.softcap, self.scale, self.sinks is not None)
 
 
 PLAIN = AttentionForm()
-"""Every token sees all before it."""
+"""Plain causal attention."""

@@ -1,16 +1,14 @@
-"""Products with weights that lie in a packed layout, and the only functions that know it.
+"""Products with packed weights, and the only functions that know the packed layout (``cpu/linear.cpp``).
 
 Invariants:
-- Storage is one ordinary tensor of the weight's dtype and (padded) shape, allocated once as zeros by :func:`storage`.
-  Rows in checkpoint layout are written into it in any pieces and any order; the result depends on the rows alone, byte
-  for byte.
+- Storage is one ordinary tensor of the weight's dtype and (padded) shape, allocated once as zeros by
+  :func:`storage`. Rows in checkpoint layout are written into it in any pieces and any order; the result
+  depends on the rows alone, byte for byte.
 - A row of a product has the same bits whatever the other rows, their number, and the number of threads.
-
-- Weights may be float8_e4m3fn, with scales for blocks of their rows (:class:`Scales`): the product is then, to the last bit, that
-  of the dequantised weight, each of its elements ``float32(weight) * scale``, rounded once to the dtype of ``x``. (With AMX it
-  is that of AVX-512, which has no other bits for other rows either.)
-
-The layout is described in ``cpu/linear.cpp``.
+- Weights may be float8_e4m3fn, with scales for blocks of their rows (:class:`Scales`): the product is then,
+  to the last bit, that of the dequantised weight, each of its elements ``float32(weight) * scale``, rounded
+  once to the dtype of ``x``. With AMX it is the product of AVX-512, which has no other bits for other rows
+  either.
 """
 
 from typing import NamedTuple
@@ -45,28 +43,34 @@ _WORD = 4
 
 
 class Scales(NamedTuple):
-    """Of an FP8 weight."""
+    """Scales of an FP8 weight."""
 
     lines: Tensor
-    """float32 of :func:`scales_shape`, contiguous: one row for each block of inputs, with every output's scale."""
+    """float32 of :func:`scales_shape`, contiguous: one row for each block of inputs, with every output's
+    scale.
+    """
     columns: int
     """Inputs of a block."""
 
 
 def scales_shape(outputs: int, inputs: int, columns: int) -> tuple[int, int]:
-    """Shape of the scales of a weight [outputs, inputs] in blocks of ``columns`` inputs; outputs are padded as in its storage."""
+    """Return the shape of the scales of a weight [outputs, inputs] in blocks of ``columns`` inputs, outputs
+    padded.
+    """
     return -(-inputs // columns), -(-outputs // _PANEL) * _PANEL
 
 
 def scalable(inputs: int, columns: int) -> bool:
-    """Whether FP8 rows of ``inputs`` elements in such blocks can be packed."""
+    """Return True if FP8 rows of ``inputs`` elements in such blocks can be packed."""
     return packable(inputs, FP8) and columns % _WORD == 0
 
 
 def holds(
     weight: Tensor, scales: Scales | None, count: int, outputs: int, inputs: int, dtype: torch.dtype
 ) -> bool:
-    """Whether these are ``count`` weights [outputs, inputs], packed, each in whole panels, for products with ``dtype``."""
+    """Return True if these are ``count`` packed weights [outputs, inputs], in whole panels, for products with
+    ``dtype``.
+    """
     stored = dtype if scales is None else FP8
     rows, columns = storage_shape(outputs, inputs, stored)
     fits = (
@@ -91,23 +95,29 @@ def holds(
 
 
 def storage_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Shape of the storage of a weight [outputs, inputs]: padded to multiples of 32 and of 64 bytes."""
+    """Return the shape of the storage of a weight [outputs, inputs]: padded to multiples of 32 and of 64
+    bytes.
+    """
     tile = _TILE_BYTES // dtype.itemsize
     return -(-outputs // _PANEL) * _PANEL, -(-inputs // tile) * tile
 
 
 def packable(inputs: int, dtype: torch.dtype) -> bool:
-    """Whether rows of ``inputs`` elements can be packed: float32, an even number of bfloat16 or float16, or a multiple of four FP8."""
+    """Return True if rows can be packed: float32, an even number of bfloat16 or float16, or a multiple of
+    four FP8.
+    """
     return inputs > 0 and dtype in (*native.FLOATS, FP8) and inputs * dtype.itemsize % _WORD == 0
 
 
 def is_storage(weight: Tensor) -> bool:
-    """Whether it can hold a packed weight: whole lines are streamed into it, which needs them aligned; allocations are."""
+    """Return True if ``weight`` is aligned like an allocation: whole lines are streamed into storage."""
     return weight.is_contiguous() and weight.data_ptr() % _TILE_BYTES == 0
 
 
 class Product:
-    """``x @ w.T + bias`` for one packed ``w`` [N, K]; sums in float32, rounded once. What never changes is checked once."""
+    """``x @ w.T + bias`` for one packed ``w`` [N, K]; sums in float32, rounded once. Constants are checked
+    once.
+    """
 
     def __init__(
         self,
@@ -117,14 +127,13 @@ class Product:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """
-        Args:
-            weight: the storage of ``w``.
-            scales: of an FP8 weight. None: it is of the dtype of ``x``.
-            dtype: of ``x``. None: the weight's.
+        """Args:
+            weight: storage of ``w``.
+            scales: scales of an FP8 weight. None: the weight has the dtype of ``x``.
+            dtype: dtype of ``x``. None means the weight's.
 
         Raises:
-            ValueError: it has another shape or cannot be packed.
+            ValueError: the weight has another shape or cannot be packed.
         """
         self._dtype = weight.dtype if dtype is None else dtype
         if not holds(weight, scales, 1, outputs, inputs, self._dtype):
@@ -141,11 +150,11 @@ class Product:
         *,
         wide: bool = False,
     ) -> Tensor:
-        """
-        Args:
+        """Args:
             x: [M, K] of the product's dtype, columns contiguous.
             bias: [N], contiguous, or None.
-            out: [M, N], columns contiguous; overwritten. It must not overlap the others. None: fresh memory.
+            out: [M, N], columns contiguous; overwritten. It must not overlap the others. None means fresh
+                memory.
             wide: ``out`` is float32, the sums as they are; without a bias.
 
         Returns:
@@ -188,13 +197,14 @@ class Product:
 
 
 class BatchedProduct:
-    """``x[:, b] @ w[b].T`` for packed ``w`` [B, N, K], each in whole panels; sums in float32, rounded once."""
+    """``x[:, b] @ w[b].T`` for packed ``w`` [B, N, K], in whole panels; sums in float32, rounded once."""
 
     def __init__(self, weight: Tensor, count: int, outputs: int, inputs: int) -> None:
-        """``weight`` is storage of ``count`` times the rows that N are padded to.
+        """Args:
+            weight: storage of ``count`` times the rows that N are padded to.
 
         Raises:
-            ValueError: it has another shape or cannot be packed.
+            ValueError: the weight has another shape or cannot be packed.
         """
         if not holds(weight, None, count, outputs, inputs, weight.dtype):
             raise ValueError(
@@ -204,7 +214,8 @@ class BatchedProduct:
         self._compute = _BATCHES[weight.dtype]
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """[M, B, K] to ``out`` [M, B, N], columns of both contiguous; it must not overlap the others. Returns it.
+        """Map [M, B, K] to ``out`` [M, B, N], columns of both contiguous, and return it; it must not overlap
+        the others.
 
         Raises:
             ValueError: shapes, dtypes or strides that do not fit together.
@@ -218,7 +229,8 @@ class BatchedProduct:
             and x.stride(2) == out.stride(2) == 1
         ):
             raise ValueError(
-                f"no products of {_described(x)} with {count} x {outputs} packed rows of {inputs} in {_described(out)}"
+                f"no products of {_described(x)} with {count} x {outputs} packed rows of {inputs} in "
+                f"{_described(out)}"
             )
         self._compute(
             *(x.data_ptr(), x.stride(0), x.stride(1), self._weight.data_ptr()),
@@ -229,14 +241,14 @@ class BatchedProduct:
 
 
 def address(scales: Scales | None) -> tuple[int | None, int]:
-    """Of scales, and their columns, as the kernels take them."""
+    """Return the address of scales, and their columns, as the kernels take them."""
     return (None, 0) if scales is None else (scales.lines.data_ptr(), scales.columns)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: Scales | None = None
 ) -> Tensor:
-    """:class:`Product` for once; N and K are those of ``out`` and ``x``."""
+    """Compute one :class:`Product`; N and K are those of ``out`` and ``x``."""
     dtype = None if scales is None else x.dtype
     return Product(weight, out.shape[1], x.shape[1], scales, dtype)(x, bias, out)
 
@@ -247,7 +259,7 @@ def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:
 
 
 def update_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
-    """:func:`pack_rows`, unless it would change no byte; returns whether it did."""
+    """Call :func:`pack_rows` unless it would change no byte; return True if it did change one."""
     arguments = _walk(weight, rows, start)
     if _equal(*arguments):
         return False
@@ -256,18 +268,18 @@ def update_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
 
 
 def unpack_rows(weight: Tensor, start: int, out: Tensor) -> Tensor:
-    """Read rows ``[start, start + n)`` of the packed weight into ``out`` [n, K]; returns it."""
+    """Read rows ``[start, start + n)`` of the packed weight into ``out`` [n, K], and return it."""
     _unpack(*_walk(weight, out, start))
     return out
 
 
 def equal_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
-    """Whether :func:`pack_rows` with the same arguments would change no byte; stops soon after a difference."""
+    """Return True if :func:`pack_rows` would change no byte; stops soon after a difference."""
     return bool(_equal(*_walk(weight, rows, start)))
 
 
 def gather_rows(weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
-    """Rows ``ids`` (int64 [n], contiguous) of the packed weight into ``out`` [n, K]; returns it.
+    """Read rows ``ids`` (int64 [n], contiguous) of the packed weight into ``out`` [n, K], and return it.
 
     Raises:
         IndexError: an id is not that of a row of the (padded) storage.
@@ -283,7 +295,7 @@ def gather_rows(weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
 def _walk(
     weight: Tensor, rows: Tensor, start: int, *, indexed: bool = False
 ) -> tuple[int, int, int, int, int, int, int]:
-    """Arguments of the C functions, checked; ``indexed``: any number of rows."""
+    """Return checked arguments of the C functions; with ``indexed`` any number of rows."""
     count, inputs = rows.shape
     fits = (
         rows.dtype == weight.dtype

@@ -1,14 +1,15 @@
-"""The compiled kernels: found, loaded, and what they may use of this machine.
+"""The library of compiled kernels: finding it, loading it, and what it may use of this machine.
 
 Invariants:
-- Nothing here raises because kernels are missing. No compiler at installation, another processor, a library that does
-  not load: :func:`isa` says ``torch``, :func:`why_not` says why, and the engine computes with torch.
-- One OpenMP runtime per process. The library is linked without one; its symbols resolve to the runtime that torch has
-  loaded for everybody, so torch must be imported first, and one pool of threads serves both.
+- Nothing here raises because kernels are missing. Without a compiler at installation, on another processor,
+  or with a library that does not load, :func:`isa` returns ``torch``, :func:`why_not` says why, and torch
+  computes.
+- One OpenMP runtime per process. The library is linked without one; its symbols resolve to the runtime that
+  torch has loaded for everybody, so torch must be imported first, and one pool of threads serves both.
 - Every kernel is told its number of threads, :func:`torch.get_num_threads` of the moment.
 
-``CAESURA_KERNELS`` in the environment limits what is used: ``torch``, ``avx2``, ``avx512``, ``avx512bf16`` or ``amx``.
-Unset or empty: the best there is.
+``CAESURA_KERNELS`` in the environment limits what is used: ``torch``, ``avx2``, ``avx512``, ``avx512bf16`` or
+``amx``. Unset or empty means the best there is.
 """
 
 import ctypes
@@ -27,16 +28,16 @@ from ..runtime.dtypes import NAMES
 VARIABLE = "CAESURA_KERNELS"
 
 ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
-"""In the order of common.h's ``Isa``: each includes those before it."""
+"""Instruction sets in the order of common.h's ``Isa``: each includes those before it."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Of tensors that kernels take; arithmetic is float32, or, of bfloat16, that of its instructions."""
+"""Dtypes of tensors that kernels take; arithmetic is float32, or, for bfloat16, that of its instructions."""
 
 NO_AVX2 = "this processor has no AVX2 with FMA and F16C"
 """The one reason of :func:`why_not` that is not the installation's."""
 
 _ABI = 14
-"""native.cpp has the same; both rise when an argument of a kernel changes."""
+"""Version of the C interface, equal to native.cpp's; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
 """A tensor's ``data_ptr()``, or None."""
@@ -50,7 +51,9 @@ def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class LayerForm(ctypes.Structure):
-    """``LayerForm`` of ``cpu/operations.h``; sizes of the three structures are compared when the library is loaded."""
+    """``LayerForm`` of ``cpu/operations.h``; sizes of the three structures are compared when the library is
+    loaded.
+    """
 
     _fields_ = [
         *_all(SIZE, "intermediate bend window"),
@@ -83,12 +86,12 @@ class DecoderStep(ctypes.Structure):
 
 
 LAYER_POINTERS = 36
-"""Of ``LayerTensors`` of ``cpu/operations.h``, in the order of ``decoder_layers.py``."""
+"""Pointers of ``LayerTensors`` of ``cpu/operations.h``, in the order of ``decoder_layers.py``."""
 
 
 @cache
 def _library() -> ctypes.CDLL | str:
-    """The loaded library, or why there is none."""
+    """Load the library; return it, or the reason why there is none."""
     limit = os.environ.get(VARIABLE) or ISAS[-1]
     if limit not in ISAS:
         raise ValueError(f"{VARIABLE}={limit}: expected one of {', '.join(ISAS)}")
@@ -116,13 +119,13 @@ def _library() -> ctypes.CDLL | str:
 
 
 def _find() -> Path | None:
-    """The extension beside this file, built for this interpreter."""
+    """Return the extension beside this file that was built for this interpreter, or None."""
     folder = Path(__file__).parent
     return next((file for suffix in EXTENSION_SUFFIXES if (file := folder / f"_cpu{suffix}").exists()), None)
 
 
 def isa() -> str:
-    """What compiled kernels use, one of :data:`ISAS`; ``torch`` where there are none.
+    """Return the instruction set of the compiled kernels, one of :data:`ISAS`; ``torch`` without kernels.
 
     Raises:
         ValueError: the environment names an instruction set that does not exist.
@@ -132,14 +135,16 @@ def isa() -> str:
 
 
 def why_not() -> str | None:
-    """Why there are no compiled kernels; None where there are."""
+    """Return why there are no compiled kernels, or None if there are."""
     library = _library()
     return library if isinstance(library, str) else None
 
 
 @contextmanager
 def limited_to(name: str) -> Iterator[bool]:
-    """For comparisons: kernels called within the block use ``name``. False, and no change, where they cannot."""
+    """Limit kernels called within the block to ``name``, for comparisons. Yields False, changing nothing, if
+    they cannot.
+    """
     library = _library()
     if isinstance(library, str):
         yield name == ISAS[0]
@@ -155,7 +160,9 @@ def limited_to(name: str) -> Iterator[bool]:
 
 
 def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
-    """The library's function ``name``, resolved at its first call, which needs kernels to be there (:func:`why_not`)."""
+    """Return the library's function ``name``, resolved at its first call, when kernels must be there
+    (:func:`why_not`).
+    """
     native: Callable[..., Any] | None = None
 
     def call(*values: Any) -> Any:
@@ -173,10 +180,10 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., An
 
 
 def by_dtype(name: str, *arguments: Any, result: Any = None) -> dict[torch.dtype, Callable[..., Any]]:
-    """The library's functions ``{name}_bf16``, ``{name}_f16`` and ``{name}_f32``."""
+    """Return the library's functions ``{name}_bf16``, ``{name}_f16`` and ``{name}_f32``."""
     return {dtype: function(f"{name}_{NAMES[dtype].lower()}", *arguments, result=result) for dtype in FLOATS}
 
 
 def num_threads() -> int:
-    """Threads for a kernel: torch's."""
+    """Return torch's number of threads."""
     return torch.get_num_threads()

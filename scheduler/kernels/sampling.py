@@ -43,21 +43,23 @@ class RowSampler:
 
         Args:
             logits: [S, V] of :data:`~.native.FLOATS`, columns contiguous.
-            temperature: float32 [S], > 0; greedy rows do not use theirs. None: 1 for all.
+            temperature: float32 [S], > 0; greedy rows do not use theirs. None means 1 for all.
             greedy: bool [S].
             uniforms: float64 [S] in [0, 1); greedy rows do not use theirs.
             token_ids: int64 [S]; -1 where a row was not finite.
             logprobs: float32 [S], of the scaled logits; NaN where a row was not finite.
-            raw_logprobs: float32 [S], of the logits as given. None: not wanted.
-            sampled_logprobs: float32 [S], in the filtered, renormalised distribution; 0 for greedy rows. None: not wanted.
+            raw_logprobs: float32 [S], of the logits as given, or None.
+            sampled_logprobs: float32 [S], in the filtered, renormalised distribution; 0 for greedy rows. Or
+                None.
             top_k: int64 [S], V where unused. Greedy rows use neither this nor the next two.
-            top_p: float32 [S], 1 where unused. None, as is ``top_k``: no row is filtered.
-            min_p: float32 [S], 0 where unused. None: 0 for all.
-            last_kept: int64 [S], the last token in descending order that the filters keep, of greedy rows the sampled one; -1
-                where all are kept or a row was not finite. None: not wanted.
+            top_p: float32 [S], 1 where unused. None, as ``top_k`` is then: no row is filtered.
+            min_p: float32 [S], 0 where unused. None means 0 for all.
+            last_kept: int64 [S], the last token in descending order that the filters keep, for greedy rows
+                the sampled one; -1 where all are kept or a row was not finite. Or None.
 
         Raises:
-            ValueError: shapes, dtypes or strides that do not fit together; a filter without ``top_k`` and ``top_p``.
+            ValueError: shapes, dtypes or strides that do not fit together; a filter without ``top_k`` and
+                ``top_p``.
         """
         per_row = (
             (temperature, torch.float32),

@@ -1,7 +1,7 @@
-"""Trying a library's kernels before they serve: what they raise, or how far they are off, in a line.
+"""Self-tests of a library's kernels before they serve.
 
-Invariant: whatever an attempt raises is an answer. Libraries that compile at first use raise what they like, for a compiler
-that is missing as for one that fails.
+Invariant: whatever an attempt raises is an answer. Libraries that compile at first use raise all kinds of
+errors, for a missing compiler as for one that fails.
 """
 
 import re
@@ -12,7 +12,9 @@ _LONGEST = 300
 
 
 def failure(attempt: Callable[[], Iterable[float]], agreement: float, what: str) -> str | None:
-    """Why ``what`` cannot serve; None: all differences that ``attempt`` yields are within ``agreement``."""
+    """Return why ``what`` cannot serve, or None if all differences that ``attempt`` yields are within
+    ``agreement``.
+    """
     try:
         largest = 0.0
         for difference in attempt():
@@ -26,7 +28,9 @@ def failure(attempt: Callable[[], Iterable[float]], agreement: float, what: str)
 
 
 def _told(error: Exception) -> str:
-    """Its kind, its first line, and the first line that tells more: builds put their reasons further down."""
+    """Return an error's kind, its first line, and the first line that tells more: builds put their reasons
+    further down.
+    """
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     told = f"{type(error).__name__}: {first}"[:_LONGEST].removesuffix(": ")
     reason = next((line for line in others if _TELLS.search(line)), None)

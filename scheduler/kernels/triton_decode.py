@@ -1,13 +1,16 @@
-"""Paged attention of decode rows in Triton, for graphs: one program per row, KV head and part of the row's KV.
+"""Paged attention of decode rows in Triton, for graphs: one program per row, KV head and part of the row's
+KV.
 
 Invariants:
-- Lengths and pages are read on the device, so one launch serves every length: nothing of a step is an argument but tensors.
-- A masked position contributes nothing, whatever it holds: it is not loaded. Neither are blocks before a window.
+- Lengths and pages are read on the device, so one launch serves every length: a step's only arguments are
+  tensors.
+- A masked position contributes nothing, whatever it holds: it is not loaded. Neither are blocks before a
+  window.
 - Parts are combined in a fixed order; a part without tokens counts nothing.
 
-The form is flash-decoding (Dao, Haziza, Massa, Sizov, 2023: online softmax over parts of the KV, then their weighted sum),
-the products with the query heads of a group as the rows of a matrix. Imported only where Triton is installed. Not measured on
-a device yet; tested in Triton's interpreter, and compiled for sm_90.
+The form is flash-decoding (Dao, Haziza, Massa, Sizov, 2023: online softmax over parts of the KV, then their
+weighted sum), the products with the query heads of a group as the rows of a matrix. Imported only where
+Triton is installed. Not measured on a device yet; tested in Triton's interpreter, and compiled for sm_90.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
@@ -26,7 +29,9 @@ _BLOCK = 64
 _MIN_DOT = 16
 """Smallest number of rows, and of columns, of a matrix instruction."""
 _MOST_SUMS = 2048
-"""Sums of values, in query heads times head size, beside which products in float32 of that many tokens fit into registers."""
+"""Sums of values (query heads times head size) beside which float32 products of ``_BLOCK`` tokens fit into
+registers.
+"""
 _LOG2_E = 1.4426950408889634
 
 
@@ -47,7 +52,7 @@ def _store(
     width: tl.constexpr,
     page_size: tl.constexpr,
 ):
-    """One head of one row's new token to its page."""
+    """Store one head of one row's new token in its page."""
     row, head = tl.program_id(0), tl.program_id(1)
     last = tl.load(kv_lens + row) - 1
     page = tl.load(table + row * table_stride + last // page_size).to(tl.int64)
@@ -85,9 +90,11 @@ def _attend(
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """One part of what one row sees, for the query heads of one KV head; scores are in units of log 2.
+    """Attend to one part of what one row sees, for the query heads of one KV head; scores are in units of log
+    2.
 
-    ``window``: 0 sees all. Where scores are ``capped``, ``scale`` has been divided by the cap, and ``cap`` has the units.
+    ``window`` 0 sees all. If scores are ``capped``, ``scale`` has been divided by the cap, and ``cap`` has
+    the units.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
@@ -143,7 +150,7 @@ def _combine(
     splits: tl.constexpr,
     with_sinks: tl.constexpr,
 ):
-    """The parts of one query head of one row, and its sink if there is one."""
+    """Combine the parts of one query head of one row, and its sink if there is one."""
     head = tl.program_id(0)
     split, column = tl.arange(0, splits), tl.arange(0, width)
     maximum = tl.load(maxima + head * splits + split)
@@ -165,13 +172,15 @@ _store_kernel, _attend_kernel, _combine_kernel = triton.jit(_store), triton.jit(
 
 
 def num_splits(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Parts of each row's KV, a power of two up to 64: about two programs for each multiprocessor."""
+    """Return the parts of each row's KV, a power of two up to 64: about two programs for each
+    multiprocessor.
+    """
     wanted = -(-2 * multiprocessors // (rows * kv_heads))
     return int(min(64, triton.next_power_of_2(wanted)))
 
 
 class PagedDecode:
-    """Stores and attends for a fixed number of rows; everything it needs is allocated here."""
+    """Store and attention for a fixed number of rows; everything it needs is allocated here."""
 
     def __init__(
         self,
@@ -186,10 +195,8 @@ class PagedDecode:
         scale: float,
         splits: int,
     ) -> None:
-        """
-        Args:
-            table, window_table: int32 [rows, pages], read at each call: of layers that see everything, or have a window.
-            kv_lens: int32 [rows], this step's token included; at least 1.
+        """Args: table, window_table: int32 [rows, pages], read at each call: of layers that see everything,
+        or have a window. kv_lens: int32 [rows], this step's token included; at least 1.
         """
         self._tables, self._kv_lens = (table, window_table), kv_lens
         self._heads, self._kv_heads, self._size = num_heads, num_kv_heads, head_size
@@ -219,11 +226,10 @@ class PagedDecode:
         return self.attend(q, k_pool, v_pool, form)
 
     def attend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, form: AttentionForm = PLAIN) -> Tensor:
-        """
-        Args:
+        """Args:
             q: [rows, heads, size], the last dimension contiguous.
             k_pool, v_pool: [pages, kv heads, page size, size], this step's K and V included.
-            form: of the layer.
+            form: form of the layer.
 
         Returns:
             [rows, heads * size]
@@ -236,17 +242,19 @@ class PagedDecode:
         _attend_kernel[(rows, self._kv_heads, self._splits)](
             q, k_pool, v_pool, table, self._kv_lens, self._parts, self._maxima, self._sums,
             scale, (form.softcap or 0.0) * _LOG2_E, q.stride(0), q.stride(1), table.stride(0), self._kv_heads,
-            group=self._heads // self._kv_heads, rows=self._group_rows, splits=self._splits, block=self._block(q.dtype),
+            group=self._heads // self._kv_heads, rows=self._group_rows, splits=self._splits,
+            block=self._block(q.dtype),
             page_size=self._page_size, window=form.window or 0, capped=capped, precision="ieee", **shared,
         )  # fmt: skip
         out = torch.empty((rows, self._heads * self._size), dtype=q.dtype, device=q.device)
         _combine_kernel[(rows * self._heads,)](
-            self._parts, self._maxima, self._sums, self._sums if form.sinks is None else form.sinks, out, _LOG2_E,
+            self._parts, self._maxima, self._sums, self._sums if form.sinks is None else form.sinks, out,
+            _LOG2_E,
             heads=self._heads, splits=self._splits, with_sinks=form.sinks is not None, **shared,
         )  # fmt: skip
         return out
 
     def _block(self, dtype: torch.dtype) -> int:
-        """Tokens per step of a program: fewer in float32, whose products take no tensor cores but a thread's registers."""
+        """Return tokens per step of a program: fewer in float32, whose products take a thread's registers."""
         fits = dtype.itemsize < 4 or self._group_rows * self._width <= _MOST_SUMS
         return _BLOCK if fits else _MIN_DOT

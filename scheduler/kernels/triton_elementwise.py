@@ -1,14 +1,15 @@
-"""What lies between the matrix products on CUDA, in Triton: norms, the gate, and rotation with the store of K and V.
+"""Elementwise operations between matrix products on CUDA, in Triton: norms, the gate, and rotation with the
+store of K and V.
 
 Invariants:
-- Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an exponential: they are
-  rounded to the dtype wherever torch's sequence of operations rounds.
+- Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an
+  exponential: they are rounded to the dtype wherever torch's sequence of operations rounds.
 - A row's bits depend on that row alone.
-- Nothing of a step is an argument but tensors and the size of the grid, so no number of rows has a variant of a kernel of its
-  own, and a graph can hold the launches.
+- A step's only arguments are tensors and the size of the grid, so no number of rows needs a variant of a
+  kernel, and a graph can hold the launches.
 
-The functions are those of ``elementwise.py``, with the same arguments. Imported only where Triton is installed. Traced,
-compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
+The functions are those of ``elementwise.py``, with the same arguments. Imported only where Triton is
+installed. Traced, compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
@@ -28,19 +29,20 @@ from .forms import Bend, HeadNorms
 from .triton_launch import Launcher
 
 _HEADS = 4
-"""Heads of a program that rotates: with heads of 128 in two bytes a warp reads 16 bytes per thread and half."""
+"""Heads of a program that rotates: with heads of 128 in two bytes a warp reads 16 bytes per thread and half.
+"""
 _GATED = 1024
 """Elements of a program that gates."""
 _ELEMENTS_PER_WARP = 512
-"""Of a row that is normalised: 16 to a thread."""
+"""Elements of a normalised row per warp: 16 to a thread."""
 _BENDS: dict[Bend, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 _AGREEMENT = 1e-4
-"""Of a trial in float32 with torch's result: several times what exponentials differ by."""
+"""Largest difference from torch's result in a float32 self-test: several times that of exponentials."""
 
 
 @triton.jit
 def rounded(value, like):
-    """float32 to the dtype that the pointer ``like`` points to, and back."""
+    """Round float32 to the dtype that the pointer ``like`` points to, and back."""
     return value.to(like.dtype.element_ty).to(tl.float32)
 
 
@@ -59,7 +61,7 @@ def _norm_kernel(
     added: tl.constexpr,
     from_one: tl.constexpr,
 ):
-    """One row."""
+    """Normalise one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
     inside = column < size
@@ -81,7 +83,7 @@ def _norm_kernel(
 def _gate_mul_kernel(
     gate_up, out, gate_up_row, out_row, size: tl.constexpr, block: tl.constexpr, bend: tl.constexpr
 ):
-    """Some elements of one row; ``bend`` as in ``_BENDS``."""
+    """Gate some elements of one row; ``bend`` as in ``_BENDS``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
@@ -117,7 +119,7 @@ def _weighted(
     from_one: tl.constexpr,
     like,
 ):
-    """The halves [heads, half] of some heads, normalised and weighted."""
+    """Normalise and weight the halves [heads, half] of some heads."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size + eps)[:, None]
     of_first = tl.where(
         is_query,
@@ -164,9 +166,10 @@ def _rope_store_kernel(
     norms: tl.constexpr,
     from_one: tl.constexpr,
 ):
-    """Some heads of one token: queries, keys and values are told apart by the head's number.
+    """Rotate and store some heads of one token; queries, keys and values are told apart by the head's number.
 
-    Of a head, elements i and turned / 2 + i are rotated by angle i; what lies behind ``turned`` makes pairs of angle 0.
+    Elements i and turned / 2 + i of a head are rotated by angle i; those behind ``turned`` make pairs of
+    angle 0.
     """
     half: tl.constexpr = size // 2
     token = tl.program_id(0).to(tl.int64)
@@ -223,7 +226,9 @@ _launch_rope_store = Launcher(_rope_store_kernel, tensors=9, numbers=4)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why kernels do not serve on ``device``, which a trial of one tells: it needs a C compiler, a driver and a chip."""
+    """Return why kernels do not serve on ``device``, or None. Running one tells: it needs a C compiler, a
+    driver, a chip.
+    """
     return trial.failure(lambda: _attempt(device), _AGREEMENT, "a kernel in Triton")
 
 
@@ -242,13 +247,13 @@ def rms_norm(
     out: Tensor | None = None,
     from_one: bool = False,
 ) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
 
     Args:
         x: [T, size], elements of a row contiguous, as everywhere here.
         weight: [size].
         residual: [T, size], updated in place. None: ``x`` is normalised as it is.
-        out: [T, size]; it may be ``x``. None: fresh memory.
+        out: [T, size]; it may be ``x``. None means fresh memory.
         from_one: the factor is ``1 + weight``, and the product is rounded once.
     """
     rows, size = x.shape
@@ -267,7 +272,7 @@ def rms_norm(
 
 
 def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor:
-    """``bend(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
+    """Return ``bend(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], in ``out`` if given."""
     rows, width = gate_up.shape
     size = width // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
@@ -290,17 +295,17 @@ def rope_store(
     out: Tensor,
     norm: HeadNorms | None = None,
 ) -> Tensor:
-    """Normalise (if asked to) and rotate queries and keys, store keys and values; returns ``out``.
+    """Normalise (if asked to) and rotate queries and keys, store keys and values; return ``out``.
 
     Args:
-        qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous.
-        num_heads: of these, query heads; they come first, then keys, then values.
+        qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous: queries, keys, values.
+        num_heads: number of query heads.
         cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
         kv_slots: int64 [T], ``page * page size + offset``: inside the pool, which is not checked.
         keys, values: [pages, kv heads, page size, head size], contiguous.
-        out: [T, query heads, head size], heads of a token contiguous, or with the kv heads as well, which then hold the
-            rotated keys; it may be the front of ``qkv``.
-        norm: of queries and keys. None: no head norms.
+        out: [T, query heads, head size], heads of a token contiguous, or with the kv heads as well, which
+            then hold the rotated keys; it may be the front of ``qkv``.
+        norm: norms of queries and keys, or None.
     """
     tokens, heads, size = qkv.shape
     _, kv_heads, page_size, _ = keys.shape

@@ -1,12 +1,14 @@
-"""What surrounds the products of routed experts on CUDA, in Triton: the choice, the order of rows, and the weighted sum.
+"""Operations around the products of routed experts on CUDA, in Triton: choice, order of rows, and weighted
+sum.
 
 Invariants:
-- Nothing waits for the device, and what a token gets depends on that token alone.
+- Nothing waits for the device, and a token's results depend on that token alone.
 - Whatever the logits are, NaN included, ids are of experts, each at most once: choosing compares integers.
 - A token's sum is taken in float32 in the order of its experts and rounded once.
-- Nothing of a step is an argument but tensors, their number of pairs (which has no variants) and the size of the grid.
+- A step's only arguments are tensors, their number of pairs (which has no variants) and the size of the grid.
 
-Imported only where Triton is installed. Traced, compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
+Imported only where Triton is installed. Traced, compiled for sm_90 and tested in Triton's interpreter; not
+run on a GPU.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
@@ -23,9 +25,9 @@ from torch import Tensor
 from .triton_launch import Launcher
 
 MAX_PAIRS = 8192
-"""Pairs that :func:`sort_rows` takes: each finds its place by looking at all others."""
+"""Most pairs that :func:`sort_rows` takes: each finds its place by comparing with all others."""
 _SORTED, _LOOKED_AT = 8, 256
-"""Pairs that find their places in one program, and those that it looks at together."""
+"""Pairs that find their places in one program, and pairs that it compares with at a time."""
 _COPIED = 512
 """Elements that a program copies together, of each of its rows."""
 _SUMMED = 1024
@@ -39,7 +41,9 @@ _IDS = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def _keys(values, ids):
-    """int64, in the order of float32 ``values``, of equal ones the lower id higher; NaN in some place, but always the same."""
+    """Return int64 keys in the order of float32 ``values``, the lower id higher among equals; NaN has one
+    fixed place.
+    """
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (_IDS - ids.to(tl.int64))
@@ -49,7 +53,7 @@ def _keys(values, ids):
 def _within_groups(
     choice, inside, group, ids, groups: tl.constexpr, top_groups: tl.constexpr, top2: tl.constexpr
 ):
-    """``choice`` [groups, experts of one] with -inf outside the ``top_groups`` best groups."""
+    """Return ``choice`` [groups, experts of one] with -inf outside the ``top_groups`` best groups."""
     keys = tl.where(inside, _keys(choice, ids), _NONE)
     first = tl.max(keys, 1)[:, None]
     quality = tl.sum(tl.where(keys == first, choice, 0.0), 1)
@@ -90,7 +94,7 @@ def _route_kernel(
     recorded: tl.constexpr,
     tiny: tl.constexpr,
 ):
-    """One token; its logits are [groups, experts of one]."""
+    """Choose one token's experts; its logits are [groups, experts of one]."""
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, group_width), tl.arange(0, size_width)
     ids = group[:, None] * group_size + member[None, :]
@@ -142,7 +146,7 @@ def _sort_kernel(
     looked_at: tl.constexpr,
     copied: tl.constexpr,
 ):
-    """Some pairs' rows to their places, or, behind the pairs, the ends of some experts' rows."""
+    """Copy some pairs' rows to their places, or, behind the pairs, write the ends of some experts' rows."""
     item = tl.program_id(0) * block + tl.arange(0, block)
     is_pair = item < pairs
     limit = tl.where(is_pair, tl.load(ids + item, mask=is_pair, other=0), item - pairs)[:, None]
@@ -150,7 +154,8 @@ def _sort_kernel(
     for start in range(0, pairs, looked_at):
         other = (start + tl.arange(0, looked_at))[None, :]
         its = tl.load(ids + other, mask=other < pairs, other=0x7FFFFFFF)
-        # Equal ids stay in their order; an expert's end, whose item is behind all pairs, is behind all of its own.
+        # Equal ids stay in their order; an expert's end, whose item is behind all pairs, is behind all of its
+        # own.
         before += ((its < limit) | ((its == limit) & (other < item[:, None]))).to(tl.int32)
     place = tl.sum(before, 1)
     tl.store(ends + item - pairs, place, mask=(item >= pairs) & (item < pairs + experts))
@@ -177,7 +182,7 @@ def _combine_kernel(
     block: tl.constexpr,
     added: tl.constexpr,
 ):
-    """Some elements of one token."""
+    """Sum some elements of one token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
@@ -210,12 +215,13 @@ def route(
     group_score: Literal["max", "top2"] = "max",
     record: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of the largest scores, best first, the lower id first of equal ones; see ``layers/grouped_router.py``.
+    """Choose the experts of the largest scores, best first, the lower id first among equals
+    (``layers/grouped_router.py``).
 
     Args:
         logits: [T, experts], elements of a row contiguous.
         bias: float32 [experts].
-        record: integers [T, top_k], elements of a row contiguous: a copy of the ids. None: no copy.
+        record: integers [T, top_k], elements of a row contiguous, for a copy of the ids; or None.
 
     Returns:
         Ids, int64 [T, top_k], and float32 weights [T, top_k], rounded to the logits' dtype.
@@ -241,12 +247,15 @@ def route(
 
 
 def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of ``x`` [T, size] once for each of their experts, int64 [T, k], sorted by expert; of one, in their order.
+    """Copy the rows of ``x`` [T, size] once for each of their experts, sorted by expert, in order within one.
 
-    ``expert_ids`` are contiguous, elements of a row of ``x`` are. At most :data:`MAX_PAIRS` of them, and at least one.
+    Args:
+        x: elements of a row contiguous.
+        expert_ids: int64 [T, k], contiguous; at least one and at most :data:`MAX_PAIRS`.
 
     Returns:
-        Rows [T * k, size]; where each pair went, int64 [T, k]; the end of each expert's rows, int32 [experts].
+        Rows [T * k, size]; the place of each pair, int64 [T, k]; the end of each expert's rows, int32
+        [experts].
     """
     (tokens, top_k), size = expert_ids.shape, x.shape[1]
     pairs = tokens * top_k
@@ -264,11 +273,13 @@ def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, 
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Each token's sum of ``weights`` (float32 [T, k]) times its rows ``places`` of ``y`` [pairs, size], plus ``addend``.
+    """Return each token's sum of ``weights`` times its rows of ``y``, plus ``addend``.
 
     Args:
-        places, weights: contiguous.
-        addend: [T, size], elements of a row contiguous, added to the rounded sum. None: nothing is.
+        y: [pairs, size].
+        places: [T, k], contiguous: rows of ``y``.
+        weights: float32 [T, k], contiguous.
+        addend: [T, size], elements of a row contiguous, added to the rounded sum; or None.
 
     Returns:
         [T, size], fresh memory.

@@ -1,10 +1,11 @@
 """Launches of Triton kernels that cost the host little.
 
 Invariants:
-- Triton chooses a variant of a kernel by the types of all arguments, by which integers are 1 or multiples of 16, and by which
-  pointers are multiples of 16. Finding that out at every launch takes it as long as one of torch's operations on top of the
-  launch; so what it found is kept for each kind of launch, and a kind tells the same or more.
-- A pointer that is no multiple of 16, where the kernel reads it by more than an element, goes Triton's own way.
+- Triton chooses a variant of a kernel by the types of all arguments, by which integers are 1 or multiples of
+  16, and by which pointers are multiples of 16. Finding that out at every launch costs as much as one of
+  torch's operations; so the choice is kept for each kind of launch, and a kind tells the same or more.
+- A pointer that is no multiple of 16, where the kernel reads it by more than an element, goes Triton's own
+  way.
 
 Imported only where Triton is installed. Traced and compiled for sm_90; not run on a GPU.
 """
@@ -17,10 +18,12 @@ _ALIGNMENT = 16
 
 
 class Launcher:
-    """One kernel, whose parameters are tensors, then numbers, then constants (``tl.constexpr``)."""
+    """Launcher of one kernel, whose parameters are tensors, then numbers, then constants
+    (``tl.constexpr``).
+    """
 
     def __init__(self, kernel: Any, *, tensors: int, numbers: int) -> None:
-        """``kernel`` is what ``triton.jit`` made, with so many of each of the first two."""
+        """``kernel`` is made by ``triton.jit``, with so many tensors and numbers."""
         self._kernel = kernel
         self._variants: dict[Any, Any] = {}
         params = getattr(kernel, "params", None)  # the interpreter's kernels have none, and no variants
@@ -39,7 +42,7 @@ class Launcher:
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:
-        """Launch it with ``warps`` for each program of ``grid``, on the current stream of the current device."""
+        """Launch with ``warps`` for each program of ``grid``, on the current stream of the current device."""
         places = 0
         for i in self._aligned:
             places |= tensors[i].data_ptr()

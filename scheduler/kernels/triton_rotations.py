@@ -1,9 +1,10 @@
-"""Rotation on CUDA, in Triton, beside what ``triton_elementwise.py`` does: a step's angles, and latent attention's queries and keys.
+"""Rotation on CUDA, in Triton: a step's angles, and latent attention's queries and keys.
 
-Invariant: results are those of ``layers/`` by torch but for the order of the sum inside a norm and the last bit of a cosine:
-they are rounded to the dtype wherever torch's sequence of operations rounds.
+Invariant: results are those of ``layers/`` by torch but for the order of the sum inside a norm and the last
+bit of a cosine: they are rounded to the dtype wherever torch's sequence of operations rounds.
 
-Imported only where Triton is installed. Traced, compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
+Imported only where Triton is installed. Traced, compiled for sm_90 and tested in Triton's interpreter; not
+run on a GPU.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
@@ -24,7 +25,7 @@ _HEADS = 16
 
 @triton.jit
 def _rotate(source, target, cosine, sine, column, inside, half: tl.constexpr, interleaved: tl.constexpr):
-    """Rows [n, 2 half] from pointers [n, 1] to pointers [n, 1]; the result has first halves first."""
+    """Rotate rows [n, 2 half] from pointers [n, 1] to pointers [n, 1]; the result has first halves first."""
     step: tl.constexpr = 2 if interleaved else 1
     apart: tl.constexpr = 1 if interleaved else half
     first = tl.load(source + step * column, mask=inside, other=0.0).to(tl.float32)
@@ -55,7 +56,7 @@ def _latents_kernel(
     block: tl.constexpr,
     interleaved: tl.constexpr,
 ):
-    """Some query heads of one token, or, behind these, its key."""
+    """Rotate some query heads of one token, or, behind these, its key."""
     half: tl.constexpr = rope // 2
     width: tl.constexpr = latent + rope
     token = tl.program_id(0).to(tl.int64)
@@ -83,7 +84,7 @@ def _latents_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def _angles_kernel(positions, frequencies, cos, sin, factor, half: tl.constexpr, width: tl.constexpr):
-    """One token."""
+    """Write one token's angles."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
     known = column < half
@@ -108,7 +109,8 @@ def rotate_latents(
     *,
     interleaved: bool,
 ) -> None:
-    """Rotated queries behind the absorbed ones in ``queries``; normalised latents and rotated keys in ``keys``.
+    """Write rotated queries behind the absorbed ones in ``queries``; normalised latents and rotated keys in
+    ``keys``.
 
     Args:
         q_rope: [T, heads, rope], elements of a head contiguous.
@@ -136,7 +138,11 @@ def rotate_latents(
 def angles(
     positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """``factor`` times cosine and sine of ``positions`` (int64 [T]) times ``frequencies`` (float32 [half]): [T, 1, half] each."""
+    """Return ``factor`` times cosine and sine of ``positions`` (int64 [T]) times ``frequencies`` (float32
+    [half]).
+
+    Each is [T, 1, half].
+    """
     tokens, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty((tokens, 1, half), dtype=dtype, device=positions.device) for _ in range(2))
     if tokens:

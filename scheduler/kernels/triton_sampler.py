@@ -1,23 +1,27 @@
-"""Sampling in Triton, filtered or not, in two launches; the definitions are those of ``execution/sampler.py``.
+"""Sampling in Triton, filtered or not, in two launches; the definitions are those of
+``execution/sampler.py``.
 
 Invariants:
-- Every decision is the device's: a launch depends on the number of rows and on nothing else of a step, so that a graph can
-  hold it. There is one variant of each kernel per dtype of the logits.
-- A row's result depends on that row alone, bit for bit: the division of its work depends on the vocabulary only.
-- Probabilities are integers, the weight of a token being exp(scaled logit - best) in units of 2**-44: their sums do not
-  depend on an order, so what a search finds in several passes fits together, and a token of weight 0 is never returned.
-- Filtered rows are drawn in descending order of their logits, of equal ones the lower index first, and the others in the
-  order of the indices, as the other implementations do: one uniform means the same token everywhere, except where it
-  falls within rounding of the border between two tokens.
+- Every decision is the device's: a launch depends on the number of rows and on nothing else of a step, so
+  that a graph can hold it. There is one variant of each kernel per dtype of the logits.
+- A row's result depends on that row alone, bit for bit: the division of its work depends on the vocabulary
+  only.
+- Probabilities are integers, the weight of a token being exp(scaled logit - best) in units of 2**-44: their
+  sums do not depend on an order, so the passes of a search fit together, and a token of weight 0 is never
+  returned.
+- Filtered rows are drawn in descending order of their logits, the lower index first among equals, and the
+  others in the order of the indices, as the other implementations do: one uniform means the same token
+  everywhere, except where it falls within rounding of the border between two tokens.
 
-``_measure`` reads the logits once, many programs to a row, and leaves the best and the sum of each block of 256. ``_draw`` has
-one program per row. Without a filter it searches the blocks' sums and then one block. With one, everything that is kept is a
-prefix of the descending order, and so are the tokens up to the one that is drawn: each is found by a search over the bits of
-the logit, of which every pass narrows the range to a quarter. Those passes run over candidates, the tokens so close to the
-best that they must include the kept ones; blocks without any are not read. Where there are more candidates than
-:data:`_CANDIDATES`, the passes run over the logits.
+``_measure`` reads the logits once, many programs to a row, and leaves the best and the sum of each block of
+256. ``_draw`` has one program per row. Without a filter it searches the blocks' sums and then one block. With
+one, the kept tokens are a prefix of the descending order, and so are the tokens up to the drawn one: each is
+found by a search over the bits of the logit, of which every pass narrows the range to a quarter. Those passes
+run over candidates, the tokens so close to the best that they must include the kept ones; blocks without any
+are not read. With more candidates than :data:`_CANDIDATES`, the passes run over the logits.
 
-Imported only where Triton is installed. Tested in Triton's interpreter and compiled for sm_90, not run on a GPU.
+Imported only where Triton is installed. Tested in Triton's interpreter and compiled for sm_90, not run on a
+GPU.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
@@ -33,7 +37,9 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """Sampling inputs of the rows, as ``SamplingBatch`` of ``forward.py`` has them; all are on the device and [S]."""
+    """Sampling inputs of the rows, as ``SamplingBatch`` of ``forward.py`` has them; all are on the device and
+    [S].
+    """
 
     temperature: Tensor
     greedy: Tensor
@@ -50,35 +56,35 @@ _TILE = 1024
 """Candidates that a pass reads at a time."""
 _CANDIDATES = 8192
 _WARPS = 8
-"""Of a program that draws."""
+"""Warps of a program that draws."""
 LARGEST_VOCABULARY = 1 << 18
-"""The sum of as many weights is an int64."""
+"""Largest vocabulary: the sum of as many weights is an int64."""
 
 _UNIT = tl.constexpr(2.0**44)
 _FIRST_DISTANCE = tl.constexpr(2.0)
-"""How far below the best candidates are looked for at first, then twice as far and so on: a probability of 0.14 of the best's."""
+"""First distance below the best for candidates, doubled at each try: a probability of 0.14 of the best's."""
 _TRIES = tl.constexpr(5)
-"""To come back from a distance with more candidates than there is room for."""
+"""Tries to come back from a distance with more candidates than there is room for."""
 _WEIGHTLESS = tl.constexpr(64.0)
-"""So far below the best weights are 0, and every token is a candidate."""
+"""Distance below the best at which weights are 0, and every token is a candidate."""
 
 
 @triton.jit
 def _weight(distance):
-    """Of a token that lies ``distance`` (<= 0) above the best."""
+    """Return the weight of a token that lies ``distance`` (<= 0) above the best."""
     return (tl.exp(distance) * _UNIT).to(tl.int64)
 
 
 @triton.jit
 def _key(value):
-    """An integer in the order of the float, equal for both zeros."""
+    """Return an integer in the order of the float, equal for both zeros."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def _value(key):
-    """The float of a :func:`_key`."""
+    """Return the float of a :func:`_key`."""
     bits = key.to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -88,10 +94,10 @@ def _load(
     values, listed, at, count, vocab_size, temperature,
     of_logits: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Values ``at`` places of a source, their indices, and which of them there are.
+    """Load values ``at`` places of a source, with their indices and a mask of those that exist.
 
-    The source is either ``count`` candidates, whose places are their indices here, or ``count`` logits, those of the
-    blocks that ``listed`` names.
+    The source is either ``count`` candidates, whose places are their indices here, or ``count`` logits, those
+    of the blocks that ``listed`` names.
     """
     inside = at < count
     index = at
@@ -109,7 +115,7 @@ def _above(
     values, listed, count, vocab_size, temperature, best, low,
     of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """How many values are ``low`` or more, and their weights' sum."""
+    """Return the number of values that are ``low`` or more, and their weights' sum."""
     number = tl.zeros([], tl.int64)
     mass = tl.zeros([], tl.int64)
     for start in range(0, count, tile):
@@ -126,14 +132,15 @@ def _search(
     values, listed, count, vocab_size, temperature, best, lowest, target,
     weighted: tl.constexpr, of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """The last key of the shortest prefix of the descending order that reaches ``target``, equal values taken together.
+    """Find the last key of the shortest prefix of the descending order that reaches ``target``, equal values
+    together.
 
     Args:
         lowest: a value whose prefix reaches it.
         target: at least 1; of weights if ``weighted``, else of tokens.
 
     Returns:
-        The key, and what lies above it.
+        The key, and the sum above it.
     """
     low, high = _key(lowest), _key(best)
     above = tl.zeros([], tl.int64)
@@ -171,7 +178,7 @@ def _equal_number(
     values, indices, listed, count, vocab_size, temperature, wanted, rank,
     of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """The index of the value that is number ``rank`` (from 0) among those equal to ``wanted``."""
+    """Return the index of value number ``rank`` (from 0) among those equal to ``wanted``."""
     found = tl.full([], -1, tl.int32)
     seen = tl.zeros([], tl.int32)
     for start in range(0, count, tile):
@@ -189,7 +196,7 @@ def _equal_number(
 
 @triton.jit
 def _list(listed, block, block_best, blocks, low):
-    """Name the blocks that have a value of ``low`` or more, in their order; returns how many there are."""
+    """Name the blocks that have a value of ``low`` or more, in their order; return their number."""
     has = (block < blocks) & (block_best >= low)
     to = tl.cumsum(has.to(tl.int32), 0) - 1
     tl.debug_barrier()  # other threads have read the list before, and will read this one
@@ -219,13 +226,15 @@ def _gather(
 
 @triton.jit
 def _solve(
-    values, indices, listed, count, temperature, best, lowest, total, vocab_size, top_k, top_p, min_p, uniform,
+    values, indices, listed, count, temperature, best, lowest, total, vocab_size, top_k, top_p, min_p,
+    uniform,
     of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token among the values of a source (:func:`_load`) that are ``lowest`` or more, which include all that are kept.
+    """Draw a token among the values of a source (:func:`_load`) that are ``lowest`` or more, which include
+    all kept ones.
 
     Returns:
-        Its index, and the weight of what is kept.
+        Its index, and the weight of the kept tokens.
     """
     number, mass = _above(
         values, listed, count, vocab_size, temperature, best, lowest, of_logits, width, tile
@@ -235,7 +244,8 @@ def _solve(
     if top_k < vocab_size:
         wanted = tl.minimum(tl.maximum(top_k, 1), number)
         key, above = _search(
-            values, listed, count, vocab_size, temperature, best, lowest, wanted, False, of_logits, width, tile
+            values, listed, count, vocab_size, temperature, best, lowest, wanted, False, of_logits, width,
+            tile
         )  # fmt: skip
         last = _value(key)
         found, kept = _above(
@@ -249,7 +259,8 @@ def _solve(
         threshold += (threshold.to(tl.float64) < exact).to(tl.int64)
         threshold = tl.minimum(tl.maximum(threshold, 1), mass)
         key, above = _search(
-            values, listed, count, vocab_size, temperature, best, lowest, threshold, True, of_logits, width, tile
+            values, listed, count, vocab_size, temperature, best, lowest, threshold, True, of_logits, width,
+            tile
         )  # fmt: skip
         each = tl.maximum(_weight(_value(key) - best), 1)
         kept = tl.minimum(kept, above + (threshold - above + each - 1) // each * each)
@@ -279,7 +290,7 @@ def _draw_filtered(
     top_k, top_p, min_p, uniform, listed, values, indices,
     capacity: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_solve`, of one row."""
+    """Draw a token of one filtered row, as :func:`_solve`."""
     needed = top_p.to(tl.float64) * total.to(tl.float64)
     too_near = tl.zeros([], tl.float32)
     distance = _FIRST_DISTANCE + too_near
@@ -289,7 +300,8 @@ def _draw_filtered(
     count = tl.zeros([], tl.int32)
     while enough == 0:
         lowest = tl.where(distance < _WEIGHTLESS, best - distance, float("-inf"))
-        # The blocks that have such tokens have no fewer of them than this, and no more weight: often that is not enough.
+        # The blocks that have such tokens have no fewer of them than this, and no more weight: often that is
+        # not enough.
         has = (block < blocks) & (block_best >= lowest)
         number = tl.sum(tl.where(has, width, 0).to(tl.int64), 0)
         mass = tl.sum(tl.where(has, block_weights, 0), 0)
@@ -333,7 +345,9 @@ def _draw_filtered(
 
 @triton.jit
 def _is_enough(number, mass, distance, needed, vocab_size, top_k, top_p, min_p):
-    """Whether everything that is kept is among ``number`` tokens of together ``mass`` that reach down to ``distance``."""
+    """Return True if all kept tokens are among ``number`` tokens of weight ``mass`` that reach down to
+    ``distance``.
+    """
     by_min_p = tl.exp(-distance) < min_p
     by_rank = tl.where(top_k < vocab_size, number >= top_k, (top_p < 1) & (mass.to(tl.float64) >= needed))
     # Top-p's share is that of what top-k left, which must be known whole.
@@ -346,7 +360,9 @@ def _measure(
     logits, temperature, greedy, maxima, sums, raw_maxima, raw_sums, row_stride, vocab_size, blocks,
     group: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """The largest of each block, +inf where it holds a NaN, and its sum of exponentials relative to that."""
+    """Write the largest of each block, +inf if it holds a NaN, and its sum of exponentials relative to
+    that.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * group + tl.arange(0, group)
     at = block[:, None] * width + tl.arange(0, width)[None, :]
@@ -373,7 +389,9 @@ def _draw_unfiltered(
     logits, divisor, is_greedy, block, block_best, weights, best, total, vocab_size, uniform,
     num_blocks: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token of one row, or take the best: its block by the blocks' weights, then the token in its block."""
+    """Draw a token of one row, or take the best: its block by the blocks' weights, then the token in its
+    block.
+    """
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     drawn = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
     chosen = tl.where(is_greedy, tl.min(tl.where(block_best == best, block, num_blocks), 0), drawn)
@@ -399,9 +417,12 @@ def _draw(
     logits, temperature, greedy, uniforms, top_k, top_p, min_p,
     maxima, sums, raw_maxima, raw_sums, listed, candidates, candidate_indices,
     token_ids, logprobs, raw_logprobs, sampled_logprobs, row_stride, vocab_size, blocks,
-    num_blocks: tl.constexpr, capacity: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    num_blocks: tl.constexpr, capacity: tl.constexpr, group: tl.constexpr, width: tl.constexpr,
+    tile: tl.constexpr,
 ):  # fmt: skip
-    """One row from what :func:`_measure` has left; ``num_blocks`` is a power of two, ``blocks`` how many there are."""
+    """Sample one row from the results of :func:`_measure`; ``num_blocks`` is the power of two that holds
+    ``blocks``.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     maxima += row * blocks
@@ -426,7 +447,8 @@ def _draw(
         )  # fmt: skip
     else:
         token = _draw_unfiltered(
-            logits, divisor, is_greedy, block, block_best, weights, best, total, vocab_size, uniform, num_blocks, width
+            logits, divisor, is_greedy, block, block_best, weights, best, total, vocab_size, uniform,
+            num_blocks, width
         )  # fmt: skip
 
     token = tl.where(finite, token, 0)
@@ -449,10 +471,10 @@ def _draw(
 
 
 class TritonSampler:
-    """Samples with a workspace of its own, which never moves."""
+    """Sampler with a workspace of its own, which never moves."""
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
-        """``max_rows``: at a time; more go one part after the other."""
+        """``max_rows``: rows at a time; more go one part after the other."""
         if vocab_size > LARGEST_VOCABULARY:
             raise ValueError(f"a vocabulary of {vocab_size} is more than {LARGEST_VOCABULARY}")
         self._vocab_size, self._max_rows = vocab_size, max_rows
@@ -474,7 +496,9 @@ class TritonSampler:
         raw_logprobs: Tensor,
         sampled_logprobs: Tensor,
     ) -> None:
-        """Sample every row of ``logits`` [S, V], columns contiguous, into the last four; the batch's flags change nothing."""
+        """Sample every row of ``logits`` [S, V], columns contiguous, into the last four; the batch's flags
+        change nothing.
+        """
         sizes = (logits.stride(0), self._vocab_size, self._blocks)
         constants = {"group": _GROUP, "width": _BLOCK}
         for start in range(0, logits.shape[0], self._max_rows):

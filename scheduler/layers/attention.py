@@ -1,6 +1,6 @@
-"""The attention block: projections, optional head norms, rotation; the attention proper is the backend's.
+"""Attention block: projections, optional head norms and rotation around the backend's attention.
 
-Invariant: of several ranks each computes its heads, and the sum over all of them is the block's result.
+Invariant: with several ranks each computes its heads, and the sum over all of them is the block's result.
 """
 
 from collections.abc import Iterator
@@ -29,19 +29,18 @@ class AttentionShape:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm_eps: float | None = None
-    """Queries and keys are RMS-normalised per head with this epsilon. None: they are not."""
+    """Epsilon of the RMS norm of queries and keys per head, or None without one."""
     norm_from_one: bool = False
-    """Of these norms, the factor is ``1 + weight``."""
+    """Factors of these norms are ``1 + weight``."""
     sinks: bool = False
     """Each query head has a learnt score that takes weight and has no value."""
     gated: bool = False
-    """Each query head has a gate, as wide as its value, whose sigmoid weights what it attended; the checkpoint has the gate's rows
-    behind the head's."""
+    """Each query head has a gate, as wide as its value, whose sigmoid weights the head's output; the gate's
+    rows follow the head's in the checkpoint.
+    """
 
 
 class Attention(CompositeLayer):
-    """One layer's attention block."""
-
     def __init__(
         self,
         name: str,
@@ -52,17 +51,16 @@ class Attention(CompositeLayer):
         form: AttentionForm = PLAIN,
         place: Placement,
     ) -> None:
-        """
-        Args:
+        """Args:
             prefix: the checkpoint's module (``model.layers.0.self_attn``).
-            form: what the attention proper computes; with ``shape.sinks``, it gets those.
+            form: form of the backend's attention; with ``shape.sinks``, it gets those.
 
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
         """
         heads, kv_heads = head_windows(shape.num_heads, shape.num_kv_heads, place.parallel)
         self.shape = replace(shape, num_heads=heads.length, num_kv_heads=kv_heads.length)
-        """Of this rank's heads."""
+        """Shape with this rank's heads."""
         self._heads, self._parallel = heads, place.parallel
         self._sinks: Parameter | None = None
         if shape.sinks:
@@ -104,7 +102,7 @@ class Attention(CompositeLayer):
             self.qk_norms = (q_norm, k_norm)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
-        """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
+        """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
         shape = self.shape
         heads = shape.num_heads + 2 * shape.num_kv_heads
         qkv, gate = self.qkv.forward(x), None
@@ -132,7 +130,9 @@ class Attention(CompositeLayer):
         return self._out(backend.forward(q, k, v, self._layer, self.form), gate)
 
     def _without_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values as they are without gates, and the gates [T, query heads * head size]."""
+        """Split off the gates: return queries, keys and values as without gates, and gates [T, query heads *
+        head size].
+        """
         heads, size = self.shape.num_heads, self.shape.head_dim
         queries, rest = projected[:, : 2 * heads * size], projected[:, 2 * heads * size :]
         queries = queries.view(-1, heads, 2, size)
@@ -147,19 +147,17 @@ class Attention(CompositeLayer):
         return out
 
     def parts(self) -> Iterator[Layer]:
-        """q, k and v, o, then the head norms where there are any."""
+        """Yield q, k and v, o, then the head norms if there are any."""
         yield self.qkv
         yield self.o
         yield from self.qk_norms or ()
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Those of the parts, then the sinks' where there are any."""
         yield from super().slots()
         if self._sinks is not None:
             yield sharded(self._sinks.slot(f"{self._prefix}.sinks"), self._heads)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Those of the parts, then the sinks."""
         yield from super().parameters()
         if self._sinks is not None:
             yield self._sinks

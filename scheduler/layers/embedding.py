@@ -2,8 +2,8 @@
 
 Invariants:
 - A tied head is the same storage with one owner, the embedding; an update cannot move one without the other.
-- Of several ranks each has a range of the vocabulary, the last one what is left. An embedding is the sum of what its rank has
-  and the others' zeros, so exact.
+- With several ranks each has a range of the vocabulary, the last one the rest. An embedding is the sum of one
+  rank's row and the others' zeros, so exact.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,9 @@ class Embedding:
         scale: float = 1.0,
         place: Placement,
     ) -> None:
-        """
-        Args:
-            tied: it is the output head, too.
-            scale: multiplies what is looked up, rounded to the model's dtype before; the head is as it is.
+        """Args:
+            tied: the table is the output head, too.
+            scale: factor of embeddings, rounded to the model's dtype before; the head is not scaled.
 
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, the vocabulary is too small for every rank to have some of it.
@@ -44,7 +43,7 @@ class Embedding:
         self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place, packed=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""
+        """Map int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""
         rows = self._rows(ids)
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
@@ -58,41 +57,38 @@ class Embedding:
         return rows
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
-        """As a tied output head: [S, hidden] to ``out`` [S, vocab], of this rank's rows of the table; returns ``out``."""
+        """Write the tied head's [S, hidden] to [S, vocab], of this rank's rows of the table, to ``out`` and
+        return it.
+        """
         return self._weight.product(x, None, out)
 
     def read(self) -> Tensor:
-        """This rank's rows of the table as [rows, hidden]."""
+        """Return this rank's rows of the table as [rows, hidden]."""
         return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
-        """The table's slot."""
         yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The table."""
         yield self._weight.parameter
 
 
 class OutputHead:
-    """A head with a table [vocab, hidden] of its own."""
+    """Output head with a table [vocab, hidden] of its own."""
 
     def __init__(
         self, name: str, checkpoint: str, vocab_size: int, hidden_size: int, *, place: Placement
     ) -> None:
-        """``checkpoint`` is its module there."""
         self._checkpoint = checkpoint
         self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
         self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place)
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
-        """[S, hidden] to ``out`` [S, vocab], of this rank's rows of the table; returns ``out``."""
+        """Write [S, hidden] to [S, vocab], of this rank's rows of the table, to ``out`` and return it."""
         return self._weight.product(x, None, out)
 
     def slots(self) -> Iterator[WeightSlot]:
-        """The table's slot."""
         yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The table."""
         yield self._weight.parameter

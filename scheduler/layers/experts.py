@@ -1,16 +1,17 @@
-"""Routed experts: gated feed-forward blocks of which every token goes through a few (Shazeer et al., 2017, arXiv:1701.06538).
+"""Routed experts: gated feed-forward blocks of which every token passes a few (Shazeer et al., 2017,
+arXiv:1701.06538).
 
 Invariants:
-- The weights of all experts are one parameter each way, written in place from per-expert checkpoint tensors; no second copy
-  of a weight ever exists.
-- Pairs of a token and one of its experts are sorted by expert, and one product goes over all experts: no loop over tokens,
-  and none over experts where there is a grouped product for the shape.
-- Of several ranks each has a part of every expert's width, and computes all pairs with it. Whole experts on one rank each would
-  have sizes of products depend on the routing (some ranks idle, and an accelerator's host waiting to know), and every path
-  below would need pairs that are nobody's; a part of the width is the same computation with another size. It asks that
-  the ranks divide the width, and in whole blocks where weights are FP8.
-- A token's sum is taken in float32 in the order of its ``expert_ids`` and rounded once. With compiled kernels its bits
-  depend on the token alone, unless weights are FP8 that cannot be packed.
+- The weights of all experts are one parameter for each projection, written in place from per-expert
+  checkpoint tensors; no second copy of a weight ever exists.
+- Pairs of a token and one of its experts are sorted by expert, and one product goes over all experts: no loop
+  over tokens, and none over experts where there is a grouped product for the shape.
+- With several ranks each has a part of every expert's width, and computes all pairs with it. Whole experts on
+  one rank would make sizes of products depend on the routing (some ranks idle, and an accelerator's host
+  waiting to know); a part of the width is the same computation with another size. The ranks must divide the
+  width, and in whole blocks if weights are FP8.
+- A token's sum is taken in float32 in the order of its ``expert_ids`` and rounded once. With compiled kernels
+  its bits depend on the token alone, unless weights are FP8 that cannot be packed.
 """
 
 from collections.abc import Iterator
@@ -72,25 +73,29 @@ class ExpertMatrix:
     def packed_product(
         self, x: Tensor, groups: kernel.Groups, out: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Each row of ``x`` [pairs, in] times its expert's weight, plus its bias, into ``out`` [pairs, out]."""
+        """Write each row of ``x`` [pairs, in] times its expert's weight, plus its bias, to ``out`` [pairs,
+        out].
+        """
         assert self._product is not None, "a plain weight"
         return self._product(x, groups, out, bias)
 
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
-        """The same, in fresh memory; ``ends``: :func:`sort_by_expert`."""
+        """Return the same in fresh memory; ``ends``: :func:`sort_by_expert`."""
         return grouped_linear(x, self.parameter.data, ends)
 
     @property
     def packed(self) -> Tensor | None:
-        """The storage that kernels take. None: it is plain."""
+        """Packed storage, or None if it is plain."""
         return None if self._product is None else self.parameter.data
 
     @property
     def scales(self) -> None:
-        """It has none."""
+        pass
 
     def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Of the checkpoint module held in rows ``[start, start + length)`` of an expert's weight: its weight."""
+        """Yield the slot of the checkpoint module's weight, rows ``[start, start + length)`` of the
+        expert's.
+        """
         data = self.parameter.data
         if self._product is not None:
             first, shape = expert * self._rows + start, (length, self._in)
@@ -99,7 +104,6 @@ class ExpertMatrix:
             yield PlainSlot(f"{module}.weight", self.parameter.name, data[expert].narrow(0, start, length))
 
     def parameters(self) -> Iterator[Parameter]:
-        """The one there is."""
         yield self.parameter
 
 
@@ -107,7 +111,7 @@ _AnyMatrix = ExpertMatrix | Fp8ExpertMatrix | PackedFp8ExpertMatrix
 
 
 class PackedExperts(NamedTuple):
-    """Packed weights of all experts of a layer, and their scales and biases where there are any."""
+    """Packed weights of all experts of a layer, with scales and biases if there are any."""
 
     gate_up: Tensor
     gate_up_scales: Tensor | None
@@ -119,18 +123,21 @@ class PackedExperts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """What a checkpoint calls the experts of a layer."""
+    """Checkpoint names of a layer's experts."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    """Of an expert's module, which is its number."""
+    """Name inside an expert's module; the module's name is its number."""
     stacked: bool = False
-    """All experts are one tensor, as :mod:`.stacked_experts` describes, ``gate_up_proj`` and ``down_proj``."""
+    """All experts are one tensor, as :mod:`.stacked_experts` describes, ``gate_up_proj`` and ``down_proj``.
+    """
 
 
 class Experts:
-    """The sum of ``weights[t, i] * down_e(bend(gate_e(x[t])) * up_e(x[t]))`` over i, where e is ``expert_ids[t, i]``."""
+    """The sum of ``weights[t, i] * down_e(bend(gate_e(x[t])) * up_e(x[t]))`` over i, where e is
+    ``expert_ids[t, i]``.
+    """
 
     def __init__(
         self,
@@ -145,15 +152,15 @@ class Experts:
         bend: Bend = "silu",
         place: Placement,
     ) -> None:
-        """
-        Args:
+        """Args:
             name: engine name; parameters are ``{name}.gate_up`` and ``{name}.down``.
-            prefix: the checkpoint's module, which holds ``{expert}.gate_proj``, ``.up_proj`` and ``.down_proj``, or what
-                ``names`` says.
+            prefix: the checkpoint's module, which holds ``{expert}.gate_proj``, ``.up_proj`` and
+                ``.down_proj``, or the names of ``names``.
             bias: every product has one.
 
         Raises:
-            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width, or cut a block of an FP8 weight.
+            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width, or cut a block of an FP8
+                weight.
         """
         self._prefix, self.count = prefix, num_experts
         self._names, self.bend = names, bend
@@ -197,12 +204,13 @@ class Experts:
         return ExpertMatrix(name, self.count, sum(part_rows), in_features, place, packed=self._compiled)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-        """[T, hidden] to [T, hidden], in fresh memory; of several ranks, the sum over all of them is the result.
+        """Map [T, hidden] to [T, hidden], in fresh memory; with several ranks, the sum over all of them is
+        the result.
 
         Args:
             expert_ids: int64 [T, k].
             weights: [T, k], float32 or of ``x``'s dtype.
-            addend: [T, hidden], added to the rounded result. None: nothing is.
+            addend: [T, hidden], added to the rounded result; or None.
         """
         if self._fp8 is not None:
             out = self._fp8(x, expert_ids, weights, *self._quantized())
@@ -218,14 +226,14 @@ class Experts:
         return out if addend is None else out.add_(addend)
 
     def _sorted(self, x: Tensor, expert_ids: Tensor, triton: TritonExperts) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows by expert, where each pair went, and the ends, in one kernel where pairs are few."""
+        """Return rows by expert, the place of each pair, and the ends, from one kernel if pairs are few."""
         if 0 < expert_ids.numel() <= triton.MAX_PAIRS:
             return triton.sort_rows(x, expert_ids, self.count)
         tokens, places, ends = sort_by_expert(expert_ids, self.count)
         return x.index_select(0, tokens), places, ends
 
     def _plain(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """What each of ``rows``, sorted by expert, becomes."""
+        """Return the experts' results for ``rows`` sorted by expert."""
         experts = None
         if self._biases is not None:
             pairs = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
@@ -237,7 +245,9 @@ class Experts:
         return self._biased(matrices[1].plain_product(self._gate(gate_up), ends), experts, 1)
 
     def _biased(self, y: Tensor, experts: Tensor | None, product: int) -> Tensor:
-        """``y``, to which the bias of each row's expert is added in place, if there is one; that of sums over ranks by rank 0."""
+        """Add the bias of each row's expert to ``y`` in place, if there is one; that of sums over ranks by
+        rank 0.
+        """
         if self._biases is None or experts is None or (product == 1 and not self._is_first):
             return y
         return y.add_(self._biases[product].data.index_select(0, experts))
@@ -250,7 +260,7 @@ class Experts:
 
     @property
     def _added_biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of both products, where this rank adds them."""
+        """Return the biases of both products, or None where this rank adds none."""
         if self._biases is None:
             return None, None
         gate_up, down = (bias.data for bias in self._biases)
@@ -258,7 +268,7 @@ class Experts:
 
     @property
     def packed(self) -> PackedExperts | None:
-        """As the kernel takes them that computes whole layers. None: they are stored otherwise."""
+        """Return the weights for the fused decoder kernel, or None if they are stored otherwise."""
         gate_up, down = self._gate_up, self._down
         if gate_up.packed is None or down.packed is None:
             return None
@@ -281,13 +291,13 @@ class Experts:
         return self._workspace.take(f"experts.{purpose}", (expert_ids.numel(), width), x.dtype, x.device)
 
     def _quantized(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """``gate_up`` and ``down`` with their scales."""
+        """Return ``gate_up`` and ``down`` with their scales."""
         assert isinstance(self._gate_up, Fp8ExpertMatrix)
         assert isinstance(self._down, Fp8ExpertMatrix)
         return self._gate_up.blocks, self._down.blocks
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Per expert gate, up, down; or of all experts at once."""
+        """Yield per expert gate, up, down; or the slots of all experts at once."""
         experts = [self._expert_slots(expert) for expert in range(self.count)]
         if not self._names.stacked:
             for parts in experts:
@@ -306,7 +316,7 @@ class Experts:
                 yield StackedBiasSlot(f"{name}_bias", bias.name, bias.data, len(slots[0]), held)
 
     def _expert_slots(self, expert: int) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
-        """Of one expert: gate, up, down."""
+        """Return one expert's slots: gate, up, down."""
         gate, up = (0, self.width) if self._fp8 is None else (self.width, 0)
         module, names, hidden = f"{self._prefix}.{expert}", self._names, Window.whole(self._hidden)
         gates = self._gate_up.slots(f"{module}.{names.gate}", expert, gate, self.width)
@@ -319,18 +329,18 @@ class Experts:
         )
 
     def parameters(self) -> Iterator[Parameter]:
-        """gate_up, down; after each its scales where it is FP8; then biases, where there are any."""
+        """Yield gate_up and down, each followed by its scales if it is FP8; then biases, if there are any."""
         yield from self._gate_up.parameters()
         yield from self._down.parameters()
         yield from self._biases or ()
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the pairs of ``expert_ids`` int64 [T, k], those of one expert in the order of their tokens; never waits for a device.
+    """Sort the pairs of ``expert_ids`` int64 [T, k] by expert, then by token; never waits for a device.
 
     Returns:
-        The token of each sorted pair, int64 [T * k]; where each pair went, int64 [T, k]; the end of each expert's pairs,
-        int32 [num_experts].
+        The token of each sorted pair, int64 [T * k]; the place of each pair, int64 [T, k]; the end of each
+        expert's pairs, int32 [num_experts].
     """
     device = expert_ids.device
     ids, order = expert_ids.flatten().sort(stable=True)
@@ -340,7 +350,9 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """``x[t] @ weight[e].T`` for rows [pairs, in] sorted by expert and ``weight`` [experts, out, in]: [pairs, out]."""
+    """Return ``x[t] @ weight[e].T`` for rows [pairs, in] sorted by expert and ``weight`` [experts, out,
+    in].
+    """
     if _groupable(x, weight):
         return functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     out = x.new_empty((x.shape[0], weight.shape[1]))
@@ -353,7 +365,9 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _groupable(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch has a grouped product for these: strides in units of 16 bytes, and bfloat16 on accelerators."""
+    """Return True if torch has a grouped product: strides in units of 16 bytes, and bfloat16 on
+    accelerators.
+    """
     return (
         hasattr(functional, "grouped_mm")  # older torch lacks it
         and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
@@ -362,7 +376,9 @@ def _groupable(x: Tensor, weight: Tensor) -> bool:
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Each token's sum of ``weights`` [T, k] times its rows ``places`` [T, k] of ``y`` [pairs, size]: [T, size]."""
+    """Return each token's sum of ``weights`` [T, k] times its rows ``places`` [T, k] of ``y`` [pairs, size]:
+    [T, size].
+    """
     tokens = max(1, _COMBINED_ELEMENTS // (places.shape[1] * y.shape[1]))
     parts = [
         (y.index_select(0, rows.flatten()).view(*rows.shape, -1) * factors.float().unsqueeze(-1)).sum(1)

@@ -1,18 +1,22 @@
-"""Weights as FP8 in blocks, one float32 scale to a block (DeepSeek-V3: Liu et al., 2024, arXiv:2412.19437, section 3.3).
+"""Weights as FP8 in blocks with one float32 scale each (DeepSeek-V3: Liu et al., 2024, arXiv:2412.19437,
+section 3.3).
 
 A value is ``float8_e4m3fn * scale``. The checkpoint holds ``X.weight`` [out, in] and, of its grid of blocks,
 ``X.weight_scale_inv`` [ceil(out / rows), ceil(in / columns)]; blocks at the edges are smaller.
 
 Invariants:
-- Storage is what the checkpoint holds, byte for byte. Parts of a fused weight keep a grid each, from their own first row.
-- A weight that comes in a wider float is quantised block by block, each when its rows are complete: the result depends
-  on the tensor alone, not on how it was cut. At most one row of blocks waits, in the model's workspace, as float32.
-- Nothing that is computed with outlives a product, so nothing can mix a new weight with an old scale, in whatever order
-  they come. On the CPU compiled kernels have a layout of their own (``fp8_packed.py``); where they do not serve, weights are
-  dequantised into the workspace, at most ``_CHUNK`` elements (or one row) at a time. Accelerators multiply by what is stored (``fp8_products.py``), and a model that they cannot is refused.
+- Storage holds the checkpoint's bytes. Parts of a fused weight keep a grid each, from their own first row.
+- A weight that comes in a wider float is quantised block by block, each when its rows are complete: the
+  result depends on the tensor alone, not on how it was cut. At most one row of blocks waits, in the model's
+  workspace, as float32.
+- No derived value outlives a product, so nothing can mix a new weight with an old scale, in whatever order
+  they come. On the CPU compiled kernels have a layout of their own (``fp8_packed.py``); otherwise weights are
+  dequantised into the workspace, at most ``_CHUNK`` elements (or one row) at a time. Accelerators multiply by
+  the stored bytes (``fp8_products.py``), and refuse a model whose weights they cannot multiply by.
 - A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
 
-Rounding of quantised weights is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result is finite.
+Rounding of quantised weights is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result
+is finite.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,20 +43,21 @@ _CHUNK = 1 << 20
 _TINY = FP8_MAX / torch.finfo(torch.float32).max
 """Blocks below are zero: the reciprocal of their scale would be infinite."""
 
-# e4m3fn to float16 by integers, several times faster than torch's conversion on the CPU: sign, exponent and mantissa moved
-# to their places give the value over 2^(15 - 7), subnormal ones included.
+# e4m3fn to float16 by integers, several times faster than torch's conversion on the CPU: sign, exponent and
+# mantissa moved to their places give the value over 2^(15 - 7), subnormal ones included.
 _SHIFT, _PLACES, _REBIAS = 7, -0x4080, 2.0**8
 # 0x7F is NaN: one more carries into bit 7, times 255 that is 0x7F80, a NaN of float16.
 _MAGNITUDE, _CARRY, _NAN_BITS = 0x7F, 0x80, 0xFF
 
 
 def scale_shape(blocks: Fp8Blocks, rows: int, columns: int) -> tuple[int, int]:
-    """The grid of blocks of a weight [rows, columns]."""
+    """Return the grid of blocks of a weight [rows, columns]."""
     return -(-rows // blocks.rows), -(-columns // blocks.columns)
 
 
 def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
-    """float32 [n, in] to FP8 [n, in] and the float32 scales of its grid: the largest magnitude of a block becomes 448.
+    """Quantise float32 [n, in] to FP8 [n, in] and the float32 scales of its grid: a block's largest magnitude
+    becomes 448.
 
     Blocks of zeros have scale 1; NaN and infinities stay not finite.
     """
@@ -93,7 +98,7 @@ def dequantize(weight: Tensor, scales: Tensor, columns: int, out: Tensor, worksp
 
 
 def _shifted(weight: Tensor, workspace: Workspace) -> Tensor:
-    """``weight * 2^-8`` as float16, exact; NaN stays NaN."""
+    """Return ``weight * 2^-8`` as float16, exact; NaN stays NaN."""
     scratch = workspace.take("fp8 bits", (2, *weight.shape), torch.int16, weight.device)
     bits, nan = scratch[0], scratch[1]
     bits.copy_(weight.view(torch.int8))
@@ -107,22 +112,21 @@ class Fp8Slot(WeightSlot):
     __slots__ = ("_blocks", "_device", "_scales", "_stored", "_workspace")
 
     def __init__(self, stored: WeightSlot, scales: WeightSlot, place: Placement) -> None:
-        """``stored`` and ``scales`` are where the bytes of the weight go, and its scales."""
         super().__init__(stored.name, stored.parameter, stored.shape, FP8)
         assert place.fp8 is not None
         self._blocks, self._workspace, self._device = place.fp8, place.workspace, place.device
         self._stored, self._scales = stored, scales
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        """FP8, and floats that are quantised."""
+        """Return True for FP8, and for floats, which are quantised."""
         return dtype == FP8 or dtype in CASTABLE
 
     def fills(self, dtype: torch.dtype) -> str | None:
-        """The scales, unless they come by themselves."""
+        """Return the name of the scales, unless they come by themselves."""
         return None if dtype == FP8 else self._scales.name
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """Rows of a block that is not complete yet wait for the call that completes it."""
+        """Write rows; those of an incomplete block wait for the call that completes it."""
         if rows.dtype == FP8:
             return self._stored.update(rows, start, compare=compare)
         changed = not compare
@@ -133,22 +137,21 @@ class Fp8Slot(WeightSlot):
         return changed
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`update` for what is quantised."""
         if rows.dtype == FP8:
             self._stored.write(rows, start)
         else:
             self.update(rows, start, compare=False)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """True for what is quantised: whether it does shows when a block is complete."""
+        """Return True for rows to quantise: a difference shows only when a block is complete."""
         return rows.dtype != FP8 or self._stored.differs(rows, start)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """The bytes; see :meth:`WeightSlot.read`."""
+        """Return the stored bytes."""
         return self._stored.read(start, stop)
 
     def _whole_blocks(self, rows: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
-        """(first row, float32 rows) of all blocks that ``rows`` complete, some at a time."""
+        """Yield (first row, float32 rows) of all blocks that ``rows`` complete, some at a time."""
         height, (total, width) = self._blocks.rows, self.shape
         step = max(1, _CHUNK // (height * width)) * height
         position, end = start, start + rows.shape[0]
@@ -180,13 +183,12 @@ class Fp8Matrix:
         *,
         multiplies: bool = True,
     ) -> None:
-        """
-        Args:
+        """Args:
             part_rows: output features of each checkpoint tensor that is stacked here.
-            multiplies: :meth:`product` will be asked for.
+            multiplies: :meth:`product` will be called.
 
         Raises:
-            CaesuraError: ``unsupported``, nothing multiplies by it on this accelerator.
+            CaesuraError: ``unsupported``, no library multiplies by it on this accelerator.
         """
         assert place.fp8 is not None
         self._place, self._blocks = place, place.fp8
@@ -209,18 +211,19 @@ class Fp8Matrix:
 
     @property
     def packed(self) -> None:
-        """It is stored as the checkpoint has it."""
+        pass
 
     @property
     def scales(self) -> None:
-        """Of a packed weight."""
+        pass
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
     ) -> Tensor:
-        """``x @ weight.T + bias`` for ``x`` [T, in]; into ``out`` [T, n] where given (contiguous, same dtype).
+        """Return ``x @ weight.T + bias`` for ``x`` [T, in]; in ``out`` [T, n] if given (contiguous, same
+        dtype).
 
-        Of the n rows from ``first`` on, which are all of them without ``out``.
+        The n outputs begin at ``first``; without ``out`` they are all.
         """
         outputs, inputs = self._weight.data.shape
         if self._dense is not None:
@@ -239,7 +242,9 @@ class Fp8Matrix:
         return out
 
     def _multiplied(self, dense: Dense, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """On an accelerator; the last outputs, fewer than a block, are dequantised where the library does not take them."""
+        """Multiply on an accelerator; trailing outputs, fewer than a block, are dequantised if the library
+        refuses them.
+        """
         outputs, inputs = self._weight.data.shape
         whole = outputs - outputs % dense.rows
         y = dense.compute(x, self._weight.data[:whole], self._scales.data[: -(-whole // BLOCK)])
@@ -251,7 +256,9 @@ class Fp8Matrix:
         return y if out is None else out.copy_(y)
 
     def dequantize(self, out: Tensor, start: int = 0) -> Tensor:
-        """Rows ``[start, start + n)`` of the weight into ``out`` [n, in] of any float dtype; returns it."""
+        """Write rows ``[start, start + n)`` of the weight to ``out`` [n, in] of any float dtype and return
+        it.
+        """
         for first, last in chunks(*out.shape):
             here = slice(start + first, start + last)
             scales = self._scales.data.index_select(0, self._scale_of_row[here])
@@ -260,12 +267,12 @@ class Fp8Matrix:
         return out
 
     def read(self) -> Tensor:
-        """The dequantised weight as [out, in] of the model's dtype: a copy."""
+        """Return the dequantised weight as [out, in] of the model's dtype: a copy."""
         shape, place = self._weight.data.shape, self._place
         return self.dequantize(torch.empty(shape, dtype=place.dtype, device=place.device))
 
     def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
-        """Of the part that begins at row ``start``: its weight, and its scales."""
+        """Yield the slots of the part that begins at row ``start``: its weight, and its scales."""
         first, grid_rows = self._parts[start]
         scales = PlainSlot(
             f"{module}.weight_scale_inv", self._scales.name, self._scales.data.narrow(0, first, grid_rows)
@@ -275,7 +282,6 @@ class Fp8Matrix:
         yield scales
 
     def parameters(self) -> Iterator[Parameter]:
-        """The weight, then its scales."""
         yield self._weight
         yield self._scales
 
@@ -286,10 +292,11 @@ class Fp8ExpertMatrix:
     def __init__(
         self, name: str, num_experts: int, part_rows: Sequence[int], in_features: int, place: Placement
     ) -> None:
-        """``part_rows``: output features of each checkpoint tensor that an expert's weight is stacked from.
+        """Args:
+            part_rows: output features of each checkpoint tensor that an expert's weight is stacked from.
 
         Raises:
-            CaesuraError: ``unsupported``, nothing multiplies by it on this accelerator.
+            CaesuraError: ``unsupported``, no library multiplies by it on this accelerator.
         """
         self._out, self._in = sum(part_rows), in_features
         self._num_experts = num_experts
@@ -303,22 +310,26 @@ class Fp8ExpertMatrix:
 
     @property
     def packed(self) -> None:
-        """It is stored as the checkpoint has it."""
+        pass
 
     @property
     def scales(self) -> None:
-        """Of a packed weight."""
+        pass
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor]:
-        """FP8 [experts, out, in], and scales [experts, out / rows, in / columns]: the storage, where blocks are whole."""
+        """Return FP8 [experts, out, in] and scales [experts, out / rows, in / columns]: the storage, if
+        blocks are whole.
+        """
         weight, scales = (parameter.data for parameter in self._matrix.parameters())
         return weight.view(self._num_experts, self._out, self._in), scales.unflatten(
             0, (self._num_experts, -1)
         )
 
     def packed_product(self, x: Tensor, groups: Groups, out: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Each row of ``x`` [pairs, in] times its expert's weight, into ``out`` [pairs, out]; on the CPU."""
+        """Write each row of ``x`` [pairs, in] times its expert's weight to ``out`` [pairs, out]; on the
+        CPU.
+        """
         starts, experts = groups.starts[: groups.count + 1], groups.experts[: groups.count]
         self._product(x, experts.tolist(), starts.tolist(), out)
         return (
@@ -326,7 +337,9 @@ class Fp8ExpertMatrix:
         )
 
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
-        """The same, in fresh memory; ``ends`` [experts]: the end of each expert's rows, which are sorted."""
+        """Return the same in fresh memory; ``ends`` [experts]: the end of each expert's rows, which are
+        sorted.
+        """
         if self._grouped is not None:
             return self._grouped(x, ends, *self.blocks)
         assert x.device.type == "cpu", "a loop over experts waits for the device"
@@ -340,19 +353,20 @@ class Fp8ExpertMatrix:
         return out
 
     def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Of the checkpoint module held in rows ``[start, start + length)`` of an expert's weight."""
+        """Yield the slots of the checkpoint module in rows ``[start, start + length)`` of an expert's
+        weight.
+        """
         return self._matrix.slots(module, expert * self._out + start, length)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The weights of all experts, then their scales."""
         return self._matrix.parameters()
 
 
 def require_blocks(name: str, part_rows: Sequence[int], in_features: int, place: Placement) -> None:
-    """What all libraries for accelerators want of a weight.
+    """Refuse a weight that no library for accelerators takes.
 
     Raises:
-        CaesuraError: ``unsupported``, it is made of other blocks, or in another dtype than bfloat16.
+        CaesuraError: ``unsupported``, it has other blocks, or another dtype than bfloat16.
     """
     assert place.fp8 is not None
     if place.dtype != torch.bfloat16:
@@ -369,7 +383,7 @@ def require_blocks(name: str, part_rows: Sequence[int], in_features: int, place:
 
 
 def chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of as many rows as are dequantised at a time."""
+    """Yield (start, end) of as many rows as are dequantised at a time."""
     step = max(1, _CHUNK // width)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)

@@ -1,9 +1,11 @@
-"""FP8 weights in blocks where compiled kernels serve: packed, and dequantised in registers (``kernels/linear.py``).
+"""FP8 weights in blocks for compiled kernels: packed, and dequantised in registers (``kernels/linear.py``).
 
 Invariants:
-- Stored are the checkpoint's bytes of every weight in the kernels' layout, and of every block its scale, once for each output
-  of the block: a 32nd of the weight in blocks of 128 inputs. Slots take and give both as the checkpoint has them.
-- A product is that of the dequantised weight packed, to the last bit, so a row's does not depend on the others.
+- Storage holds the checkpoint's bytes in the kernels' layout, and of every block its scale, once for each
+  output of the block: a 32nd of the weight in blocks of 128 inputs. Slots take and give both as the
+  checkpoint has them.
+- A product is that of the dequantised weight packed, to the last bit, so a row's does not depend on the
+  others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ from .parameters import Parameter, Placement, WeightSlot, differ
 
 
 def packs(in_features: int, place: Placement) -> bool:
-    """Whether kernels multiply by FP8 weights of so many inputs here."""
+    """Return True if kernels multiply by FP8 weights of ``in_features`` inputs here."""
     return (
         place.fp8 is not None
         and place.device.type == "cpu"
@@ -37,22 +39,21 @@ class ScalesSlot(WeightSlot):
     __slots__ = ("_height", "_lines")
 
     def __init__(self, name: str, parameter: str, lines: Tensor, height: int) -> None:
-        """``lines`` [blocks, outputs] is the part of the storage that holds them; ``height``: outputs of a block."""
+        """``lines`` [blocks, outputs] is the part of the storage that holds them; ``height``: outputs of a
+        block.
+        """
         super().__init__(name, parameter, (-(-lines.shape[1] // height), lines.shape[0]), lines.dtype)
         self._lines, self._height = lines, height
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`WeightSlot.write`."""
         outputs = self._lines[:, start * self._height :][:, : len(rows) * self._height]
         values = rows.to(self.dtype).t().repeat_interleave(self._height, dim=1)
         outputs.copy_(values[:, : outputs.shape[1]])  # the last block may be smaller
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """See :meth:`WeightSlot.differs`."""
         return differ(rows, self.read(start, start + len(rows)))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy."""
         rows = self._lines[:, :: self._height][:, start:stop].t()
         return rows.clone(
             memory_format=torch.contiguous_format
@@ -77,7 +78,9 @@ class _Storage:
         return Scales(self.lines.data, self.blocks.columns)
 
     def slots(self, module: str, number: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Of the checkpoint module in rows ``[start, start + length)`` of one of the weights: its weight, and its scales."""
+        """Yield weight and scales of the checkpoint module in rows ``[start, start + length)`` of one of the
+        weights.
+        """
         lines = self.lines.data.narrow(0, number * self.grid_columns, self.grid_columns)
         name = f"{module}.weight_scale_inv"
         scales = ScalesSlot(name, self.lines.name, lines.narrow(1, start, length), self.blocks.rows)
@@ -95,7 +98,6 @@ class PackedFp8Matrix:
     """One weight [out, in] and its product; as :class:`~.matrix.Matrix`, but FP8."""
 
     def __init__(self, name: str, out_features: int, in_features: int, place: Placement) -> None:
-        """Where :func:`packs` says so."""
         self._storage = _Storage(name, 1, out_features, in_features, place)
         self._shape = out_features, in_features
         self._product = kernel.Product(
@@ -104,20 +106,21 @@ class PackedFp8Matrix:
 
     @property
     def packed(self) -> Tensor:
-        """The storage that kernels take."""
         return self._storage.weight.data
 
     @property
     def scales(self) -> Tensor:
-        """Of :func:`~..kernels.linear.scales_shape`."""
+        """Scales, in the shape of :func:`~..kernels.linear.scales_shape`."""
         return self._storage.lines.data
 
     def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """``x @ weight.T + bias`` for ``x`` [T, in]; into ``out`` [T, out] where given (contiguous, same dtype)."""
+        """Return ``x @ weight.T + bias`` for ``x`` [T, in]; in ``out`` [T, out] if given (contiguous, same
+        dtype).
+        """
         return self._product(x, bias, out)
 
     def read(self) -> Tensor:
-        """The dequantised weight as [out, in] of the model's dtype: a copy."""
+        """Return the dequantised weight as [out, in] of the model's dtype: a copy."""
         place, columns = self._storage.place, self._storage.blocks.columns
         out = torch.empty(self._shape, dtype=place.dtype, device=place.device)
         for start, end in chunks(*self._shape):
@@ -128,11 +131,10 @@ class PackedFp8Matrix:
         return out
 
     def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
-        """Of the part that begins at row ``start``: its weight, and its scales."""
+        """Yield the slots of the part that begins at row ``start``: its weight, and its scales."""
         return self._storage.slots(module, 0, start, length)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The weight, then its scales."""
         return self._storage.parameters()
 
 
@@ -142,7 +144,7 @@ class PackedFp8ExpertMatrix:
     def __init__(
         self, name: str, num_experts: int, part_rows: Sequence[int], in_features: int, place: Placement
     ) -> None:
-        """``part_rows``: output features of each checkpoint tensor that an expert's weight is stacked from."""
+        """``part_rows``: output features of each checkpoint tensor stacked into an expert's weight."""
         outputs = sum(part_rows)
         self._storage = _Storage(name, num_experts, outputs, in_features, place)
         self._product = GroupedProduct(
@@ -151,22 +153,24 @@ class PackedFp8ExpertMatrix:
 
     @property
     def packed(self) -> Tensor:
-        """The storage that kernels take."""
         return self._storage.weight.data
 
     @property
     def scales(self) -> Tensor:
-        """One expert's after the other's."""
+        """Scales of one expert after the other."""
         return self._storage.lines.data
 
     def packed_product(self, x: Tensor, groups: Groups, out: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Each row of ``x`` [pairs, in] times its expert's weight, plus its bias, into ``out`` [pairs, out]."""
+        """Write each row of ``x`` [pairs, in] times its expert's weight, plus its bias, to ``out`` [pairs,
+        out].
+        """
         return self._product(x, groups, out, bias)
 
     def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Of the checkpoint module held in rows ``[start, start + length)`` of an expert's weight."""
+        """Yield the slots of the checkpoint module in rows ``[start, start + length)`` of an expert's
+        weight.
+        """
         return self._storage.slots(module, expert, start, length)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The weights of all experts, then their scales."""
         return self._storage.parameters()

@@ -1,9 +1,10 @@
-"""Which library multiplies by FP8 weights on an accelerator: one whose product agreed there with the dequantised one.
+"""Choice of the library that multiplies by FP8 weights on an accelerator.
 
 Invariants:
-- A library serves only after real products on this device, small ones of every kind that it will be asked for.
-- There is no slow way on an accelerator: where no library serves, the engine refuses at start and says what is missing. On
-  the CPU weights are dequantised (``fp8_block.py``), and nothing here is asked.
+- A library serves only after real products on this device, small ones of every kind that it will be asked
+  for, agreed with those of the dequantised weight.
+- There is no slow way on an accelerator: if no library serves, the engine refuses at start and says what is
+  missing. On the CPU weights are dequantised (``fp8_block.py``), and nothing here is called.
 """
 
 import logging
@@ -26,9 +27,10 @@ from .fp8_scaled import BLOCK, FlashInferExperts, Grouped
 logger = logging.getLogger(__name__)
 
 _AGREEMENT = 0.06
-"""Norm of the difference over that of the product; what rounding activations to 4 bits gives is about 0.03."""
+"""Largest norm of the difference over that of the product; rounding activations to 4 bits gives about 0.03.
+"""
 _HOPPER, _BLACKWELL, _SMALL_BLACKWELL = (9,), (10,), (12,)
-"""Compute capabilities, the first number."""
+"""Major compute capabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Dense:
 
     by: str
     rows: int
-    """Output features come in multiples of so many."""
+    """Divisor of the number of output features."""
     compute: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -48,7 +50,7 @@ class Experts:
     by: str
     grouped: Grouped | None = None
     fused: Callable[[Workspace], FlashInferExperts] | None = None
-    """Its ``gate_up`` has up before gate."""
+    """Whole block; its ``gate_up`` has up before gate."""
 
 
 _DENSE = (
@@ -67,19 +69,19 @@ _Kind = TypeVar("_Kind", Dense, Experts)
 
 
 def dense_for(device: torch.device) -> Dense | None:
-    """What computes dense products; None on the CPU.
+    """Return the library for dense products; None on the CPU.
 
     Raises:
-        CaesuraError: ``unsupported``, nothing does on this accelerator.
+        CaesuraError: ``unsupported``, no library serves on this accelerator.
     """
     return None if device.type == "cpu" else _dense(device)
 
 
 def experts_for(device: torch.device) -> Experts | None:
-    """What computes routed experts; None on the CPU.
+    """Return the library for routed experts; None on the CPU.
 
     Raises:
-        CaesuraError: ``unsupported``, nothing does on this accelerator.
+        CaesuraError: ``unsupported``, no library serves on this accelerator.
     """
     return None if device.type == "cpu" else _experts(device)
 
@@ -100,7 +102,7 @@ def _first(
     kinds: tuple[tuple[tuple[int, ...], _Kind], ...],
     attempt: Callable[[_Kind, torch.device], Iterator[float]],
 ) -> _Kind:
-    """The first for this device that agrees."""
+    """Return the first library for this device that agrees."""
     reasons = []
     major = nvidia_generation(device)
     for capabilities, kind in kinds:
@@ -122,7 +124,7 @@ def _first(
 
 
 def _try_dense(kind: Dense, device: torch.device) -> Iterator[float]:
-    """How far products of few and of many tokens are off, with as many outputs as are least convenient."""
+    """Yield the errors of products of few and of many tokens, with the least convenient number of outputs."""
     for tokens in (1, 5, 70):
         outputs = 2 * BLOCK if kind.rows == BLOCK else 2 * BLOCK + kind.rows
         x, weight, scales = _operands(device, tokens, 1, outputs, 3 * BLOCK)
@@ -131,7 +133,7 @@ def _try_dense(kind: Dense, device: torch.device) -> Iterator[float]:
 
 
 def _try_experts(kind: Experts, device: torch.device) -> Iterator[float]:
-    """The same of blocks in which some experts have no token."""
+    """Yield the errors of blocks in which some experts have no token."""
     hidden, width = 3 * BLOCK, 2 * BLOCK
     if kind.grouped is not None:
         for sizes in ((1, 0, 2, 0, 5), (40, 0, 3, 130, 1)):
@@ -157,7 +159,7 @@ def _try_experts(kind: Experts, device: torch.device) -> Iterator[float]:
 def _operands(
     device: torch.device, tokens: int, matrices: int, outputs: int, inputs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """bfloat16 [tokens, inputs], FP8 [matrices, outputs, inputs], and their scales, no two alike."""
+    """Return bfloat16 [tokens, inputs], FP8 [matrices, outputs, inputs], and their scales, no two alike."""
     generator = torch.Generator(device).manual_seed(tokens + outputs)
     x = torch.randn((tokens, inputs), device=device, generator=generator).bfloat16()
     weight = torch.randn((matrices, outputs, inputs), device=device, generator=generator)
@@ -167,7 +169,7 @@ def _operands(
 
 
 def dequantized(weight: Tensor, scales: Tensor) -> Tensor:
-    """float32 [matrices, outputs, inputs]."""
+    """Return float32 [matrices, outputs, inputs]."""
     rows = scales.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
     return weight.float() * rows.repeat_interleave(BLOCK, 2)[..., : weight.shape[2]]
 

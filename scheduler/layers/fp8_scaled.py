@@ -1,15 +1,17 @@
-"""Products of FP8 activations with FP8 weights in blocks of 128 x 128, as libraries for CUDA have them.
+"""Products of FP8 activations with FP8 weights in blocks of 128 x 128, by libraries for CUDA.
 
 Invariants:
-- Activations are quantised per token and 128 columns, as transformers and the training of such checkpoints do, so results
-  differ from those of dequantised weights by that rounding.
-- Each function takes weights and scales as they are stored, [.., out, in] and [.., out / 128, in / 128], and copies neither.
-- Nothing waits for the device, and no shape depends on what is on it: room for padding is what padding can take at most.
-- Strides, padding and order are conventions of the library, and another version may have others. Nothing here is used
-  before a product with it agreed with the dequantised one (``fp8_products.py``).
+- Activations are quantised per token and 128 columns, as transformers and the training of such checkpoints
+  do, so results differ from those of dequantised weights by that rounding.
+- Each function takes weights and scales as they are stored, [.., out, in] and [.., out / 128, in / 128], and
+  copies neither.
+- Nothing waits for the device, and no shape depends on values there: room for padding is the most it can
+  take.
+- Strides, padding and order are conventions of the library, and another version may have others. Nothing here
+  is used before a product with it agreed with the dequantised one (``fp8_products.py``).
 
-Written against FlashInfer 0.7.2 and DeepGEMM 2; built and traced, not run on a GPU. Layouts are tested against float64 by
-stand-ins that read memory as the libraries document it.
+Written against FlashInfer 0.7.2 and DeepGEMM 2; built and traced, not run on a GPU. Layouts are tested
+against float64 by stand-ins that read memory as the libraries document it.
 """
 
 from collections.abc import Callable
@@ -26,13 +28,13 @@ BLOCK = 128
 _MAX = torch.finfo(torch.float8_e4m3fn).max
 _TINY = 1e-12  # tokens of zeros
 _ROWS = 4
-"""Dense products on Blackwell and torch's take tokens in multiples of so many."""
+"""Divisor of the number of tokens in dense products of torch, and of FlashInfer on Blackwell."""
 FLASHINFER_ROWS, DEEP_GEMM_ROWS = 4, 128
 """Grouped products: rows of an expert begin at multiples."""
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 [T, in], and float32 scales [T, in / 128], of ``x`` [T, in]."""
+    """Return FP8 [T, in], and float32 scales [T, in / 128], of ``x`` [T, in]."""
     tiles = x.unflatten(1, (-1, BLOCK))
     largest: Tensor = tiles.norm(torch.inf, dim=2, keepdim=True, dtype=torch.float32)
     factors = largest.clamp_min_(_TINY).div_(_MAX)
@@ -43,7 +45,7 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """By torch's scaled matmul (cuBLASLt's block scaling): outputs in multiples of 128."""
+    """Multiply by torch's scaled matmul (cuBLASLt's block scaling): outputs in multiples of 128."""
     tokens = x.shape[0]
     quantized, factors = quantize_tokens(_padded(x))
     recipes = functional.ScalingType
@@ -60,7 +62,7 @@ def torch_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def flashinfer_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """By FlashInfer, which quantises the activations itself: outputs in multiples of 64."""
+    """Multiply by FlashInfer, which quantises the activations itself: outputs in multiples of 64."""
     out: Tensor = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90(
         x.contiguous(), weight, None, scales
     )
@@ -68,7 +70,7 @@ def flashinfer_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def flashinfer_blackwell(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """By FlashInfer: outputs in multiples of 64."""
+    """Multiply by FlashInfer: outputs in multiples of 64."""
     tokens = x.shape[0]
     quantized, factors = quantize_tokens(_padded(x))
     out: Tensor = import_module("flashinfer.gemm").gemm_fp8_nt_groupwise(
@@ -85,11 +87,11 @@ def _padded(x: Tensor) -> Tensor:
 # Grouped: rows [pairs, in] sorted by expert, times their expert's weight; weights [experts, out, in]
 
 Grouped = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of rows, the end of each expert's rows (int32 [experts]), weights and scales."""
+"""Function of rows, the end of each expert's rows (int32 [experts]), weights and scales."""
 
 
 def flashinfer_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """By FlashInfer, on Blackwell."""
+    """Multiply by FlashInfer, on Blackwell."""
     rows, padded_ends, places = spread(x, ends, FLASHINFER_ROWS)
     quantized, factors = quantize_tokens(rows)
     out = import_module("flashinfer.gemm").group_gemm_fp8_nt_groupwise(
@@ -105,7 +107,7 @@ def flashinfer_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) 
 
 
 def deep_gemm_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """By DeepGEMM, on Hopper: it skips blocks of rows that are nobody's."""
+    """Multiply by DeepGEMM, on Hopper: it skips blocks of padding rows."""
     rows, padded_ends, places = spread(x, ends, DEEP_GEMM_ROWS)
     quantized, factors = quantize_tokens(rows)
     row = torch.arange(len(rows), dtype=torch.int32, device=x.device)
@@ -119,10 +121,11 @@ def deep_gemm_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -
 
 
 def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of each expert to where a multiple of ``multiple`` begins, zeros between them.
+    """Move rows of each expert to where a multiple of ``multiple`` begins, zeros between them.
 
     Returns:
-        Rows, as many as there can be; the end of each expert's, int32 [experts]; where each row of ``x`` went, int64 [pairs].
+        Rows, as many as there can be; the end of each expert's, int32 [experts]; the place of each row of
+        ``x``, int64 [pairs].
     """
     pairs, experts = x.shape[0], len(ends)
     starts = functional.pad(ends[:-1], (1, 0))
@@ -140,7 +143,9 @@ def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tens
 
 
 class FlashInferExperts:
-    """By FlashInfer, on Hopper: sorted, multiplied and summed by its kernels. Up comes before gate in ``gate_up``."""
+    """FlashInfer's fused experts on Hopper: sorted, multiplied and summed by its kernels. ``gate_up`` has up
+    before gate.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -154,7 +159,9 @@ class FlashInferExperts:
         gate_up: tuple[Tensor, Tensor],
         down: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """[T, hidden] to [T, hidden]; ``expert_ids`` and ``weights`` [T, k]; matrices with their scales."""
+        """Map [T, hidden] to [T, hidden]; ``expert_ids`` and ``weights`` [T, k]; matrices with their
+        scales.
+        """
         library: Any = import_module("flashinfer.fused_moe")
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         library.cutlass_fused_moe(
@@ -173,7 +180,7 @@ class FlashInferExperts:
         return out
 
     def _room(self, library: Any, x: Tensor, top_k: int, down: Tensor) -> Tensor:
-        """Scratch memory of a step that large, shared by all layers."""
+        """Return scratch memory for a step of this size, shared by all layers."""
         tokens = _rounded(x.shape[0])
         key = (tokens, top_k, *down.shape)
         if key not in self._sizes:
@@ -193,6 +200,6 @@ class FlashInferExperts:
 
 
 def _rounded(tokens: int) -> int:
-    """Up to one of few numbers, by a quarter at most: each is asked for once."""
+    """Round up to one of few numbers, by a quarter at most: each is asked for once."""
     step = max(16, 1 << max(0, tokens.bit_length() - 3))
     return -(-tokens // step) * step

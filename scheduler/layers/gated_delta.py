@@ -1,10 +1,10 @@
-"""The block of linear attention: projections, the gated delta rule over a sequence's state, a gated norm.
+"""Linear-attention block: projections, the gated delta rule over a sequence's state, a gated norm.
 
-Qwen3-Next's (Qwen Team, 2025), after Gated DeltaNet (Yang et al., 2025, arXiv:2412.06464). Convolution and rule are the backend's
-(``attention/delta_rule.py``), since they read and write states.
+Qwen3-Next's (Qwen Team, 2025), after Gated DeltaNet (Yang et al., 2025, arXiv:2412.06464). Convolution and
+rule are the backend's (``attention/delta_rule.py``), since they read and write states.
 
-Invariant: of several ranks each computes its key heads with their value heads, whose states it has, and the sum over all of them
-is the block's result.
+Invariant: with several ranks each computes its key heads with their value heads, whose states it has, and the
+sum over all of them is the block's result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,20 +25,22 @@ from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 from .sharding import Window, even, sharded, stacked
 
 Parts = dict[str, Window | Sequence[Window]]
-"""Of one product: checkpoint modules, and which of their rows this rank has."""
+"""Checkpoint modules of one product, and the rows of each that this rank has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaShape:
-    """Sizes of a block, and how its checkpoint orders what the first product computes."""
+    """Sizes of a block, and the order of its first product's outputs in the checkpoint."""
 
     hidden_size: int
     state: StateShape
-    """Over all ranks."""
+    """State over all ranks."""
     eps: float
-    """Of the norm."""
+    """Epsilon of the norm."""
     by_key_head: bool
-    """Queries, keys, values and gates of the norm lie together per key head, and so do b and a; else each lies by itself."""
+    """Queries, keys, values and gates of the norm lie together per key head, and so do b and a; else each
+    lies by itself.
+    """
 
 
 class GatedDelta(CompositeLayer):
@@ -47,8 +49,7 @@ class GatedDelta(CompositeLayer):
     form = None
 
     def __init__(self, name: str, prefix: str, layer: int, shape: DeltaShape, *, place: Placement) -> None:
-        """
-        Args:
+        """Args:
             prefix: the checkpoint's module (``model.layers.0.linear_attn``).
             layer: its number among those with states.
 
@@ -79,7 +80,7 @@ class GatedDelta(CompositeLayer):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
-        """[T, hidden] to [T, hidden]; positions follow from the order of tokens, so nothing is rotated."""
+        """Map [T, hidden] to [T, hidden]; positions follow from the order of tokens: no rotation."""
         assert isinstance(backend, HybridBackend), (
             "a model with states is computed by a backend that has them"
         )
@@ -92,7 +93,7 @@ class GatedDelta(CompositeLayer):
         return out
 
     def _compiled(self, projected: Tensor, backend: HybridBackend) -> Tensor:
-        """What goes into the last product, [T, value heads * value size]."""
+        """Return the last product's input, [T, value heads * value size], by compiled kernels."""
         kernel, state = self._kernel, self._state
         assert kernel is not None
         out = projected.new_empty((projected.shape[0], state.value_heads * state.value_size))
@@ -111,7 +112,7 @@ class GatedDelta(CompositeLayer):
         return out
 
     def _by_torch(self, projected: Tensor, backend: HybridBackend) -> Tensor:
-        """As :meth:`_compiled`."""
+        """Return the same by torch."""
         mixed, gate, b, a = self._split(projected)
         rate = functional.softplus(a.float() + self._rate_bias.data.float())
         decay = -self._log_rate.data.float().exp() * rate
@@ -121,7 +122,9 @@ class GatedDelta(CompositeLayer):
         return (normalized * functional.silu(gate.float())).to(found.dtype).flatten(1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inputs of the convolution [T, channels], gates [T, value heads, value size], b and a [T, value heads]."""
+        """Return inputs of the convolution [T, channels], gates [T, value heads, value size], b and a [T,
+        value heads].
+        """
         state, places = self._state, self._places
         group = state.value_heads // state.key_heads
 
@@ -141,30 +144,27 @@ class GatedDelta(CompositeLayer):
         return mixed, gate, of(places.b, group), of(places.a, group)
 
     def parts(self) -> Iterator[Layer]:
-        """The products and the norm."""
         yield from self._in
         yield self._out
         yield self._norm
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Those of the parts, then of the convolution and of the rates of decay."""
         yield from super().slots()
         yield sharded(self._filters.slot(f"{self._prefix}.conv1d.weight"), stacked(self._heads.channels))
         yield sharded(self._log_rate.slot(f"{self._prefix}.A_log"), self._heads.values)
         yield sharded(self._rate_bias.slot(f"{self._prefix}.dt_bias"), self._heads.values)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Those of the parts, then of the convolution and of the rates of decay."""
         yield from super().parameters()
         yield from (self._filters, self._log_rate, self._rate_bias)
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """Which heads of a block this rank has."""
+    """Heads of a block that this rank has."""
 
     state: StateShape
-    """Of these."""
+    """State of these heads."""
     keys: Window
     values: Window
 
@@ -176,13 +176,15 @@ class _Heads:
 
     @property
     def channels(self) -> tuple[Window, Window, Window]:
-        """Queries, keys and values, each divided by itself."""
+        """Return queries, keys and values, each divided by itself."""
         keys = self.keys.times(self.state.key_size)
         return keys, keys, self.values.times(self.state.value_size)
 
     def projections(self, prefix: str, shape: DeltaShape, place: Placement) -> list[Parts]:
-        """The checkpoint's modules that read the block's input, by the order of their results; neighbours are one product, unless
-        the checkpoint holds one of them as FP8 and the other not."""
+        """Return the modules that read the block's input, in the order of their results.
+
+        Neighbours are one product, unless the checkpoint holds one of them as FP8 and the other not.
+        """
         state, parts = self.state, Parts()
         if shape.by_key_head:
             group = state.value_heads // state.key_heads
@@ -198,7 +200,7 @@ class _Heads:
 
 
 def places_of(state: StateShape, *, by_key_head: bool) -> DeltaPlaces:
-    """What the first product computes: modules of the checkpoint in the order of :meth:`_Heads.projections`."""
+    """Return the places of the first product's outputs, in the order of :meth:`_Heads.projections`."""
     heads, group = state.key_heads, state.value_heads // state.key_heads
     key, values = state.key_size, group * state.value_size
     width = heads * 2 * (key + values + group)

@@ -1,8 +1,10 @@
-"""Routing by groups of experts (DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section 2.1.2).
+"""Routing by groups of experts (DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section
+2.1.2).
 
 Invariants:
-- Logits and scores are float32, products included: the choice is discrete, and a logit rounded to bf16 changes it.
-- The bias, which balances load without a loss, decides who is chosen and never how much an expert counts.
+- Logits and scores are float32, products included: the choice is discrete, and a logit rounded to bf16
+  changes it.
+- The bias, which balances load without a loss, decides the choice and never an expert's weight.
 """
 
 from collections.abc import Iterator
@@ -40,13 +42,12 @@ class GroupedRouter:
         bias: bool,
         place: Placement,
     ) -> None:
-        """
-        Args:
-            module: the checkpoint's, which holds ``weight`` [experts, hidden] and, with ``bias``,
-                ``e_score_correction_bias`` [experts], kept in float32.
-            num_groups: groups of neighbouring experts, of which ``top_groups`` are chosen from.
-            group_score: a group is as good as its best expert, or as the sum of its two best.
-            normalize: whether weights are divided by their sum, before they are multiplied by ``scale``.
+        """Args:
+        module: the checkpoint's, which holds ``weight`` [experts, hidden] and, with ``bias``,
+            ``e_score_correction_bias`` [experts], kept in float32.
+        num_groups: groups of neighbouring experts, of which ``top_groups`` are chosen from.
+        group_score: a group's score is that of its best expert, or the sum of its two best.
+        normalize: weights are divided by their sum before they are multiplied by ``scale``.
         """
         self._module, self.top_k = module, top_k
         self._scoring, self.normalize, self._scale = scoring, normalize, scale
@@ -70,7 +71,7 @@ class GroupedRouter:
         self._triton = triton_experts_for(place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden] to ids, int64 [T, k], and weights, float32 [T, k]; the ids go to ``record``, too."""
+        """Map [T, hidden] to ids, int64 [T, k], and weights, float32 [T, k]; ids go to ``record``, too."""
         if self._matrix.packed is not None:
             logits = self._matrix.wide_product(x)
             bias = None if self._bias is None else self._bias.data
@@ -115,7 +116,7 @@ class GroupedRouter:
         return ids, weights.mul_(self._scale)
 
     def _in_top_groups(self, choice: Tensor) -> Tensor:
-        """``choice`` [T, experts] with -inf outside the chosen groups."""
+        """Return ``choice`` [T, experts] with -inf outside the chosen groups."""
         grouped = choice.unflatten(1, (self._num_groups, -1))
         best = grouped.amax(-1) if self._group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
         chosen = best.topk(self._top_groups, dim=-1).indices
@@ -125,18 +126,15 @@ class GroupedRouter:
 
     @property
     def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        """See :class:`~.moe.Router`."""
         weight = self._matrix.packed
         return None if weight is None else (weight, None if self._bias is None else self._bias.data)
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Weight, then bias."""
         yield self._matrix.slot(f"{self._module}.weight")
         if self._bias is not None:
             yield self._bias.slot(f"{self._module}.e_score_correction_bias")
 
     def parameters(self) -> Iterator[Parameter]:
-        """Weight, then bias."""
         yield self._matrix.parameter
         if self._bias is not None:
             yield self._bias

@@ -1,12 +1,12 @@
 """Matrix products with weights, fused where several share an input.
 
 Invariants:
-- The rest of the engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight); how the
-  weight is stored is ``matrix.py``'s business.
+- The rest of the engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight);
+  only ``matrix.py`` knows how the weight is stored.
 - Fused weights are stacked along the output dimension in the order of their parts.
-- Of several ranks each has some outputs of a product (windows of a part's rows), or some inputs (of the columns); in the
-  latter case results are partial, and whoever asked for the product has them summed. A bias is added by rank 0 alone then.
-- A weight is FP8 where the checkpoint's config says so of all its parts; of some only is refused.
+- With several ranks each has some outputs of a product (windows of a part's rows), or some inputs (of the
+  columns); in the latter case results are partial, and the caller sums them. Only rank 0 adds a bias then.
+- A weight is FP8 if the checkpoint's config says so of all its parts; of some only is refused.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,12 +33,12 @@ class Linear:
         bias: bool = False,
         place: Placement,
     ) -> None:
-        """
-        Args:
+        """Args:
             name: engine name; parameters are ``{name}.weight`` and ``{name}.bias``.
-            in_features: of the checkpoint's modules; a window where the inputs are divided among ranks.
-            parts: checkpoint module name (without ``.weight``) to its number of output features, in order; a window where
-                they are divided, and several where they are those of several parts, each divided by itself.
+            in_features: inputs of the checkpoint's modules; a window if the inputs are divided among ranks.
+            parts: checkpoint module name (without ``.weight``) to its number of output features, in order; a
+                window if they are divided, and several if they are those of several parts, each divided by
+                itself.
 
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, a window cuts a block of an FP8 weight.
@@ -68,33 +68,36 @@ class Linear:
         self._adds_bias = self._columns.is_whole or place.parallel.rank == 0
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] to [T, out] of this rank's features; into ``out`` where given (preallocated, contiguous, same dtype).
+        """Map [T, in] to [T, out] of this rank's features; in ``out`` if given (preallocated, contiguous,
+        same dtype).
 
-        Where the inputs are divided, the sum over all ranks is the product.
+        If the inputs are divided, the sum over all ranks is the product.
         """
         return self._weight.product(x, self.bias, out)
 
     @property
     def packed(self) -> Tensor | None:
-        """The weight's packed storage. None: it is stored otherwise."""
+        """Packed storage of the weight, or None if it is stored otherwise."""
         return self._weight.packed
 
     @property
     def scales(self) -> Tensor | None:
-        """Of a packed FP8 weight. None: it is another."""
+        """Scales of a packed FP8 weight, else None."""
         return self._weight.scales
 
     @property
     def bias(self) -> Tensor | None:
-        """[out], where there is one that this rank adds."""
+        """[out], or None if this rank adds none."""
         return self._bias.data if self._bias is not None and self._adds_bias else None
 
     def read(self) -> Tensor:
-        """The weight as [out, in], of this rank's features: a view where storage has that layout, else a copy."""
+        """Return the weight as [out, in], of this rank's features: a view if storage has that layout, else a
+        copy.
+        """
         return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Per part its weight, its scales where it is FP8, and its bias where there is one."""
+        """Yield per part its weight, its scales if it is FP8, and its bias if there is one."""
         start = 0
         for part, rows in self._parts.items():
             length = _length(rows)
@@ -105,7 +108,7 @@ class Linear:
             start += length
 
     def parameters(self) -> Iterator[Parameter]:
-        """Weight, its scales where it is FP8, then bias."""
+        """Yield the weight, its scales if it is FP8, then the bias."""
         yield from self._weight.parameters()
         if self._bias is not None:
             yield self._bias
@@ -125,7 +128,9 @@ def divided(
     columns: Window,
     blocks: tuple[int, int] | None,
 ) -> Iterator[WeightSlot]:
-    """The slots of a weight's part as those of the whole: of itself and, with ``blocks``, of their scales."""
+    """Yield the slots of a part of a weight as those of the whole: of itself and, with ``blocks``, of their
+    scales.
+    """
     rows = (rows,) if isinstance(rows, Window) else rows
     for number, slot in enumerate(slots):
         if blocks is not None and number:
@@ -136,7 +141,7 @@ def divided(
 
 
 def all_fp8(modules: Iterable[str], place: Placement) -> bool:
-    """Whether the checkpoint holds these modules, which are stored as one, as FP8.
+    """Return True if the checkpoint holds these modules, which are stored as one, as FP8.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, some of them only.
@@ -169,8 +174,10 @@ class QKVLinear(Linear):
         gated: bool = False,
         place: Placement,
     ) -> None:
-        """``prefix`` is the checkpoint's attention module, which holds ``q_proj``, ``k_proj`` and ``v_proj``; ``gated``: the first
-        of them computes a gate behind each query."""
+        """Args:
+        prefix: the checkpoint's attention module, which holds ``q_proj``, ``k_proj`` and ``v_proj``.
+        gated: ``q_proj`` computes a gate behind each query.
+        """
         kv_rows = kv_heads.times(head_dim)
         parts = {
             f"{prefix}.q_proj": heads.times(2 * head_dim if gated else head_dim),
@@ -196,7 +203,7 @@ class MergedLinear(Linear):
         self.part_features = as_window(part_features).length
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Views [T, part] of an output [T, out], one per part."""
+        """Return views [T, part] of an output [T, out], one per part."""
         return tuple(
             y.narrow(-1, start, self.part_features)
             for start in range(0, self.out_features, self.part_features)

@@ -1,8 +1,10 @@
-"""Weights of matrix products, in the layout of whoever computes the product.
+"""Weights of matrix products, in the layout of the library that computes the product.
 
 Invariants:
-- A matrix is packed where compiled kernels serve its device and dtype, and plain otherwise; nobody outside asks which.
-- Packed storage is written through its slots only, row by row and in place: no second copy of a weight ever exists.
+- A matrix is packed if compiled kernels serve its device and dtype, and plain otherwise; nobody outside asks
+  which.
+- Packed storage is written through its slots only, row by row and in place: no second copy of a weight ever
+  exists.
 - The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
 """
 
@@ -30,22 +32,19 @@ class PackedSlot(WeightSlot):
         self._start = start
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """See :meth:`WeightSlot.update`; cast and checked once."""
+        """Cast and check once, then write."""
         if compare:
             return kernel.update_rows(self._storage, self._cast(rows), self._start + start)
         self.write(rows, start)
         return True
 
     def write(self, rows: Tensor, start: int) -> None:
-        """Pack rows ``[start, start + len(rows))`` in place, cast if needed."""
         kernel.pack_rows(self._storage, self._cast(rows), self._start + start)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """Whether writing would change a byte; stops soon after the first difference."""
         return not kernel.equal_rows(self._storage, self._cast(rows), self._start + start)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows in checkpoint layout: a copy."""
         rows = len(range(*slice(start, stop).indices(self.shape[0])))
         out = torch.empty((rows, self.shape[1]), dtype=self.dtype)
         return kernel.unpack_rows(self._storage, self._start + start, out)
@@ -77,7 +76,9 @@ class Matrix:
             self.parameter = Parameter(name, self._shape, dtype, device)
 
     def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """``x @ weight.T + bias`` for ``x`` [T, in]; into ``out`` [T, out] where given (contiguous, same dtype)."""
+        """Return ``x @ weight.T + bias`` for ``x`` [T, in]; in ``out`` [T, out] if given (contiguous, same
+        dtype).
+        """
         if self._product is not None:
             return self._product(x, bias, out)
         data = self.parameter.data
@@ -88,21 +89,21 @@ class Matrix:
         return torch.addmm(bias, x, data.t(), out=out)
 
     def wide_product(self, x: Tensor) -> Tensor:
-        """``x @ weight.T`` of a packed matrix in float32, not rounded, in fresh memory."""
+        """Return ``x @ weight.T`` of a packed matrix in float32, not rounded, in fresh memory."""
         assert self._product is not None, "a plain weight"
         return self._product(x, wide=True)
 
     @property
     def packed(self) -> Tensor | None:
-        """The storage that kernels take. None: it is plain."""
+        """Packed storage, or None if it is plain."""
         return None if self._product is None else self.parameter.data
 
     @property
     def scales(self) -> None:
-        """It has none."""
+        pass
 
     def gather(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` (int64 [T]) as [T, in], in fresh memory."""
+        """Return rows ``ids`` (int64 [T]) as [T, in], in fresh memory."""
         if self._product is not None:
             return kernel.gather_rows(
                 self.parameter.data,
@@ -112,19 +113,20 @@ class Matrix:
         return functional.embedding(ids, self.parameter.data)
 
     def read(self) -> Tensor:
-        """The weight as [out, in]: a view where storage has that layout, else a copy."""
+        """Return the weight as [out, in]: a view if storage has that layout, else a copy."""
         return self.slot("").read()
 
     def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
-        """Of the checkpoint module held in rows ``[start, start + length)``: its weight."""
+        """Yield the slot of the checkpoint module's weight, rows ``[start, start + length)``."""
         yield self.slot(f"{module}.weight", start, length)
 
     def parameters(self) -> Iterator[Parameter]:
-        """The one there is."""
         yield self.parameter
 
     def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
-        """The slot of the checkpoint tensor held in rows ``[start, start + length)``; None: to the end."""
+        """Return the slot of the checkpoint tensor in rows ``[start, start + length)``; None means to the
+        end.
+        """
         length = self._shape[0] - start if length is None else length
         if self._product is not None:
             return PackedSlot(

@@ -1,21 +1,22 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1), its up-projections absorbed.
+"""Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1), its up-projections
+absorbed.
 
-A token's keys and values, of all heads, follow from one normalised latent by ``kv_b_proj``; stored is the latent. Scores
-against latents are ``(q_nope @ w_kc) @ latent``, and the output is ``(weights @ latent) @ w_vc``, so keys and values of
-earlier tokens are never computed.
+A token's keys and values, of all heads, follow from one normalised latent by ``kv_b_proj``; the latent is
+stored. Scores against latents are ``(q_nope @ w_kc) @ latent``, and the output is ``(weights @ latent) @
+w_vc``, so keys and values of earlier tokens are never computed.
 
 Invariants:
-- ``w_kc`` [heads, nope, latent] and ``w_vc`` [heads, value, latent] are the rows of ``kv_b_proj``, each written straight to
-  where it is used: an update needs no derivation, and no second copy exists. Only where ``kv_b_proj`` is FP8 are they
-  derived from it, at commit, into storage that exists already.
-- Of several ranks each has its heads; latents, their projections and their norms are the same on all.
+- ``w_kc`` [heads, nope, latent] and ``w_vc`` [heads, value, latent] are the rows of ``kv_b_proj``, each
+  written straight to where it is used: an update needs no derivation, and no second copy exists. Only if
+  ``kv_b_proj`` is FP8 are they derived from it, at commit, into storage that exists already.
+- With several ranks each has its heads; latents, their projections and their norms are the same on all.
 - Latents are normalised, and keys rotated, before they are stored.
-- Compiled kernels have both packed, ``w_kc`` as [latent, nope]; a head's matrices then begin at a panel of their own, and a row
-  has the same bits whatever the others are.
+- Compiled kernels have both packed, ``w_kc`` as [latent, nope]; a head's matrices then begin at a panel of
+  their own, and a row has the same bits whatever the others are.
 
-Elsewhere both are contiguous, because torch copies a batch of matrices that is not. Milliseconds per layer of ``w_vc``'s product for
-1, 32 and 256 tokens, 16 heads of 128 in bf16, one thread of an AVX-512 CPU: 0.08, 0.20 and 1.2, against 0.97, 1.1 and 2.2
-from views of ``kv_b_proj``.
+Elsewhere both are contiguous, because torch copies a batch of matrices that is not. Milliseconds per layer of
+``w_vc``'s product for 1, 32 and 256 tokens, 16 heads of 128 in bf16, one thread of an AVX-512 CPU: 0.08, 0.20
+and 1.2, against 0.97, 1.1 and 2.2 from views of ``kv_b_proj``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ from .rotary import rotate
 from .sharding import Window, as_window, even, require_borders, sharded
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents: fixed by the architecture, whatever the config says of the others."""
+"""Epsilon of the norms of latents: fixed by the architecture, whatever the config says of the others."""
 
 
 class PackedLatents(NamedTuple):
@@ -64,7 +65,7 @@ class LatentShape:
     """Sizes and variants of latent attention; names as in config.json."""
 
     q_lora_rank: int | None
-    """Width of the queries' own latent. None: queries are projected at once."""
+    """Width of the queries' own latent, or None if queries are projected at once."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -85,30 +86,31 @@ class ScatteredSlot(WeightSlot):
         self._parts = parts
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`WeightSlot.write`."""
         for part, its_rows, its_start in self._overlapping(rows, start):
             part.write(its_rows, its_start)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """See :meth:`WeightSlot.differs`."""
         return any(
             part.differs(its_rows, its_start) for part, its_rows, its_start in self._overlapping(rows, start)
         )
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy."""
         places = self._places(start, self.shape[0] if stop is None else stop)
         return torch.cat([part.read(first, last) for part, first, last in places])
 
     def _overlapping(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
-        """Each part that some of ``rows`` belong to, with those, and where they begin in it."""
+        """Yield each part that has some of ``rows``, with these rows, and the place of the first in the
+        part.
+        """
         taken = 0
         for part, first, last in self._places(start, start + len(rows)):
             yield part, rows[taken : taken + last - first], first
             taken += last - first
 
     def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, int, int]]:
-        """Each part that has some of the rows ``[start, stop)``, with the first and the end of them in it."""
+        """Yield each part that has some of the rows ``[start, stop)``, with the first and the end of them in
+        it.
+        """
         begin = 0
         for part in self._parts:
             size = part.shape[0]
@@ -129,7 +131,6 @@ class TurnedSlot(WeightSlot):
         super().__init__("", parameter, shape, storage.dtype)
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`WeightSlot.write`."""
         turned = rows.to(self.dtype).t()
         if turned.shape[1] < self.shape[0]:  # some of the columns: the others stay
             whole = self._matrix.read()
@@ -138,13 +139,11 @@ class TurnedSlot(WeightSlot):
         self._matrix.write(turned.contiguous(), 0)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """See :meth:`WeightSlot.differs`."""
         bits = torch.int16 if self.dtype.itemsize == 2 else torch.int32
         new, stored = rows.to(self.dtype).contiguous(), self.read(start, start + len(rows))
         return not torch.equal(new.view(bits), stored.view(bits))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy."""
         return self._matrix.read()[:, start:stop].t().contiguous()
 
 
@@ -160,7 +159,9 @@ class UpProjection:
         latent: int,
         place: Placement,
     ) -> None:
-        """``module`` is the checkpoint's; ``sizes`` are a head's key (unrotated part) and value.
+        """Args:
+            module: the checkpoint's module.
+            sizes: elements of a head's key (unrotated part) and value.
 
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, ``heads`` cut a block of an FP8 weight.
@@ -199,18 +200,18 @@ class UpProjection:
 
     @property
     def packed(self) -> tuple[Tensor, Tensor] | None:
-        """``w_kc`` and ``w_vc`` as compiled kernels take them. None: they are plain."""
+        """Return ``w_kc`` and ``w_vc`` for compiled kernels, or None if they are plain."""
         return None if self._products is None else (self._weights[0].data, self._weights[1].data)
 
     def absorb(self, q_nope: Tensor, out: Tensor) -> None:
-        """[T, heads, nope] times ``w_kc``, into ``out`` [T, heads, latent]."""
+        """Write [T, heads, nope] times ``w_kc`` to ``out`` [T, heads, latent]."""
         if self._products is not None:
             self._products[0](q_nope, out)
         else:
             torch.bmm(q_nope.transpose(0, 1), self._weights[0].data, out=out.transpose(0, 1))
 
     def raise_(self, attended: Tensor, out: Tensor) -> None:
-        """[T, heads, latent] times ``w_vc``, into ``out`` [T, heads, value]."""
+        """Write [T, heads, latent] times ``w_vc`` to ``out`` [T, heads, value]."""
         if self._products is not None:
             self._products[1](attended, out)
         else:
@@ -218,7 +219,7 @@ class UpProjection:
             torch.bmm(attended.transpose(0, 1), w_vc.transpose(1, 2), out=out.transpose(0, 1))
 
     def slots(self) -> Iterator[WeightSlot]:
-        """``kv_b_proj``'s, with its scales where it is FP8."""
+        """Yield ``kv_b_proj``'s slots, with its scales if it is FP8."""
         if self._quantized is None:
             yield sharded(ScatteredSlot(f"{self._module}.weight", list(self._parts())), self._rows)
         else:
@@ -226,11 +227,11 @@ class UpProjection:
             yield from divided(slots, self._rows, self._latent, self._blocks)
 
     def parameters(self) -> Iterator[Parameter]:
-        """What is written: both, or the FP8 weight and its scales."""
+        """Yield the written parameters: both matrices, or the FP8 weight and its scales."""
         yield from self._weights if self._quantized is None else self._quantized.parameters()
 
     def finalize(self) -> None:
-        """Dequantise, where there is anything to."""
+        """Dequantise an FP8 weight."""
         if self._quantized is None:
             return
         start = 0
@@ -240,7 +241,7 @@ class UpProjection:
             start += part.shape[0]
 
     def derived(self) -> Iterator[tuple[str, Tensor]]:
-        """Both, where they are dequantised."""
+        """Yield both matrices if they are dequantised."""
         if self._quantized is not None:
             yield from ((weight.name, weight.data) for weight in self._weights)
 
@@ -259,7 +260,7 @@ class UpProjection:
             yield PackedSlot("", values.name, values.data, head * rows[1], (value, latent))
 
     def _by_row(self) -> Iterator[tuple[int, Parameter]]:
-        """Heads, and which of their matrices: the order of ``kv_b_proj``'s rows."""
+        """Yield heads and one of their matrices each, in the order of ``kv_b_proj``'s rows."""
         return ((head, weight) for head in range(self._heads) for weight in self._weights)
 
 
@@ -278,8 +279,7 @@ class LatentAttention(CompositeLayer):
         bias: bool,
         place: Placement,
     ) -> None:
-        """
-        Args:
+        """Args:
             prefix: the checkpoint's module (``model.layers.0.self_attn``).
             bias: the projections down to latents have one, and the output's; needs ``q_lora_rank``.
 
@@ -320,7 +320,7 @@ class LatentAttention(CompositeLayer):
         self._kernels = latents_for(place.device, place.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
-        """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
+        """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
         shape = self._shape
         latent, heads, interleaved = shape.kv_lora_rank, self._heads, shape.rope_interleave
         down = self._down.forward(x)
@@ -340,7 +340,7 @@ class LatentAttention(CompositeLayer):
         return self._attend(queries, keys, backend)
 
     def _attend(self, queries: Tensor, keys: Tensor, backend: AttentionBackend) -> Tensor:
-        """From queries and keys on; [T, heads, width] and [T, 1, width] to [T, hidden]."""
+        """Attend with queries [T, heads, width] and keys [T, 1, width]; return [T, hidden]."""
         tokens, heads, latent = queries.shape[0], self._heads, self._shape.kv_lora_rank
         attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
         values = queries.new_empty((tokens, heads, self._shape.v_head_dim))
@@ -362,7 +362,9 @@ class LatentAttention(CompositeLayer):
         backend: AttentionBackend,
         kernels: Latents,
     ) -> Tensor:
-        """The same from the projections on; products are written where they are read next, heads apart in memory."""
+        """Compute the same from the projections on; products are written where they are read next, heads
+        apart in memory.
+        """
         tokens, heads, latent, width = kv.shape[0], self._heads, self._shape.kv_lora_rank, kv.shape[1]
         queries, keys = kv.new_empty((tokens, heads, width)), kv.new_empty((tokens, 1, width))
         self._kv_up.absorb(q_nope, queries[..., :latent])
@@ -372,7 +374,7 @@ class LatentAttention(CompositeLayer):
 
     @property
     def packed(self) -> PackedLatents | None:
-        """As the kernel takes it that computes whole layers. None: it is stored otherwise."""
+        """Return the weights for the fused decoder kernel, or None if they are stored otherwise."""
         down, o, up = self._down.packed, self._o.packed, self._kv_up.packed
         q_up = None if self._q_up is None else self._q_up.packed
         if down is None or o is None or up is None or (q_up is None and self._q_up is not None):
@@ -394,16 +396,14 @@ class LatentAttention(CompositeLayer):
 
     @property
     def shape(self) -> LatentShape:
-        """Sizes and variants."""
         return self._shape
 
     @property
     def heads(self) -> int:
-        """This rank's."""
+        """Number of this rank's heads."""
         return self._heads
 
     def parts(self) -> Iterator[Layer]:
-        """Queries, latents, output."""
         yield self._down
         if self._q_up is not None and self._q_norm is not None:
             yield self._q_norm
@@ -413,9 +413,7 @@ class LatentAttention(CompositeLayer):
         yield self._o
 
     def finalize(self) -> None:
-        """See :class:`UpProjection`."""
         self._kv_up.finalize()
 
     def derived(self) -> Iterator[tuple[str, Tensor]]:
-        """``w_kc`` and ``w_vc``, where they are dequantised."""
         yield from self._kv_up.derived()

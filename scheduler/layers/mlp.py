@@ -1,4 +1,4 @@
-"""The gated feed-forward block (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
+"""Gated feed-forward block (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
 
 from collections.abc import Iterator
 
@@ -13,11 +13,11 @@ from .parameters import CompositeLayer, Layer, Placement
 from .sharding import even
 
 _CUT, _SLOPE = 7.0, 1.702
-"""Of a clamped gate."""
+"""Constants of a clamped gate."""
 
 
 def bent(gate: Tensor, up: Tensor, bend: Bend) -> Tensor:
-    """``bend(gate) * up`` by torch, in fresh memory."""
+    """Return ``bend(gate) * up`` by torch, in fresh memory."""
     if bend == "silu":
         return functional.silu(gate).mul_(up)
     if bend == "gelu_tanh":
@@ -41,8 +41,7 @@ class GatedMLP(CompositeLayer):
         partial: bool = False,
         field: str = "intermediate_size",
     ) -> None:
-        """
-        Args:
+        """Args:
             prefix: the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``.
             partial: the caller sums over the ranks, each of which has a part of the width.
             field: the config's name for the width.
@@ -64,7 +63,6 @@ class GatedMLP(CompositeLayer):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
         gate_up = self.gate_up.forward(x)
         if self._kernels is not None:
             gated = self._kernels.gate_mul(gate_up, bend=self.bend)
@@ -77,6 +75,5 @@ class GatedMLP(CompositeLayer):
         return out
 
     def parts(self) -> Iterator[Layer]:
-        """gate and up, down."""
         yield self.gate_up
         yield self.down

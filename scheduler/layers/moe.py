@@ -1,9 +1,9 @@
-"""The feed-forward block of a layer with experts: a router, the experts it chooses, and those that everything goes through.
+"""Feed-forward block of a layer with experts: a router, routed experts, and shared experts.
 
 Invariants:
-- What a router has chosen is recorded before it is computed with, for whoever replays the routing. The router does both,
+- A router's choice is recorded before it is used, for those who replay the routing. The router does both,
   because a kernel that chooses can record at once.
-- Every rank routes every token, alike; what it computes of the experts and of what everything goes through is summed at once.
+- Every rank routes every token, alike; results of routed and shared experts are summed over ranks at once.
 """
 
 from collections.abc import Iterator
@@ -29,15 +29,17 @@ class Router(Layer, Protocol):
     normalize: bool
     """Weights are divided by their sum."""
     in_groups: GroupRouting | None
-    """Of a choice by groups that compiled kernels can make, too."""
+    """Choice by groups that compiled kernels can make, too; or None."""
 
     @property
     def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        """The weight as compiled kernels take it, and the bias. None: kernels do not serve this choice."""
+        """Return the weight for compiled kernels, and the bias; or None if kernels do not serve this
+        choice.
+        """
         ...
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden] to expert ids, int64 [T, k], and their weights [T, k], float32; fresh memory.
+        """Map [T, hidden] to expert ids, int64 [T, k], and their weights, float32 [T, k]; fresh memory.
 
         The ids are written to ``record``, integers [T, k], as well.
         """
@@ -59,10 +61,10 @@ class TopKRouter(CompositeLayer):
         bias: bool = False,
         place: Placement,
     ) -> None:
-        """
-        Args:
-            module: the checkpoint's, which holds ``weight`` [experts, hidden], and with ``bias`` that [experts].
-            normalize: whether weights are divided by their sum.
+        """Args:
+        module: the checkpoint's, which holds ``weight`` [experts, hidden], and with ``bias`` that
+            [experts].
+        normalize: weights are divided by their sum.
         """
         self._logits = Linear(name, hidden_size, {module: num_experts}, bias=bias, place=place)
         self.top_k, self.normalize = top_k, normalize
@@ -71,7 +73,7 @@ class TopKRouter(CompositeLayer):
         self._triton = triton_experts_for(place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
+        """Return ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
         logits = self._logits.forward(x)
         if self._triton is not None:
             return self._triton.route(logits, self.top_k, normalize=self.normalize, record=record)
@@ -91,12 +93,10 @@ class TopKRouter(CompositeLayer):
 
     @property
     def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        """See :class:`Router`."""
         weight = self._logits.packed
         return None if weight is None or not self._compiled else (weight, self._logits.bias)
 
     def parts(self) -> Iterator[Layer]:
-        """The one product."""
         yield self._logits
 
 
@@ -113,17 +113,19 @@ class RoutedExperts:
         self._rows = self._allocate(0)
 
     def of_layer(self, layer: int, num_tokens: int) -> Tensor:
-        """Where a step of ``num_tokens`` notes the choice of ``layer``: [num_tokens, top_k], a view until the next call."""
+        """Return the record of ``layer``'s choice in a step: [num_tokens, top_k], a view until the next
+        call.
+        """
         return self.of_layers(num_tokens)[layer]
 
     def of_layers(self, num_tokens: int) -> Tensor:
-        """The same of all layers: [layers, num_tokens, top_k]."""
+        """Return the record of all layers: [layers, num_tokens, top_k]."""
         if num_tokens > self._rows.shape[0]:
             self._rows = self._allocate(num_tokens)
         return self._rows[:num_tokens].transpose(0, 1)
 
     def rows(self, num_tokens: int) -> Tensor:
-        """Of the last step, in the order of its tokens: [num_tokens, layers, top_k], a view."""
+        """Return the last step's record in the order of its tokens: [num_tokens, layers, top_k], a view."""
         return self._rows[:num_tokens]
 
     def _allocate(self, tokens: int) -> Tensor:
@@ -131,15 +133,17 @@ class RoutedExperts:
 
 
 class Shared(Layer, Protocol):
-    """What every token goes through beside its experts."""
+    """Shared experts, which every token passes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden], in fresh memory."""
+        """Map [T, hidden] to [T, hidden], in fresh memory."""
         ...
 
 
 class GatedShared(CompositeLayer):
-    """``sigmoid(gate(x)) * mlp(x)``, the gate of one output (Qwen2-MoE: Yang et al., 2024, arXiv:2407.10671)."""
+    """``sigmoid(gate(x)) * mlp(x)``, the gate of one output (Qwen2-MoE: Yang et al., 2024,
+    arXiv:2407.10671).
+    """
 
     def __init__(self, name: str, gate: str, hidden_size: int, mlp: GatedMLP, *, place: Placement) -> None:
         """``gate`` is the checkpoint's module, which holds ``weight`` [1, hidden]."""
@@ -148,16 +152,15 @@ class GatedShared(CompositeLayer):
         self._compiled = best("elementwise", place.device, place.dtype) not in (TORCH, TRITON)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden], in fresh memory."""
         gate = self.gate.forward(x)
         if self._compiled:
             return elementwise.sigmoid_mul(self.mlp.forward(x), gate)
-        # As a softmax of two, which goes row by row: torch's sigmoid rounds the last elements of an array differently.
+        # As a softmax of two, which goes row by row: torch's sigmoid rounds the last elements of an array
+        # differently.
         weight = torch.softmax(torch.cat((gate, torch.zeros_like(gate)), dim=1), dim=1)[:, :1]
         return self.mlp.forward(x).mul_(weight)
 
     def parts(self) -> Iterator[Layer]:
-        """The block, then its gate."""
         yield self.mlp
         yield self.gate
 
@@ -175,10 +178,9 @@ class MoeBlock(CompositeLayer):
         shared: Shared | None = None,
         place: Placement,
     ) -> None:
-        """
-        Args:
-            layer: its number, under which the choice is recorded in ``routing``.
-            shared: what every token goes through, of this rank's width. None: nothing.
+        """Args:
+        layer: its number, under which the choice is recorded in ``routing``.
+        shared: shared experts, of this rank's width, or None.
         """
         self._parallel = place.parallel
         self._layer = layer
@@ -186,7 +188,7 @@ class MoeBlock(CompositeLayer):
         self._routing = routing
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden], in fresh memory."""
+        """Map [T, hidden] to [T, hidden], in fresh memory."""
         ids, weights = self.router.forward(x, self._routing.of_layer(self._layer, x.shape[0]))
         shared = None if self.shared is None else self.shared.forward(x)
         out = self.experts.forward(x, ids, weights, shared)
@@ -195,7 +197,6 @@ class MoeBlock(CompositeLayer):
         return out
 
     def parts(self) -> Iterator[Layer]:
-        """Router, experts, and what everything goes through."""
         yield self.router
         yield self.experts
         if self.shared is not None:

@@ -1,7 +1,7 @@
-"""Slots of parameters that come and go: written where the values are, whether or not the device has them.
+"""Slots of offloaded parameters: written where the values are, whether or not the device has them.
 
-Invariant: a slot reads and writes through its :class:`~..memory.offload.Movable`, which knows. What was written while a
-parameter was away is what comes to the device next.
+Invariant: a slot reads and writes through its :class:`~..memory.offload.Movable`, which knows the place.
+Values written while a parameter is offloaded are those that come to the device next.
 """
 
 from math import prod
@@ -25,7 +25,7 @@ class MovableSlot(WeightSlot):
         self._tensor = tensor
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`WeightSlot.write`.
+        """Write rows.
 
         Raises:
             OSError: the copy on the host cannot be written.
@@ -33,11 +33,10 @@ class MovableSlot(WeightSlot):
         self._movable.write(self._tensor, start * prod(self.shape[1:]), rows)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """See :meth:`WeightSlot.differs`."""
         values = self._movable.values(self._tensor)
         return differ(rows, values if rows.shape == self.shape else values.narrow(0, start, rows.shape[0]))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """A view, of host memory once the parameter has been away."""
+        """Return a view, of host memory once the parameter has been offloaded."""
         values = self._movable.values(self._tensor)
         return values[start:stop] if self.shape else values

@@ -1,13 +1,17 @@
-"""Weights in MXFP4, read into wider floats (OCP Microscaling Formats specification, version 1.0, 2023, sections 5 and 6).
+"""Weights in MXFP4, read into wider floats (OCP Microscaling Formats specification, version 1.0, 2023,
+sections 5 and 6).
 
-A checkpoint holds ``X_blocks`` uint8 [experts, out, in / 32, 16] and ``X_scales`` uint8 [experts, out, in / 32]. A byte is two
-values of E2M1, the first in its lower half; 32 of them share a scale of E8M0, which is ``2^(scale - 127)``, and 255 is NaN.
+A checkpoint holds ``X_blocks`` uint8 [experts, out, in / 32, 16] and ``X_scales`` uint8 [experts, out, in /
+32]. A byte is two values of E2M1, the first in its lower half; 32 of them share a scale of E8M0, which is
+``2^(scale - 127)``, and 255 is NaN.
 
 Invariants:
-- What is stored is the product, rounded once to the dtype of the parameter: exact in bfloat16 and float32.
-- The two may come in either order, in any pieces, far apart: the result depends on the tensors alone. What comes first waits, but
-  blocks only until another tensor's come. Then their values are stored without scales, which is exact, and multiplied later.
-- So at most one tensor's blocks and the scales of all wait: a quarter of one bfloat16 parameter, and a 64th of each.
+- Storage holds the product, rounded once to the dtype of the parameter: exact in bfloat16 and float32.
+- The two may come in either order, in any pieces, far apart: the result depends on the tensors alone. The
+  first waits, but blocks only until another tensor's come. Then their values are stored without scales, which
+  is exact, and multiplied later.
+- So at most one tensor's blocks and the scales of all wait: a quarter of one bfloat16 parameter, and a 64th
+  of each.
 - Values are made of one expert at a time.
 """
 
@@ -29,20 +33,22 @@ _PAIR = {2: torch.int32, 4: torch.int64}
 
 
 class ExpertRows(Protocol):
-    """The weights [out, in] that a pair of tensors is written to."""
+    """Weights [out, in] that a pair of tensors is written to."""
 
     def put(self, expert: int, values: Tensor, *, compare: bool) -> bool:
         """Write one weight as :meth:`~.parameters.TensorSlot.update` does."""
         ...
 
     def multiply(self, expert: int, factors: Tensor) -> None:
-        """Multiply what is stored by ``factors`` float32 [out, in / 32], each for as many columns as share one."""
+        """Multiply the stored values by ``factors`` float32 [out, in / 32], each for as many columns as share
+        one.
+        """
         ...
 
 
 @cache
 def _value_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The two values of every byte, as one integer."""
+    """Return the two values of every byte, as one integer."""
     values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=dtype)
     byte = torch.arange(256)
     both = torch.stack([values[byte % 16], values[byte // 16]], dim=1)
@@ -51,25 +57,27 @@ def _value_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _all_factors(device: torch.device) -> Tensor:
-    """float32: what every scale stands for."""
+    """Return float32 factors of every scale."""
     factors = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - _BIAS)
     factors[_NAN] = torch.nan
     return factors.float().to(device)
 
 
 def values_of(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """``blocks`` uint8 [out, groups, 16] as ``dtype`` [out, 32 * groups], without scales."""
+    """Return ``blocks`` uint8 [out, groups, 16] as ``dtype`` [out, 32 * groups], without scales."""
     pairs = _value_pairs(dtype, blocks.device).index_select(0, blocks.flatten().int())
     return pairs.view(dtype).view(blocks.shape[0], -1)
 
 
 def factors_of(scales: Tensor) -> Tensor:
-    """``scales`` uint8 [out, groups] as float32."""
+    """Return ``scales`` uint8 [out, groups] as float32."""
     return _all_factors(scales.device).index_select(0, scales.flatten().int()).view_as(scales)
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``blocks`` uint8 [out, groups, 16] times ``scales`` uint8 [out, groups], as ``dtype`` [out, 32 * groups]."""
+    """Return ``blocks`` uint8 [out, groups, 16] times ``scales`` uint8 [out, groups], as ``dtype`` [out, 32 *
+    groups].
+    """
     working = torch.float32 if dtype == torch.float16 else dtype  # whose exponents do not hold every scale
     values, factors = values_of(blocks, working), factors_of(scales).to(working)
     values.view(*scales.shape, GROUP).mul_(factors.unsqueeze(-1))
@@ -84,18 +92,18 @@ class _Waiting:
         self._rows = 0
 
     def add(self, rows: Tensor, start: int) -> None:
-        """Rows that follow those that are there."""
+        """Add rows that follow those that are there."""
         self._rows = start + rows.shape[0]
         self._values[start : self._rows].copy_(rows)
 
     @property
     def whole(self) -> Tensor | None:
-        """All of it. None: rows are to come."""
+        """Return the tensor, or None if rows are missing."""
         return self._values if self._rows == self._values.shape[0] else None
 
 
 class Mxfp4Pair:
-    """The blocks and scales of one tensor ``name``, on their way to the weights of some experts."""
+    """Blocks and scales of one tensor ``name``, on their way to the weights of some experts."""
 
     def __init__(
         self,
@@ -106,7 +114,9 @@ class Mxfp4Pair:
         device: torch.device,
         target: ExpertRows,
     ) -> None:
-        """``shape``: [experts, out, in] of all that is written to ``target``, whose storage is of ``dtype``."""
+        """``shape``: [experts, out, in] of all that is written to ``target``, whose storage is of
+        ``dtype``.
+        """
         self._dtype, self._device, self._target = dtype, device, target
         experts, outputs, inputs = shape
         groups = experts, outputs, inputs // GROUP
@@ -118,12 +128,12 @@ class Mxfp4Pair:
         self._unscaled = False  # the weights are the values of blocks that came, without their scales
 
     def forget(self) -> None:
-        """Neither of the two has come."""
+        """Forget both."""
         self._blocks = self._scales = None
         self._unscaled = False
 
     def make_room(self) -> None:
-        """Store the values of blocks that wait; those that lack rows come again."""
+        """Store the values of waiting blocks; those that lack rows come again."""
         blocks = None if self._blocks is None else self._blocks.whole
         self._blocks = None
         if blocks is None:
@@ -133,7 +143,7 @@ class Mxfp4Pair:
         self._unscaled = True
 
     def take_blocks(self, rows: Tensor, start: int, *, compare: bool) -> bool:
-        """As :meth:`~.parameters.TensorSlot.update`; what waits changes nothing yet."""
+        """Write as :meth:`~.parameters.TensorSlot.update`; waiting rows change nothing yet."""
         if start == 0:
             self._blocks, self._unscaled = None, False
         scales = None if self._scales is None else self._scales.whole
@@ -148,7 +158,7 @@ class Mxfp4Pair:
         return not compare
 
     def take_scales(self, rows: Tensor, start: int, *, compare: bool) -> bool:
-        """As :meth:`~.parameters.TensorSlot.update`; what waits changes nothing yet."""
+        """Write as :meth:`~.parameters.TensorSlot.update`; waiting rows change nothing yet."""
         if start == 0 or self._scales is None:
             self._scales = _Waiting(self.scales.shape, self._device)
         self._scales.add(rows, start)
@@ -174,7 +184,7 @@ class Mxfp4Pair:
 
 
 class _Half(HalfSlot):
-    """Either of the two."""
+    """One of the two."""
 
     __slots__ = ("_pair",)
 
@@ -186,11 +196,9 @@ class _Half(HalfSlot):
         self._pair = pair
 
     def forget(self) -> None:
-        """See :meth:`HalfSlot.forget`."""
         self._pair.forget()
 
     def make_room(self) -> None:
-        """See :meth:`HalfSlot.make_room`."""
         self._pair.make_room()
 
 
@@ -198,7 +206,6 @@ class _Blocks(_Half):
     __slots__ = ()
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """See :meth:`Mxfp4Pair.take_blocks`."""
         return self._pair.take_blocks(rows, start, compare=compare)
 
 
@@ -206,5 +213,4 @@ class _Scales(_Half):
     __slots__ = ()
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """See :meth:`Mxfp4Pair.take_scales`."""
         return self._pair.take_scales(rows, start, compare=compare)

@@ -1,8 +1,8 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-Invariant: statistics and scaling are fp32, the result is rounded to the input's dtype, and only then multiplied by the
-weight; with factors that are stored as their distance from one, everything is fp32 and rounded once. The order matters in
-bf16: it is the one that checkpoints were trained with.
+Invariant: statistics and scaling are fp32, the result is rounded to the input's dtype, and only then
+multiplied by the weight; with factors that are stored as their distance from one, everything is fp32 and
+rounded once. The order matters in bf16: checkpoints were trained with it.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,9 @@ from .parameters import Parameter, Placement, WeightSlot
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps)`` over the last dimension, computed in fp32, in fresh memory of x's dtype."""
+    """Return ``x / sqrt(mean(x^2) + eps)`` over the last dimension, computed in fp32, in fresh memory of x's
+    dtype.
+    """
     return functional.rms_norm(x, (x.shape[-1],), None, eps)
 
 
@@ -39,13 +41,13 @@ class RMSNorm:
         self._weight = Parameter(f"{name}.weight", (size,), place.dtype, place.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, size], same shape and dtype out, in fresh memory."""
+        """Map [T, size] to the same shape and dtype, in fresh memory."""
         if self._kernels is not None:
             return self._kernels.rms_norm(x, self._weight.data, self.eps, from_one=self.from_one)
         return self.by_torch(x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual += x`` in place, then the norm of the new residual."""
+        """Add ``x`` to ``residual`` in place, then return the norm of the new residual."""
         if self._kernels is not None:
             return self._kernels.rms_norm(
                 x, self._weight.data, self.eps, residual=residual, from_one=self.from_one
@@ -53,24 +55,24 @@ class RMSNorm:
         return self.forward(residual.add_(x))
 
     def by_torch(self, x: Tensor) -> Tensor:
-        """[..., size], in fresh memory."""
+        """Map [..., size], in fresh memory."""
         if not self.from_one:
             return self.scale_(normalize(x, self.eps))
         return normalize(x.float(), self.eps).mul_(1.0 + self._weight.data.float()).to(x.dtype)
 
     def scale_(self, normalized: Tensor) -> Tensor:
-        """Multiply by the weight, in place; for callers that normalise several tensors at once. Not with ``from_one``."""
+        """Multiply by the weight, in place; for callers that normalise several tensors at once. Not with
+        ``from_one``.
+        """
         return normalized.mul_(self._weight.data)
 
     @property
     def weight(self) -> Tensor:
-        """[size]"""
+        """[size]."""
         return self._weight.data
 
     def slots(self) -> Iterator[WeightSlot]:
-        """The weight's slot."""
         yield self._weight.slot(f"{self._checkpoint}.weight")
 
     def parameters(self) -> Iterator[Parameter]:
-        """The weight."""
         yield self._weight

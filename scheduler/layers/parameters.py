@@ -1,12 +1,13 @@
-"""Where weights live, and the only door through which they are written.
+"""Storage of weights, and the only way to write them.
 
 Invariants:
-- A parameter is allocated once, 64-byte aligned, and never re-assigned: while it is resident its address is the same, so
-  whatever captured it (a graph, a packed kernel) keeps seeing the current weights. A release that moves it says so
-  (``memory/residency.py``).
-- A :class:`WeightSlot` maps one checkpoint tensor, in checkpoint layout, to its rows of one parameter. Nothing outside
-  the layer that owns a parameter touches its storage in any other way.
-- Of several ranks each has the part of a tensor that it computes with, and takes the whole (``sharding.py``).
+- A parameter is allocated once, 64-byte aligned, and never re-assigned: while it is resident its address is
+  the same, so a graph or a packed kernel that captured it keeps seeing the current weights. A release that
+  moves it says so (``memory/residency.py``).
+- A :class:`WeightSlot` maps one checkpoint tensor, in checkpoint layout, to its rows of one parameter.
+  Nothing outside the layer that owns a parameter touches its storage in any other way.
+- With several ranks each has the part of a tensor that it computes with, and takes the whole
+  (``sharding.py``).
 - A value is cast exactly as a cold load casts it, so writing the same checkpoint twice changes no byte.
 """
 
@@ -27,7 +28,7 @@ _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
 
 CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""Dtypes that are cast into each other where weights are written."""
+"""Dtypes that are cast into each other when weights are written."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,13 +40,15 @@ class Fp8Blocks:
     rows: int = 128
     columns: int = 128
     skipped: frozenset[str] = field(default=frozenset(), compare=False)
-    """Checkpoint modules that keep the model's dtype: themselves and what lies below them, or as the end of a name.
+    """Checkpoint modules that keep the model's dtype: themselves and those below them, or as the end of a
+    name.
 
-    Checkpoints of one model list more or fewer that would not be converted anyway, so equal blocks may differ here.
+    Checkpoints of one model list more or fewer that would not be converted anyway, so equal blocks may differ
+    here.
     """
 
     def converts(self, module: str) -> bool:
-        """Whether the checkpoint holds this module's weight as FP8."""
+        """Return True if the checkpoint holds this module's weight as FP8."""
         ends, starts = _not_converted(self.skipped)
         return not (module.endswith(ends) or module.startswith(starts))
 
@@ -55,32 +58,32 @@ _NEVER_FP8 = ("lm_head", "mlp.gate", "block_sparse_moe.gate")  # output head, ro
 
 @cache
 def _not_converted(skipped: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the name of a module ends with, or starts with, that is not converted."""
+    """Return the endings and the beginnings of names of modules that are not converted."""
     names = (*skipped, *_NEVER_FP8)
     return names, tuple(f"{name}." for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model's weights live and what they are computed with; every layer passes it on to its parts."""
+    """Place and dtypes of a model's weights; every layer passes it on to its parts."""
 
     dtype: torch.dtype
-    """Of activations, and of weights that are not quantised."""
+    """Dtype of activations, and of weights that are not quantised."""
     device: torch.device
     fp8: Fp8Blocks | None = None
-    """How projections are stored. None: in ``dtype``."""
+    """Storage of projections, or None if they are in ``dtype``."""
     workspace: Workspace = field(default_factory=Workspace, compare=False, repr=False)
     parallel: TensorParallel = SINGLE
-    """The ranks that hold a shard of every layer each."""
+    """Ranks that hold a shard of every layer each."""
 
 
 class TensorSlot(ABC):
-    """What one checkpoint tensor is written to.
+    """Destination of one checkpoint tensor.
 
     Attributes:
         name: the tensor's name in the checkpoint.
         shape: its shape there.
-        dtype: what it is stored as; other dtypes that it accepts are cast on writing.
+        dtype: dtype in storage; other dtypes that it accepts are cast on writing.
         parameter: name of the engine parameter that it is a part of.
     """
 
@@ -94,32 +97,37 @@ class TensorSlot(ABC):
 
     @property
     def owned(self) -> tuple[range, ...]:
-        """Rows that this rank holds, ascending; the others may be left out of what is written, and are dropped if they come."""
+        """Rows that this rank holds, ascending; the others may be left out of an update, and are dropped if
+        they come.
+        """
         return (range(self.shape[0] if self.shape else 1),)
 
     @property
     def halves(self) -> tuple["HalfSlot", ...]:
-        """Two tensors that a checkpoint may have in the place of this one. Empty: it comes as it is."""
+        """Two tensors that a checkpoint may have in the place of this one; empty if it comes as it is."""
         return ()
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        """Whether values of ``dtype`` can be written."""
+        """Return True if values of ``dtype`` can be written."""
         return dtype == self.dtype or (dtype in CASTABLE and self.dtype in CASTABLE)
 
     def fills(self, dtype: torch.dtype) -> str | None:
-        """Name of the other checkpoint tensor that writing this one in ``dtype`` writes, too. None: there is none."""
+        """Return the name of the other checkpoint tensor that writing this one in ``dtype`` writes, too, or
+        None.
+        """
         return None
 
     @abstractmethod
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """Write, unless the same bytes are there; returns whether a byte changed, True where it did not ``compare``.
+        """Write, unless the same bytes are there; return True if a byte changed, and always without
+        ``compare``.
 
         A tensor's rows come in order, from row 0 to its last.
         """
 
 
 class HalfSlot(TensorSlot):
-    """One of two tensors that may come in the place of another: what they make of it shows when both are whole.
+    """One of two tensors that may come in the place of another: their product exists when both are whole.
 
     Attributes:
         whole: name of the tensor that they stand for.
@@ -136,7 +144,7 @@ class HalfSlot(TensorSlot):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop what waits for the other half."""
+        """Drop the data that waits for the other half."""
 
     @abstractmethod
     def make_room(self) -> None:
@@ -150,11 +158,10 @@ class WeightSlot(TensorSlot):
 
     @property
     def owned_columns(self) -> range | None:
-        """What this rank holds of each of these rows. None: all of it."""
+        """Columns that this rank holds, or None if it holds all."""
         return None
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """See :meth:`TensorSlot.update`."""
         if compare and not self.differs(rows, start):
             return False
         self.write(rows, start)
@@ -164,18 +171,22 @@ class WeightSlot(TensorSlot):
     def write(self, rows: Tensor, start: int) -> None:
         """Overwrite rows ``[start, start + len(rows))`` of dimension 0, in place, casting if needed.
 
-        ``rows`` must not alias the parameter; the copy has been read from ``rows`` when this returns on the CPU.
+        ``rows`` must not alias the parameter; the copy has been read from ``rows`` when this returns on the
+        CPU.
         """
 
     @abstractmethod
     def differs(self, rows: Tensor, start: int) -> bool:
-        """Whether writing would change a byte; stops at the first difference, which is nearly always at once."""
+        """Return True if writing would change a byte; stops at the first difference, which is nearly always
+        at once.
+        """
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows ``[start, stop)`` in checkpoint layout: a view where storage has that layout, else a copy; None: to the end.
+        """Return rows ``[start, stop)`` in checkpoint layout: a view if storage has that layout, else a copy.
 
-        A scalar is read whole. Of a tensor that is divided among ranks, what this one holds of these rows.
+        ``stop`` None means to the end. A scalar is read whole. Of a divided tensor, only this rank's part is
+        returned.
         """
 
 
@@ -190,7 +201,6 @@ class PlainSlot(WeightSlot):
         self._rows = rows
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """See :meth:`WeightSlot.update`."""
         target = self._target(rows, start)
         if compare and not differ(rows, target):
             return False
@@ -198,15 +208,12 @@ class PlainSlot(WeightSlot):
         return True
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`WeightSlot.write`."""
         self._target(rows, start).copy_(rows)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """See :meth:`WeightSlot.differs`."""
         return differ(rows, self._target(rows, start))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """A view."""
         return self._rows[start:stop] if self.shape else self._rows
 
     def _target(self, rows: Tensor, start: int) -> Tensor:
@@ -216,7 +223,9 @@ class PlainSlot(WeightSlot):
 
 
 def differ(rows: Tensor, target: Tensor) -> bool:
-    """Whether a copy of ``rows`` to ``target``, contiguous and of the same shape, would change a byte."""
+    """Return True if a copy of ``rows`` to ``target``, contiguous and of the same shape, would change a
+    byte.
+    """
     new, old = rows.contiguous().view(-1), target.view(-1)
     if new.shape[0] <= _PROBE_ELEMENTS:
         return not _same_bits(new, old)
@@ -229,8 +238,8 @@ def differ(rows: Tensor, target: Tensor) -> bool:
 
 
 def _same_bits(new: Tensor, old: Tensor) -> bool:
-    # As integers: NaN equals itself and -0.0 is not 0.0, as "the same bytes" demands. As the widest that fit, because
-    # torch compares by element.
+    # As integers: NaN equals itself and -0.0 is not 0.0, as "the same bytes" demands. As the widest that fit,
+    # because torch compares by element.
     cast = new.to(device=old.device, dtype=old.dtype)
     size = old.itemsize
     starts = cast.storage_offset() * size, old.storage_offset() * size
@@ -250,7 +259,9 @@ class Parameter:
         assert self.data.data_ptr() % ALIGNMENT == 0, f"{name} is not {ALIGNMENT}-byte aligned"
 
     def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
-        """The slot of the checkpoint tensor held in rows ``[start, start + length)``; None: to the end."""
+        """Return the slot of the checkpoint tensor in rows ``[start, start + length)``; None means to the
+        end.
+        """
         if self.data.dim() == 0:
             return PlainSlot(checkpoint_name, self.name, self.data)
         length = self.data.shape[0] - start if length is None else length
@@ -258,14 +269,14 @@ class Parameter:
 
 
 class Layer(Protocol):
-    """What owns parameters, directly or through other layers."""
+    """Owner of parameters, directly or through other layers."""
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Every checkpoint tensor that this layer takes."""
+        """Yield every checkpoint tensor that this layer takes."""
         ...
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every parameter that this layer owns, each once."""
+        """Yield every parameter that this layer owns, each once."""
         ...
 
 
@@ -274,27 +285,25 @@ class CompositeLayer(ABC):
 
     @abstractmethod
     def parts(self) -> Iterator[Layer]:
-        """In the order of the checkpoint's modules."""
+        """Yield the parts in the order of the checkpoint's modules."""
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Those of the parts."""
         for part in self.parts():
             yield from part.slots()
 
     def parameters(self) -> Iterator[Parameter]:
-        """Those of the parts."""
         for part in self.parts():
             yield from part.parameters()
 
 
 @runtime_checkable
 class DerivingLayer(Layer, Protocol):
-    """A layer that computes with tensors which follow from several of its parameters."""
+    """A layer with tensors that are derived from several of its parameters."""
 
     def finalize(self) -> None:
-        """Derive them from the parameters as they are now, into the storage that :meth:`derived` names; once, at commit."""
+        """Derive the tensors of :meth:`derived` from the current parameters, in place; once, at commit."""
         ...
 
     def derived(self) -> Iterator[tuple[str, Tensor]]:
-        """Every derived tensor by engine name; preallocated, the same storage for ever."""
+        """Yield every derived tensor by engine name; preallocated, the same storage for ever."""
         ...

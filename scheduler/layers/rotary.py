@@ -1,14 +1,16 @@
 """Rotary position embeddings (Su et al., 2021, arXiv:2104.09864), half-rotation and interleaved conventions.
 
 Invariants:
-- Angles are fp32 products of position and inverse frequency; cosine and sine are rounded to the model's dtype, and are
-  shared by all layers.
-- On the CPU they come from a table, computed in blocks of one size as far as positions have gone: a vector library rounds
-  the last elements of an array differently, and no bit may depend on which tokens share a step.
-- Elsewhere they are computed for the step's positions: nothing that a captured graph could hold on to, or a release lose.
+- Angles are fp32 products of position and inverse frequency; cosine and sine are rounded to the model's
+  dtype, and are shared by all layers.
+- On the CPU they come from a table, computed in blocks of one size as far as positions have gone: a vector
+  library rounds the last elements of an array differently, and no bit may depend on which tokens share a
+  step.
+- Elsewhere they are computed for the step's positions: no state for a captured graph to hold on to, or a
+  release to lose.
 
-The Llama-3 frequency scaling is that of Meta's llama-models, as in transformers' ``rope_type: llama3``; YaRN is that of
-Peng et al., 2023 (arXiv:2309.00071), sections 3.2 to 3.4.
+The Llama-3 frequency scaling is that of Meta's llama-models, as in transformers' ``rope_type: llama3``; YaRN
+is that of Peng et al., 2023 (arXiv:2309.00071), sections 3.2 to 3.4.
 """
 
 import math
@@ -27,7 +29,7 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RopeParameters:
-    """What a checkpoint says about its rotary embedding."""
+    """A checkpoint's parameters of its rotary embedding."""
 
     theta: float = 10_000.0
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -42,15 +44,15 @@ class RopeParameters:
     beta_fast: float = 32.0
     """yarn: frequencies with more turns than this over the pre-training's context are kept."""
     beta_slow: float = 1.0
-    """yarn: those with fewer are divided by ``factor``."""
+    """yarn: frequencies with fewer turns are divided by ``factor``."""
     truncate: bool = True
-    """yarn: whether the dimensions where the division begins and ends are whole numbers."""
+    """yarn: the dimensions where the division begins and ends are whole numbers."""
     attention_factor: float = 1.0
-    """yarn: multiplies cosines and sines."""
+    """yarn: factor of cosines and sines."""
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """fp32 [head_dim / 2], in radians per position."""
+    """Return fp32 [head_dim / 2], in radians per position."""
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.rope_type == "linear":
         return frequencies / rope.factor
@@ -74,7 +76,9 @@ def _llama3(frequencies: Tensor, rope: RopeParameters) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeParameters) -> Tensor:
-    """Keep frequencies of many turns, divide those of few, and go linearly from one to the other by dimension."""
+    """Keep frequencies of many turns, divide those of few, and go linearly from one to the other by
+    dimension.
+    """
     size = 2 * len(frequencies)
 
     def dimension(turns: float) -> float:
@@ -103,7 +107,9 @@ class RotaryEmbedding:
             self._table = self._compute(torch.arange(_BLOCK))
 
     def forward(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """int64 [T], all below ``longest``, to cosine and sine, each [T, 1, head_dim / 2] in the model's dtype."""
+        """Map int64 [T], all below ``longest``, to cosine and sine, each [T, 1, head_dim / 2] in the model's
+        dtype.
+        """
         if self._kernels is not None:
             return self._kernels.angles(positions, self._inverse_frequencies, self._factor, self._dtype)
         if self._table is None:
@@ -112,7 +118,9 @@ class RotaryEmbedding:
         return cosines.index_select(0, positions), sines.index_select(0, positions)
 
     def table(self, longest: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of at least the positions [0, longest), each [P, 1, head_dim / 2]; on the CPU only."""
+        """Return cosine and sine of at least the positions [0, longest), each [P, 1, head_dim / 2]; on the
+        CPU only.
+        """
         assert self._table is not None
         while longest > len(self._table[0]):
             start = len(self._table[0])
@@ -127,10 +135,12 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles, [T, 1, rotated / 2] each; fresh memory.
+    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles, [T, 1, rotated / 2] each; fresh
+    memory.
 
-    A pair is elements (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former order
-    either way, which is the same to a scalar product of two rotated vectors. Elements behind ``rotated`` stay.
+    A pair is elements (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former
+    order either way, which is the same to a scalar product of two rotated vectors. Elements behind
+    ``rotated`` stay.
     """
     half = cos.shape[-1]
     turned = x[..., : 2 * half]

@@ -1,11 +1,12 @@
-"""Which part of a checkpoint tensor a rank holds, and the slots that take the whole tensor and keep that part.
+"""A rank's part of a checkpoint tensor, and the slots that take the whole tensor and keep that part.
 
 Invariants:
-- A rank's part is some ranges of rows, a range of columns, or both. The parts of all ranks cover the tensor; where they overlap (a key
-  head that several ranks need, what is replicated), they hold the same bytes.
-- Outside of the layers a tensor has the checkpoint's shape on every rank: whoever sends, counts or compares weights need not
-  know of ranks. Rows that a rank does not hold are taken and dropped.
-- What does not divide is refused by the name of its field, but for the vocabulary, of which the last rank may have less.
+- A rank's part is some ranges of rows, a range of columns, or both. The parts of all ranks cover the tensor;
+  where they overlap (a key head that several ranks need, replicated tensors), they hold the same bytes.
+- Outside of the layers a tensor has the checkpoint's shape on every rank: senders and checkers of weights
+  need not know of ranks. Rows that a rank does not hold are taken and dropped.
+- A size that does not divide is refused by the name of its field, but for the vocabulary, of which the last
+  rank may have less.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,39 +30,39 @@ class Window:
 
     @classmethod
     def whole(cls, total: int) -> "Window":
-        """All of them."""
+        """Return the window of all rows."""
         return cls(0, total, total)
 
     @property
     def length(self) -> int:
-        """How many there are in it."""
         return self.stop - self.start
 
     @property
     def is_whole(self) -> bool:
-        """Nothing is left out."""
         return self.length == self.total
 
     def times(self, factor: int) -> "Window":
-        """Of units of ``factor`` rows each."""
+        """Return the window in rows, for units of ``factor`` rows each."""
         return Window(self.start * factor, self.stop * factor, self.total * factor)
 
     def in_blocks(self, size: int) -> "Window":
-        """The blocks of ``size`` that it is made of; it begins with one, and ends with one or at the end."""
+        """Return the blocks of ``size`` that make up the window; it begins with one, and ends with one or at
+        the end.
+        """
         return Window(self.start // size, -(-self.stop // size), -(-self.total // size))
 
     def fits_blocks(self, size: int) -> bool:
-        """Whether its borders are borders of blocks."""
+        """Return True if its borders are borders of blocks."""
         return self.start % size == 0 and (self.stop % size == 0 or self.stop == self.total)
 
 
 def as_window(size: int | Window) -> Window:
-    """A plain size is whole."""
+    """Return a window; a plain size is whole."""
     return size if isinstance(size, Window) else Window.whole(size)
 
 
 def stacked(windows: Sequence[Window]) -> tuple[Window, ...]:
-    """The windows of several parts as those of the tensor in which these lie one after another."""
+    """Return the windows of several parts as those of the tensor in which these lie one after another."""
     total = sum(window.total for window in windows)
     if all(window.is_whole for window in windows):
         return (Window.whole(total),)
@@ -73,7 +74,8 @@ def stacked(windows: Sequence[Window]) -> tuple[Window, ...]:
 
 
 def even(total: int, parallel: TensorParallel, field: str) -> Window:
-    """This rank's part of ``total``, the same size on each rank; ``field`` is the config's name for it.
+    """Return this rank's part of ``total``, the same size on each rank; ``field`` is the config's name for
+    it.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide it.
@@ -85,7 +87,7 @@ def even(total: int, parallel: TensorParallel, field: str) -> Window:
 
 
 def rounded_up(total: int, parallel: TensorParallel, field: str) -> Window:
-    """This rank's part of ``total``: :func:`per_rank` each, and the last one what is left.
+    """Return this rank's part of ``total``: :func:`per_rank` each, and the rest on the last one.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, nothing would be left.
@@ -97,14 +99,14 @@ def rounded_up(total: int, parallel: TensorParallel, field: str) -> Window:
 
 
 def per_rank(total: int, parallel: TensorParallel) -> int:
-    """What every rank has, rounded up."""
+    """Return every rank's share, rounded up."""
     return -(-total // parallel.size)
 
 
 def head_windows(num_heads: int, num_kv_heads: int, parallel: TensorParallel) -> tuple[Window, Window]:
-    """This rank's query heads, and the key and value heads that they attend with.
+    """Return this rank's query heads, and the key and value heads that they attend with.
 
-    Where there are fewer key and value heads than ranks, each of these is held by several ranks.
+    With fewer key and value heads than ranks, each of these is held by several ranks.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, heads do not divide.
@@ -121,14 +123,16 @@ def head_windows(num_heads: int, num_kv_heads: int, parallel: TensorParallel) ->
 
 
 def require_borders(module: str, field: str, window: Window, block: int) -> None:
-    """
+    """Refuse windows whose borders cut a block of an FP8 weight.
+
     Raises:
-        CaesuraError: UNSUPPORTED_MODEL, a border between ranks cuts a block of an FP8 weight.
+        CaesuraError: UNSUPPORTED_MODEL.
     """
     if not window.fits_blocks(block):
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
-            f"{module} cannot be divided: {field} [{window.start}, {window.stop}) of {window.total} cut its FP8 blocks of {block}",
+            f"{module} cannot be divided: {field} [{window.start}, {window.stop}) of {window.total} cut its "
+            f"FP8 blocks of {block}",
             fields=["quantization_config.weight_block_size"],
         )
 
@@ -149,8 +153,10 @@ class ShardedSlot(WeightSlot):
     __slots__ = ("_columns", "_inner", "_rows")
 
     def __init__(self, inner: WeightSlot, rows: Sequence[Window], columns: Window | None) -> None:
-        """``inner`` is the slot of the part: the windows of ``rows``, ascending, without what lies between them. ``columns`` is
-        None where a row is one element or all of it is held."""
+        """Args:
+        inner: slot of the part: the windows of ``rows``, ascending, without what lies between them.
+        columns: None if a row is one element or all of it is held.
+        """
         total = rows[0].total
         shape = (total, *inner.shape[1:]) if columns is None else (total, columns.total)
         assert inner.shape == (sum(window.length for window in rows), *inner.shape[1:]), inner.name
@@ -160,40 +166,36 @@ class ShardedSlot(WeightSlot):
 
     @property
     def owned(self) -> tuple[range, ...]:
-        """The windows' rows."""
         return tuple(range(window.start, window.stop) for window in self._rows)
 
     @property
     def owned_columns(self) -> range | None:
-        """Of a row, what is held. None: all of it."""
         return None if self._columns is None else range(self._columns.start, self._columns.stop)
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        """As the part does."""
         return self._inner.accepts(dtype)
 
     def fills(self, dtype: torch.dtype) -> str | None:
-        """As the part does."""
         return self._inner.fills(dtype)
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """See :meth:`WeightSlot.update`; rows of other ranks change nothing."""
+        """Write; rows of other ranks change nothing."""
         changed = not compare
         for part, first in self._held(rows, start):
             changed |= self._inner.update(part, first, compare=compare)
         return changed
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`WeightSlot.write`; rows of other ranks are dropped."""
         for part, first in self._held(rows, start):
             self._inner.write(part, first)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """See :meth:`WeightSlot.differs`; of the part that is held."""
         return any(self._inner.differs(part, first) for part, first in self._held(rows, start))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """What is held of rows ``[start, stop)``: :attr:`owned` and :attr:`owned_columns` say which that is."""
+        """Return this rank's part of rows ``[start, stop)``, as :attr:`owned` and :attr:`owned_columns`
+        say.
+        """
         first, last = (self._held_before(row) for row in slice(start, stop).indices(self.shape[0])[:2])
         return self._inner.read(first, max(first, last))
 
@@ -201,7 +203,7 @@ class ShardedSlot(WeightSlot):
         return sum(min(max(row - window.start, 0), window.length) for window in self._rows)
 
     def _held(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
-        """What is held of ``rows`` and where it begins in the part; nothing if there is none."""
+        """Yield this rank's part of ``rows`` with its place in the part; nothing if there is none."""
         for window in self._rows:
             first, last = max(start, window.start), min(start + rows.shape[0], window.stop)
             if first >= last:
@@ -213,7 +215,9 @@ class ShardedSlot(WeightSlot):
 
 
 def sharded(slot: WeightSlot, rows: Window | Sequence[Window], columns: Window | None = None) -> WeightSlot:
-    """``slot``, of the part that this rank holds, as one of the whole tensor; itself where that is all of it."""
+    """Return ``slot``, of the part that this rank holds, as one of the whole tensor; itself if that is all of
+    it.
+    """
     rows = (rows,) if isinstance(rows, Window) else rows
     if columns is not None and columns.is_whole:
         columns = None

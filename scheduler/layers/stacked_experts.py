@@ -1,11 +1,14 @@
 """Slots of checkpoints that hold the experts of a layer as one tensor (gpt-oss).
 
 Invariants:
-- Storage is that of per-expert checkpoints: gate above up, rows along the product's output. Only slots know the other layout:
-  [experts, in, out], with columns of gate and up by turns.
-- Of several ranks each holds a part of the width, and a slot reads that part alone: neither rows nor a range of columns.
-- A piece is some whole experts; each is turned and written by itself, so one expert's weight is the largest transient.
-- Weights in MXFP4 (:mod:`.mxfp4`) go through the same slots of experts, unturned: their rows are the product's output.
+- Storage is that of per-expert checkpoints: gate above up, rows along the product's output. Only slots know
+  the other layout: [experts, in, out], with alternating columns of gate and up.
+- With several ranks each holds a part of the width, and a slot reads that part alone: neither rows nor a
+  range of columns.
+- A piece is some whole experts; each is transposed and written by itself, so one expert's weight is the
+  largest transient.
+- Weights in MXFP4 (:mod:`.mxfp4`) go through the same slots of experts, untransposed: their rows are the
+  product's output.
 """
 
 from collections.abc import Sequence
@@ -19,17 +22,19 @@ from .sharding import Window
 
 
 def by_turns(parts: int, x: Tensor) -> list[Tensor]:
-    """Views of ``x`` [..., parts * n]: the elements that belong to each part."""
+    """Return views of ``x`` [..., parts * n]: the elements that belong to each part."""
     return [x[..., part::parts] for part in range(parts)]
 
 
 class StackedSlot(WeightSlot):
-    """``weight`` [experts, in, out] of all experts of a layer, or the same in MXFP4 where groups of values divide ``in``."""
+    """``weight`` [experts, in, out] of all experts of a layer, or the same in MXFP4 if groups of values
+    divide ``in``.
+    """
 
     __slots__ = ("_pair", "_parts")
 
     def __init__(self, name: str, parameter: str, experts: Sequence[Sequence[WeightSlot]]) -> None:
-        """``experts``: of each expert, the slots [n, in] that its columns belong to by turns."""
+        """``experts``: for each expert, the slots [n, in] that its columns belong to in turn."""
         outputs = sum(slot.shape[0] for slot in experts[0])
         shape = len(experts), experts[0][0].shape[1], outputs
         super().__init__(name, parameter, shape, experts[0][0].dtype)
@@ -46,7 +51,6 @@ class StackedSlot(WeightSlot):
         return () if self._pair is None else (self._pair.blocks, self._pair.scales)
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """See :meth:`WeightSlot.update`."""
         self._forget_halves()
         changed = not compare
         for slot, values in self._turned(rows, start):
@@ -54,17 +58,14 @@ class StackedSlot(WeightSlot):
         return changed
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`WeightSlot.write`."""
         self._forget_halves()
         for slot, values in self._turned(rows, start):
             slot.write(values, 0)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """See :meth:`WeightSlot.differs`."""
         return any(slot.differs(values, 0) for slot, values in self._turned(rows, start))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy."""
         chosen = self._parts[start:stop]
         first = self._parts[0][0].read()
         shape = len(chosen), first.shape[1], first.shape[0] * len(self._parts[0])
@@ -93,14 +94,12 @@ class _Rows:
         self._parts = experts
 
     def put(self, expert: int, values: Tensor, *, compare: bool) -> bool:
-        """See :meth:`~.mxfp4.ExpertRows.put`."""
         slots, changed = self._parts[expert], not compare
         for part, slot in enumerate(slots):
             changed |= slot.update(values[part :: len(slots)], 0, compare=not changed)
         return changed
 
     def multiply(self, expert: int, factors: Tensor) -> None:
-        """See :meth:`~.mxfp4.ExpertRows.multiply`."""
         slots = self._parts[expert]
         for part, slot in enumerate(slots):
             columns = slot.owned_columns or range(slot.shape[1])
@@ -118,26 +117,22 @@ class StackedBiasSlot(WeightSlot):
     __slots__ = ("_count", "_held", "_storage")
 
     def __init__(self, name: str, parameter: str, storage: Tensor, parts: int, held: Window) -> None:
-        """
-        Args:
-            storage: [experts, parts * n], one part after the other; the checkpoint has them by turns.
-            held: which n elements of a part this rank has.
+        """Args:
+        storage: [experts, parts * n], one part after the other; the checkpoint has them alternating.
+        held: the n elements of a part that this rank has.
         """
         super().__init__(name, parameter, (storage.shape[0], parts * held.total), storage.dtype)
         self._storage, self._count, self._held = storage, parts, held
 
     def write(self, rows: Tensor, start: int) -> None:
-        """See :meth:`WeightSlot.write`."""
         self._storage[start : start + len(rows)].copy_(self._in_parts(rows))
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """See :meth:`WeightSlot.differs`."""
         new = self._in_parts(rows).to(self._storage)
         bits = torch.int16 if new.itemsize == 2 else torch.int32
         return not torch.equal(new.view(bits), self._storage[start : start + len(rows)].view(bits))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy."""
         stored = self._storage[start:stop]
         return torch.stack(stored.chunk(self._count, dim=1), dim=-1).flatten(1)
 

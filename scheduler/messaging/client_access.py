@@ -1,12 +1,13 @@
-"""Decides which clients may connect, and how many: a background thread, which answers in milliseconds even during long steps.
+"""Decides which clients may connect, and how many: a background thread, which answers in milliseconds even
+during long steps.
 
 Invariants:
-- With keys, ZeroMQ uses a connection only after this thread has accepted its key. Every error is a refusal: a request without
-  an answer fails with the handshake timeout, and ZeroMQ refuses all clients while no thread answers.
-- The authorized keys are read for each handshake, so added and removed files take effect without a restart.
-- The endpoint is shut before the process runs out of descriptors, and opened again when enough are free. Without descriptors
-  ZeroMQ would abort the process, or keep a core busy with retries.
-- ZeroMQ's I/O thread cannot get ahead of this one: it waits once about 1,000 accepted connections have not been looked at.
+- With keys, ZeroMQ uses a connection only after this thread has accepted its key (:class:`Handshakes`). The
+  authorized keys are read for each handshake, so added and removed files take effect without a restart.
+- The endpoint is shut before the process runs out of descriptors, and opened again when enough are free.
+  Without descriptors ZeroMQ would abort the process, or keep a core busy with retries.
+- ZeroMQ's I/O thread cannot get ahead of this one: it waits once about 1,000 accepted connections have not
+  been looked at.
 - The thread reads every event that ZeroMQ reports until it is told to stop; no exception ends it.
 """
 
@@ -19,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ...io_struct import CaesuraError, ErrorCode
-from ...process.key_files import KeyPair, read_key_pair, read_public_keys
+from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
 from .endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -33,15 +33,16 @@ HANDSHAKE_MS = 10_000
 HEARTBEAT_MS = 10_000
 """Over tcp, how often ZeroMQ sends a heartbeat to a silent peer."""
 DEAD_PEER_MS = 60_000
-"""Over tcp, a peer that sends nothing for so long counts as gone; the peer applies the same timeout to the engine."""
+"""Over tcp, a peer that sends nothing for so long counts as gone; the peer applies the same timeout to the
+engine.
+"""
 MAX_RESERVE = 1536
-"""Descriptors that connections leave free, or half of the process's limit if that is less. More than ZeroMQ can accept
-before this thread has looked: 1,002, when it waits for room in the pipe of its events, and the backlog of the endpoint."""
+"""Descriptors that connections leave free, or half of the process's limit if that is less. More than ZeroMQ
+can accept before this thread has looked: 1,002, when it waits for room in the pipe of its events, and the
+backlog of the endpoint.
+"""
 RECHECK_MS = 1000
 """How often a shut endpoint is checked for whether it can be opened."""
-_DOMAIN = b"caesura"
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_VERSION = b"1.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ServerKeys:
         return keys
 
     def clients(self) -> frozenset[bytes]:
-        """The public keys that may connect, read now."""
+        """Read the public keys that may connect."""
         return read_public_keys(self.authorized, "curve_authorized_clients")
 
 
@@ -91,25 +92,15 @@ class Access:
         """Prepare ``router``, which is not bound yet."""
         self._router = router
         self._endpoint = endpoint
-        self._keys = keys
         self._descriptor_guard = _DescriptorGuard(endpoint)
-        self._zap_socket: zmq.Socket[bytes] | None = None
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if endpoint.address.startswith("tcp://"):
             router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             router.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_PEER_MS)
             router.setsockopt(zmq.HEARTBEAT_TTL, DEAD_PEER_MS)
-        if keys is not None:
-            router.setsockopt(zmq.CURVE_SERVER, 1)
-            router.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
-            router.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
-            router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-            router.setsockopt(
-                zmq.ZAP_ENFORCE_DOMAIN, 1
-            )  # without this option, ZeroMQ accepts all clients while no thread answers
-            self._zap_socket = context.socket(zmq.REP)
-            self._zap_socket.setsockopt(zmq.LINGER, 0)
-            self._zap_socket.bind(_ZAP_ENDPOINT)
+        self._handshakes = (
+            None if keys is None else Handshakes(router, context, keys.own, keys.clients, "client")
+        )
         address = f"inproc://caesura-access-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self._events = context.socket(zmq.PAIR)
@@ -121,13 +112,14 @@ class Access:
         self._thread.start()
 
     def close(self) -> None:
-        """Close ``router``, whose last event ends the thread; after this no client is accepted. Idempotent."""
-        self._router.close()  # disable_monitor would wait with the GIL for an I/O thread that waits for this thread
+        """Close ``router``; its last event ends the thread: no client is accepted afterwards. Idempotent."""
+        # Disable_monitor would wait with the GIL for an I/O thread that waits for this thread
+        self._router.close()
         self._thread.join()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        sockets = [self._events] if self._zap_socket is None else [self._events, self._zap_socket]
+        sockets = [self._events] + ([] if self._handshakes is None else [self._handshakes.socket])
         for each in sockets:
             poller.register(each, zmq.POLLIN)
         while True:
@@ -135,7 +127,8 @@ class Access:
                 poller.poll(RECHECK_MS if self._descriptor_guard.is_shut else None)
                 if not self._process_events():
                     break
-                self._answer_zap_requests()
+                if self._handshakes is not None:
+                    self._handshakes.answer()
             except Exception:  # the thread must go on; the handshake timeout refuses this client
                 logger.exception("a connection could not be checked")
                 time.sleep(0.1)
@@ -152,21 +145,6 @@ class Access:
             if event == zmq.EVENT_ACCEPTED:
                 self._descriptor_guard.note_accepted(1)
         return True
-
-    def _answer_zap_requests(self) -> None:
-        """Answer ZeroMQ's authentication requests (RFC 27, ZAP): accept only keys that are authorized now."""
-        while self._zap_socket is not None and self._zap_socket.poll(0):
-            _, number, _, address, _, mechanism, *credentials = self._zap_socket.recv_multipart()
-            status, text = b"400", b"this key is not authorized"
-            try:
-                assert self._keys is not None
-                if mechanism == b"CURVE" and z85.encode(credentials[0]) in self._keys.clients():
-                    status, text = b"200", b"OK"
-                else:
-                    logger.warning("refused a client of %s: its key is not authorized", address.decode())
-            except Exception:  # a request must be answered, and every error means a refusal
-                logger.exception("refused a client, since the authorized keys cannot be read")
-            self._zap_socket.send_multipart([_VERSION, number, status, text, b"", b""])
 
 
 class _DescriptorGuard:

@@ -2,14 +2,16 @@
 
 Invariants:
 - All ranks call the same collectives in the same order, with tensors of the same shape and dtype.
-- A sum is taken element by element in the order of ranks, in float32, and rounded once: every rank has the same bits, and an
-  element's do not depend on how many others there are. Only a group on NCCL leaves the order to its library.
-- Nothing waits for ever: a rank that is gone, that has given up (:meth:`TensorParallel.abort`) or that is later than the group's
-  timeout raises :class:`RankLostError` in all others, and from then on at every collective.
+- A sum is taken element by element in the order of ranks, in float32, and rounded once: every rank has the
+  same bits, and an element's do not depend on how many other elements there are. Only a group on NCCL leaves
+  the order to its library.
+- Nothing waits for ever: a rank that is gone, that has given up (:meth:`TensorParallel.abort`) or that is
+  later than the group's timeout raises :class:`RankLostError` in all others, and from then on at every
+  collective. Tensors that the failed collective was to fill hold nothing of use then.
 - One rank alone is :data:`SINGLE`, whose collectives do nothing; layers do not even call them.
 
-Shaped after Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): a product split by outputs is followed by one split by
-inputs, whose partial results are summed.
+Shaped after Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): a product split by outputs is followed by
+one split by inputs, whose partial results are summed.
 """
 
 from typing import Protocol
@@ -21,72 +23,48 @@ from ..kernels.collectives import RankLostError as RankLostError
 
 
 class TensorParallel(Protocol):
-    """One rank's view of its group."""
+    """One rank's view of its group. Collectives raise :class:`RankLostError`."""
 
     @property
     def rank(self) -> int:
-        """In ``[0, size)``; rank 0 owns the scheduler."""
+        """Rank in ``[0, size)``; rank 0 owns the scheduler."""
         ...
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    def size(self) -> int: ...
 
     @property
     def compiled(self) -> Collective | None:
-        """What compiled kernels sum with inside a call of theirs. None: they cannot, and layers are computed part by part."""
+        """Sum that compiled kernels call, or None where layers must be computed part by part."""
         ...
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace ``x``, contiguous, by the sum of all ranks' ``x``.
-
-        Raises:
-            RankLostError: ``x`` holds nothing of use then.
-        """
+        """Replace ``x``, contiguous, by the sum of all ranks' ``x``."""
         ...
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, w] of each rank to [T, size * w], in the order of ranks.
+        """Return [T, w] of every rank as [T, size * w], in the order of ranks.
 
         Args:
-            out: [T, n] with n <= size * w, contiguous, where the first n columns go; what is cut off is padding of the last
-                ranks. None: fresh memory for all of it.
-
-        Returns:
-            ``out``.
-
-        Raises:
-            RankLostError: ``out`` holds nothing of use then.
+            out: [T, n] with n <= size * w, contiguous, where the first n columns go; what is cut off is
+                padding of the last ranks. Without it the result is fresh memory.
         """
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Replace ``x``, contiguous, by that of rank ``source``.
-
-        Raises:
-            RankLostError: ``x`` holds nothing of use then.
-        """
+        """Replace ``x``, contiguous, by that of rank ``source``."""
         ...
 
     def barrier(self) -> None:
-        """Return when every rank is here.
-
-        Raises:
-            RankLostError: one does not come.
-        """
+        """Return when every rank is here."""
         ...
 
     def abort(self) -> None:
-        """This rank does not go on, and whoever waits for it, now or later, is told so; never waits. May be called in any thread."""
+        """Give up, and tell whoever waits for this rank, now or later. Never waits; any thread may call it."""
         ...
 
     def reset(self) -> None:
-        """After :meth:`abort` on some rank, all ranks call this to begin anew; returns when every rank is here.
-
-        Raises:
-            RankLostError: one is gone.
-        """
+        """Begin anew after :meth:`abort` on some rank; return when every rank has called this."""
         ...
 
     def close(self) -> None:
@@ -101,34 +79,32 @@ class _Single:
     compiled: Collective | None = None
 
     def all_reduce(self, x: Tensor) -> None:
-        """``x`` is the sum."""
+        pass
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x`` is all there is."""
         return x if out is None else out.copy_(x[:, : out.shape[1]])
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """``x`` is there."""
+        pass
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        pass
 
     def abort(self) -> None:
-        """Nobody waits."""
+        pass
 
     def reset(self) -> None:
-        """Nothing to begin anew."""
+        pass
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass
 
 
 SINGLE: TensorParallel = _Single()
-"""A group of one rank."""
 
 
 class LastOf(_Single):
-    """The last of so many ranks before there are any, for a model that is divided and never computed."""
+    """The last of ``size`` ranks, for a model that is divided but never computed."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = size - 1, size

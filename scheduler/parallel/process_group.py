@@ -1,15 +1,17 @@
 """Ranks on several hosts, or with an accelerator each: collectives by the backends of torch.distributed.
 
 Invariants:
-- A backend is used bare, without torch's registry of process groups: it needs no default group and leaves no global state.
-- gloo only carries bytes: sums are taken here, in the order of ranks, so they have the bits of those over shared memory. NCCL
-  sums by itself: all ranks get the same bits, which may depend on the number of elements.
-- Ranks that would compute otherwise than rank 0 (other kernels, another torch) are refused when the group forms: each rank samples
-  for itself, and a single other bit could make it sample another token.
-- A gloo backend ends with its last reference, which closes its connections, and that is how the others are told: whoever
-  gives up or fails lets go of it. Where another thread is within a collective of it, it ends when that does.
-- On the CPU a collective that cannot end raises. On an accelerator it is enqueued, and nobody waits for it: who notices that a
-  rank is gone calls :meth:`ProcessGroup.abort`, which ends what is enqueued.
+- A backend is used bare, without torch's registry of process groups: it needs no default group and leaves no
+  global state.
+- gloo only carries bytes: sums are taken here, in the order of ranks, so they have the bits of those over
+  shared memory. NCCL sums by itself: all ranks get the same bits, which may depend on the number of elements.
+- Ranks that would compute otherwise than rank 0 (other kernels, another torch) are refused when the group
+  forms: each rank samples for itself, and a single other bit could make it sample another token.
+- A gloo backend ends with its last reference, which closes its connections, and that is how the others are
+  told: whoever gives up or fails lets go of it. Where another thread is within a collective of it, it ends
+  when that does.
+- On the CPU a collective that cannot end raises. On an accelerator it is enqueued, and nobody waits for it:
+  who notices that a rank is gone calls :meth:`ProcessGroup.abort`, which ends what is enqueued.
 
 NCCL's way is written against torch 2.13 and has not been run on several GPUs.
 """
@@ -46,7 +48,7 @@ class ProcessGroup:
     def __init__(
         self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """``store`` is what the ranks find each other by; returns when every rank is here, but with NCCL.
+        """Enter by the store that the ranks find each other by; with NCCL, before every rank is here.
 
         Raises:
             RankLostError: not all of them came in time.
@@ -58,14 +60,12 @@ class ProcessGroup:
         self._backend: Any = self._make()
 
     def all_reduce(self, x: Tensor) -> None:
-        """See :class:`~.group.TensorParallel`."""
         if x.device.type == "cuda":
             self._end(self._live().allreduce([x]))
         else:
             x.copy_(summed(self._gathered(x)))
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See :class:`~.group.TensorParallel`."""
         parts = self._gathered(x.contiguous())
         if out is None:
             out = x.new_empty((x.shape[0], self.size * x.shape[1]))
@@ -76,29 +76,25 @@ class ProcessGroup:
         return out
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """See :class:`~.group.TensorParallel`."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._end(self._live().broadcast([_as_bytes(x)], options))
 
     def barrier(self) -> None:
-        """See :class:`~.group.TensorParallel`; on an accelerator it is one for the device alone."""
+        # On an accelerator it is one for the device alone.
         self.all_reduce(torch.zeros(1, device=self._device))
 
     def abort(self) -> None:
-        """See :class:`~.group.TensorParallel`."""
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
             backend.abort()
 
     def reset(self) -> None:
-        """See :class:`~.group.TensorParallel`."""
         self.abort()
         self._generation += 1
         self._backend = self._make()
 
     def close(self) -> None:
-        """See :class:`~.group.TensorParallel`."""
         self.abort()
 
     def _live(self) -> Any:
@@ -120,7 +116,7 @@ class ProcessGroup:
             raise RankLostError(self.rank, None, str(error)) from error
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """[ranks, ...] of every rank's ``x``."""
+        """Return every rank's ``x`` as [ranks, ...]."""
         parts = x.new_empty((self.size, *x.shape))
         if x.device.type == "cuda":
             self._end(self._live()._allgather_base(_as_bytes(parts), _as_bytes(x)))
@@ -140,9 +136,10 @@ class ProcessGroup:
 
 
 def listen(host: str, port: int, size: int, timeout_s: float = TIMEOUT_S) -> tuple[Store, str]:
-    """Where the ranks find each other, by rank 0: its store, and the address ``host:port`` for the others; port 0 is any.
+    """Return rank 0's store, by which the ranks find each other, and its address ``host:port``.
 
-    By itself torch listens on all addresses of the host, so it is given a socket that listens at ``host`` alone.
+    By itself torch listens on all addresses of the host, so it is given a socket that listens at ``host``
+    alone.
     """
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server((host, port), family=family, backlog=size)
@@ -170,7 +167,7 @@ def join(
     """Enter a group, by the store of :func:`listen` (rank 0) or its address.
 
     Args:
-        dtype: in which the model computes.
+        dtype: what the model computes in.
 
     Raises:
         RankLostError: rank 0 is not there, or not all ranks came in time.

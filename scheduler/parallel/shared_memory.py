@@ -1,9 +1,10 @@
 """Ranks that are processes of one host and compute on its CPU: collectives over memory that they share.
 
-Invariants: rank 0 makes the memory and hands out its address; nobody enters :func:`join` for longer than the timeout. The memory
-has no name, so nothing is left of a group whatever ends its ranks.
+Invariants: rank 0 makes the memory and hands out its address; nobody enters :func:`join` for longer than the
+timeout. The memory has no name, so nothing is left of a group whatever ends its ranks.
 
-Sums take some tens of microseconds where gloo over loopback takes a millisecond (``benchmarks/collectives.py`` measures both).
+Sums take some tens of microseconds where gloo over loopback takes a millisecond
+(``benchmarks/collectives.py`` measures both).
 """
 
 import os
@@ -16,7 +17,7 @@ from ..kernels import native
 from ..kernels.collectives import MAX_RANKS, Collective, create
 
 TIMEOUT_S = 600.0
-"""How long a rank waits for one that lives: another one may still be loading weights that it has been sent."""
+"""Longest wait for a rank that lives, in seconds: it may still be loading weights that it has been sent."""
 
 
 class SharedMemoryGroup:
@@ -28,14 +29,12 @@ class SharedMemoryGroup:
         self._collective = collective
 
     def all_reduce(self, x: Tensor) -> None:
-        """See :class:`~.group.TensorParallel`."""
         if x.dtype in native.FLOATS:
             self._collective.all_reduce(x)
         else:
             x.copy_(summed(self.all_gather(x.view(1, -1)).view(self.size, *x.shape)))
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See :class:`~.group.TensorParallel`."""
         x = x.contiguous()
         if out is None:
             out = x.new_empty((x.shape[0], self.size * x.shape[1]))
@@ -43,28 +42,23 @@ class SharedMemoryGroup:
         return out
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """See :class:`~.group.TensorParallel`."""
         self._collective.broadcast(x, source)
 
     def barrier(self) -> None:
-        """See :class:`~.group.TensorParallel`."""
         self._collective.barrier()
 
     def abort(self) -> None:
-        """See :class:`~.group.TensorParallel`."""
         self._collective.abort()
 
     def reset(self) -> None:
-        """See :class:`~.group.TensorParallel`."""
         self._collective.reset()
 
     def close(self) -> None:
-        """See :class:`~.group.TensorParallel`."""
         self._collective.close()
 
 
 def summed(parts: Tensor) -> Tensor:
-    """``parts`` [ranks, ...] added in their order, in float32 where that is wider: the sum of every group that is not NCCL's."""
+    """Return the sum of ``parts`` [ranks, ...], added in their order, in float32 where that is wider."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
@@ -72,7 +66,7 @@ def summed(parts: Tensor) -> Tensor:
 
 
 def found(size: int) -> tuple[int, str]:
-    """Memory for ``size`` ranks, by its first one: a descriptor for :func:`join`, and the address that the others join.
+    """Make memory for ``size`` ranks; return the descriptor and the address by which :func:`join` enters.
 
     The address is good as long as the descriptor is open in this process, and for processes of the same user.
 
@@ -91,7 +85,7 @@ def found(size: int) -> tuple[int, str]:
 
 
 def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> SharedMemoryGroup:
-    """Enter a group that :func:`found` has made, by its descriptor (rank 0) or its address; returns when all ranks have.
+    """Enter a group of :func:`found` by its descriptor (rank 0) or its address; return when all ranks have.
 
     Raises:
         RankLostError: not all of them came in time, or one is gone.

@@ -108,12 +108,12 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
     config, residency = around.config, around.residency
     reference = load_reference(config, residency)
     executor = around.executor
-    executor.begin(around.start.folder)
+    started = executor.start(around.start.folder)
     loaded, pool, routing, limits = build_components(
-        config, residency, around.start.folder, executor.parallel, executor.group
+        config, residency, around.start.folder, executor.parallel, executor
     )
     own = make_runner(config, loaded, pool, routing)
-    executor.ready()
+    started.wait()
     runner = executor.runner(own)
     table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
     cache = CacheManager(

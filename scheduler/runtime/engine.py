@@ -34,8 +34,7 @@ from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..control.weights_checker import WeightsChecker
 from ..execution.build import MakeRunner, build_runner
-from ..executor.executor import Alone, Executor
-from ..executor.rank_zero import RankZero
+from ..executor.executor import Executor
 from ..memory.device_cache import DeviceCache
 from ..memory.device_module import DeviceModule, device_module_for
 from ..memory.residency import ComponentResidencyManager
@@ -58,8 +57,7 @@ from ..scheduling.live_requests import LiveSample
 from ..scheduling.request import WeightStamp
 from ..scoring.scoring import Scoring
 from ..weights.transports.distributed import WeightsUpdateGroups
-from ..weights.upload import uploader_of
-from ..weights.write_stream import WriteStream, write_stream_of
+from ..weights.upload import WriteStream, uploader_of, write_stream_of
 from .background import Wakeup
 from .config import EngineConfig
 from .core import Core, Surroundings, language_core
@@ -467,18 +465,17 @@ class Engine:
 
 
 def _executor(config: EngineConfig) -> Executor:
-    """The other ranks of an engine, whose processes start here where they are of this host. Raises what has one rank."""
-    if config.tp == 1:
-        return Alone()
-    if is_pipeline(config.model_path):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"tp = {config.tp}: image pipelines have one rank",
-            field="tp",
-            value=config.tp,
-        )
-    require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
-    return RankZero(config)
+    """Start the workers of this host, after refusing a model that cannot be divided among ``tp`` ranks."""
+    if config.tp > 1:
+        if is_pipeline(config.model_path):
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED,
+                f"tp = {config.tp}: image pipelines have one rank",
+                field="tp",
+                value=config.tp,
+            )
+        require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
+    return Executor(config)
 
 
 def _make_core(around: Surroundings, make_runner: MakeRunner) -> Core:

@@ -24,11 +24,10 @@ import torch
 
 from ... import __version__
 from ...io_struct import CaesuraError, ErrorCode
-from ...process import private_directory
+from ...process import log, private_directory
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import use_device
 from ..observability.descriptors import DescriptorCheck, raise_limit
-from . import log
 from .config import EngineConfig
 from .engine import Engine, shutdown_of
 from .guard import EngineEndsError

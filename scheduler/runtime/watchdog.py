@@ -1,16 +1,16 @@
-"""Watchdog of the scheduler loop: ends the process when the loop hangs, after printing all stacks.
+"""The engine's only hang detector: ends the process when the loop hangs, after printing all stacks.
 
 Invariants:
 - The loop pays one attribute write per tick. Time in ``poll`` and in operations declared as long does not
   count.
-- After half of the timeout the stacks of all threads are printed to stderr; after all of it the process exits with
-  :data:`EXIT_HUNG`, a status that no other exit has.
-- Both happen even if a C call holds the GIL forever, so that no Python thread can run. Therefore the watchdog thread
-  keeps postponing faulthandler's own thread (C, needs no GIL) and a kernel timer, at whose expiry glibc calls ``_exit``
-  in a thread of its own. If the GIL is free, the watchdog thread logs a message before.
+- After half of the timeout the stacks of all threads are printed to stderr; after all of it the process exits
+  with :data:`EXIT_HUNG`, a status that no other exit has.
+- Both happen even if a C call holds the GIL forever. Therefore the watchdog thread keeps postponing
+  faulthandler's thread (C, needs no GIL; its own exit has status 1) and a kernel timer, at whose expiry glibc
+  calls ``_exit``. If the GIL is free, the watchdog thread logs a message before.
 
-The time that a process is stopped (SIGSTOP, a frozen cgroup) counts: after more than the timeout it may exit when it
-continues. The time that the machine is suspended does not count.
+Time during which a process is stopped (SIGSTOP, a frozen cgroup) counts; time of a suspended machine does
+not.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from typing import Any
 
+from ...process import log
 from ...process.contract import EXIT_HUNG
-from . import log
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ LOOK_S = 10.0
 _DUMP_S = 0.5
 """Time to print stacks before the process exits."""
 LONGEST_S = 1e9
-"""Longest timeout, 32 years: the system's timers take no more. A longer one, inf too, means none."""
+"""Longest timeout in seconds (32 years); a longer one, inf included, means none."""
 LOOKS = 8
 """Minimum number of checks within one timeout."""
 
@@ -43,26 +43,26 @@ _CLOCK_MONOTONIC = 1
 
 
 class Heartbeat:
-    """The state of the loop, as the watchdog reads it."""
+    """State of the loop, as the watchdog reads it."""
 
     def __init__(self) -> None:
         self.ticked = False
-        """Set by the loop in every tick, cleared by the watchdog at every check."""
+        """True after a tick; the watchdog clears it at every check."""
         self.asleep = False
-        """The loop is blocked in ``poll`` because there is nothing to do."""
+        """True while the loop is blocked in ``poll`` because there is nothing to do."""
         self.long: str | None = None
-        """The operation that is declared as long. None means no such operation."""
+        """Operation that is declared as long, or None."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called after :attr:`long` has changed; set by the watchdog."""
+        """Function that the watchdog sets, called after :attr:`long` has changed."""
 
     @property
     def is_due(self) -> bool:
-        """Whether the loop is expected to tick."""
+        """True if the loop is expected to tick."""
         return not (self.asleep or self.long)
 
     @contextlib.contextmanager
     def long_operation(self, what: str) -> Iterator[None]:
-        """Within this context the loop is not expected to tick; for the thread of the loop only."""
+        """Expect no tick within the block; for the thread of the loop only."""
         before, self.long = self.long, what
         self.on_change()
         try:
@@ -93,7 +93,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="caesura-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start watching."""
         self._alive_at = monotonic()
         self._heartbeat.on_change = self._put_off
         self._put_off()
@@ -144,10 +143,10 @@ class Watchdog:
         if silent >= self._timeout_s / 2 and not self._told:
             self._told = True
             logger.error(
-                "the loop has not ticked for %.1f s; the process ends after %.1f s. Stacks of all threads follow, or precede.",
-                silent,
-                self._timeout_s,
-            )
+                "the loop has not ticked for %.1f s; the process ends after %.1f s. "
+                "Stacks of all threads follow, or precede.",
+                silent, self._timeout_s,
+            )  # fmt: skip
 
 
 class Backstop:
@@ -210,15 +209,15 @@ class _ExitTimer:
 
 
 def exit_within(seconds: float) -> None:
-    """Exit in at most ``seconds`` and a little, whatever happens: a limit on the shutdown, which says so before."""
+    """Exit with :data:`EXIT_HUNG` after ``seconds``, whatever happens, with a last log line if possible."""
 
     def end() -> None:
         sleep(seconds + _DUMP_S)
         logger.critical(
-            "the engine ends: its shutdown has taken more than %g s (exit status %d); the stacks of all threads precede",
-            seconds,
-            EXIT_HUNG,
-        )
+            "the engine ends: its shutdown has taken more than %g s (exit status %d); "
+            "the stacks of all threads precede",
+            seconds, EXIT_HUNG,
+        )  # fmt: skip
         log.flush()
         os._exit(EXIT_HUNG)
 
@@ -227,7 +226,7 @@ def exit_within(seconds: float) -> None:
 
 
 def _nonblocking_stderr() -> int | None:
-    """A non-blocking descriptor of stderr: a dump into a pipe that is not read must not block the watchdog thread."""
+    """Return a non-blocking descriptor of stderr: a dump into an unread pipe must not block the watchdog."""
     try:
         if stat.S_ISREG(os.fstat(2).st_mode):
             return 2  # it never blocks, and another opening would write at another place

@@ -1,10 +1,10 @@
-"""Models of several components: which one a call writes, and its tensors under the model's names for them.
+"""Models of several components: the one that a call writes, and its tensors under the model's names.
 
-Invariant: a tensor of a component is known as ``component.name`` everywhere but on the wire and in files, where the call says the
-component once.
+Invariant: a tensor of a component is called ``component.name`` everywhere but on the wire and in files,
+where the call names the component once.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -12,18 +12,14 @@ from typing import Any
 import msgspec
 
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
-from ..memory.workspace import Workspace
-from .loader import WeightLoader
-from .pieces import WeightPiece
-from .source import WeightSource
-from .transports.disk import Checkpoint, DiskSource
+from .source import Pieces, WeightSource
 
 
 def chosen(known: tuple[str, ...], named: str | None) -> str | None:
-    """The component that a call writes which names ``named``; None for a model of one piece.
+    """Return the component that a call writes, if it names ``named``; None for a model without components.
 
     Raises:
-        CaesuraError: ``invalid_request``, the model has no such component.
+        CaesuraError: ``invalid_request`` if the model has no such component.
     """
     if named is None:
         return known[0] if known else None
@@ -36,29 +32,12 @@ def chosen(known: tuple[str, ...], named: str | None) -> str | None:
 
 
 def in_component(source: WeightSource, component: str | None) -> WeightSource:
-    """``source`` under the model's names."""
+    """Return ``source`` under the model's names."""
     return source if component is None else ComponentSource(source, component)
 
 
-def component_of(source: WeightSource) -> str | None:
-    """The component that ``source`` writes; None for a model of one piece."""
-    return source.component if isinstance(source, ComponentSource) else None
-
-
-def fitting(
-    checkpoint: Checkpoint, component: str | None, loader: WeightLoader, workspace: Workspace
-) -> DiskSource:
-    """The source of a complete update from ``checkpoint``, checked in all that can be known before its first byte.
-
-    Raises:
-        CaesuraError: ``weight_mismatch`` with what differs.
-    """
-    loader.check(renamed(checkpoint.specs, component), complete=True)
-    return DiskSource(checkpoint, workspace, loader.owned)
-
-
 class ComponentSource:
-    """Tensors of one component of a model, under the names that the model has for them."""
+    """Tensors of one component of a model, under the model's names."""
 
     def __init__(self, inner: WeightSource, component: str) -> None:
         self.inner = inner
@@ -67,17 +46,15 @@ class ComponentSource:
         self.specs = renamed(inner.specs, component)
         self._prefix = f"{component}."
 
-    def pieces(
-        self, bucket_bytes: int, skip: Callable[[str], bool]
-    ) -> Generator[WeightPiece | None, None, None]:
-        """Those of the inner source."""
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
+        """Yield the pieces of the inner source."""
         with closing(self.inner.pieces(bucket_bytes, lambda name: skip(self._prefix + name))) as pieces:
             for piece in pieces:
                 yield None if piece is None else replace(piece, name=self._prefix + piece.name)
 
 
 def renamed(specs: Iterable[Any], component: str | None) -> list[Any]:
-    """``specs``, that came by the wire or from a file, under the model's names."""
+    """Return ``specs``, as they came by the wire or from a file, under the model's names."""
     if component is None:
         return list(specs)
     return [

@@ -60,7 +60,7 @@ class LoadedModel:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads that this rank stores; with latent attention there are none, and every rank stores the latents."""
+        """Number of key and value heads that this rank stores; 0 with latent attention."""
         return head_windows(self.config.num_heads, self.config.num_kv_heads, self.parallel)[1].length
 
     @property

@@ -1,12 +1,18 @@
-"""Reading a model's tensors as a checkpoint has them, some milliseconds at a time.
+"""Reads a model's weights as they are stored, to send them, sum them up or search them.
 
-Invariants: bytes are those of storage, in checkpoint layout: whoever writes them has the same weights, derived tensors included.
-Between two slices the loop may look elsewhere. What is packed is unpacked a few rows at a time. Of a tensor that is divided among
-ranks each reads its part, and whoever has all parts has the tensor.
+Invariants:
+- Bytes are those of storage, in checkpoint layout: whoever writes them has the same weights, derived
+  tensors included.
+- Generators yield between slices, so that the loop can do other things. Weights are read a few rows at a
+  time, in place if the storage allows it, so no second copy of a tensor exists.
+- Each rank reads its part of a tensor that is divided among ranks; all parts together are the tensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+import hashlib
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from math import isfinite, prod
 from time import perf_counter
 
 import msgspec
@@ -15,24 +21,36 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ..layers.parameters import WeightSlot
-from .write_stream import OnStream
-from .writing import WRITE_S
+from ..memory.storage import bytes_of
+from ..models.base import Weights
+from .loader import WRITE_S
+from .upload import OnStream
 
 READ_BYTES = 1 << 20
-"""Rows that are read at once."""
+"""Size of the slices in which a tensor is copied to be sent."""
+NAMED = 3
+"""Number of tensors with values that are not finite which an error names."""
+_HASH_BYTES = 8 << 20
+_SLICE_ELEMENTS = 1 << 20
+_FP8 = torch.float8_e4m3fn
+_FP8_MAGNITUDE = 0x7F
+"""Bits of an FP8 value without its sign; all ones are NaN, and there are no infinities."""
 
 
 def read_into(
     buffer: Tensor, specs: Sequence[TensorSpec], slots: Mapping[str, WeightSlot], on_stream: OnStream
 ) -> Iterator[None]:
-    """Copy each tensor of ``specs``, whole, to its ``offset`` in ``buffer``, uint8 on any device; yields between slices.
+    """Copy each tensor of ``specs``, whole, to its ``offset`` in ``buffer``; yields between slices.
 
-    ``on_stream`` makes the stream current on which weights are written.
+    Args:
+        buffer: uint8 on any device.
+        on_stream: makes the stream current on which weights are written.
     """
     began = perf_counter()
     for spec in specs:
         slot, end = slots[spec.name], spec.offset
-        for start, stop in _row_ranges(slot, spec.nbytes):
+        step = max(1, READ_BYTES * _rows(slot) // max(1, spec.nbytes))
+        for start, stop in _row_ranges(slot, step):
             with on_stream():
                 rows = slot.read(start, stop).contiguous().reshape(-1).view(torch.uint8)
                 buffer[end : end + rows.numel()].copy_(rows)
@@ -43,16 +61,17 @@ def read_into(
 
 
 class Held(msgspec.Struct, array_like=True, frozen=True):
-    """What one of several ranks holds of a tensor: the bytes of ``rows`` and, of these, of ``columns``, first and end."""
+    """The part of a tensor that one of several ranks holds: some rows, and some columns of these."""
 
     rows: tuple[tuple[int, int], ...]
+    """First row and end of each range."""
     columns: tuple[int, int] | None
-    """None: all of each row."""
+    """First column and end; None means all of each row."""
     data: bytearray
 
     @classmethod
     def of(cls, slot: WeightSlot) -> "Held":
-        """Read it; the stream is current on which weights are written."""
+        """Read the part of this rank; the stream is current on which weights are written."""
         columns = slot.owned_columns
         part = slot.read().contiguous().reshape(-1).view(torch.uint8)
         rows = tuple((each.start, each.stop) for each in slot.owned)
@@ -60,7 +79,7 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
         return cls(rows, window, bytearray(part.cpu().numpy()))
 
     def place(self, buffer: Tensor, spec: TensorSpec) -> None:
-        """Where it belongs in the tensor of ``spec``, which lies at its ``offset`` in ``buffer``, uint8 on any device."""
+        """Copy the part into the tensor of ``spec``, which is at its ``offset`` in ``buffer``, uint8."""
         whole = buffer[spec.offset : spec.offset + spec.nbytes].view(spec.shape[0] if spec.shape else 1, -1)
         data = torch.frombuffer(self.data, dtype=torch.uint8) if len(self.data) else whole.new_empty(0)
         first, end = 0, whole.shape[1]
@@ -74,16 +93,12 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
 
 
 def is_divided(slot: WeightSlot) -> bool:
-    """Whether this rank holds less than all of it."""
-    return slot.owned_columns is not None or sum(map(len, slot.owned)) != (slot.shape[0] if slot.shape else 1)
+    """Return True if this rank holds less than all of the tensor."""
+    return slot.owned_columns is not None or sum(map(len, slot.owned)) != _rows(slot)
 
 
 def require_placeable(slots: Iterator[WeightSlot]) -> None:
-    """Refuse what ranks hold in other parts than :class:`Held` can tell.
-
-    Raises:
-        CaesuraError: ``unsupported``, with the first such tensor.
-    """
+    """Raise ``unsupported`` for the first tensor whose parts on ranks :class:`Held` cannot describe."""
     for slot in slots:
         columns = slot.owned_columns
         width = prod(slot.shape[1:]) if columns is None else len(columns)
@@ -91,17 +106,113 @@ def require_placeable(slots: Iterator[WeightSlot]) -> None:
         if slot.shape and first and slot.read(first.start, first.start + 1).numel() != width:
             raise CaesuraError(
                 ErrorCode.UNSUPPORTED,
-                f"several ranks cannot send {slot.name}: each holds columns of it by turns, in other places than its checkpoint",
+                f"several ranks cannot send {slot.name}: each holds columns that are interleaved with others",
                 name=slot.name,
             )
 
 
-def _row_ranges(slot: WeightSlot, nbytes: int) -> Iterator[tuple[int, int | None]]:
-    """First row and end of the parts in which a tensor of ``nbytes`` is read."""
-    if nbytes <= READ_BYTES or not slot.shape:
-        yield 0, None
+def checksums(model: Weights) -> Generator[None, None, dict[str, str]]:
+    """Return the 128-bit BLAKE2b of each parameter and derived tensor by name; yields between slices."""
+    found: dict[str, str] = {}
+    for name, tensor in model.named_storage():
+        digest = hashlib.blake2b(digest_size=16)
+        for part in tensor.detach().reshape(-1).view(torch.uint8).split(_HASH_BYTES):
+            digest.update(bytes_of(part.cpu()))
+            yield
+        found[name] = digest.hexdigest()
+    return found
+
+
+def garbage(model: Weights) -> Iterator[tuple[WeightSlot, int, Tensor]]:
+    """Yield ``(slot, first row, rows)`` of NaN (0 for integers) that overwrite all weights of a model."""
+    for slot in model.weight_slots().values():
+        value = float("nan") if slot.dtype.is_floating_point else 0
+        for start, stop in _row_ranges(slot, _slice_rows(slot)):
+            shape = (stop - start, *slot.shape[1:]) if slot.shape else ()
+            yield slot, start, torch.full(shape, value, dtype=slot.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A tensor with values that are not finite."""
+
+    name: str
+    """Checkpoint name; the engine's for a derived tensor."""
+    count: int
+    """Number of these values."""
+    total: int
+    """Number of all values."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.count} of {self.total})"
+
+
+def find_non_finite(model: Weights, names: Collection[str]) -> Generator[None, None, list[NonFinite]]:
+    """Return the tensors among ``names``, and the derived ones, with values that are not finite.
+
+    What is stored counts: a value that was finite when it was sent and overflowed in a cast is found.
+    Yields between slices.
+    """
+    found = []
+    for name, total, slices in _stored(model, names):
+        count = 0
+        for values in slices:
+            count += count_non_finite(values)
+            yield
+        if count:
+            found.append(NonFinite(name, count, total))
+    return found
+
+
+def require_finite(found: list[NonFinite]) -> None:
+    """Raise ``weights_not_finite`` if :func:`find_non_finite` has found anything."""
+    if not found:
         return
-    rows = slot.shape[0]
-    step = max(1, READ_BYTES * rows // nbytes)
+    named = ", ".join(map(str, found[:NAMED]))
+    more = f", and {len(found) - NAMED} more tensors" if len(found) > NAMED else ""
+    raise CaesuraError(
+        ErrorCode.WEIGHTS_NOT_FINITE,
+        f"these tensors have values that are NaN or infinite: {named}{more}",
+        tensors=len(found),
+        non_finite=[{"name": each.name, "count": each.count, "total": each.total} for each in found[:NAMED]],
+    )
+
+
+def count_non_finite(values: Tensor) -> int:
+    """Return the number of values that are NaN or infinite; 0 for integers."""
+    if not values.numel() or not values.dtype.is_floating_point:
+        return 0
+    if values.dtype == _FP8:
+        magnitudes = values.view(torch.uint8) & _FP8_MAGNITUDE
+        if int(magnitudes.amax()) < _FP8_MAGNITUDE:
+            return 0
+        return int((magnitudes == _FP8_MAGNITUDE).sum())
+    low, high = torch.aminmax(values)  # NaN if any value is: twenty times as fast as torch.isfinite
+    if isfinite(low.item()) and isfinite(high.item()):
+        return 0
+    return int((~torch.isfinite(values)).sum())
+
+
+def _stored(model: Weights, names: Collection[str]) -> Iterator[tuple[str, int, Iterator[Tensor]]]:
+    """Yield name, number of values and slices of each tensor among ``names``, and of each derived one."""
+    for name, slot in model.weight_slots().items():
+        if name in names:
+            yield name, prod(slot.shape), starmap(slot.read, _row_ranges(slot, _slice_rows(slot)))
+    for name, tensor in model.derived():
+        yield name, tensor.numel(), iter(tensor.reshape(-1).split(_SLICE_ELEMENTS))
+
+
+def _slice_rows(slot: WeightSlot) -> int:
+    return max(1, _SLICE_ELEMENTS // max(prod(slot.shape[1:]), 1))
+
+
+def _row_ranges(slot: WeightSlot, step: int) -> Iterator[tuple[int, int]]:
+    """Yield first row and end of each ``step`` rows."""
+    rows = _rows(slot)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
+
+
+def _rows(slot: WeightSlot) -> int:
+    """Return the length of dimension 0; a scalar has one row."""
+    return slot.shape[0] if slot.shape else 1

@@ -1,8 +1,8 @@
-"""What a transport delivers: named tensors, in pieces; it never sees a model.
+"""What a transport delivers: named tensors, in pieces. A transport never sees a model.
 
-Frames of a message are the simplest: they are read where libzmq put them (8-byte aligned, enough for every dtype), never
-unpickled, and let go when the call has been answered. Of the messages of one update the sender has two under way, half a
-bucket each at most, so one bucket per sender is in memory.
+Frames of a message are the simplest source. They are read where libzmq put them (8-byte aligned, enough for
+every dtype), never unpickled, and released when the call has been answered. A sender has at most two
+messages of an update under way, of half a bucket each, so one bucket per sender is in memory.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,37 +15,68 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
 from ..runtime.dtypes import DTYPES
-from .pieces import NamedSpec, WeightPiece
+
+
+class NamedSpec(Protocol):
+    """Description of a tensor before it comes: io_struct's TensorSpec, or a checkpoint's StoredTensor."""
+
+    @property
+    def name(self) -> str:
+        """Checkpoint name."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Name on the wire, a key of :data:`~..runtime.dtypes.DTYPES`."""
+        ...
+
+    @property
+    def shape(self) -> list[int]: ...
+
+
+@dataclass(slots=True, frozen=True)
+class WeightPiece:
+    """Some rows of one checkpoint tensor; ``rows`` is valid until the next piece is asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: torch.dtype
+    start_row: int
+    """First row in dimension 0; 0 for a scalar."""
+    rows: Tensor
+    """[n, *shape[1:]], or the scalar itself."""
+
+
+Pieces = Generator[WeightPiece | None, None, None]
+"""Pieces of a source. None means that nothing has come yet: ask again when a thread has woken the loop.
+
+A piece is valid until the next one is asked for. The generator is closed if the update fails in between.
+"""
 
 
 class WeightSource(Protocol):
-    """One call's tensors."""
+    """The tensors of one call."""
 
     name: str
-    """Of the transport: ``disk``, ``tensor``, ``ipc``, ``checkpoint_engine``, ``distributed``."""
+    """Name of the transport: ``disk``, ``tensor``, ``ipc``, ``checkpoint_engine``, ``distributed``."""
     total_bytes: int
     complete: bool
-    """Every parameter must be among them."""
+    """True if every parameter must be among the tensors."""
 
     @property
     def specs(self) -> Sequence[NamedSpec]:
-        """All that will come, checked before the first piece is read."""
+        """All tensors that will come; checked before the first piece is read."""
         ...
 
-    def pieces(
-        self, bucket_bytes: int, skip: Callable[[str], bool]
-    ) -> Generator[WeightPiece | None, None, None]:
-        """The tensors, in pieces of about ``bucket_bytes``; ``skip(name)`` is asked once per tensor.
-
-        None: nothing has come yet; ask again when a thread has woken the loop. A piece is valid until the next is asked for.
-        Closed when the update fails in between.
-        """
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
+        """Yield pieces of about ``bucket_bytes``; ``skip(name)`` is asked once for each tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Where a buffer lies for other processes."""
+    """Location of a buffer that other processes can map."""
 
     handle: SharedMemoryHandle | CudaIPCHandle
     start: int
@@ -54,7 +85,7 @@ class SharedMemory:
 
 
 class BufferSource:
-    """Tensors that lie in memory: frames of a message, or shared memory."""
+    """Tensors that are in memory: frames of a message, or shared memory."""
 
     complete = False
 
@@ -68,10 +99,11 @@ class BufferSource:
         """
         Args:
             buffers: bytes, on the host or as uint8 [n] on a device.
-            memory: where the one buffer lies for other ranks of the engine. None: only this process has the buffers.
+            memory: location of the one buffer for other ranks of the engine; None if only this process has
+                it.
 
         Raises:
-            CaesuraError: ``invalid_request``, a spec does not fit its buffer.
+            CaesuraError: ``invalid_request`` if a spec does not fit its buffer.
         """
         self.name = name
         self.specs = specs
@@ -82,36 +114,33 @@ class BufferSource:
             _require_fitting(spec, buffers)
 
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
-        """Views of the buffers, cut where a piece would be larger than ``bucket_bytes``."""
+        """Yield views of the buffers, cut where a piece would be larger than ``bucket_bytes``."""
         for spec in self.specs:
             if skip(spec.name):
                 continue
             buffer = self.buffers[spec.buffer]
-            if isinstance(buffer, Tensor) or not 0 < spec.nbytes <= bucket_bytes:
-                yield from cut(spec, _bytes(buffer, spec.offset, spec.nbytes), bucket_bytes)
-                continue
-            dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
-            rows = torch.frombuffer(
-                buffer, dtype=dtype, count=spec.nbytes // dtype.itemsize, offset=spec.offset
-            )
-            if len(shape) != 1:
-                rows = rows.view((-1, *shape[1:]) if shape else ())
-            yield WeightPiece(spec.name, shape, dtype, spec.start_row, rows)
-
-
-def _bytes(buffer: memoryview | Tensor, offset: int, nbytes: int) -> Tensor:
-    if isinstance(buffer, Tensor):
-        return buffer[offset : offset + nbytes]
-    if not nbytes:  # frombuffer takes no empty ones
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+            if isinstance(buffer, Tensor):
+                yield from cut(spec, buffer[spec.offset : spec.offset + spec.nbytes], bucket_bytes)
+            elif not 0 < spec.nbytes <= bucket_bytes:
+                data = torch.empty(0, dtype=torch.uint8)  # frombuffer takes no empty ones
+                if spec.nbytes:
+                    data = torch.frombuffer(buffer, dtype=torch.uint8, count=spec.nbytes, offset=spec.offset)
+                yield from cut(spec, data, bucket_bytes)
+            else:
+                dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
+                count = spec.nbytes // dtype.itemsize
+                rows = torch.frombuffer(buffer, dtype=dtype, count=count, offset=spec.offset)
+                if len(shape) != 1:
+                    rows = rows.view((-1, *shape[1:]) if shape else ())
+                yield WeightPiece(spec.name, shape, dtype, spec.start_row, rows)
 
 
 def cut(spec: TensorSpec, data: Tensor, bucket_bytes: int) -> Iterator[WeightPiece]:
-    """The rows of ``spec`` that ``data`` holds, in pieces of about ``bucket_bytes``.
+    """Yield the rows of ``spec`` in pieces of about ``bucket_bytes``.
 
     Args:
-        data: uint8 [spec.nbytes], a whole number of rows. A piece that its dtype cannot view where it lies is a copy.
+        data: uint8 [spec.nbytes], a whole number of rows. A piece that its dtype cannot view in place is a
+            copy.
     """
     dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
     row_bytes = prod(shape[1:]) * dtype.itemsize
@@ -131,26 +160,22 @@ def _require_fitting(spec: TensorSpec, buffers: Sequence[memoryview | Tensor]) -
     """Raise unless the spec lies in its buffer and is a whole number of rows."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
-        raise _bad(spec, f"has the unknown dtype {spec.dtype!r}")
+        raise _invalid(spec, f"has the unknown dtype {spec.dtype!r}")
     if spec.buffer >= len(buffers):
-        raise _bad(spec, f"lies in buffer {spec.buffer} of {len(buffers)}")
-    if spec.offset + spec.nbytes > len(buffers[spec.buffer]):
-        size = len(buffers[spec.buffer])
-        raise _bad(spec, f"ends at byte {spec.offset + spec.nbytes} of a buffer of {size}")
+        raise _invalid(spec, f"lies in buffer {spec.buffer} of {len(buffers)}")
+    size = len(buffers[spec.buffer])
+    if spec.offset + spec.nbytes > size:
+        raise _invalid(spec, f"ends at byte {spec.offset + spec.nbytes} of a buffer of {size}")
     if spec.offset % dtype.itemsize:
-        raise _bad(spec, f"starts at byte {spec.offset}, which is not aligned to {spec.dtype}")
+        raise _invalid(spec, f"starts at byte {spec.offset}, which is not aligned to {spec.dtype}")
     row_bytes = prod(spec.shape[1:]) * dtype.itemsize
-    total_rows = spec.shape[0] if spec.shape else 1
-    num_rows = spec.nbytes // row_bytes if row_bytes else total_rows
-    if (
-        num_rows * row_bytes != spec.nbytes
-        or spec.start_row + num_rows > total_rows
-        or (num_rows == 0 < total_rows)
-    ):
-        raise _bad(spec, f"of shape {spec.shape} has {spec.nbytes} bytes from row {spec.start_row} on")
+    rows = spec.shape[0] if spec.shape else 1
+    given = spec.nbytes // row_bytes if row_bytes else rows
+    if given * row_bytes != spec.nbytes or spec.start_row + given > rows or (given == 0 < rows):
+        raise _invalid(spec, f"of shape {spec.shape} has {spec.nbytes} bytes from row {spec.start_row} on")
 
 
-def _bad(spec: TensorSpec, problem: str) -> CaesuraError:
+def _invalid(spec: TensorSpec, problem: str) -> CaesuraError:
     return CaesuraError(
         ErrorCode.INVALID_REQUEST, f"tensor {spec.name!r} {problem}", field="specs", value=spec.name
     )

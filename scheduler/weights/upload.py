@@ -1,55 +1,103 @@
-"""Bytes of the host into a device's memory: through pinned buckets, beside the writing of what came before.
+"""Copies bytes of the host to a device through pinned buckets, while earlier ones are written.
 
-    threads or loop      fill bucket n+2        (read ahead by threads, or packed from what a transport has in memory)
+    threads or loop      fill bucket n+2        (read ahead by threads, or packed from a transport's memory)
     the side stream      copy bucket n+1        after what was written from that bucket's memory on the device
     the writing stream   write bucket n         after its copy
 
 Invariants:
-- A bucket is filled again after its copy, and copied into again after what was written from it: events say so, and the loop
-  waits for neither. It waits for the bytes themselves, and for a fill to finish.
-- One bucket is always on its way while another one is written: the writing may wait for the device (a comparison does).
-- Memory belongs to one load and goes with it, when nothing on the device uses it any more.
+- A bucket is filled again after its copy, and copied into again after what was written from it. Events
+  order this, and the loop waits for neither. It waits for the bytes themselves, and for a fill to finish.
+- One bucket is always on its way while another one is written: the writing may wait for the device (a
+  comparison does).
+- Memory belongs to one load, and is freed when nothing on the device uses it any more.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..memory.device_module import DeviceEvent
+from ..memory.device_module import DeviceEvent, StreamModule, device_module_for, streams_of
 from .loader import WeightLoader
-from .pieces import WeightPiece
-from .source import WeightSource
-from .write_stream import WriteStream
+from .source import Pieces, WeightPiece, WeightSource
 
 READERS = 4
-"""Threads that read ahead: one reads the page cache at a fifth of what a link to the device takes."""
+"""Threads that read ahead: one reads the page cache at a fifth of the speed of a link to the device."""
 BUCKETS = READERS + 2
-"""One of them is being copied, one written."""
+"""Number of buckets; beside those that are read, one is copied and one is written."""
 _ALIGN = 64
 Skip = Callable[[str], bool]
+OnStream = Callable[[], AbstractContextManager[Any]]
+"""Makes the stream current on which weights are written."""
+
+
+class WriteStream:
+    """The stream of a device on which weights are written, and a side stream on which bytes arrive.
+
+    The host enqueues and waits for nothing; events order the two streams.
+    """
+
+    def __init__(self, streams: StreamModule, on_stream: OnStream = nullcontext) -> None:
+        """``on_stream``: without it, weights are written on whichever stream is current."""
+        self.on_stream = on_stream
+        self._streams = streams
+        self._side = streams.Stream()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Make the side stream current; in any thread."""
+        return self._streams.stream(self._side)
+
+    def mark(self) -> DeviceEvent:
+        """Return an event after everything written so far."""
+        with self.on_stream():
+            return self.here()
+
+    def here(self) -> DeviceEvent:
+        """Return an event after everything that the current stream has been given so far."""
+        return self._streams.current_stream().record_event()
+
+    def wait(self, event: DeviceEvent) -> None:
+        """Order what comes next on the current stream after ``event``."""
+        self._streams.current_stream().wait_event(event)
+
+    def write_after(self, event: DeviceEvent) -> None:
+        """Order what is written from now on after ``event``."""
+        with self.on_stream():
+            self.wait(event)
+
+    def synchronize(self) -> None:
+        """Wait until all bytes have arrived that were sent."""
+        self._side.synchronize()
+
+
+def write_stream_of(device: torch.device, on_stream: OnStream = nullcontext) -> WriteStream | None:
+    """Return the streams of ``device``; None if it has no streams."""
+    streams = streams_of(device_module_for(device))
+    return None if streams is None else WriteStream(streams, on_stream)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where some rows of a tensor lie in a bucket."""
+    """Location of some rows of a tensor in a bucket."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     start_row: int
     rows: tuple[int, ...]
-    """Their shape."""
+    """Shape of the rows."""
     offset: int
+    """Bytes from the start of the bucket."""
 
     def piece(self, bucket: Tensor) -> WeightPiece:
-        """A view of ``bucket``, uint8."""
+        """Return a view of ``bucket``, uint8."""
         nbytes = prod(self.rows) * self.dtype.itemsize
         rows = bucket[self.offset : self.offset + nbytes].view(self.dtype).view(self.rows)
         return WeightPiece(self.name, self.shape, self.dtype, self.start_row, rows)
@@ -57,20 +105,20 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The contents of one bucket, and how they come there."""
+    """The contents of one bucket, and how to read them."""
 
     nbytes: int
     read: Callable[[Tensor], None]
-    """Into uint8 [nbytes] on the host; may run in any thread, at any time until the load ends."""
+    """Fills uint8 [nbytes] on the host; may run in any thread, at any time until the load ends."""
     places: list[Place]
 
 
 @runtime_checkable
 class ReadAhead(Protocol):
-    """A source whose buckets can be read in any order, by threads."""
+    """A source whose buckets threads can read in any order."""
 
     def fills(self, bucket_bytes: int, skip: Skip) -> Iterator[Fill]:
-        """All of it; one that is larger than ``bucket_bytes`` holds a single row."""
+        """Yield all of it; a fill that is larger than ``bucket_bytes`` holds a single row."""
         ...
 
 
@@ -81,30 +129,43 @@ class _Bucket:
     host: Tensor
     device: Tensor
     written: DeviceEvent
-    """What was written from ``device``."""
+    """Event after what was written from ``device``."""
     copied: DeviceEvent | None = None
-    """When ``host`` can be filled again."""
+    """Event after which ``host`` can be filled again."""
     places: list[Place] = field(default_factory=list)
     filled: int = 0
+    """Bytes."""
 
     def await_host(self) -> None:
-        """Until the last copy has left ``host``; in the thread that fills it."""
+        """Wait until the last copy has left ``host``; in the thread that fills it."""
         if self.copied is not None:
             self.copied.synchronize()
+
+    def read(self, fill: Fill) -> None:
+        self.await_host()
+        fill.read(self.host[: fill.nbytes])
+
+    def pack(self, piece: WeightPiece) -> None:
+        """Append a piece to what the bucket holds."""
+        rows = piece.rows
+        place = Place(piece.name, piece.shape, piece.dtype, piece.start_row, tuple(rows.shape), self.filled)
+        place.piece(self.host).rows.copy_(rows)
+        self.places.append(place)
+        self.filled += -(-rows.nbytes // _ALIGN) * _ALIGN
 
 
 class Uploader:
     """Loads of host memory into one device."""
 
     def __init__(self, stream: WriteStream, device: torch.device) -> None:
-        """``stream``: on which the weights are written."""
         self._stream = stream
         self._device = device
 
-    def pieces(
-        self, source: WeightSource, bucket_bytes: int, skip: Skip
-    ) -> Generator[WeightPiece | None, None, None]:
-        """The pieces of ``source`` on the device, valid for the writing stream; those that lie there already as they are."""
+    def pieces(self, source: WeightSource, bucket_bytes: int, skip: Skip) -> Pieces:
+        """Yield the pieces of ``source`` on the device, valid for the writing stream.
+
+        Pieces that are on the device already are passed on as they are.
+        """
         load = _Load(self._stream, self._device, bucket_bytes)
         try:
             if isinstance(source, ReadAhead):
@@ -116,7 +177,7 @@ class Uploader:
 
 
 def uploader_of(stream: WriteStream | None, device: torch.device) -> Uploader | None:
-    """Of ``device``; None without a stream: its memory is written from the host's as it is."""
+    """Return the uploader of ``device``; None without a stream, because the loader copies by itself then."""
     return None if stream is None else Uploader(stream, device)
 
 
@@ -133,14 +194,14 @@ class _Load:
         self._readers: ThreadPoolExecutor | None = None
 
     def read_ahead(self, fills: Iterator[Fill]) -> Generator[WeightPiece, None, None]:
-        """Buckets that threads fill."""
+        """Yield the pieces of buckets that threads fill."""
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="caesura-read")
         reading: deque[tuple[_Bucket, Future[None]]] = deque()
         while True:
-            while self._can_fill() and (fill := next(fills, None)) is not None:
+            while (self._free or self._made < BUCKETS) and (fill := next(fills, None)) is not None:
                 bucket = self._take(fill.nbytes)
                 bucket.places, bucket.filled = fill.places, fill.nbytes
-                reading.append((bucket, self._readers.submit(_read, bucket, fill)))
+                reading.append((bucket, self._readers.submit(bucket.read, fill)))
             if not reading:
                 break
             bucket, future = reading.popleft()
@@ -148,24 +209,17 @@ class _Load:
             self._send(bucket)
             if len(self._sent) > 1:
                 yield from self._written()
-        yield from self._drain()
+        yield from self._drain(None)
 
-    def packed(
-        self, pieces: Generator[WeightPiece | None, None, None]
-    ) -> Generator[WeightPiece | None, None, None]:
-        """Pieces of host memory, copied into buckets before the next one is asked for."""
+    def packed(self, pieces: Pieces) -> Pieces:
+        """Yield pieces of host memory, which are copied into buckets before the next one is asked for."""
         bucket: _Bucket | None = None
         try:
             for piece in pieces:
-                if piece is not None and piece.rows.device.type != "cpu":
-                    yield from self._finish(bucket)
+                if piece is None or piece.rows.device.type != "cpu":
+                    yield from self._drain(bucket)  # written while nothing comes
                     bucket = None
                     yield piece
-                    continue
-                if piece is None:  # write what is there meanwhile
-                    yield from self._finish(bucket)
-                    bucket = None
-                    yield None
                     continue
                 nbytes = piece.rows.nbytes
                 if bucket is not None and bucket.filled + nbytes > len(bucket.host):
@@ -177,22 +231,19 @@ class _Load:
                     bucket = self._take(nbytes)
                     bucket.await_host()
                     bucket.places, bucket.filled = [], 0
-                _pack(bucket, piece)
-            yield from self._finish(bucket)
+                bucket.pack(piece)
+            yield from self._drain(bucket)
         finally:
             pieces.close()
 
     def close(self) -> None:
-        """When nothing reads or copies any more. What is being written goes on: its memory is that stream's own."""
+        """Wait until nothing reads or copies any more; the writing stream goes on in memory of its own."""
         if self._readers is not None:
             self._readers.shutdown(cancel_futures=True)
         self._stream.synchronize()
 
-    def _can_fill(self) -> bool:
-        return bool(self._free) or self._made < BUCKETS
-
     def _take(self, nbytes: int) -> _Bucket:
-        """A bucket of at least ``nbytes``."""
+        """Return a bucket of at least ``nbytes``."""
         bucket = self._free.popleft() if self._free else None
         size = max(self._bucket_bytes, nbytes)
         if bucket is not None and len(bucket.host) >= size:
@@ -205,7 +256,7 @@ class _Load:
             return _Bucket(host, device, self._stream.here())
 
     def _send(self, bucket: _Bucket) -> None:
-        """Start its copy; the writing stream is told when its turn comes."""
+        """Start the copy of a bucket."""
         with self._stream.beside():
             self._stream.wait(bucket.written)
             bucket.device[: bucket.filled].copy_(bucket.host[: bucket.filled], non_blocking=True)
@@ -213,7 +264,7 @@ class _Load:
         self._sent.append(bucket)
 
     def _written(self) -> Generator[WeightPiece, None, None]:
-        """The pieces of the bucket that was sent first; it is free when all have been written."""
+        """Yield the pieces of the bucket that was sent first; it is free when all have been written."""
         bucket = self._sent.popleft()
         assert bucket.copied is not None
         self._stream.write_after(bucket.copied)
@@ -222,34 +273,18 @@ class _Load:
         bucket.written = self._stream.mark()
         self._free.append(bucket)
 
-    def _finish(self, bucket: _Bucket | None) -> Generator[WeightPiece, None, None]:
+    def _drain(self, bucket: _Bucket | None) -> Generator[WeightPiece, None, None]:
+        """Send ``bucket``, and yield the pieces of all buckets that were sent."""
         if bucket is not None:
             self._send(bucket)
-        yield from self._drain()
-
-    def _drain(self) -> Generator[WeightPiece, None, None]:
         while self._sent:
             yield from self._written()
 
 
-def _read(bucket: _Bucket, fill: Fill) -> None:
-    bucket.await_host()
-    fill.read(bucket.host[: fill.nbytes])
-
-
-def _pack(bucket: _Bucket, piece: WeightPiece) -> None:
-    """Behind what the bucket holds."""
-    rows = piece.rows
-    place = Place(piece.name, piece.shape, piece.dtype, piece.start_row, tuple(rows.shape), bucket.filled)
-    place.piece(bucket.host).rows.copy_(rows)
-    bucket.places.append(place)
-    bucket.filled += -(-rows.nbytes // _ALIGN) * _ALIGN
-
-
 def pieces_of(
     source: WeightSource, loader: WeightLoader, uploader: Uploader | None, bucket_bytes: int
-) -> Generator[WeightPiece | None, None, None]:
-    """Of ``source``, where the weights are: on the device, if it has streams."""
+) -> Pieces:
+    """Return the pieces of ``source``, on the weights' device if it has streams."""
     if uploader is None:
         return source.pieces(bucket_bytes, loader.skip)
     return uploader.pieces(source, bucket_bytes, loader.skip)

@@ -201,7 +201,8 @@ def test_every_error_code_has_a_remedy_and_every_quoted_log_line_exists():
     _, codes, lines = re.findall(r"\|---\|.*\n((?:\|.*\n)+)", page)
     named = [code for row in codes.splitlines() for code in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(ErrorCode)
-    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scheduler").rglob("*.py"))
+    files = [path for folder in ("scheduler", "process") for path in (ROOT / folder).rglob("*.py")]
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
     quoted = [text for row in lines.splitlines() for text in re.findall(r"`([^`]+)`", row.split("|")[1])]
     assert len(quoted) > 10
     assert [text for text in quoted if text not in source] == []

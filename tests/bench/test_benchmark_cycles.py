@@ -1,4 +1,6 @@
-"""Pause cycles are measured under a load that stays, by every transport, and judged by the step that was measured."""
+"""Pause cycles are measured under a load that stays, by every transport, and judged by the step that was
+measured.
+"""
 
 import json
 

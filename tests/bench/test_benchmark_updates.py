@@ -1,20 +1,20 @@
-"""The update benchmarks measure what they say: references move every byte, peaks are seen, every transport is driven."""
+"""The update benchmarks measure what they say: references move every byte, peaks are seen, every transport is
+driven.
+"""
 
 import argparse
 import dataclasses
 import os
 
-import memory_over_updates
 import pytest
 import torch
 import weight_update
 from architectures import ARCHITECTURES
-from checkpoints import SHAPES, write_checkpoint
+from checkpoints import SHAPES
 from harness.bare import BareGloo, BareZeroMQ, flat_bytes
 from harness.fresh import absorbed_halves, fresh_derivation_bytes, stacked_experts
 from harness.process_memory import MB, read_memory, reset_peak
 from harness.transports import TRANSPORTS
-from rich.console import Console
 
 
 @pytest.fixture
@@ -50,14 +50,6 @@ def test_a_peak_is_seen_after_it_has_passed_and_forgotten_at_a_reset():
     assert read_memory(pid).peak - before < 60 * MB
 
 
-def test_growth_counts_from_the_tenth_turn_and_names_what_came_late():
-    values = [*range(10), *[9] * 10, *range(10, 30)]
-    assert memory_over_updates.settled_growth(values) == (20, 20)
-    assert memory_over_updates.settled_growth([0] * 9 + [5] * 31) == (0, 0)
-    assert memory_over_updates.most_growth([*[0] * 99, *[5] * 25, *[3] * 25, *[9, 7] * 50, 2]) == 6
-    assert memory_over_updates.most_growth([0, 9] * 20) == 0
-
-
 @pytest.mark.slow
 def test_every_transport_is_measured(monkeypatch):
     monkeypatch.setitem(weight_update.MODELS, "dense", SHAPES["tiny"])
@@ -86,16 +78,3 @@ def test_a_derivation_into_fresh_tensors_is_what_the_model_computes_with(fp8):
     assert 0.01 < keys.float().std() < 0.03  # as large as an unquantised weight
     taken = fresh_derivation_bytes(tensors, shape.num_attention_heads, shape.qk_nope_head_dim)
     assert taken > 0.8 * sum(tensor.nbytes for tensor in (gate_up, down))
-
-
-@pytest.mark.slow
-def test_memory_is_followed_and_drawn(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_over_updates, "IN_FLIGHT", 8)
-    folders = [write_checkpoint(tmp_path / str(seed), "tiny", seed=seed) for seed in (0, 1)]
-    series = memory_over_updates.run("ipc", folders, 20, Console(quiet=True))
-    assert len(series.reserved) == len(series.anonymous) == len(series.shared) == 20
-    assert min(series.reserved) > 10 * MB
-    memory_over_updates.plot({"ipc": series, "disk": series}, tmp_path / "plot.svg")
-    drawing = (tmp_path / "plot.svg").read_text()
-    assert "ipc" in drawing and "MB" in drawing
-    assert len(drawing) < 100_000

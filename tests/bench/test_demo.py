@@ -1,4 +1,6 @@
-"""The demo, quick: all of the loop against a real engine and a real trainer; only the learning is too short to see."""
+"""The demo, quick: all of the loop against a real engine and a real trainer; only the learning is too short
+to see.
+"""
 
 import json
 import os
@@ -114,7 +116,7 @@ def test_a_policy_with_experts_or_latent_attention_goes_the_same_way(tmp_path, p
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 def test_every_other_transport_brings_the_weights_of_each_update(tmp_path, transport):
-    """The logprob gap says so: it compares what the engine sampled with the weights that it should have had."""
+    """The logprob gap compares what the engine sampled with the weights that it should have had."""
     summary = summary_in(finish_demo(tmp_path, "--updates", "2", "--transport", transport))
     assert (summary["transport"], summary["updates"], summary["requests_lost"]) == (transport, 2, 0)
     assert 0.0 < summary["max_logprob_gap"] <= 1e-3

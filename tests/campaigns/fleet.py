@@ -1,16 +1,17 @@
 """Replicas of a fleet that end: while they generate, and in every phase of an update.
 
-Real engines, real clients. Generations run throughout; in each round one replica gets SIGTERM (it ends in order, as after an
-eviction) or SIGKILL at the chosen point, its engine is started again, and the fleet brings it back to its weights from another one. The checkpoints are such that the greedy successor of
-each token is known for each version, so that a token of other weights than its span says is seen. Counted is what must not be:
-requests that were not answered whole (lost), tokens that their span's weights do not give (wrong), outputs that were begun after an
-update and have tokens of older weights, outputs with weights whose update failed, and members that serve another label than the
-fleet (mixed). Exit status 1 if there is any.
+Real engines, real clients. Generations run throughout; in each round one replica gets SIGTERM (it ends in
+order, as after an eviction) or SIGKILL at the chosen point, its engine is started again, and the fleet brings
+it back to its weights from another one. The checkpoints are such that the greedy successor of each token is
+known for each version, so that a token of other weights than its span says is seen. Counted is what must not
+be: requests that were not answered whole (lost), tokens that their span's weights do not give (wrong),
+outputs that were begun after an update and have tokens of older weights, outputs with weights whose update
+failed, and members that serve another label than the fleet (mixed). Exit status 1 if there is any.
 
     make kills KILLS_ARGS="--kills 100 --replicas 3 --seed 1 --json fleet.json"
 
-With --ray the replicas are those of a RolloutFleet on a Ray of this machine, which notices the kill, starts actor and engine again,
-and has the fleet admit them.
+With --ray the replicas are those of a RolloutFleet on a Ray of this machine, which notices the kill, starts
+actor and engine again, and has the fleet admit them.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.machine import machine_facts
+from harness.script import markdown, write_json
 from safetensors.torch import load_file
 
 from caesura.client import EngineError, GenerateOutput, LaunchedScheduler, SamplingParams, launch_scheduler
@@ -144,7 +146,9 @@ class RayReplicas:
         self._killed: dict[str, str] = {}
 
     def kill(self, name: str, number: signal.Signals) -> None:
-        """Send ``number`` to the engine, not to its actor, and nothing to the engine that Ray starts in its place."""
+        """Send ``number`` to the engine, not to its actor, and nothing to the engine that Ray starts in its
+        place.
+        """
         replica = self._fleet.replica(name)
         if replica is not None and name not in self._killed:
             self._killed[name] = replica.start
@@ -318,22 +322,15 @@ def table(rounds: Sequence[Round]) -> str:
     for each in rounds:
         for name in (each.phase, each.signal, "all"):
             parts[name].append(each)
-    lines = [
-        "| ended in | ends | requests | moved | updates aborted | lost | wrong tokens | mixed versions | recovery p50 |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for name in (*PHASES, "SIGTERM", "SIGKILL", "all"):
-        part = parts[name]
-        if not part:
-            continue
-        recovery = statistics.median(each.recovery_s for each in part)
-        sums = [
-            sum(getattr(each, field) for each in part)
-            for field in ("requests", "moved", "aborted_updates", *HARMS)
-        ]
-        cells = [name, str(len(part)), *map(str, sums), f"{recovery:.1f} s"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        if part := parts[name]:
+            counts = ("requests", "moved", "aborted_updates", *HARMS)
+            sums = [str(sum(getattr(each, field) for each in part)) for field in counts]
+            recovery = statistics.median(each.recovery_s for each in part)
+            rows.append([name, str(len(part)), *sums, f"{recovery:.1f} s"])
+    headings = "ended in|ends|requests|moved|updates aborted|lost|wrong tokens|mixed versions|recovery p50"
+    return markdown(headings.split("|"), rows)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -405,8 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with suppress(KeyboardInterrupt):  # what was found by then is told
         asyncio.run(run(options, rounds))
     facts = machine_facts()
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": facts, "rounds": [asdict(each) for each in rounds]}))
+    write_json(options.json, {"machine": facts, "rounds": [asdict(each) for each in rounds]})
     print(json.dumps(facts))
     print(table(rounds))
     return int(any(getattr(each, harm) for each in rounds for harm in HARMS))

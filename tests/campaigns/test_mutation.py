@@ -199,11 +199,15 @@ def outcome(old, new):
     found = attempt(sandbox, reached, mutant, source, Tests(("tests/test_thing.py",), ()))
     return [found.verdict, found.tests, found.by]
 
-sandbox.write("thing.py", source.replace("    if number > LIMIT:", "    while True:\\n        pass\\n    if True:"))
+endless = "    while True:\\n        pass\\n    if True:"
+sandbox.write("thing.py", source.replace("    if number > LIMIT:", endless))
 loops = sandbox.test(["tests/test_thing.py::test_bounded"], 1.0).verdict
 sandbox.write("thing.py", source)
 print(json.dumps({
-    "reached": {line: reached.tests("thing.py", statement_lines(source, line), ["tests/test_thing.py"]) for line in (9, 16, 22)},
+    "reached": {
+        line: reached.tests("thing.py", statement_lines(source, line), ["tests/test_thing.py"])
+        for line in (9, 16, 22)
+    },
     "killed": outcome("        + number", "        - number"),
     "survived": outcome("number > LIMIT", "number >= LIMIT"),
     "broken": outcome("3 + 4", "3 + None"),

@@ -17,7 +17,7 @@ from caesura.io_struct import (
     UpdateWeightsFromTensorReqInput,
     encode,
 )
-from caesura.scheduler.weights import finite
+from caesura.scheduler.weights import reading
 
 NORM = "model.norm.weight"
 
@@ -31,7 +31,7 @@ def driver(tiny_model):
 @pytest.fixture
 def checking(tiny_model, monkeypatch):
     """It checks, one short slice to a tick."""
-    monkeypatch.setattr(finite, "_SLICE_ELEMENTS", 2000)
+    monkeypatch.setattr(reading, "_SLICE_ELEMENTS", 2000)
     monkeypatch.setattr("caesura.scheduler.messaging.command_queue.SLICE_S", 0.0)
     with EngineDriver(str(tiny_model), check_finite=True) as driver:
         yield driver

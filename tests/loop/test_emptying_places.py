@@ -23,7 +23,7 @@ from caesura.io_struct import (
     WeightUpdateReqOutput,
 )
 from caesura.scheduler.execution.model_runner import ModelRunner
-from caesura.scheduler.executor.executor import Alone
+from caesura.scheduler.executor.executor import Executor
 from caesura.scheduler.runtime import engine
 
 MIB = 1 << 20
@@ -339,15 +339,9 @@ def test_the_warm_up_runs_in_inference_mode(tiny_model, monkeypatch):
 
 
 def test_the_pool_is_sized_for_the_rank_that_has_the_least(tiny_model, monkeypatch):
-    class Group:
-        sharing = 1
-
-        def all_reduce_min(self, value: int) -> int:
-            return min(value, 1 * MIB)
-
     with EngineDriver(str(tiny_model), kv_pool_tokens=None) as driver:
         alone, per_token = driver.status().kv.total, driver.status().kv.bytes_per_token
-    monkeypatch.setattr(Alone, "group", Group())
+    monkeypatch.setattr(Executor, "all_reduce_min", lambda _, value: min(value, 1 * MIB))
     with EngineDriver(str(tiny_model), kv_pool_tokens=None, kv_memory_fraction=0.5) as driver:
         total = driver.status().kv.total
     assert total < alone

@@ -29,7 +29,7 @@ def driver(tiny_model, monkeypatch):
     monkeypatch.setattr(
         "caesura.scheduler.messaging.command_queue.SLICE_S", 0.0
     )  # one piece per tick, as for a large model
-    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
     with EngineDriver(str(tiny_model)) as driver:
         yield driver
 

@@ -28,7 +28,7 @@ CELLS = list(product(TABLE, STATES))
 )
 def test_cell(tiny_model, other_model, broken_model, command, state, depth, monkeypatch):
     one_piece_per_slice(monkeypatch)  # one bucket per tick: "updating" can be met
-    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
     reference = {"reference_model_path": str(other_model)} if command == "score" else {}
     with EngineDriver(str(tiny_model), pipeline_depth=depth, **reference) as driver:
         recipes = Recipes(driver, other_model, broken_model)

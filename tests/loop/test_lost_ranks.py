@@ -19,7 +19,7 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.executor.workers import Workers
+from caesura.scheduler.executor.executor import Executor
 from caesura.scheduler.runtime.guard import EngineEndsError
 
 pytestmark = pytest.mark.slow  # a worker takes seconds to start
@@ -105,7 +105,7 @@ def test_a_loop_that_sleeps_is_woken(driver, worker, other_model, state):
     polls = run_to_its_end(driver, worker, lambda: driver.engine.heartbeat.asleep)
     timeout, found = polls.last
     assert timeout is None or timeout > 1_000
-    assert driver.engine._executor._workers._alarm.fd in found
+    assert found & driver.engine._executor.heard.keys()
     assert_all_told(driver, rids)
 
 
@@ -130,13 +130,13 @@ def test_a_command_that_waits_for_an_answer_is_told(driver, worker, monkeypatch)
     """A pause, whose barrier is the answer of every rank."""
     rid = driver.generate([1, 2, 3], 100)
     driver.tick(5)
-    waits, within = Workers.wait, threading.Event()
+    waits, within = Executor.wait, threading.Event()
 
-    def entered(self: Workers, number: int) -> Any:
+    def entered(self: Executor, *arguments: Any) -> None:
         within.set()
-        return waits(self, number)
+        waits(self, *arguments)
 
-    monkeypatch.setattr(Workers, "wait", entered)
+    monkeypatch.setattr(Executor, "wait", entered)
     stop(worker)
     # Nothing is launched before this is looked at: the pause is what meets the worker that does not answer.
     command = driver.send(PauseGenerationReqInput(mode="in_place"))

@@ -605,7 +605,7 @@ def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands
     """Whole bursts are sent before the loop turns, and it turns one slice at a time."""
     with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth, backup) as driver:
         one_piece_per_slice(patch)
-        patch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+        patch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
         trial = Trial(driver, other_model)
         trial.commit_watch("update")
         sent: dict[str, Message] = {}

@@ -31,8 +31,8 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
     new_id,
 )
-from caesura.scheduler.executor import rank_zero
-from caesura.scheduler.executor.messages import Keep, Resume, Write
+from caesura.scheduler.executor import executor
+from caesura.scheduler.executor.executor import Executor
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.memory import host_copy
 
@@ -112,17 +112,22 @@ def test_released_weights_come_back_on_every_rank(driver, other_model):
         assert tokens_of(driver.result(rid)) == tokens == generate(driver)
 
 
+def workers_fail_at(patch: pytest.MonkeyPatch, refused: str) -> None:
+    """They are told something else that they cannot do."""
+    call = Executor.call
+
+    def changed(self, method, *arguments, **options):
+        return call(self, "write") if method == refused else call(self, method, *arguments, **options)
+
+    patch.setattr(Executor, "call", changed)
+
+
 def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch):
     """The other rank goes back to what it was, and nobody takes a copy of memory that is not there."""
-    before, send = checksums(driver), rank_zero.RankZero._call
-
-    def refused(self, make):
-        is_resume = isinstance(make(0), Resume)
-        return send(self, (lambda number: Write(number=number)) if is_resume else make)
-
+    before = checksums(driver)
     ok(driver, ReleaseMemoryOccupationReqInput())
     with monkeypatch.context() as patch:
-        patch.setattr(rank_zero.RankZero, "_call", refused)
+        workers_fail_at(patch, "resume")
         error = assert_error(driver.call(ResumeMemoryOccupationReqInput()), "internal")
     assert "rank 0 has opened no source" in error.detail["ranks"]["1"]
     assert driver.status().memory == "released"
@@ -161,18 +166,15 @@ def copies_of(pid: int) -> int:
 @pytest.mark.parametrize("where", ["rank 0", "another rank"])
 def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch, where):
     """Memory of the host, as much as the weights, until the next release."""
-    send, worker = rank_zero.RankZero._call, driver.status().ranks[0].pid
+    worker = driver.status().ranks[0].pid
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def refused(self, make):
-        return send(self, (lambda number: Write(number=number)) if isinstance(make(0), Keep) else make)
-
     if where == "rank 0":
         monkeypatch.setattr(host_copy.os, "pwrite", full)
     else:
-        monkeypatch.setattr(rank_zero.RankZero, "_call", refused)
+        workers_fail_at(monkeypatch, "keep")
     assert_error(
         driver.call(ReleaseMemoryOccupationReqInput()), "out_of_memory" if where == "rank 0" else "internal"
     )
@@ -191,13 +193,12 @@ def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
         master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=3, group_name="nobody's",
         timeout_s=0.2,
     )  # fmt: skip
-    workers = driver.engine._executor._workers
     for _ in range(2):
         assert_error(
             driver.call(msgspec.structs.replace(join, id=new_id()), max_ticks=100_000), "group_error"
         )
     checksums(driver)
-    assert (workers._answers, workers._asked, workers._unread) == ({}, set(), {})
+    assert driver.engine._executor._answers == {}
 
 
 @pytest.mark.skipif(not DETERMINISTIC, reason="no compiled kernels on this machine")
@@ -275,7 +276,7 @@ def test_image_pipelines_have_one_rank(tmp_path):
 @pytest.mark.parametrize("where", ["asked for", "needed"])
 def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, monkeypatch):
     """Refused before a worker is started."""
-    monkeypatch.setattr(rank_zero, "Workers", None)
+    monkeypatch.setattr(executor, "Workers", None)
     backend, path = "transformers", tiny_model
     if where == "needed":
         backend, path = "auto", tmp_path / "cohere"
@@ -292,7 +293,7 @@ def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, monke
 
 @pytest.mark.parametrize("tp", [3, 1000])
 def test_too_many_ranks_are_refused_before_one_is_started(tiny_model, tp, monkeypatch):
-    monkeypatch.setattr(rank_zero, "Workers", None)
+    monkeypatch.setattr(executor, "Workers", None)
     error = refusal(tiny_model, tp=tp)
     assert (error.code, error.detail["ranks"]) == ("unsupported_model", tp)
     assert error.detail["fields"] == ["num_attention_heads"]

@@ -30,8 +30,7 @@ from caesura.io_struct import (
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromIPCReqInput,
 )
-from caesura.scheduler.executor import rank_zero, runner
-from caesura.scheduler.executor.messages import Abandon, Write
+from caesura.scheduler.executor import executor, parallel_runner
 
 pytestmark = pytest.mark.slow  # its workers take seconds to start
 
@@ -184,14 +183,14 @@ def test_a_commit_needs_every_rank(driver, other_model, tiny_model):
 def test_what_one_rank_refuses_changes_nothing(driver, other_model, monkeypatch):
     """Its folder has other files, as that of another host may."""
     before = checksums(driver)
-    described = rank_zero.described
+    described = executor.described
 
     def other_files(source):
         folder, frames = described(source)
         folder.digest = "0" * 64
         return folder, frames
 
-    monkeypatch.setattr(rank_zero, "described", other_files)
+    monkeypatch.setattr(executor, "described", other_files)
     error = assert_error(by_disk(driver, other_model), "checkpoint_error")
     assert "other files here than on rank 0" in error.detail["ranks"]["1"]
     assert driver.status().weights == "valid"
@@ -199,14 +198,14 @@ def test_what_one_rank_refuses_changes_nothing(driver, other_model, monkeypatch)
 
 
 def test_a_rank_that_fails_in_the_midst_poisons_all(driver, other_model, monkeypatch):
-    send = rank_zero.RankZero._call
+    call = executor.Executor.call
 
-    def loses_its_source(self, make):
-        if isinstance(make(0), Write):
-            self._workers.wait(send(self, lambda number: Abandon(number=number)))
-        return send(self, make)
+    def loses_its_source(self, method, *arguments, **options):
+        if method == "write":
+            call(self, "abandon").wait()
+        return call(self, method, *arguments, **options)
 
-    monkeypatch.setattr(rank_zero.RankZero, "_call", loses_its_source)
+    monkeypatch.setattr(executor.Executor, "call", loses_its_source)
     error = assert_error(by_disk(driver, other_model), "internal")
     assert "rank 0 has opened no source" in error.detail["ranks"]["1"]
     monkeypatch.undo()
@@ -227,14 +226,14 @@ def test_an_update_that_ends_early_ends_on_every_rank(driver, other_model, tiny_
 
 
 def test_a_step_that_a_worker_cannot_read_fails_on_every_rank(driver, alone, monkeypatch):
-    encode = runner.encode_batch
+    encode = parallel_runner.encode_batch
     broken = iter([True])
 
     def torn(batch):
         header, arrays = encode(batch)
         return header, arrays[:-8] if next(broken, False) else arrays
 
-    monkeypatch.setattr(runner, "encode_batch", torn)
+    monkeypatch.setattr(parallel_runner, "encode_batch", torn)
     rid = driver.generate(PROMPT)
     driver.run_until_idle()
     reason = driver.result(rid).finish_reason
@@ -269,7 +268,7 @@ def test_a_pause_answers_when_every_rank_has_ended_the_step(driver):
     driver.call(PauseGenerationReqInput(mode="in_place"))
     steps = driver.engine.scheduler._runner
     assert steps._under_way == []
-    assert driver.engine._executor._workers._answers == {}
+    assert driver.engine._executor._answers == {}
     driver.call(ContinueGenerationReqInput())
     driver.run_until_idle()
     assert len(tokens_of(driver.result(rid))) == 40
@@ -306,7 +305,7 @@ def test_every_command_in_every_state(shared, tiny_model, other_model, broken_mo
     if shared.config.pipeline_depth == 0:
         pytest.skip("once is enough for what takes so long")
     one_piece_per_slice(monkeypatch)
-    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
     wrong = []
     for row, command in enumerate(sorted(TABLE.keys() - {"score"})):
         for state in [state for column, state in enumerate(STATES) if (row + column) % SHARES == share]:

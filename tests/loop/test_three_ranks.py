@@ -9,7 +9,7 @@ from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import DestroyWeightsUpdateGroupReqInput, UpdateWeightFromDiskReqInput
-from caesura.scheduler.executor.messages import Read, Write, decode_call, encode
+from caesura.scheduler.executor.rpc import decode_call, encode
 from caesura.scheduler.executor.workers import Workers
 
 pytestmark = pytest.mark.slow  # workers take seconds to start
@@ -28,14 +28,14 @@ def driver(model) -> Iterator[EngineDriver]:
         yield driver
 
 
-def rank_1_fails_at(monkeypatch, kind: type) -> None:
+def rank_1_fails_at(monkeypatch, method: str) -> None:
     """It is told something else that it cannot do."""
     send = Workers._send_to
 
     def changed(self, rank, frames):
         call = decode_call(frames[0])
-        if rank == 1 and isinstance(call, kind):
-            frames = [encode(Read(number=call.number, names=["no such tensor"]))]
+        if rank == 1 and call.method == method:
+            frames = [encode((call.number, "read", [["no such tensor"]]))]
         send(self, rank, frames)
 
     monkeypatch.setattr(Workers, "_send_to", changed)
@@ -51,7 +51,7 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
     first = next(iter(weights))
     trainer.beside(lambda: trainer.broadcast_each({first: weights[first]}))
     with monkeypatch.context() as patch:
-        rank_1_fails_at(patch, Write)
+        rank_1_fails_at(patch, "write")
         reply = driver.call(update_message(weights), max_ticks=100_000)
     trainer.finish()
     assert assert_error(reply, "internal").detail["ranks"] == {"1": "KeyError: 'no such tensor'"}
@@ -59,13 +59,12 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
     driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
     trainer.close()
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(model)), max_ticks=100_000).committed
-    workers = driver.engine._executor._workers
-    assert (workers._answers, workers._asked) == ({}, set())
+    assert driver.engine._executor._answers == {}
 
 
 def test_what_rank_0_cannot_do_leaves_no_answers_of_the_others(driver, monkeypatch):
     """They have done their part."""
-    steps, workers = driver.engine.scheduler._runner, driver.engine._executor._workers
+    steps = driver.engine.scheduler._runner
 
     def fails(*_):
         raise RuntimeError("an injected defect")
@@ -79,4 +78,4 @@ def test_what_rank_0_cannot_do_leaves_no_answers_of_the_others(driver, monkeypat
             with pytest.raises(RuntimeError, match="injected"):
                 getattr(steps, name)(*arguments)
     steps.synchronize()  # every rank has come to the end of what it was told
-    assert (workers._answers, workers._asked, workers._unread) == ({}, set(), {})
+    assert driver.engine._executor._answers == {}

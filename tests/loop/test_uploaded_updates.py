@@ -18,8 +18,7 @@ from caesura.io_struct import (
 from caesura.scheduler.execution import build
 from caesura.scheduler.runtime import engine
 from caesura.scheduler.weights.transports.disk import open_checkpoint
-from caesura.scheduler.weights.upload import Uploader
-from caesura.scheduler.weights.write_stream import WriteStream
+from caesura.scheduler.weights.upload import Uploader, WriteStream
 
 
 class Counting(Uploader):

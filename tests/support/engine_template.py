@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from caesura.client.launch import launcher as engines
-from caesura.scheduler.executor import launch as workers
+from caesura.scheduler.executor import workers
 
 VARIABLE = "CAESURA_TEST_FORK"
 """Not set, or empty: every process is executed."""
@@ -44,7 +44,7 @@ _ALWAYS = (
     "click",
     "caesura.scheduler.runtime.process",
     "caesura.scheduler.models.qwen3",
-    "caesura.scheduler.executor.worker",
+    "caesura.scheduler.executor.worker_process",
 )
 _COMMAND_LINE = (
     "caesura.client.cli",

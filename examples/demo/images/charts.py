@@ -18,7 +18,7 @@ _SHOWN = 5
 
 
 def all_charts(history: ImageHistory) -> dict[str, Chart]:
-    """Every chart of the report by name."""
+    """Return every chart of the report by name."""
     wide, half = (9.6, 3.1), (4.7, 2.2)
     return {
         "reward": draw_chart("reward", lambda axes: _reward(axes, history), wide),
@@ -93,14 +93,14 @@ def _crossing(axes: Axes, history: ImageHistory) -> None:
 
 
 def picture_row(evaluation: Evaluation, prompt: str) -> str:
-    """Some samples of ``prompt`` side by side, as a data address of a PNG."""
+    """Return some samples of ``prompt`` side by side, as a data address of a PNG."""
     pictures = evaluation.pictures[prompt][:_SHOWN]
     pixels = ((pictures.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return f"data:image/png;base64,{base64.b64encode(_png(_side_by_side(pixels))).decode()}"
 
 
 def _side_by_side(pixels: Tensor) -> Tensor:
-    """uint8 [height, width, 3] of [n, 3, side, side], with a white line between two."""
+    """Return uint8 [height, width, 3] of [n, 3, side, side], with a white line between two."""
     padded = torch.nn.functional.pad(pixels, (0, 1), value=255)
     return padded.permute(2, 0, 3, 1).flatten(1, 2)[:, :-1]
 

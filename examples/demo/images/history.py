@@ -13,15 +13,15 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The policy without noise, with the same seeds each time."""
+    """Rewards of the policy without noise, with the same seeds each time."""
 
     update: int
     reward: float
-    """Of prompts that are trained on; the next two likewise."""
+    """Mean reward of prompts that are trained on; the next two likewise."""
     right_colour: float
     right_shape: float
     held_out_reward: float
-    """Of prompts that are never trained on; the next likewise."""
+    """Mean reward of prompts that are never trained on; the next likewise."""
     held_out_colour: float
     pictures: dict[str, Tensor]
     """float32 [samples, 3, 32, 32] in [-1, 1], by prompt."""
@@ -33,12 +33,12 @@ class Update:
 
     update: int
     reward: float
-    """Of the batch, sampled with noise; the next two likewise."""
+    """Mean reward of the batch, sampled with noise; the next two likewise."""
     right_colour: float
     right_shape: float
     step: Step
     wait_s: float
-    """The learner's wait for the batch."""
+    """Seconds that the learner waited for the batch."""
     learn_s: float
     pause_ms: float
     update_ms: float
@@ -53,7 +53,7 @@ class Update:
 
 @dataclass
 class ImageHistory:
-    """Filled while it runs."""
+    """Record of one run, filled while it runs."""
 
     parameters: int = 0
     pretrain_s: float = 0.0
@@ -64,10 +64,10 @@ class ImageHistory:
     updates: list[Update] = field(default_factory=list)
     evals: list[Evaluation] = field(default_factory=list)
     losses: list[tuple[str, int, float]] = field(default_factory=list)
-    """Of the pretraining: stage, step, loss."""
+    """Stage, step and loss of the pretraining."""
 
     def summary(self) -> dict[str, Any]:
-        """The figures of ``summary.json``."""
+        """Return the figures of ``summary.json``."""
         first, last, pauses = self.evals[0], self.evals[-1], [each.pause_ms for each in self.updates]
         return {
             "reward_first": round(first.reward, 4),

@@ -1,8 +1,10 @@
-"""Flow-GRPO (Liu et al., 2025, arXiv 2505.05470): the policy, its optimiser, and the check of the engine's log-probabilities.
+"""Flow-GRPO (Liu et al., 2025, arXiv 2505.05470): the policy, its optimiser, and the check of the engine's
+log-probabilities.
 
 Invariants:
 - Behaviour log-probabilities are the engine's, never recomputed ones.
-- The check compares each step with the weights that made it, which the result's spans name; the last few versions are kept.
+- The check compares each step with the weights that made it, which the result's spans name; the last few
+  versions are kept.
 - Latents and log-probabilities are float32: in bfloat16 they would be off by more than the clip range.
 """
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from .settings import ImageSettings
 
 _VERSIONS = 4
-"""How many versions back a trajectory may reach."""
+"""Number of versions back that a trajectory may reach."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Batch:
     behaviour: Tensor
     """float32 [n, window]: the engine's log-probabilities, means over the elements of a latent."""
     versions: Tensor
-    """int64 [n, window]: whose weights made each step."""
+    """int64 [n, window]: versions of the weights that made each step."""
     embeds: Tensor
-    """float32 [n, tokens, 64]: what the engine conditioned on."""
+    """float32 [n, tokens, 64]: embeddings that the engine conditioned on."""
     pooled: Tensor
     """float32 [n, 64]"""
     rewards: Tensor
@@ -42,15 +44,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one update measured."""
+    """Measurements of one update."""
 
     gap: float
-    """Largest difference between the engine's log-probability of a step and the learner's under the same weights."""
+    """Largest difference between the engine's log-probability of a step and the learner's under the same
+    weights.
+    """
     clipped: float
     """Share of ratios outside of the clip range."""
     kl: float
     grad_norm: float
-    """Before clipping, of the last minibatch."""
+    """Norm before clipping, of the last minibatch."""
 
 
 class Learner:
@@ -68,13 +72,15 @@ class Learner:
         )
 
     def remember(self, version: int) -> None:
-        """The transformer's weights are version ``version`` now."""
+        """Keep the transformer's weights as version ``version``."""
         self._versions[version] = _frozen(self.transformer)
         while len(self._versions) > _VERSIONS:
             self._versions.popitem(last=False)
 
     def verify(self, batch: Batch) -> float:
-        """The largest difference to the engine's log-probabilities, each step under the weights that made it."""
+        """Return the largest difference to the engine's log-probabilities, each step under the weights that
+        made it.
+        """
         gaps = [torch.zeros(())]
         with torch.no_grad():
             for version in batch.versions.unique().tolist():
@@ -89,11 +95,11 @@ class Learner:
         return torch.stack(gaps).max().item()  # max() of tensors: NaN stays NaN
 
     def update(self, number: int, batch: Batch, before_last: Callable[[], None]) -> Step:
-        """Update number ``number``, from 1: some optimiser steps over shuffled (trajectory, step) pairs.
+        """Make update ``number``, from 1: some optimiser steps over shuffled (trajectory, step) pairs.
 
-        The loss of a pair is ``-min(w A, clip(w) A) + kl * D`` (PPO's clipped objective: Schulman et al., 2017, arXiv
-        1707.06347), with the advantage A normalised in the prompt's group and the divergence D of the step's Gaussian from that
-        of the first policy.
+        The loss of a pair is ``-min(w A, clip(w) A) + kl * D`` (PPO's clipped objective: Schulman et al.,
+        2017, arXiv 1707.06347), with the advantage A normalised in the prompt's group and the divergence D of
+        the step's Gaussian from that of the first policy.
 
         Args:
             before_last: called before the last minibatch.
@@ -125,7 +131,9 @@ class Learner:
         return ((groups - groups.mean(1, keepdim=True)) / scale).flatten()
 
     def _accumulate(self, batch: Batch, advantages: Tensor, pairs: Tensor, count: int) -> tuple[float, float]:
-        """Add the gradient of the mean over ``count`` pairs, of which these are some; (number clipped, sum of divergences)."""
+        """Add the gradient of the mean over ``count`` pairs, of which these are some; (number clipped, sum of
+        divergences).
+        """
         settings = self._settings
         rows, steps = pairs.unbind(1)
         logprobs, mean, std = self._steps(self.transformer, batch, rows, steps)
@@ -141,11 +149,12 @@ class Learner:
     def _steps(
         self, transformer: SD3Transformer2DModel, batch: Batch, rows: Tensor, steps: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability [k] of the steps that were made, and the mean and deviation of each step's Gaussian.
+        """Return the log-probability [k] of the steps, and the mean and deviation of each step's Gaussian.
 
-        Flow-GRPO, equation 9: with the velocity v of the model, ``s = noise_level * sqrt(sigma / (1 - sigma))`` and
-        ``dt < 0``, the next latent has the mean ``x + (v + s^2 / (2 sigma) * (x + (1 - sigma) v)) dt`` and the deviation
-        ``s sqrt(-dt)``. Where sigma is 1, s takes the second sigma for the one that would divide by zero.
+        Flow-GRPO, equation 9: with the velocity v of the model, ``s = noise_level * sqrt(sigma / (1 -
+        sigma))`` and ``dt < 0``, the next latent has the mean ``x + (v + s^2 / (2 sigma) * (x + (1 - sigma)
+        v)) dt`` and the deviation ``s sqrt(-dt)``. Where sigma is 1, s takes the second sigma for the one
+        that would divide by zero.
         """
         x, after = batch.latents[rows, steps], batch.latents[rows, steps + 1]
         sigma = self._sigmas[steps].view(-1, 1, 1, 1)

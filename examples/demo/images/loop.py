@@ -1,12 +1,13 @@
 """The run: trajectories to the learner, weights to the engine, until the last update.
 
-One turn: take a batch, learn; before the last of its optimiser steps the next batch is requested, so the pause finds it in the
-middle of its trajectories; pause in place, send the weights, continue.
+One turn: take a batch, learn; before the last of its optimiser steps the next batch is requested, so the
+pause finds it in the middle of its trajectories; pause in place, send the weights, continue.
 
 Invariants:
-- A paused trajectory keeps its latent, and goes on under the new weights from the step where it stopped; its spans say which
-  step was made by which version.
-- Noise is a function of seed, sample and step. Every update draws from a seed of its own; evaluations always from the same.
+- A paused trajectory keeps its latent, and goes on under the new weights from the step where it stopped; its
+  spans say which step was made by which version.
+- Noise is a function of seed, sample and step. Every update draws from a seed of its own; evaluations always
+  from the same.
 """
 
 import time
@@ -39,7 +40,7 @@ Say = Callable[[str], None]
 
 
 def run(settings: ImageSettings, history: ImageHistory, say: Say) -> None:
-    """The whole run; fills ``history``."""
+    """Run everything and fill ``history``."""
     began = time.perf_counter()
     torch.set_num_threads(settings.learner_threads)
     pipeline = build(settings.seed)
@@ -66,18 +67,18 @@ def run(settings: ImageSettings, history: ImageHistory, say: Say) -> None:
 
 
 def tensor(given: ImageTensor | None) -> torch.Tensor:
-    """A tensor of a result, in memory of its own."""
+    """Return a tensor of a result in memory of its own."""
     assert given is not None, "the result has no such tensor"
     return torch.from_numpy(np.asarray(given).copy())
 
 
 def picture(output: ImageOutput) -> torch.Tensor:
-    """float32 [3, 32, 32] in [-1, 1]."""
+    """Return float32 [3, 32, 32] in [-1, 1]."""
     return tensor(output.image).permute(2, 0, 1).float() / 127.5 - 1
 
 
 def step_versions(output: ImageOutput) -> list[int]:
-    """Of every step, the update whose weights made it. The checkpoint that was served first has another label."""
+    """Return the update whose weights made each step; 0 stands for the first checkpoint."""
     return [
         int(span.version) if span.version.isdigit() else 0
         for span in output.weight_versions
@@ -106,7 +107,7 @@ class Loop:
         self._sender = WeightSender(self.settings.transport, self.client.endpoint, self._write)
 
     def run(self) -> None:
-        """All updates, and the evaluations between them."""
+        """Run all updates, and the evaluations between them."""
         settings = self.settings
         self.say("reinforcement learning")
         self._evaluate(0)
@@ -120,7 +121,7 @@ class Loop:
                     self._evaluate(number)
 
     def _turn(self, number: int) -> None:
-        """One update."""
+        """Run one update."""
         times = [time.perf_counter()]
         outputs = [(prompt, each) for prompt, future in self._pending for each in future.result(PATIENCE_S)]
         prompts = [prompt for prompt, _ in outputs]
@@ -161,7 +162,7 @@ class Loop:
         )
 
     def _request(self, number: int) -> None:
-        """Trajectories for update ``number``: all prompts that are trained on, some samples of each."""
+        """Request trajectories for update ``number``: some samples of all prompts that are trained on."""
         settings = self.settings
         sde = SdeParams(type="sde", noise_level=settings.noise_level, steps=list(range(settings.window)))
 
@@ -196,13 +197,13 @@ class Loop:
         )
 
     def _write(self) -> Path:
-        """The transformer, in one of two folders in turn: the engine may still hold the last one."""
+        """Write the transformer into one of two folders in turn: the engine may still hold the last one."""
         folder = self.settings.out_dir / f"transformer-{len(self.history.updates) % 2}"
         self.pipeline.transformer.save_pretrained(folder)
         return folder
 
     def _evaluate(self, update: int) -> None:
-        """All prompts without noise, from the same seeds each time."""
+        """Evaluate all prompts without noise, from the same seeds each time."""
 
         def samples(place: int, prompt: str) -> list[ImageOutput]:
             outputs: list[ImageOutput] = self.client.generate_images(
@@ -236,7 +237,8 @@ class Loop:
         )
         self.history.evals.append(evaluation)
         self.say(
-            f"update {update:3d}  reward {evaluation.reward:.3f}  right colour {evaluation.right_colour:.2f}  "
+            f"update {update:3d}  reward {evaluation.reward:.3f}  "
+            f"right colour {evaluation.right_colour:.2f}  "
             f"right shape {evaluation.right_shape:.2f}  held-out reward {evaluation.held_out_reward:.3f}"
         )
 

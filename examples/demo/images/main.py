@@ -10,7 +10,7 @@ from .settings import ImageSettings
 
 
 def run_images(console: Console, settings: ImageSettings) -> None:
-    """The whole demo; raises what the run raises."""
+    """Run the whole demo; raise what the run raises."""
     set_verbosity_error()  # saving says of each part that there is none of it
     settings.out_dir.mkdir(parents=True, exist_ok=True)
     history = ImageHistory()

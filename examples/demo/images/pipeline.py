@@ -1,4 +1,5 @@
-"""A Stable Diffusion 3 of 2.9 MB out of diffusers' and transformers' own classes, made from their configurations.
+"""A Stable Diffusion 3 of 2.9 MB out of diffusers' and transformers' own classes, made from their
+configurations.
 
 Two small CLIP text encoders with random weights that stay as they are; no T5. Nothing is fetched.
 """
@@ -20,14 +21,14 @@ from .world import COLOURS, FILL, SIDE
 LATENT = (4, 8, 8)
 _START, _PAD, _END = "<|startoftext|>", "<|pad|>", "<|endoftext|>"
 _MAX_TOKENS = 6
-"""Start, three words, end, and one of padding."""
+"""Tokens of a prompt: start, three words, end, and one of padding."""
 _TEXT_WIDTH = 32
 _WIDTHS = (16, 32, 32)
 _DIM, _LAYERS, _HEADS = 64, 3, 4
 
 
 def build(seed: int) -> StableDiffusion3Pipeline:
-    """An untrained pipeline."""
+    """Return an untrained pipeline."""
     tokenizer = _tokenizer()
     encoders = [_text_encoder(len(tokenizer), seed + 1 + number) for number in range(2)]
     torch.manual_seed(seed)
@@ -99,7 +100,9 @@ def _text_encoder(vocab_size: int, seed: int) -> CLIPTextModelWithProjection:
 
 
 def _tokenizer() -> CLIPTokenizer:
-    """CLIP's class, with one token for each word of the prompts: a list of merges builds every word."""
+    """Return CLIP's tokenizer with one token for each word of the prompts: a list of merges builds every
+    word.
+    """
     vocab = {_START: 0, _PAD: 1, _END: 2}
     merges: Any = []
     words = ["a", *COLOURS, *FILL]
@@ -133,7 +136,7 @@ def _merged(parts: list[str], pair: tuple[str, str]) -> list[str]:
 
 @torch.no_grad()
 def encode(pipeline: StableDiffusion3Pipeline, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """Embeddings [n, 6, 64] and pooled embeddings [n, 64] of ``prompts``."""
+    """Return embeddings [n, 6, 64] and pooled embeddings [n, 64] of ``prompts``."""
     embeds, _, pooled, _ = pipeline.encode_prompt(
         prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=0
     )
@@ -142,6 +145,6 @@ def encode(pipeline: StableDiffusion3Pipeline, prompts: list[str]) -> tuple[Tens
 
 @torch.no_grad()
 def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """Pictures of ``latents`` [n, 4, 8, 8]."""
+    """Return the pictures of ``latents`` [n, 4, 8, 8]."""
     decoded: Tensor = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor).sample
     return decoded

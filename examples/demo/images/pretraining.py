@@ -1,8 +1,8 @@
 """From random weights to a policy with something left to learn.
 
-The VAE learns the pictures. The transformer then learns them by flow matching (Lipman et al., 2022, arXiv 2210.02747;
-Esser et al., 2024, arXiv 2403.03206) with captions whose shape is true and whose colour mostly is not: it comes to draw good
-shapes in any colour.
+The VAE learns the pictures. The transformer then learns them by flow matching (Lipman et al., 2022, arXiv
+2210.02747; Esser et al., 2024, arXiv 2403.03206) with captions whose shape is true and whose colour mostly is
+not: it comes to draw good shapes in any colour.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def _train_vae(vae: AutoencoderKL, steps: int, generator: torch.Generator, progr
 
 @torch.no_grad()
 def _encode_world(vae: AutoencoderKL, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Latents of true pictures at unit scale, their colours and shapes; the VAE's configuration learns the scale."""
+    """Return latents of true pictures at unit scale, their colours and shapes; set the VAE's scale."""
     made = [_pictures(_SET, generator) for _ in range(_LATENT_SETS)]
     latents = torch.cat([vae.encode(pictures).latent_dist.mean for pictures, _, _ in made])
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
@@ -106,7 +106,7 @@ class _Flow:
 
 @contextmanager
 def _training(model: nn.Module, steps: int, weight: float) -> Iterator[Callable[[Tensor], None]]:
-    """``model`` in training, and a function that descends; the learning rate rises for a share ``weight`` of the steps."""
+    """Return ``model`` in training and a function that descends, with a warm-up of the learning rate."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, steps, pct_start=weight)

@@ -15,14 +15,14 @@ from .world import HELD_OUT, PROMPTS
 
 
 def write_summary(history: ImageHistory, out_dir: Path) -> Path:
-    """``summary.json``."""
+    """Write ``summary.json``."""
     path = out_dir / "summary.json"
     path.write_text(json.dumps(history.summary(), indent=2) + "\n", encoding="utf-8")
     return path
 
 
 def write_report(history: ImageHistory, settings: ImageSettings, out_dir: Path) -> Path:
-    """``report.html``."""
+    """Write ``report.html``."""
     page = template("images/report.html.j2").render(
         summary=history.summary(),
         tiles=tiles(history),
@@ -36,7 +36,7 @@ def write_report(history: ImageHistory, settings: ImageSettings, out_dir: Path) 
 
 
 def tiles(history: ImageHistory) -> list[Tile]:
-    """The figures at the top."""
+    """Return the figures at the top."""
     summary = history.summary()
     return [
         Tile(
@@ -79,7 +79,7 @@ def tiles(history: ImageHistory) -> list[Tile]:
 
 
 def rows(history: ImageHistory) -> list[dict[str, Any]]:
-    """Every prompt with its pictures before and after."""
+    """Return every prompt with its pictures before and after."""
     first, last = history.evals[0], history.evals[-1]
     return [
         {

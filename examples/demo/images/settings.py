@@ -9,7 +9,7 @@ from ..settings import Transport
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """The defaults are the full run: under four minutes on two cores."""
+    """Settings of a run; the defaults are the full one, under four minutes on two cores."""
 
     out_dir: Path = Path("demo_out")
     seed: int = 3
@@ -25,7 +25,8 @@ class ImageSettings:
     samples_per_prompt: int = 10
     steps: int = 10
     window: int = 5
-    """The first steps add noise and have log-probabilities; they decide about the colour. The others do not."""
+    """The first steps add noise and have log-probabilities; they decide about the colour. The others do not.
+    """
     noise_level: float = 0.7
     engine_threads: int = 1
 
@@ -37,9 +38,13 @@ class ImageSettings:
     lr_final: float = 0.3
     """Share of ``lr`` at the last update; linear in between."""
     clip: float = 2e-3
-    """Of the ratio of probabilities, which are means over the elements of a latent: hence so small."""
+    """Clip range of the ratio of probabilities, which are means over the elements of a latent: hence so
+    small.
+    """
     kl: float = 0.03
-    """Weight of the divergence from the first policy. Without it the colours are learnt and the shapes are lost."""
+    """Weight of the divergence from the first policy. Without it the colours are learnt and the shapes are
+    lost.
+    """
     advantage_floor: float = 0.05
     """Added to the standard deviation of a group's rewards."""
     chunk: int = 240
@@ -52,7 +57,7 @@ class ImageSettings:
 
     @classmethod
     def quick(cls, **changes: Any) -> "ImageSettings":
-        """A run of seconds that walks every path, and learns little."""
+        """Return a run of seconds that walks every path, and learns little."""
         small = {
             "vae_steps": 30,
             "flow_steps": 40,
@@ -65,11 +70,13 @@ class ImageSettings:
 
     @property
     def sigmas(self) -> list[float]:
-        """Noise levels before each step, equally spaced: a grid that ends near 0 would make the last log-probabilities useless."""
+        """Return equally spaced noise levels: a grid that ends near 0 makes the last log-probabilities
+        useless.
+        """
         return [1 - step / self.steps for step in range(self.steps)]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-like, for the report."""
+        """Return the settings for the report."""
         return {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
         }

@@ -21,7 +21,7 @@ FILL = {"circle": 0.785, "square": 1.0, "triangle": 0.5}
 """Shapes, and the share of its bounding box that each covers."""
 PROMPTS = [f"a {colour} {shape}" for shape in FILL for colour in COLOURS]
 HELD_OUT = ("a purple circle", "a green square", "a blue triangle")
-"""Never trained on."""
+"""Prompts that are never trained on."""
 TRAINED = [prompt for prompt in PROMPTS if prompt not in HELD_OUT]
 
 _PALETTE = torch.tensor(list(COLOURS.values()))
@@ -30,13 +30,13 @@ _SHAPE_WEIGHT = 0.3
 
 
 def indices(prompt: str) -> tuple[int, int]:
-    """The colour's and the shape's place in ``COLOURS`` and ``FILL``."""
+    """Return the places of colour and shape in ``COLOURS`` and ``FILL``."""
     _, colour, shape = prompt.split()
     return list(COLOURS).index(colour), list(FILL).index(shape)
 
 
 def draw(colours: Tensor, shapes: Tensor, generator: torch.Generator) -> Tensor:
-    """True pictures of colours and shapes (indices, int64 [n]), at places and in sizes of ``generator``."""
+    """Draw colours and shapes (indices, int64 [n]) at places and in sizes of ``generator``."""
     count = len(colours)
 
     def between(low: float, high: float) -> Tensor:
@@ -57,14 +57,18 @@ def draw(colours: Tensor, shapes: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Measures:
-    """What is seen in n pictures, float32 [n] each."""
+    """Measures of n pictures, float32 [n] each."""
 
     reward: Tensor
-    """0 to 1: how near colour and shape are to the prompt's, less where the shape is very small or very large."""
+    """0 to 1: how near colour and shape are to the prompt's, less where the shape is very small or very
+    large.
+    """
     right_colour: Tensor
     """1 where the nearest colour of all is the prompt's."""
     right_shape: Tensor
-    """1 where the nearest shape of all is the prompt's, judged by the share of its bounding box that it covers."""
+    """1 where the nearest shape of all is the prompt's, judged by the share of its bounding box that it
+    covers.
+    """
 
 
 def measure(pictures: Tensor, prompts: list[str]) -> Measures:

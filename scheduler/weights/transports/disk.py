@@ -1,19 +1,20 @@
 """Checkpoints on disk: safetensors files, read with ``pread`` into one reusable bucket.
 
 Invariants:
-- Every header is parsed and checked against its file, and the files against the index, before a tensor is read.
-- Nothing is memory-mapped: a mapped file that someone truncates is SIGBUS, and its pages count as resident. Nothing is
-  unpickled.
+- Every header is parsed and checked against its file, and the files against the index, before a tensor is
+  read.
+- Nothing is memory-mapped: a mapped file that someone truncates is SIGBUS, and its pages count as resident.
+  Nothing is unpickled.
 - Each piece is checked to have arrived whole, from the very file whose header was read.
 
-The safetensors library maps files or reads them whole and offers no read at an offset, hence a parser of our own
-(``transfer/safetensors.py``).
+The safetensors library maps files or reads them whole and offers no read at an offset, hence a parser of
+our own (``transfer/safetensors.py``).
 """
 
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,18 +30,24 @@ from ...models.config import ModelBackend, ModelConfig, config_difference, load_
 from ...runtime.dtypes import DTYPES
 from ...runtime.files import checkpoint_error, open_regular, read_small, require_folder
 from ..loader import WeightLoader
-from ..pieces import WeightPiece
+from ..source import Pieces, WeightPiece
 from ..upload import Fill, Place, Uploader
 
 MAX_HEADER_BYTES = 16 << 20
-"""Of one file's header: some 130,000 tensors. The format's own bound is 100 MB, whose parsing holds everything else up."""
+"""Size limit of a file's header, some 130,000 tensors; the format's own 100 MB would block the loop."""
 MAX_HEADERS_BYTES = 64 << 20
-"""Of all headers of a checkpoint."""
+"""Size limit of all headers of a checkpoint."""
 MAX_INDEX_BYTES = 32 << 20
-"""Twice the largest that is known."""
+"""Size limit of an index: twice the largest that is known."""
 _STEMS = ("model", "diffusion_pytorch_model")
-"""Of a checkpoint's own files, as transformers and diffusers name them; other safetensors beside them are variants."""
+"""Names of a checkpoint's own files in transformers and diffusers; other safetensors are variants."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+Owned = Callable[[str], tuple[range, ...] | None]
+"""Maps a tensor's name to the rows of it that are needed, ascending; None means all of them."""
+
+OpenFolder = Callable[[str, str | None], "Checkpoint"]
+"""Opens a folder whose config fits the model, or a component of it; raises as :func:`open_fitting`."""
 
 
 class _Index(msgspec.Struct):
@@ -49,7 +56,7 @@ class _Index(msgspec.Struct):
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """Where one tensor lies."""
+    """Location of one tensor."""
 
     name: str
     dtype: str
@@ -66,12 +73,12 @@ class StoredTensor:
 class _File:
     path: Path
     identity: tuple[int, int, int, int]
-    """Device, inode, size, modification time in ns: the file whose header was read."""
+    """Device, inode, size and modification time in ns of the file whose header was read."""
     header: bytes
-    """Its sha256."""
+    """SHA-256 of the header."""
     header_bytes: int
     changed_ns: int
-    """Time of its last change of any kind, which nobody can set."""
+    """Time of the last change of any kind, which nobody can set."""
 
 
 class Checkpoint:
@@ -87,8 +94,11 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal; names, sizes, times and headers of the files as they were opened, so that a file that was written
-        anew is noticed without reading it. The folder's own name and place are no part of it."""
+        """Hexadecimal digest of names, sizes, times and headers of the files as they were opened.
+
+        It reveals a file that was written anew without reading it. The folder's own name and place are not
+        part of it.
+        """
         found = hashlib.sha256()
         for file in self._files:
             _, _, size, modified = file.identity
@@ -98,21 +108,23 @@ class Checkpoint:
 
     @property
     def local_digest(self) -> str:
-        """:attr:`digest` with inodes and times of change: differs for files that were replaced with size and
-        date kept, and for a copy of the folder."""
+        """:attr:`digest` with inodes and times of change.
+
+        It differs for files that were replaced with size and date kept, and for a copy of the folder.
+        """
         facts = [(file.identity[1], file.changed_ns) for file in self._files]
         return hashlib.sha256(f"{self.digest}{facts}".encode()).hexdigest()
 
     def pieces(
-        self, bucket: Tensor, skip: Callable[[str], bool] | None = None, owned: "Owned | None" = None
+        self, bucket: Tensor, skip: Callable[[str], bool] | None = None, owned: Owned | None = None
     ) -> Iterator[WeightPiece]:
         """Read tensors in file order, large ones in ranges of rows.
 
         Args:
-            bucket: uint8 [n] on the CPU, reused for every piece, so that a piece is valid until the next. A row that is
-                larger than it is read into a temporary of its own.
+            bucket: uint8 [n] on the CPU, reused for every piece, so that a piece is valid until the next. A
+                row that is larger than it is read into a temporary of its own.
             skip: called once per tensor name; True passes over it without reading.
-            owned: which rows of a tensor are needed. None: all of them.
+            owned: tells which rows of a tensor are needed; None means all of them.
 
         Raises:
             CaesuraError: CHECKPOINT_ERROR when a file changed since its header was read, or ends early.
@@ -124,9 +136,9 @@ class Checkpoint:
                 yield place.piece(part)
 
     def fills(
-        self, bucket_bytes: int, skip: Callable[[str], bool] | None = None, owned: "Owned | None" = None
+        self, bucket_bytes: int, skip: Callable[[str], bool] | None = None, owned: Owned | None = None
     ) -> Iterator[Fill]:
-        """The reads that :meth:`pieces` does; a file is open as long as one of its reads is known."""
+        """Yield the reads that :meth:`pieces` does; a file is open as long as one of its reads is known."""
         rows = _all_rows if owned is None else partial(_rows_needed, owned)
         for number, file in enumerate(self._files):
             tensors = [t for t in self.specs if t.file == number and not (skip is not None and skip(t.name))]
@@ -140,15 +152,38 @@ class Checkpoint:
                     yield _fill_of_run(opened, run)
 
 
-Owned = Callable[[str], tuple[range, ...] | None]
-"""Rows of a tensor that are needed, ascending, by its name; None: all of them."""
+class DiskSource:
+    """A checkpoint as the :class:`~..source.WeightSource` of an update: always complete."""
 
-OpenFolder = Callable[[str, str | None], Checkpoint]
-"""Opens a checkpoint folder whose config fits the model, or that component of it; raises as :func:`open_fitting`."""
+    name = "disk"
+    complete = True
+
+    def __init__(self, checkpoint: Checkpoint, workspace: Workspace, owned: Owned | None = None) -> None:
+        """
+        Args:
+            workspace: kept between updates: fresh memory costs a page fault for every 4 KB of it, each time.
+            owned: only these rows are read (:meth:`~..loader.WeightLoader.owned`).
+        """
+        self.specs = checkpoint.specs
+        self.total_bytes = checkpoint.total_bytes
+        self.path, self.digest = str(checkpoint.path), checkpoint.digest
+        self.local_digest = checkpoint.local_digest
+        self._checkpoint = checkpoint
+        self._workspace = workspace
+        self._owned = owned
+
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
+        """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
+        bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
+        yield from self._checkpoint.pieces(bucket, skip, self._owned)
+
+    def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
+        """See :meth:`Checkpoint.fills`."""
+        return self._checkpoint.fills(bucket_bytes, skip, self._owned)
 
 
 def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
-    """The checkpoint of an update, if its config asks for the same forward.
+    """Return the checkpoint of an update, if its config asks for the same forward.
 
     Raises:
         CaesuraError: CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config.
@@ -165,41 +200,11 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
     return checkpoint
 
 
-class DiskSource:
-    """A checkpoint as the :class:`~..source.WeightSource` of an update: always complete."""
-
-    name = "disk"
-    complete = True
-
-    def __init__(self, checkpoint: Checkpoint, workspace: Workspace, owned: Owned | None = None) -> None:
-        """
-        Args:
-            workspace: kept between updates: fresh memory costs a page fault for every 4 KB of it, each time.
-            owned: only these rows are read (:meth:`~..loader.WeightLoader.owned`).
-        """
-        self._owned = owned
-        self.specs = checkpoint.specs
-        self.total_bytes = checkpoint.total_bytes
-        self.path, self.digest = str(checkpoint.path), checkpoint.digest
-        self.local_digest = checkpoint.local_digest
-        self._checkpoint = checkpoint
-        self._workspace = workspace
-
-    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
-        """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
-        bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
-        yield from self._checkpoint.pieces(bucket, skip, self._owned)
-
-    def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
-        """See :meth:`Checkpoint.fills`."""
-        return self._checkpoint.fills(bucket_bytes, skip, self._owned)
-
-
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Find and check the safetensors files of a folder.
 
-    ``model.safetensors`` is preferred to ``model.safetensors.index.json``, as transformers does, and both to whatever
-    other ``*.safetensors`` there are.
+    ``model.safetensors`` is preferred to ``model.safetensors.index.json``, as in transformers, and both to
+    any other ``*.safetensors``.
 
     Raises:
         CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
@@ -207,7 +212,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     folder = Path(path)
     try:
         return _open_folder(folder)
-    except OSError as error:  # looking at the folder's names
+    except OSError as error:  # from reading the names in the folder
         raise checkpoint_error(folder, f"cannot be read: {error.strerror}") from error
 
 
@@ -246,7 +251,11 @@ def _open_folder(folder: Path) -> Checkpoint:
 def load_from_disk(
     loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int, uploader: Uploader | None = None
 ) -> None:
-    """Check and load a complete checkpoint without interruption: a cold start. ``uploader``: of the model's device, if it has streams."""
+    """Check and load a complete checkpoint without interruption, for a cold start.
+
+    Args:
+        uploader: that of the model's device; None if the device has no streams.
+    """
     loader.check(checkpoint.specs, complete=True)
     source = DiskSource(checkpoint, Workspace(), loader.owned)
     pieces = source.pieces(bucket_bytes, loader.skip)
@@ -299,7 +308,7 @@ def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor
 def _check_names(
     folder: Path, files: list[_File], tensors: list[StoredTensor], index: dict[str, str] | None
 ) -> None:
-    """Each name in one file only, and where the index says."""
+    """Raise unless each name is in one file only, and where the index says."""
     found: dict[str, str] = {}
     for tensor in tensors:
         file = files[tensor.file].path.name
@@ -327,8 +336,10 @@ def _rows_needed(owned: Owned, tensor: StoredTensor) -> tuple[range, ...]:
 def _runs(
     tensors: list[StoredTensor], limit: int, rows: Callable[[StoredTensor], tuple[range, ...]]
 ) -> Iterator[list[StoredTensor]]:
-    """Tensors that lie one behind the other, at most ``limit`` bytes together, each aligned to its dtype from the first on; one of
-    which some rows are not needed is alone."""
+    """Yield runs of adjacent, aligned tensors, at most ``limit`` bytes together.
+
+    A tensor of which some rows are not needed is a run of its own.
+    """
     run: list[StoredTensor] = []
     for tensor in tensors:
         if rows(tensor) != _all_rows(tensor):
@@ -348,7 +359,7 @@ def _runs(
 
 
 class _OpenFile:
-    """Closed with the last reference: reads of several buckets may be under way."""
+    """An open file, closed with its last reference: reads of several buckets may be under way."""
 
     def __init__(self, file: _File) -> None:
         self.file = file
@@ -356,12 +367,32 @@ class _OpenFile:
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, part: Tensor, offset: int, name: str) -> None:
-        """``part``, whole, from ``offset`` on."""
-        _read_exactly(self.descriptor, self.file, part, offset, name)
+        """Fill ``part``, uint8, from ``offset`` on; ``name`` is that of the tensor, for errors."""
+        # A file rewritten under us could be right in size and torn in content: compare around every read.
+        self._require_unchanged()
+        view = memoryview(part.numpy().data)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self.descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise checkpoint_error(
+                    self.file.path, f"cannot be read in {name!r}: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise checkpoint_error(
+                    self.file.path, f"ends within {name!r}: {done} of {len(view)} bytes were there"
+                )
+            done += count
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        if _identity(self.descriptor) != self.file.identity:
+            raise checkpoint_error(self.file.path, "changed while it was being read")
 
 
 def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
-    """Small tensors by one read: a call and two looks at the file for each would take longer than their bytes."""
+    """Return one read of several small tensors: a read for each takes longer than the bytes."""
     begin, end, name = run[0].offset, run[-1].offset + run[-1].nbytes, run[0].name
     places = [
         Place(t.name, tuple(t.shape), DTYPES[t.dtype], 0, tuple(t.shape), t.offset - begin) for t in run
@@ -372,10 +403,10 @@ def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
 def _fills_of(
     opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int, needed: tuple[range, ...]
 ) -> Iterator[Fill]:
-    """As many rows of a large tensor as ``bucket_bytes`` hold, at least one; of the ``needed`` ones. Where the last row is not
-    among them, or there is none, a piece of no rows is the end.
+    """Yield reads of the ``needed`` rows of a large tensor, of at most ``bucket_bytes`` or one row.
 
-    Of columns, all are read: a slice of each row would be a call each, which takes longer than the page cache takes for the rest.
+    If the last row is not among them, or there is none, a piece of no rows marks the end. All columns are
+    read: a call for a slice of each row would take longer than the page cache takes for the rest.
     """
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
     num_rows = shape[0] if shape else 1
@@ -392,21 +423,3 @@ def _fills_of(
     if stop < num_rows or not num_rows:
         end = Place(tensor.name, shape, dtype, num_rows, (0, *shape[1:]), 0)
         yield Fill(0, partial(opened.read, offset=tensor.offset, name=tensor.name), [end])
-
-
-def _read_exactly(descriptor: int, file: _File, part: Tensor, offset: int, name: str) -> None:
-    # A file rewritten under us could be right in size and torn in content: compare around every read.
-    if _identity(descriptor) != file.identity:
-        raise checkpoint_error(file.path, "changed while it was being read")
-    view = memoryview(part.numpy().data)
-    done = 0
-    while done < len(view):
-        try:
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-        except OSError as error:
-            raise checkpoint_error(file.path, f"cannot be read in {name!r}: {error.strerror}") from error
-        if count == 0:
-            raise checkpoint_error(file.path, f"ends within {name!r}: {done} of {len(view)} bytes were there")
-        done += count
-    if _identity(descriptor) != file.identity:
-        raise checkpoint_error(file.path, "changed while it was being read")

@@ -37,9 +37,8 @@ from ....io_struct import (
     UpdateWeightsFromDistributedReqInput,
 )
 from ...runtime.background import Feed, Worker
-from ..pieces import WeightPiece
-from ..source import cut
-from ..write_stream import WriteStream
+from ..source import WeightPiece, cut
+from ..upload import WriteStream
 from .batches import Batch, batches_of, nbytes_of
 from .process_group import Membership, await_ranks, keys_of, make_backend, ranks_seen, release
 from .reception import GRACE_S, SHARED_BYTES, Reception, broadcasts, plans_of

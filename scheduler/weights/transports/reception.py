@@ -22,7 +22,7 @@ from torch import Tensor
 from ....io_struct import CaesuraError
 from ...memory.device_module import DeviceEvent
 from ...runtime.background import Feed
-from ..write_stream import WriteStream
+from ..upload import WriteStream
 
 SHARED_BYTES = 32 << 20
 """What broadcasts fill of a buffer on a device before they are waited for: torch looks for the end once in a millisecond."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....io_struct import CaesuraError
 from ...memory.device_module import DeviceEvent
 from ...runtime.background import Task
-from ..write_stream import WriteStream
+from ..upload import WriteStream
 from .reception import GRACE_S, broadcast_options
 
 Submit = Callable[[Callable[[], None]], None]

@@ -1,25 +1,27 @@
-"""Faults while an engine works: processes that die or stand still, connections that break, disks and memory that are full.
+"""Faults while an engine works: processes that die or stand still, connections that break, disks and memory
+that are full.
 
-Real processes; at random points of pauses, updates by every transport, releases, resumes and generations. After each fault every
-accepted request must have ended exactly once, the weights must be one whole known version (or honestly refuse to serve), every
-token must be the one that the version in its span gives, and the engine must hold no more than before. The table counts what
-was not so. Exit status 1 if anything was not.
+Real processes; at random points of pauses, updates by every transport, releases, resumes and generations.
+After each fault every accepted request must have ended exactly once, the weights must be one whole known
+version (or honestly refuse to serve), every token must be the one that the version in its span gives, and the
+engine must hold no more than before. The table counts what was not so. Exit status 1 if anything was not.
 
     make faults FAULTS_ARGS="--faults 2000 --seed 1 --json faults.json"
     make faults FAULTS_ARGS="--seed 1 --first 137 --faults 1"          # just that fault again
 """
 
 import argparse
-import json
 import signal
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from harness.machine import machine_facts
+from harness.script import markdown, write_json
 
 from .campaign import Campaign, Outcome
 from .kinds import KINDS
@@ -65,31 +67,20 @@ def table(outcomes: Iterable[Outcome]) -> str:
     everything = list(outcomes)
     for outcome in everything:
         groups[outcome.kind].append(outcome)
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
+    rows = []
     for name, group in [*sorted(groups.items()), ("all", everything)]:
-        if not group:
-            continue
-        harms = count_harms([problem for outcome in group for problem in outcome.problems])
-        recoveries = [outcome.recovery for outcome in group]
-        cells = [name, str(len(group)), *(str(harms[harm]) for harm in HARMS)]
-        cells += [f"{statistics.median(recoveries):.2f} s", f"{percentile(recoveries, 0.99):.2f} s"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def write_json(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
-    found = {
-        "seed": options.seed,
-        "first": options.first,
-        "kinds": options.kinds,
-        "machine": machine_facts(),
-        "faults": [outcome.to_json() for outcome in outcomes],
-    }
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if group:
+            harms = count_harms([problem for outcome in group for problem in outcome.problems])
+            recoveries = [outcome.recovery for outcome in group]
+            times = [
+                f"{value:.2f} s" for value in (statistics.median(recoveries), percentile(recoveries, 0.99))
+            ]
+            rows.append([name, str(len(group)), *(str(harms[harm]) for harm in HARMS), *times])
+    return markdown(COLUMNS, rows)
 
 
 def run(options: argparse.Namespace, versions_in: Path, outcomes: list[Outcome]) -> None:
-    """All faults, each of which goes to ``outcomes`` and, where there is something to say, to the terminal."""
+    """Run all faults; each goes to ``outcomes`` and, if there is something to say, to the terminal."""
     campaign = Campaign(make_versions(versions_in), seed=options.seed, kinds=options.kinds, log=options.log)
     try:
         for outcome in campaign.run(options.first, options.faults):
@@ -119,8 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:  # a run of hours that ends with a defect of its own has found something too
         if outcomes:
             print(table(outcomes), flush=True)
-        if options.json is not None:
-            write_json(options, outcomes)
+        faults = [asdict(outcome) for outcome in outcomes]
+        drawn = {"seed": options.seed, "first": options.first, "kinds": options.kinds}
+        write_json(options.json, {**drawn, "machine": machine_facts(), "faults": faults})
     return int(any(outcome.problems for outcome in outcomes))
 
 

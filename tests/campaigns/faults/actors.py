@@ -1,8 +1,8 @@
 """Processes that faults happen to: trainers, clients, and clients that misbehave.
 
 Invariants:
-- An actor tells the campaign through its pipe where it is (``("at", phase)``) and how it ended: ``("done", facts)``,
-  ``("refused", code, message)`` for a typed error, ``("crashed", traceback)`` for any other.
+- An actor tells the campaign through its pipe where it is (``("at", phase)``) and how it ended: ``("done",
+  facts)``, ``("refused", code, message)`` for a typed error, ``("crashed", traceback)`` for any other.
 - A trainer's pause has a lease and its sessions a deadline, so an engine gets over its death by itself.
 - Calls have a timeout and are repeated under the same message id, as docs/reference/wire.md tells clients to.
 """
@@ -281,7 +281,9 @@ def _write(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _private_disk(folder: Path, nbytes: int) -> bool:
-    """Mount a small tmpfs at ``folder`` in a mount namespace of this process; False where that is not allowed."""
+    """Mount a small tmpfs at ``folder`` in a mount namespace of this process; False where that is not
+    allowed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:
         return False

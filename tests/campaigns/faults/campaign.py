@@ -1,15 +1,17 @@
 """One fault after the other, and what is checked after each.
 
 Invariants:
-- Fault number ``k`` of seed ``s`` is drawn from ``(s, k)`` alone, so it can be repeated without those before it.
-- After a fault: the engine gets healthy; every request that it accepted ends once; what was generated and what the checksum
-  says belongs to one known version; a new request is served; and the engine holds no more than before.
+- Fault number ``k`` of seed ``s`` is drawn from ``(s, k)`` alone, so it can be repeated without those before
+  it.
+- After a fault: the engine gets healthy; every request that it accepted ends once; what was generated and
+  what the checksum says belongs to one known version; a new request is served; and the engine holds no more
+  than before.
 """
 
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,6 @@ class Outcome:
     """From the end of the fault until a new request was answered by a healthy engine."""
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
 
 class Campaign:

@@ -1,8 +1,9 @@
-"""A scheduler process like any other, but that its wall clock jumps on request and that it looks for lost clients more often.
+"""A scheduler process like any other, but that its wall clock jumps on request and that it looks for lost
+clients more often.
 
-Invariants: nothing else differs from ``python -m caesura.scheduler``. ``time.time`` is replaced before anything imports it: it adds
-the double that stands in a file. The monotonic clock is never touched. (No signal: an engine takes every one that it handles for
-a request to end.)
+Invariants: nothing else differs from ``python -m caesura.scheduler``. ``time.time`` is replaced before
+anything imports it: it adds the double that stands in a file. The monotonic clock is never touched. (No
+signal: an engine takes every one that it handles for a request to end.)
 
     python tests/campaigns/faults/fault_engine.py CLOCK_FILE <options of caesura scheduler>
 """

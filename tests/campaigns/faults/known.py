@@ -1,10 +1,12 @@
 """Checkpoints whose greedy output is known without running them.
 
 Invariants:
-- A version is a permutation of the vocabulary: its head's row for a token's successor is that token's embedding, and the layers
-  between add next to nothing. So the greedy token after ``t`` is ``successor[t]``, whatever came before ``t``, in whichever
-  batch, on KV of whichever weights. One token of a wrong version is seen, in the middle of a request too.
-- Every tensor of two versions differs, so half of an update is seen in the checksum where tokens do not show it.
+- A version is a permutation of the vocabulary: its head's row for a token's successor is that token's
+  embedding, and the layers between add next to nothing. So the greedy token after ``t`` is ``successor[t]``,
+  whatever came before ``t``, in whichever batch, on KV of whichever weights. One token of a wrong version is
+  seen, in the middle of a request too.
+- Every tensor of two versions differs, so half of an update is seen in the checksum where tokens do not show
+  it.
 """
 
 import random
@@ -83,7 +85,6 @@ class SuccessorShape:
         return (random_tensor(name, shape, seed=seed, dtype=torch.float32) * 50 * LAYER_SCALE / 8).to(dtype)
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """``config.json``."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -110,7 +111,9 @@ class SuccessorShape:
 
 
 def successors(seed: int) -> tuple[int, ...]:
-    """What follows each token under version number ``seed``: one cycle through all tokens, the ids of beginning and end apart."""
+    """What follows each token under version number ``seed``: one cycle through all tokens, the ids of
+    beginning and end apart.
+    """
     order = list(range(FIRST_TOKEN, VOCAB))
     random.Random(f"successors {seed}").shuffle(order)
     found = list(range(VOCAB))

@@ -1,9 +1,11 @@
-"""What was asked of an engine and what came back: every accepted request ends once, with the tokens that its spans promise.
+"""What was asked of an engine and what came back: every accepted request ends once, with the tokens that its
+spans promise.
 
 Invariants:
 - The ledger sees terminal messages as they arrive, before any client library has merged or dropped one.
-- A request is *lost* when its time is up and the engine has nothing alive, *stuck* when the engine still has something alive,
-  *doubled* when it ended more than once. A result or checksum is *torn* when no single known version explains it.
+- A request is *lost* when its time is up and the engine has nothing alive, *stuck* when the engine still has
+  something alive, *doubled* when it ended more than once. A result or checksum is *torn* when no single known
+  version explains it.
 """
 
 from collections import Counter
@@ -17,7 +19,9 @@ from caesura.io_struct import ErrorReply, GenerateReqOutput, StreamDelta
 
 Harm = Literal["lost", "doubled", "stuck", "torn", "leaked", "failed"]
 HARMS: tuple[Harm, ...] = get_args(Harm)
-"""``failed`` is what fits nowhere else: an engine that died, a status without an answer, an error that has no type."""
+"""``failed`` is what fits nowhere else: an engine that died, a status without an answer, an error that has no
+type.
+"""
 
 
 class Successors(Protocol):
@@ -67,7 +71,7 @@ def check_tokens(
     spans: Sequence[Span],
     versions: Mapping[str, Successors],
 ) -> list[Problem]:
-    """Whether ``spans`` cover ``tokens`` and each token follows the one before it under its span's version."""
+    """Check that ``spans`` cover ``tokens`` and each token follows the one before under its version."""
     covered = 0
     for span in spans:
         if span.start != covered or span.end < span.start:
@@ -78,7 +82,8 @@ def check_tokens(
         for place in range(span.start, min(span.end, len(tokens))):
             before = tokens[place - 1] if place else last_token
             if tokens[place] != successor[before]:
-                text = f"{name}: token {place} is {tokens[place]}, not what follows {before} under {span.version!r}"
+                what = f"token {place} is {tokens[place]}"
+                text = f"{name}: {what}, which does not follow {before} in {span.version!r}"
                 return [Problem("torn", text)]
         covered = span.end
     if covered != len(tokens):
@@ -148,7 +153,9 @@ class Ledger:
         return sorted({rid for (rid, _), account in self._accounts.items() if not account.ends})
 
     def close(self, *, alive: int) -> list[Problem]:
-        """All problems; the time of what is still open is up, and the engine has ``alive`` requests. The ledger is empty again."""
+        """All problems; the time of what is still open is up, and the engine has ``alive`` requests. The
+        ledger is empty again.
+        """
         for account, result in self._results:
             tokens = np.frombuffer(result.output_ids, "<i4").tolist()
             self._problems += check_tokens(
@@ -162,7 +169,7 @@ class Ledger:
         return found
 
     def forget(self) -> None:
-        """The engine is gone, and with it whoever could answer; what has ended more than once still counts."""
+        """Forgive unanswered requests of a dead engine; what has ended more than once still counts."""
         self._accounts = {key: account for key, account in self._accounts.items() if account.ends}
 
     def _end(self, rid: str, index: int) -> Account | None:

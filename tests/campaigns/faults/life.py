@@ -2,8 +2,8 @@
 
 Invariants:
 - Whatever waits here takes in what comes to the witness meanwhile.
-- An engine is left alone until what it promises to get over by itself (leases, sessions' deadlines) is over; what is then
-  poisoned or invalid has refused to generate, and gets complete weights.
+- An engine is left alone until what it promises to get over by itself (leases, sessions' deadlines) is over;
+  what is then poisoned or invalid has refused to generate, and gets complete weights.
 """
 
 import multiprocessing
@@ -43,7 +43,8 @@ UNLABELLED = "default"
 """What an engine calls the weights that it was started with."""
 
 _processes = multiprocessing.get_context("forkserver")
-# What takes long to import. Not the actors' own module, which a fork server does not find: it has no sys.path of ours.
+# What takes long to import. Not the actors' own module, which a fork server does not find: it has no sys.path
+# of ours.
 _processes.set_forkserver_preload(["safetensors.torch", "caesura.client.trainer"])
 
 
@@ -170,7 +171,9 @@ class Life:
             raise Gone(error.message) from error
 
     def heal(self) -> list[Problem]:
-        """Back to running, with valid weights of a known version and everything resident; what was wrong on the way."""
+        """Back to running, with valid weights of a known version and everything resident; what was wrong on
+        the way.
+        """
         problems: list[Problem] = []
         deadline, patience = time.monotonic() + DEADLINE_S, time.monotonic() + HEALING_S
         while not healthy(status := self.status()):
@@ -216,7 +219,9 @@ class Life:
         set_clock(self._clock, offset_s)
 
     def leave_groups(self) -> None:
-        """As a successor does: the engine keeps the process group of a dead trainer until then (docs/reference/lifecycle.md)."""
+        """As a successor does: the engine keeps the process group of a dead trainer until then
+        (docs/reference/lifecycle.md).
+        """
         with suppress(GroupError):
             self.client.destroy_weights_update_group(timeout=DEADLINE_S)
 

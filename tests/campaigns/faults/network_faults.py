@@ -1,7 +1,8 @@
 """Connections that stall, slow down or break, and messages that are lost, doubled, late or cut.
 
-The wire has no checksums and no acknowledgements of its own: a message that is lost is answered by nobody, and its sender's timeout
-and repetition must suffice. What is judged is the engine, and that no client waits for ever.
+The wire has no checksums and no acknowledgements of its own: a message that is lost is answered by nobody,
+and its sender's timeout and repetition must suffice. What is judged is the engine, and that no client waits
+for ever.
 """
 
 from .kinds import kind

@@ -1,10 +1,12 @@
 """What lies between a client and the scheduler, and goes wrong when told to.
 
 Invariants:
-- Each proxy runs in one thread of its own until :meth:`close`; faults are switched on and off from the campaign's thread.
-- :class:`ByteProxy` knows nothing of ZeroMQ. :class:`FrameProxy` knows whole messages and the identities of their senders, so the
-  engine sees the clients under their own.
-- What reaches a client through a :class:`FrameProxy` is counted before it is damaged: the engine is judged by what it sent.
+- Each proxy runs in one thread of its own until :meth:`close`; faults are switched on and off from the
+  campaign's thread.
+- :class:`ByteProxy` knows nothing of ZeroMQ. :class:`FrameProxy` knows whole messages and the identities of
+  their senders, so the engine sees the clients under their own.
+- What reaches a client through a :class:`FrameProxy` is counted before it is damaged: the engine is judged by
+  what it sent.
 """
 
 import random
@@ -198,7 +200,8 @@ class FrameProxy:
     def _back(self, context: "zmq.Context[zmq.Socket[bytes]]", identity: bytes) -> "zmq.Socket[bytes]":
         back = context.socket(zmq.DEALER)
         back.sndhwm = back.rcvhwm = 0
-        # An identity that a client's library has drawn begins with a zero byte, which libzmq keeps for itself.
+        # An identity that a client's library has drawn begins with a zero byte, which libzmq keeps for
+        # itself.
         back.setsockopt(zmq.ROUTING_ID, identity if identity[0] else b"P" + identity)
         back.connect(self._target)
         return back

@@ -1,4 +1,6 @@
-"""Disks, memory and descriptors that are full, checkpoints that change while they are read, readers that do not read, clocks."""
+"""Disks, memory and descriptors that are full, checkpoints that change while they are read, readers that do
+not read, clocks.
+"""
 
 import contextlib
 import os
@@ -83,7 +85,9 @@ def client_descriptors(scene: Scene) -> None:
 
 @kind("engine-descriptors", 4)
 def engine_descriptors(scene: Scene) -> None:
-    """More connections come than the engine may have descriptors, while somebody works with it; they never say a word."""
+    """More connections come than the engine may have descriptors, while somebody works with it; they never
+    say a word.
+    """
     actor = scene.somebody()
     scene.meet(actor)
     with contextlib.ExitStack() as crowd:
@@ -138,7 +142,9 @@ def _change(how: str, file: Path, other: Path, scene: Scene) -> None:
 
 
 def _name_truly(scene: Scene, label: str) -> None:
-    """What is served under ``label`` is whichever version was whole when the engine read it; its checksum tells."""
+    """What is served under ``label`` is whichever version was whole when the engine read it; its checksum
+    tells.
+    """
     life = scene.life
     status = life.status()
     if status.weight_version != label:

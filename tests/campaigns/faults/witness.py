@@ -1,4 +1,5 @@
-"""A client that counts: it hands every message to a ledger as it came, before anything could merge or drop it.
+"""A client that counts: it hands every message to a ledger as it came, before anything could merge or drop
+it.
 
 It has no thread: whoever waits for something calls :meth:`Witness.pump` meanwhile.
 """

@@ -1,13 +1,15 @@
-"""Would the tests notice? Small changes are made in a copy of the tree, one at a time, and the nearest tests are run.
+"""Would the tests notice? Small changes are made in a copy of the tree, one at a time, and the nearest tests
+are run.
 
-    make mutation MUTATION_ARGS="--per-module 40 --seed 1 --json mutants.json"
-    make mutation MUTATION_ARGS="--module scheduler/scheduling/output_processor.py --again mutants.json"   # its survivors
+    make mutation MUTATION_ARGS="--per-module 40 --seed 1 --json mutants.json" make mutation
+    MUTATION_ARGS="--module scheduler/scheduling/output_processor.py --again mutants.json"   # its survivors
 
-Changes are cosmic-ray's (operators, comparisons, numbers, booleans, loops, exceptions, negated conditions), drawn by seed. Left
-out of the draw by rule: annotations, decorators, type aliases, tests of TYPE_CHECKING, signatures but for defaults. A first run finds out which test executes
-which line; a mutant meets the tests that execute its statement, the module's own ones first and the fastest of these first, then
-the wider ones, and is killed by the first that fails or does not end. ``equivalents.json`` lists changes that cannot
-change anything that a caller sees, each with the reason. The score is killed / (drawn - equivalent).
+Changes are cosmic-ray's (operators, comparisons, numbers, booleans, loops, exceptions, negated conditions),
+drawn by seed. Left out of the draw by rule: annotations, decorators, type aliases, tests of TYPE_CHECKING,
+signatures but for defaults. A first run finds out which test executes which line; a mutant meets the tests
+that execute its statement, the module's own ones first and the fastest of these first, then the wider ones,
+and is killed by the first that fails or does not end. ``equivalents.json`` lists changes that cannot change
+anything that a caller sees, each with the reason. The score is killed / (drawn - equivalent).
 
 Invariants:
 - The work tree is never written to.
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.machine import describe, machine_facts
+from harness.script import markdown, write_json
 
 from .mutants import Apply, Mutant, Place, draw, places_of_interest, statement_lines
 from .reach import Reached
@@ -57,7 +60,11 @@ MODULES = {
             "tests/loop/test_sessions.py",
             "tests/loop/test_empty_cache.py",
         ),
-        wide=("tests/loop/test_scripted_loop.py", "tests/loop/test_restarts.py", "tests/loop/test_lifecycle_table.py"),
+        wide=(
+            "tests/loop/test_scripted_loop.py",
+            "tests/loop/test_restarts.py",
+            "tests/loop/test_lifecycle_table.py",
+        ),
     ),
     "scheduler/control/weight_updates.py": Tests(
         near=(
@@ -78,11 +85,18 @@ MODULES = {
         wide=("tests/loop/test_empty_cache.py", "tests/loop/test_emptying_places.py"),
     ),
     "scheduler/memory/residency.py": Tests(
-        near=("tests/unit/scheduler/memory/test_residency.py", "tests/unit/scheduler/memory/test_residency_strategies.py"),
+        near=(
+            "tests/unit/scheduler/memory/test_residency.py",
+            "tests/unit/scheduler/memory/test_residency_strategies.py",
+        ),
         wide=("tests/loop/test_occupation.py",),
     ),
     "scheduler/scheduling/output_processor.py": Tests(
-        near=("tests/loop/test_result_figures.py", "tests/loop/test_accidents.py", "tests/loop/test_scripted_loop.py"),
+        near=(
+            "tests/loop/test_result_figures.py",
+            "tests/loop/test_accidents.py",
+            "tests/loop/test_scripted_loop.py",
+        ),
         wide=(
             "tests/loop/test_failures.py",
             "tests/loop/test_edited_sampling.py",
@@ -94,7 +108,7 @@ MODULES = {
     "scheduler/cache/manager.py": Tests(
         near=("tests/unit/scheduler/cache/test_cache_manager.py",), wide=("tests/loop/test_scripted_loop.py",)
     ),
-}  # fmt: skip
+}
 """Which modules are mutated, and the tests that are run."""
 
 
@@ -182,16 +196,15 @@ def score(outcomes: Collection[Outcome]) -> float:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown: a row for each module and one for all."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
-    modules = list(dict.fromkeys(outcome.mutant.module for outcome in outcomes))
-    for name in [*modules, "all"]:
+    rows = []
+    for name in [*dict.fromkeys(outcome.mutant.module for outcome in outcomes), "all"]:
         group = [outcome for outcome in outcomes if name in (outcome.mutant.module, "all")]
         verdicts = [outcome.verdict for outcome in group]
         timeouts = verdicts.count(TIMEOUT)
         counts = [len(group), verdicts.count(KILLED) + timeouts, timeouts, verdicts.count(SURVIVED)]
-        cells = [name if name == "all" else f"`{name}`", *map(str, counts), str(verdicts.count(EQUIVALENT))]
-        lines.append("| " + " | ".join([*cells, f"{score(group):.1%}"]) + " |")
-    return "\n".join(lines)
+        counts.append(verdicts.count(EQUIVALENT))
+        rows.append([name if name == "all" else f"`{name}`", *map(str, counts), f"{score(group):.1%}"])
+    return markdown(COLUMNS, rows)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -256,16 +269,6 @@ def run(options: argparse.Namespace, folder: Path, outcomes: list[Outcome]) -> N
                 print(f"survived {outcome.tests} tests:\n{mutant.diff}\n", flush=True)
 
 
-def write_json(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
-    found = {
-        "seed": options.seed,
-        "per_module": options.per_module,
-        "machine": machine_facts(),
-        "mutants": [outcome.to_json() for outcome in outcomes],
-    }
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table, also when it is interrupted."""
     options = parse(argv)
@@ -280,8 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if outcomes:
             print(table(outcomes), flush=True)
-        if options.json is not None:
-            write_json(options, outcomes)
+        mutants = [outcome.to_json() for outcome in outcomes]
+        drawn = {"seed": options.seed, "per_module": options.per_module}
+        write_json(options.json, {**drawn, "machine": machine_facts(), "mutants": mutants})
     return 0
 
 

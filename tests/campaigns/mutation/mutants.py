@@ -1,9 +1,12 @@
-"""Mutants of one module: where a change says something about the tests, which are drawn, which can change nothing.
+"""Mutants of one module: where a change says something about the tests, which are drawn, which can change
+nothing.
 
 Invariants:
-- A place in an annotation, a decorator, a type alias, a test of ``TYPE_CHECKING``, or in a signature, but for its defaults, is
-  never drawn: such a change is either a TypeError at import, which any test would see, or nothing at all.
-- Equal source, seed and number draw equal mutants; every mutant compiles without a warning, and no two have the same text.
+- A place in an annotation, a decorator, a type alias, a test of ``TYPE_CHECKING``, or in a signature, but for
+  its defaults, is never drawn: such a change is either a TypeError at import, which any test would see, or
+  nothing at all.
+- Equal source, seed and number draw equal mutants; every mutant compiles without a warning, and no two have
+  the same text.
 """
 
 import ast

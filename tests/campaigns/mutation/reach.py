@@ -1,8 +1,8 @@
 """Which tests execute which lines: a pytest plugin that traces a few files.
 
 Invariants:
-- A test is credited with what runs in its call and its teardown, and in the setup of any test of its file: fixtures live longer
-  than the test that happens to come first.
+- A test is credited with what runs in its call and its teardown, and in the setup of any test of its file:
+  fixtures live longer than the test that happens to come first.
 - What runs at import is credited to every test.
 - Processes that a test starts are not traced.
 """

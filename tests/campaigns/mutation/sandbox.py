@@ -2,8 +2,8 @@
 
 Invariants:
 - Nothing is written to the tree that was copied.
-- This process never imports ``caesura``: every run imports what the copy holds at that moment. What is slow to import and
-  never changes (torch, pytest, Hypothesis) is imported here, once.
+- This process never imports ``caesura``: every run imports what the copy holds at that moment. What is slow
+  to import and never changes (torch, pytest, Hypothesis) is imported here, once.
 - Every version of a mutated file has an mtime of its own, so that no run takes the bytecode of another.
 - A run ends at its time limit, with every process of its group.
 """
@@ -32,10 +32,14 @@ from .reach import Reach, Reached
 PACKAGE = "caesura"
 LEFT_OUT = (".git", ".venv", ".check", "__pycache__", ".*_cache", ".hypothesis", "build", "demo_out")
 PRELOADED = (
-    "torch", "numpy", "zmq", "msgspec", "safetensors.torch", "tokenizers", "hypothesis.stateful", "pytest_timeout", "scipy.stats",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")),
+    "torch", "numpy", "zmq", "msgspec", "safetensors.torch", "tokenizers",
+    "hypothesis.stateful", "pytest_timeout", "scipy.stats",
+    *(f"transformers.models.{name}.modeling_{name}"
+      for name in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")),
 )  # fmt: skip
-"""What tests import, and what pytest does; without transformers a run of one small test takes four times as long."""
+"""What tests import, and what pytest does; without transformers a run of one small test takes four times as
+long.
+"""
 NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
 
 

@@ -3,7 +3,7 @@
 import pytest
 from checkpoints import write_checkpoint
 from harness.process_memory import MB
-from warmup_peak import HEAD_ROWS, ROWS, WIDE, measure_peaks
+from support.warmup_peaks import HEAD_ROWS, ROWS, WIDE, measure_peaks
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 

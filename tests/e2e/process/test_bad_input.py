@@ -401,7 +401,7 @@ def test_a_conflict_does_not_disturb_what_runs(driver, second):
 
 def test_a_retried_update_attaches_and_commits_once(driver, second, other_model, monkeypatch):
     monkeypatch.setattr(command_queue, "SLICE_S", 0.0)  # one piece per tick
-    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
     update = UpdateWeightFromDiskReqInput(id="u", model_path=str(other_model), weight_version="v1")
     driver.send(update)
     eventually(lambda: driver.tick() or driver.status().update)

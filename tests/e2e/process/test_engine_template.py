@@ -185,10 +185,10 @@ def test_a_process_that_starts_others_forks_them_too(start):
     code = """
 import functools, subprocess
 import psutil
-from caesura.client.launch import launcher as launch
+from caesura.client.launch import launcher
 executed, execute = [], subprocess.Popen._execute_child
 subprocess.Popen._execute_child = functools.wraps(execute)(lambda *given: executed.append(1) or execute(*given))
-with launch.Popen(launch.engine_command("--no-such-option"), stderr=subprocess.PIPE, text=True) as child:
+with launcher.Popen(launcher.engine_command("--no-such-option"), stderr=subprocess.PIPE, text=True) as child:
     is_ours = child.pid in [other.pid for other in psutil.Process().children()]
     error = child.stderr.read()
 print(is_ours, executed, child.wait(), error)

@@ -516,7 +516,7 @@ def test_what_a_killed_engine_left_is_removed_by_the_next(tiny_model, tmp_path):
 def test_an_unread_stderr_blocks_nothing(tiny_model, endpoint):
     """A flood of malformed messages, whose warnings nobody reads."""
     prelude = """
-        from caesura.scheduler.runtime import log
+        from caesura.process import log
         log.REPEATS = 1 << 30
     """
     with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:

@@ -165,7 +165,7 @@ class TestPoisoned:
         monkeypatch.setattr(
             "caesura.scheduler.messaging.command_queue.SLICE_S", 0.0
         )  # a piece per tick, and a read for each
-        monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+        monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
         with engine(checkpoint("qwen3", 1), load_bucket_bytes=1000) as driver:
             yield driver
 

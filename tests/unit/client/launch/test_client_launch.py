@@ -25,8 +25,7 @@ from caesura.client import (
     TimedOut,
     launch_scheduler,
 )
-from caesura.client.launch.child_log import how_it_ended
-from caesura.client.launch.launcher import LaunchedScheduler
+from caesura.client.launch.launcher import LaunchedScheduler, how_it_ended
 
 FAKE = support.fake_scheduler.__file__
 

@@ -26,7 +26,7 @@ from caesura.client.serve import app as app_module
 from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
 from caesura.client.serve.connections import MAX_HEAD_BYTES
 from caesura.client.serve.pages.metrics import Metrics
-from caesura.client.serve.printable import PrintableFormatter, printable
+from caesura.client.serve.printable import printable
 from caesura.client.text import chat_template
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import TokenizerManager
@@ -41,6 +41,7 @@ from caesura.io_struct import (
     Message,
     Request,
 )
+from caesura.process.log import TextFormatter
 
 DEEP = b"[" * 200_000
 TOOL_CALL = {"role": "assistant", "tool_calls": [{"function": {"arguments": DEEP.decode()}}]}
@@ -212,16 +213,16 @@ def test_labels_and_names_have_no_control_characters(door):
 
 
 def test_what_is_logged_of_a_client_can_do_nothing_to_a_terminal():
-    formatter = PrintableFormatter("%(name)s: %(message)s")
+    formatter = TextFormatter("%(name)s")
     try:
         int(ESCAPES)
     except ValueError as error:
         error.args = (ESCAPES,)
         record = logging.LogRecord("x", logging.ERROR, "", 1, "%s failed", (ESCAPES,), sys.exc_info())
     shown = formatter.format(record)
-    assert "\\x1b[2J\\x07\\r\n\\x9b31m\\u202e" in shown
+    assert "\\x1b[2J\\x07\\r\n\t\\x9b31m\\u202e" in shown
     assert shown.count("Traceback") == 1
-    assert not set(shown) & set(ESCAPES) - set("[2J31m\n")
+    assert not set(shown) & set(ESCAPES) - set("[2J31m\n\t")
     assert printable(ESCAPES) == "\\x1b[2J\\x07\\r\\n\\x9b31m\\u202e"
     assert printable("x" * 1000) == "x" * 200 + "… (1000 characters)"
 

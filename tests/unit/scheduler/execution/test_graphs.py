@@ -21,8 +21,9 @@ from caesura.scheduler.execution.graphs import ladder
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.execution.sampler import Sampler
 from caesura.scheduler.execution.staging import StepLimits
-from caesura.scheduler.executor.messages import Answer, Failure
-from caesura.scheduler.executor.runner import RanksRunner
+from caesura.scheduler.executor.executor import Pending
+from caesura.scheduler.executor.parallel_runner import ParallelRunner
+from caesura.scheduler.executor.rpc import Answer, Failure
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.residency import ComponentResidencyManager, StorageComponent
 from caesura.scheduler.weights.loader import WeightLoader
@@ -262,28 +263,34 @@ class Group:
 
 
 class OtherRank:
-    """Answers every call, and counts them by type."""
+    """An executor whose one worker answers every call."""
 
-    def __init__(self) -> None:
+    workers = 1
+
+    def __init__(self, parallel: Group) -> None:
+        self.parallel = parallel
         self.calls: list[str] = []
         self.failing = False
 
-    def next_number(self) -> int:
-        return len(self.calls)
-
-    def send(self, call: object, frames: object = ()) -> None:
-        self.calls.append(type(call).__name__)
-
-    def wait(self, number: int) -> list[Answer]:
-        failure = Failure(message="a kernel", out_of_memory=False, follows=False) if self.failing else None
+    def call(self, method: str, *arguments: object, frames: object = ()) -> Pending:
+        self.calls.append(method)
+        failure = Failure(message="a kernel") if self.failing else None
         self.failing = False
-        return [Answer(number=number, failure=failure)]
+        number = len(self.calls)
+        return Pending(self, number, method, {1: Answer(number=number, failure=failure)}, None)
+
+    def receive(self) -> None:
+        """Everything has come."""
+
+    def forget(self, number: int) -> None:
+        """Nothing comes any more."""
 
 
 def test_graphs_are_captured_again_when_the_group_of_ranks_begins_anew(checkpoints):
     """What was captured holds the connections of a group that is no more."""
     pair, all_requests = [engine(checkpoints[0], captured=c) for c in (True, False)], requests(3)
-    own, group, other = pair[0].runner, Group(), OtherRank()
+    own, group = pair[0].runner, Group()
+    other = OtherRank(group)
     forward = own.model.forward
 
     def in_parts(batch: ForwardBatch, backend: object) -> torch.Tensor:
@@ -293,12 +300,12 @@ def test_graphs_are_captured_again_when_the_group_of_ranks_begins_anew(checkpoin
 
     own.model.forward = in_parts
     capture(pair[0])
-    pair[0].runner = RanksRunner(own, other, group, own.graphs)
+    pair[0].runner = ParallelRunner(own, other, own.graphs)
     batch = step([], all_requests)
     other.failing = True
     with pytest.raises(RuntimeError, match="rank 1: a kernel"):
         pair[0].runner.execute(replace(batch, input_ids=batch.input_ids.clone())).fetch()
-    assert other.calls == ["Step", "Recover", "Capture"], "every rank captures at the same time"
+    assert other.calls == ["execute", "recover", "capture"], "every rank captures at the same time"
     assert own.graphs.are_captured
     run_both(pair, batch, all_requests)
     for _ in range(3):

@@ -8,7 +8,7 @@ import zmq
 from support.plain_trainer import free_port
 
 from caesura import __version__
-from caesura.scheduler.executor.messages import Answer, Failure, Join, Refused, decode_call, encode
+from caesura.scheduler.executor.rpc import Answer, Failure, Join, decode_call, encode
 from caesura.scheduler.executor.workers import Workers, identity_of
 from caesura.scheduler.runtime.config import EngineConfig
 
@@ -50,9 +50,9 @@ def join(rank: int, version: str = __version__) -> Join:
     return Join(rank=rank, pid=1, host="here/boot", version=version)
 
 
-def heard_by(workers: Workers) -> None:
-    assert workers._socket.poll(None)
-    workers.receive()
+def heard_by(workers: Workers) -> list[tuple[int, Answer]]:
+    assert workers.socket.poll(None)
+    return workers.receive()
 
 
 def test_only_workers_that_fit_join(workers, connect):
@@ -67,28 +67,28 @@ def test_only_workers_that_fit_join(workers, connect):
         socket.send(encode(said))
         heard_by(workers)
         assert socket.poll(None)
-        assert isinstance(decode_call(socket.recv()), Refused)
+        assert decode_call(socket.recv()).method == "refuse"
     assert workers.joined == {}
 
 
 def test_a_worker_that_is_refused_may_have_gone(workers):
-    workers._take(b"nobody is there", encode(join(1, "0.0.1")))
+    workers._answer_of(b"nobody is there", encode(join(1, "0.0.1")))
     assert workers.joined == {}
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", DEEP, b"\x81\xa4type\xa2\xff\xfe", b"\xdf\xff\xff\xff\xff"])
 def test_what_cannot_be_read_is_dropped(workers, frame):
-    workers._take(identity_of(1), frame)
+    assert workers._answer_of(identity_of(1), frame) is None
 
 
-def test_nobody_answers_in_the_name_of_a_worker(workers):
+def test_nobody_answers_in_the_name_of_a_worker(workers, connect):
     """An address beside which others connect without keys, as on loopback."""
     workers.joined[1] = join(1)
     forged = encode(Answer(number=1, failure=Failure(message="forged")))
     for identity in (b"1", b"rank 01", b"rank rank 1", b"rank 1 ", b"someone"):
-        workers._take(identity, forged)
-    assert workers._answers == {}
-    workers._take(identity_of(1), encode(Answer(number=1, value=msgspec.Raw(b"\xc0"))))
-    assert list(workers._answers) == [1]
+        connect(identity).send(forged)
+        assert heard_by(workers) == []
+    connect(identity_of(1)).send(encode(Answer(number=1, value=msgspec.Raw(b"\xc0"))))
+    ((rank, answer),) = heard_by(workers)
+    assert (rank, answer.number) == (1, 1)
     del workers.joined[1]
-    workers._answers.clear()

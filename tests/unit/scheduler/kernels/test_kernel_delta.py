@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.forward_batches import Row, forward_batch
 from support.kernels import instruction_sets, threads
@@ -19,6 +19,7 @@ from caesura.scheduler.attention.delta_rule import HybridBackend
 from caesura.scheduler.cache.state_pool import StatePool, StateShape
 from caesura.scheduler.execution.forward import AttentionBackend, StateSegment, StateStep
 from caesura.scheduler.kernels.delta import LARGEST_HEAD, delta_for
+from caesura.scheduler.kernels.linear import packable
 from caesura.scheduler.layers.gated_delta import DeltaShape, GatedDelta, places_of
 from caesura.scheduler.layers.parameters import Placement
 
@@ -145,7 +146,11 @@ def test_prompts_beside_decoding_rows_are_those_of_torch(data, made) -> None:
 @settings(max_examples=examples(15))
 @given(data=st.data(), made=layers)
 def test_how_a_sequence_is_cut_changes_no_bit(data, made) -> None:
-    """One segment, several in a step, and decode steps that each go to another row."""
+    """One segment, several in a step, and decode steps that each go to another row.
+
+    Output projections that cannot be packed are torch's, whose bits may depend on the number of rows.
+    """
+    assume(packable(made["shape"].value_heads * made["shape"].value_size, made["dtype"]))
     length = data.draw(st.integers(2, 40))
     borders = [0, *sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4))), length]
     for _ in instruction_sets():

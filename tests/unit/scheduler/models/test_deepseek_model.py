@@ -30,7 +30,7 @@ from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.pieces import WeightPiece
+from caesura.scheduler.weights.source import WeightPiece
 
 CPU = torch.device("cpu")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

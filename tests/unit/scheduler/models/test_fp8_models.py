@@ -21,7 +21,7 @@ from caesura.scheduler.models.config import config_difference, load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.pieces import WeightPiece
+from caesura.scheduler.weights.source import WeightPiece
 
 CPU = torch.device("cpu")
 K = "model.layers.0.self_attn.k_proj.weight"

@@ -29,7 +29,7 @@ from caesura.scheduler.models.config import config_difference, load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.pieces import WeightPiece
+from caesura.scheduler.weights.source import WeightPiece
 
 CPU = torch.device("cpu")
 UP = "model.layers.1.mlp.experts.gate_up_proj"
@@ -245,8 +245,7 @@ def test_what_a_complete_update_needs(model: CausalLM, tensors: tuple[Weights, W
         rest = {name: value for name, value in packed.items() if name != lacking}
         assert mismatch(loader.check, specs(rest), complete=True)["missing"] == [lacking]
         loader.check(specs(rest), complete=False)
-        assert mismatch(loader.check_rows, specs(rest), whole=True)["missing"] == [lacking]
-        loader.check_rows(specs(rest), whole=False)
+        assert mismatch(loader.check, specs(rest), complete=False, last=True)["missing"] == [lacking]
     neither = {name: value for name, value in packed.items() if name not in (BLOCKS, SCALES)}
     assert mismatch(loader.check, specs(neither), complete=True)["missing"] == [UP]
 

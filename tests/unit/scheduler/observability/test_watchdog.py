@@ -13,7 +13,7 @@ from caesura.scheduler.runtime.watchdog import Heartbeat
 
 SCRIPT = """
     import ctypes, os, sys, threading, time
-    from caesura.scheduler.runtime import log
+    from caesura.process import log
     from caesura.scheduler.runtime.watchdog import Heartbeat, Watchdog, exit_within
     log.configure("INFO")
     heartbeat = Heartbeat()

@@ -26,7 +26,7 @@ from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.pieces import WeightPiece
+from caesura.scheduler.weights.source import WeightPiece
 from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
 
 CPU = torch.device("cpu")

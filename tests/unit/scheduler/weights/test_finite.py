@@ -8,8 +8,8 @@ from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import load_model
 
 from caesura.scheduler.models.base import CausalLM
-from caesura.scheduler.weights import finite
-from caesura.scheduler.weights.finite import NonFinite, count_non_finite, find_non_finite
+from caesura.scheduler.weights import reading
+from caesura.scheduler.weights.reading import NonFinite, count_non_finite, find_non_finite
 
 NAN, INF = float("nan"), float("inf")
 KV_UP = "model.layers.0.self_attn.kv_b_proj.weight"
@@ -63,7 +63,7 @@ def test_slices_of_a_slot_are_its_rows(model):
 
 
 def test_each_tensor_is_found_wherever_the_value_lies(model, monkeypatch):
-    monkeypatch.setattr(finite, "_SLICE_ELEMENTS", 100)
+    monkeypatch.setattr(reading, "_SLICE_ELEMENTS", 100)
     slots = model.weight_slots()
     assert found_in(model, slots) == []
     for name, slot in slots.items():

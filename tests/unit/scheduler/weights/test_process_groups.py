@@ -21,7 +21,7 @@ from caesura.io_struct.weights import PRESENT
 from caesura.scheduler.weights.transports import process_group, reception
 from caesura.scheduler.weights.transports.distributed import DistributedSource, Group
 from caesura.scheduler.weights.transports.process_group import Membership
-from caesura.scheduler.weights.write_stream import WriteStream
+from caesura.scheduler.weights.upload import WriteStream
 
 CPU = torch.device("cpu")
 NAME = "g"

@@ -21,7 +21,7 @@ from caesura.scheduler.runtime.background import Worker
 from caesura.scheduler.weights.transports import transmission
 from caesura.scheduler.weights.transports.reception import broadcasts, plans_of
 from caesura.scheduler.weights.transports.transmission import Relay, Transmission
-from caesura.scheduler.weights.write_stream import WriteStream
+from caesura.scheduler.weights.upload import WriteStream
 
 LIMIT = timedelta(seconds=PATIENCE_S)
 

@@ -14,11 +14,9 @@ from caesura.io_struct import CaesuraError, TensorSpec
 from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import upload
-from caesura.scheduler.weights.pieces import WeightPiece
-from caesura.scheduler.weights.source import BufferSource, WeightSource
+from caesura.scheduler.weights.source import BufferSource, WeightPiece, WeightSource
 from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
-from caesura.scheduler.weights.upload import BUCKETS, Uploader
-from caesura.scheduler.weights.write_stream import WriteStream
+from caesura.scheduler.weights.upload import BUCKETS, Uploader, WriteStream
 
 CPU = torch.device("cpu")
 

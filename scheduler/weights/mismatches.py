@@ -1,7 +1,7 @@
-"""Tensors that do not fit the model, in words and as data.
+"""Tensors that do not fit the model, as the text and the detail of an error.
 
-Invariants: the detail of the error lists all of them; its message names the first few with their shapes, given and expected, and
-a prefix that alone keeps the names apart.
+Invariants: the detail lists all of them. The message names the first few with their shapes, and a prefix if
+that alone keeps the names apart.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,12 +12,12 @@ from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import TensorSlot
 
 _NAMED = 3
-"""Tensors that a message names."""
+"""Number of tensors that a message names."""
 
 
 @dataclass(slots=True)
-class Misfits:
-    """What is wrong with some tensors, of which ``slots`` has what the model takes."""
+class Mismatches:
+    """What is wrong with some tensors; ``slots`` has what the model takes."""
 
     slots: Mapping[str, TensorSlot]
     missing: list[str] = field(default_factory=list)
@@ -27,13 +27,28 @@ class Misfits:
     _shapes: dict[str, list[int]] = field(default_factory=dict)
 
     def add_unexpected(self, name: str, shape: Sequence[int]) -> None:
-        """The model has no tensor ``name``."""
         self.unexpected.append(name)
         self._shapes[name] = list(shape)
 
+    def add_misshapen(self, name: str, expected: Sequence[int], got: Sequence[int]) -> None:
+        self.mismatched.append({"name": name, "expected_shape": list(expected), "got_shape": list(got)})
+
+    def add_wrong_dtype(self, name: str, expected: str, got: str) -> None:
+        """Add a tensor whose dtype is wrong; both are names of the wire."""
+        self.mismatched.append({"name": name, "expected_dtype": expected, "got_dtype": got})
+
+    def add(self, name: str, reason: str) -> None:
+        """Add a tensor that is wrong for any other reason."""
+        self.mismatched.append({"name": name, "reason": reason})
+
+    @property
+    def any(self) -> bool:
+        """True if anything is wrong."""
+        return bool(self.missing or self.unexpected or self.mismatched)
+
     def raise_if_any(self, given: Collection[str] = ()) -> None:
-        """Raise WEIGHT_MISMATCH if anything is wrong; ``given`` are the names of all tensors that were looked at."""
-        if not (self.missing or self.unexpected or self.mismatched):
+        """Raise WEIGHT_MISMATCH if anything is wrong; ``given`` are the names of all checked tensors."""
+        if not self.any:
             return
         kinds = ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched)
         summary = ", ".join(f"{len(found)} {kind}" for kind, found in kinds if found)
@@ -50,8 +65,8 @@ class Misfits:
         )
 
     def _first(self) -> list[str]:
-        """A few of them, those first that say most."""
-        said = [_said(entry) for entry in self.mismatched[:_NAMED]]
+        """Return texts of a few of them, the most informative kinds first."""
+        said = [_text(entry) for entry in self.mismatched[:_NAMED]]
         said += [f"{name}{self._shape(name)} is not in the model" for name in self.unexpected[:_NAMED]]
         said += [f"{name}{self._shape(name)} is missing" for name in self.missing[:_NAMED]]
         left = len(self.mismatched) + len(self.unexpected) + len(self.missing) - _NAMED
@@ -62,7 +77,7 @@ class Misfits:
         return "" if shape is None else f" {shape}"
 
     def _prefix(self, given: Collection[str]) -> str | None:
-        """That all of ``given`` begin with what no name of the model begins with, or the other way round."""
+        """Return a text about a prefix that all ``given`` names have or lack, unlike the model's."""
         name = self.unexpected[0]
         for known in self.slots:
             if name.endswith(f".{known}"):
@@ -80,8 +95,8 @@ class Misfits:
         return None
 
 
-def _said(entry: dict[str, Any]) -> str:
-    """A mismatched entry."""
+def _text(entry: dict[str, Any]) -> str:
+    """Return the text of a mismatched entry."""
     name = entry["name"]
     if "got_shape" in entry:
         return f"{name} has the shape {entry['got_shape']}, expected {entry['expected_shape']}"

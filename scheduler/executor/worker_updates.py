@@ -1,7 +1,8 @@
-"""Weight updates on a worker's rank: it opens the source that rank 0 has opened, and writes its own shard from it.
+"""Weight updates on a worker: it opens the source that rank 0 has opened, and writes its shard from it.
 
 Invariants:
-- Nothing is written before rank 0 says so, which it does when every rank has opened and checked the source and no step runs.
+- Nothing is written before rank 0 says so, which it does when every rank has opened and checked the source
+  and no step runs.
 - An update that is abandoned writes nothing more.
 - Files must be those that rank 0 has found, by their digest: weights of two checkpoints never meet.
 """
@@ -9,33 +10,32 @@ Invariants:
 from collections.abc import Callable, Generator
 from typing import Any
 
-from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...io_struct import CaesuraError, ErrorCode
 from ..execution.model_runner import ModelRunner
 from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..runtime.config import EngineConfig
-from ..weights.components import fitting
-from ..weights.finite import find_non_finite, require_finite
 from ..weights.loaded_model import LoadedModel
+from ..weights.loader import END, write_some
+from ..weights.reading import find_non_finite, require_finite
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import pieces_of, uploader_of
-from ..weights.write_stream import WriteStream
-from ..weights.writing import END, write_some
-from .messages import Broadcast, Buffers, Derive, Folder, Open, Shared
+from ..weights.upload import WriteStream, pieces_of, uploader_of
+from .weight_sources import Broadcast, Folder, Source
 
-_Operation = Generator[bool, None, object]
+Operation = Generator[bool, None, Any]
+"""Yields True when it waits for something; returns the answer's value."""
 
 
 class AbandonedError(CaesuraError):
     """Rank 0 has broken off the update."""
 
 
-class RankUpdates:
-    """The updates of one rank."""
+class WorkerUpdates:
+    """The updates of one worker. Rank 0 may call the public methods."""
 
     def __init__(
         self,
@@ -60,19 +60,22 @@ class RankUpdates:
         self._pieces: Generator[Any, None, None] | None = None
         self._first: Any = END
         self._turn = 0
-        """Counts sources that were opened or abandoned."""
+        """Number of sources that were opened or abandoned."""
 
-    def open(self, call: Open, frames: list[memoryview]) -> _Operation:
-        """Open and check a source, and wait for its first piece."""
+    def open(self, source: Source, fresh: bool, *frames: memoryview) -> Operation:
+        """Open and check a source, and wait for its first piece.
+
+        Args:
+            fresh: no tensor has been written since the last commit, or since a failure.
+        """
         self.abandon()
         turn = self._turn
-        if call.fresh:
+        if fresh:
             self._loader.forget_written()
-        source = yield from self._opened(call, frames)
+        opened = yield from self._opened(source, frames)
         self._require(turn)
-        self._loader.check(source.specs, complete=source.complete)
-        self._loader.check_rows([spec for spec in source.specs if isinstance(spec, TensorSpec)], whole=False)
-        pieces = pieces_of(source, self._loader, self._uploader, self._config.load_bucket_bytes)
+        self._loader.check(opened.specs, complete=opened.complete)
+        pieces = pieces_of(opened, self._loader, self._uploader, self._config.load_bucket_bytes)
         self._pieces = pieces
         while (piece := next(pieces, END)) is None:
             yield True
@@ -80,8 +83,8 @@ class RankUpdates:
         self._first = piece
         return None
 
-    def write(self) -> _Operation:
-        """Write all of the source that is open; returns which tensors differed from what was there."""
+    def write(self) -> Operation:
+        """Write all of the open source; return the names of tensors that differed from what was there."""
         turn, pieces, piece = self._turn, self._pieces, self._first
         assert pieces is not None, "rank 0 has opened no source"
         self._loader.take_counts()
@@ -102,20 +105,20 @@ class RankUpdates:
         return changed
 
     def abandon(self) -> None:
-        """Let go of the source that is open, if one is."""
+        """Break off what is under way: nothing is written any more."""
         self._turn += 1
         if self._pieces is not None:
             self._pieces.close()
         self._pieces, self._first = None, END
         self._maps.end_session()
 
-    def derive(self, call: Derive) -> _Operation:
-        """Everything in a commit that can fail."""
+    def derive(self, check_finite: bool) -> Operation:
+        """Do everything in a commit that can fail."""
         self._loader.require_whole()
         with self._runner.on_stream():
             self._loaded.model.finalize_weights()
         self._runner.synchronize()
-        if call.check_finite:
+        if check_finite:
             search = find_non_finite(self._loaded.model, self._loader.written)
             while True:
                 try:
@@ -128,32 +131,26 @@ class RankUpdates:
         self._loader.forget_written()
         return None
 
-    def forget(self) -> None:
-        """The weights' memory is released: what was written counts for nothing."""
-        self._loader.forget_written()
-
     def collect(self) -> None:
         """Unmap memory whose owner is gone, unless it may still be read."""
         if self._pieces is None:
             self._maps.collect()
 
-    def _opened(self, call: Open, frames: list[memoryview]) -> Generator[bool, None, WeightSource]:
-        source = call.source
+    def _opened(self, source: Source, frames: tuple[memoryview, ...]) -> Generator[bool, None, WeightSource]:
         if isinstance(source, Folder):
             return (yield from self._folder(source))
-        if isinstance(source, Buffers):
+        if isinstance(source, Broadcast):
+            return self._groups.open(source.request)
+        if (memory := source.memory) is None:
             return BufferSource(source.name, source.specs, frames)
-        if isinstance(source, Shared):
-            memory = self._maps.view(source.handle)[source.start : source.start + source.nbytes]
-            return BufferSource(source.name, source.specs, [memory])
-        assert isinstance(source, Broadcast), source
-        return self._groups.open(source.request)
+        view = self._maps.view(memory.handle)[memory.start : memory.start + memory.nbytes]
+        return BufferSource(source.name, source.specs, [view])
 
     def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
-        """In a thread, because the disk may be slow: steps go on meanwhile."""
+        """Open a folder in a thread, because the disk may be slow: steps go on meanwhile."""
         config, loader, workspace = self._loaded.config, self._loader, self._workspace
         opening = Task(
-            lambda: fitting(open_fitting(folder.path, config), None, loader, workspace), self._wake
+            lambda: DiskSource(open_fitting(folder.path, config), workspace, loader.owned), self._wake
         )
         while not opening.done:
             yield True

@@ -1,10 +1,10 @@
-"""Half an hour of rollouts over HTTP with an update every second: is everything flat, and is every token what its span says?
+"""Rollouts over HTTP with an update every second: three processes stay flat, and every token is what its span
+says.
 
-Three processes: a scheduler, ``caesura serve`` in front of it, and this one, which sends rollouts over HTTP and trains: pause,
-update by each transport in turn, continue. Every hundredth rollout is scored again by transformers under the versions
-that its spans name (``harness/rescore.py``). Memory, descriptors and threads of all three are read in every pause.
-
-    python benchmarks/rollout_soak.py --minutes 30 --json rollout_soak.json --plot rollout_soak.svg
+A scheduler, ``caesura serve`` in front of it, and this process, which sends rollouts over HTTP and trains:
+pause, update by each transport in turn, continue. Every hundredth rollout is scored again by transformers
+under the versions that its spans name (``rescore.py``). Memory, descriptors and threads of all three are read
+in every pause.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,44 +23,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from checkpoints import write_checkpoint
-from harness.http_load import Connection
-from harness.machine import describe, machine_facts
-from harness.process_memory import MB, read_memory
-from harness.rescore import Rescorer
-from harness.transports import Trainer, Transport
-from memory_over_updates import LINE, STYLE
 from rich.console import Console
-from rich.table import Table
 
 from caesura.client import launch_scheduler
 from caesura.io_struct import PauseMode
 
-TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor", "ipc", "distributed", "ipc-shared")
+from .http_load import Connection
+from .pictures import LINE, Panel, draw_grid
+from .process_memory import MB, read_memory
+from .rescore import Rescorer
+from .script import markdown, two_checkpoints
+from .transports import TRANSPORTS, Trainer
+
 MODES: tuple[PauseMode, ...] = ("in_place", "retract", "in_place", "abort")
 CONNECTIONS = 16
 VOCAB_SIZE, CONTEXT_LEN, KV_TOKENS = 4096, 512, 16384
 RESCORED_EVERY = 100
 UPDATE_EVERY_S = 1.0
 SETTLED = 0.2
-"""Share of the run after which growth is counted: the stores of answers and the allocators have filled by then."""
+"""Share of the run after which growth is counted: the stores of answers and the allocators have filled by
+then.
+"""
 PROCESSES = ("scheduler", "front end", "trainer")
-
-
-@dataclass
-class Reading:
-    """What a process holds."""
-
-    resident: int
-    descriptors: int
-    threads: int
-
-    @classmethod
-    def of(cls, pid: int) -> "Reading":
-        """Process ``pid``, now."""
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-        return cls(read_memory(pid).resident, len(os.listdir(f"/proc/{pid}/fd")), threads)
 
 
 @dataclass
@@ -69,7 +52,10 @@ class Found:
     """All that a run has seen."""
 
     at: list[float] = field(default_factory=list)
-    readings: dict[str, list[Reading]] = field(default_factory=lambda: {name: [] for name in PROCESSES})
+    """Seconds of each reading."""
+    readings: dict[str, list[dict[str, int]]] = field(
+        default_factory=lambda: {name: [] for name in PROCESSES}
+    )
     rollouts: int = 0
     tokens: int = 0
     endings: dict[str, int] = field(default_factory=dict)
@@ -78,6 +64,15 @@ class Found:
     rescored_spans: int = 0
     largest_gap: float = 0.0
     updates: dict[str, int] = field(default_factory=dict)
+
+
+def reading(pid: int) -> dict[str, int]:
+    """Return what the process ``pid`` holds."""
+    return {
+        "resident": read_memory(pid).resident,
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": len(os.listdir(f"/proc/{pid}/task")),
+    }
 
 
 class Rollouts:
@@ -89,7 +84,7 @@ class Rollouts:
         self.stopping = False
 
     async def run(self) -> None:
-        """Until ``stopping``; each answer is checked."""
+        """Send and check until ``stopping``."""
         await asyncio.gather(*(self._work() for _ in range(CONNECTIONS)))
 
     async def _work(self) -> None:
@@ -108,9 +103,8 @@ class Rollouts:
         found, meta, output = self._found, answer["meta_info"], answer["output_ids"]
         spans, scored = meta["weight_versions"], meta["output_token_logprobs"]
         assert [token for _, token, _ in scored] == output, "logprobs and tokens differ"
-        assert sum(span["end"] - span["start"] for span in spans) == len(output), (
-            "spans do not cover the tokens"
-        )
+        covered = sum(span["end"] - span["start"] for span in spans)
+        assert covered == len(output), "spans do not cover the tokens"
         found.rollouts += 1
         found.tokens += len(output)
         ending = meta["finish_reason"]["type"]
@@ -127,13 +121,13 @@ class Rollouts:
 
 
 def folder_of(version: str) -> str:
-    """Which checkpoint a label stands for: updates alternate between two."""
+    """Return which checkpoint a label stands for: updates alternate between two."""
     return "0" if version == "default" else str(int(version) % 2)
 
 
 @contextmanager
 def serve(endpoint: str) -> Iterator[tuple[str, int]]:
-    """``caesura serve`` over a scheduler that runs: its address and pid."""
+    """Run ``caesura serve`` over a scheduler; yield its address and pid."""
     command = [sys.executable, "-c", "from caesura.client.cli import main; main()"]
     command += ["serve", "--endpoint", endpoint, "--port", "0", "--tokenizer", "none"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -149,7 +143,7 @@ def serve(endpoint: str) -> Iterator[tuple[str, int]]:
 
 
 def train(trainer: Trainer, client: Any, pids: dict[str, int], found: Found, until: float) -> None:
-    """Pause, update, continue, about once a second; in a thread of its own."""
+    """Pause, update and continue about once a second; runs in a thread of its own."""
     turns = zip(itertools.count(1), itertools.cycle(MODES), itertools.cycle(TRANSPORTS), strict=False)
     began = time.monotonic()
     for turn, mode, transport in turns:
@@ -162,12 +156,12 @@ def train(trainer: Trainer, client: Any, pids: dict[str, int], found: Found, unt
         client.continue_generation()
         found.at.append(time.monotonic() - began)
         for name, pid in pids.items():
-            found.readings[name].append(Reading.of(pid))
+            found.readings[name].append(reading(pid))
         time.sleep(max(0.0, min(UPDATE_EVERY_S, until - time.monotonic())))
 
 
 async def soak(folders: Sequence[Path], minutes: float) -> Found:
-    """One run on engines of its own."""
+    """Run for ``minutes`` on processes of its own."""
     found = Found()
     rescorer = Rescorer({str(number): folder for number, folder in enumerate(folders)})
     engine = launch_scheduler(
@@ -177,9 +171,8 @@ async def soak(folders: Sequence[Path], minutes: float) -> Found:
     with (
         engine as client,
         Trainer(client, folders, TRANSPORTS, 4 << 20) as trainer,
-        serve(client.endpoint) as front,
+        serve(client.endpoint) as (url, front_pid),
     ):
-        url, front_pid = front
         pids = dict(zip(PROCESSES, (client.status().pid, front_pid, os.getpid()), strict=True))
         rollouts = Rollouts(url, rescorer, found)
         load = asyncio.create_task(rollouts.run())
@@ -192,67 +185,39 @@ async def soak(folders: Sequence[Path], minutes: float) -> Found:
     return found
 
 
-def as_table(found: Found) -> Table:
-    """Growth of each process from :data:`SETTLED` of the run to its end."""
-    table = Table(title=f"after {found.at[-1] / 60:.0f} minutes")
-    table.add_column("process")
-    for title in ("RSS settled, MB", "last, MB", "growth, MB", "descriptors", "threads"):
-        table.add_column(title, justify="right")
-    for name, readings in found.readings.items():
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=30.0, help="(default: %(default)s)")
+
+
+def run(options: argparse.Namespace, console: Console, scratch: Path) -> dict[str, Any]:
+    return asdict(asyncio.run(soak(two_checkpoints(scratch, "tiny"), options.minutes)))
+
+
+def report(found: dict[str, Any]) -> str:
+    """Return the growth of each process from :data:`SETTLED` of the run to its end, and the totals."""
+    rows = []
+    for name, readings in found["readings"].items():
         first, last = readings[int(SETTLED * len(readings))], readings[-1]
-        table.add_row(
-            name,
-            f"{first.resident / MB:.1f}",
-            f"{last.resident / MB:.1f}",
-            f"{(last.resident - first.resident) / MB:+.1f}",
-            f"{first.descriptors} -> {last.descriptors}",
-            f"{first.threads} -> {last.threads}",
-        )
-    return table
-
-
-def plot(found: Found, path: Path) -> None:
-    """Resident memory of the three processes over the run."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(9.6, 2.8), layout="constrained")
-        panels = figure.subplots(1, len(PROCESSES), squeeze=False)[0]
-        for panel, (name, readings) in zip(panels, found.readings.items(), strict=True):
-            panel.plot(
-                [at / 60 for at in found.at], [reading.resident / MB for reading in readings], color=LINE
-            )
-            panel.set_title(name, loc="left", fontsize=10)
-            panel.set_xlabel("minutes")
-            panel.set_ylim(0)
-        panels[0].set_ylabel("resident, MB")
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--json", type=Path, help="write every reading there")
-    parser.add_argument("--plot", type=Path, help="draw memory there (.svg or .png; needs matplotlib)")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    console, facts = Console(width=120), machine_facts()
-    console.print(describe(facts))
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = [write_checkpoint(Path(scratch) / str(seed), "tiny", seed=seed) for seed in (0, 1)]
-        found = asyncio.run(soak(folders, options.minutes))
-    console.print(as_table(found))
-    console.print(
-        f"{found.rollouts:,} rollouts ({found.endings}), {found.tokens:,} tokens; "
-        f"updates {found.updates}; {found.rescored:,} rollouts with {found.rescored_spans:,} spans and "
-        f"{found.rescored_tokens:,} tokens scored again: largest gap {found.largest_gap:.1e}"
+        resident = [each["resident"] / MB for each in (first, last)]
+        sizes = [f"{value:.1f}" for value in resident] + [f"{resident[1] - resident[0]:+.1f}"]
+        counts = [f"{first[key]} -> {last[key]}" for key in ("descriptors", "threads")]
+        rows.append([name, *sizes, *counts])
+    headings = "process|resident when settled, MB|last, MB|growth, MB|descriptors|threads"
+    return (
+        f"After {found['at'][-1] / 60:.0f} minutes:\n\n{markdown(headings.split('|'), rows)}\n"
+        f"{found['rollouts']:,} rollouts ({found['endings']}), {found['tokens']:,} tokens; "
+        f"updates {found['updates']}; {found['rescored']:,} rollouts with "
+        f"{found['rescored_spans']:,} spans and {found['rescored_tokens']:,} tokens scored again: largest gap {found['largest_gap']:.1e}\n"
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": facts, "found": asdict(found)}) + "\n")
-    if options.plot is not None:
-        plot(found, options.plot)
 
 
-if __name__ == "__main__":
-    main()
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Draw the resident memory of the three processes over the run."""
+    minutes = [at / 60 for at in found["at"]]
+    by_name = {name: [each["resident"] / MB for each in all_] for name, all_ in found["readings"].items()}
+    top = 1.1 * max(max(values) for values in by_name.values())
+    panels = [
+        Panel(name, "" if number else "resident, MB", (0, top), [(minutes, values, LINE, "")])
+        for number, (name, values) in enumerate(by_name.items())
+    ]
+    draw_grid([panels], path, xlabel="minutes")

@@ -1,42 +1,40 @@
-"""Where workers come to: rank 0's socket, its keys, and who may connect until all are there.
+"""Rank 0's socket, where workers join: its address, its keys, and who may connect until all are there.
 
 Invariants:
 - Workers of this host come over a socket in a private directory, which is removed when all are there.
-- Workers of other hosts come over tcp; beyond loopback only with CURVE keys, of which those count that clients of the engine may
-  have. With keys, connections are accepted in :meth:`Listener.answer_handshakes` alone, so never after :meth:`Listener.shut`.
-- Of a connection that breaks afterwards a thread tells: the operating system says so at once when a process ends, ZeroMQ's
-  heartbeats when a host does.
+- Workers of other hosts come over tcp; beyond loopback only with CURVE keys: the socket's own, and those that
+  clients of the engine may have. With keys, connections are accepted in
+  :meth:`WorkerSocket.answer_handshakes` alone, so never after :meth:`WorkerSocket.shut`.
+- A thread tells of a connection that breaks afterwards: the operating system says so at once when a process
+  ends, ZeroMQ's heartbeats when a host does.
 """
 
 import contextlib
 import ipaddress
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
-from ...process.key_files import KeyPair, read_key_pair, read_public_keys
+from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
 from ..runtime.config import EngineConfig
-from .launch import worker_command
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 2_000
 DEAD_HOST_MS = 20_000
-"""A host that sends nothing for so long is gone; a process that is gone is noticed at once."""
-_DOMAIN = b"caesura-ranks"
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+"""Silence after which a host counts as gone; a process that ends is noticed at once."""
 _LINGER_MS = 500
 
 
-class Listener:
-    """Rank 0's socket, bound."""
+class WorkerSocket:
+    """A bound ROUTER socket."""
 
     def __init__(self, config: EngineConfig, on_lost: Callable[[str], None]) -> None:
         """``on_lost(reason)`` is called in a thread when a connection breaks after :meth:`shut`.
@@ -51,6 +49,8 @@ class Listener:
         if config.tp_address is not None and self._key_file is not None:
             self._keys = read_key_pair(self._key_file, "curve_secret_key_file")
         self._expected = 0
+        self._handshakes: Handshakes | None = None
+        self._directory: str | None = None
         self._cleanup = contextlib.ExitStack()
         try:
             self._open(config)
@@ -66,8 +66,6 @@ class Listener:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by who waits for the answers
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self._zap: zmq.Socket[bytes] | None = None
-        self._directory: str | None = None
         if config.tp_address is None:
             self._directory = str(private_directory.make())
             self._cleanup.callback(private_directory.remove, self._directory)
@@ -77,7 +75,8 @@ class Listener:
             self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_HOST_MS)
         if self._keys is not None:
-            self._use_keys(self._keys)
+            self._handshakes = Handshakes(self.socket, self._context, self._keys, self._allowed, "worker")
+            self._cleanup.callback(self._handshakes.socket.close)
         self._watch_connections()
         try:
             self.socket.bind(self.address)
@@ -88,45 +87,28 @@ class Listener:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def command(self) -> list[str]:
-        """What starts a worker on this host, but for its rank."""
+        """Return the command that starts a worker on this host, without its rank."""
         keys = []
         if self._keys is not None and self._key_file is not None:
             keys = ["--curve-server-key", self._key_file, "--curve-client-key-file", self._key_file]
-        return worker_command("--join", self.address, *keys)
+        return [sys.executable, "-P", "-m", __package__, "--join", self.address, *keys]
 
     def answer_handshakes(self) -> None:
-        """Accept those whose keys are authorized now (RFC 27, ZAP)."""
-        while self._zap is not None and self._zap.poll(0):
-            _, number, _, address, _, mechanism, *credentials = self._zap.recv_multipart()
-            status, text = b"400", b"this key is not authorized"
-            if mechanism == b"CURVE" and z85.encode(credentials[0]) in self._allowed():
-                status, text = b"200", b"OK"
-            else:
-                logger.warning("refused a worker of %s: its key is not authorized", address.decode())
-            self._zap.send_multipart([b"1.0", number, status, text, b"", b""])
+        """Accept the connections whose keys are authorized now (RFC 27, ZAP)."""
+        if self._handshakes is not None:
+            self._handshakes.answer()
 
     def shut(self, workers: int) -> None:
-        """All ``workers`` are there: take no other connection, and tell of each that breaks."""
+        """Take no connection beside those of ``workers``, and tell of each that breaks."""
         self._expected = workers
         if self._directory is not None:
             private_directory.remove(self._directory)
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self.socket.disable_monitor()
         self._thread.join()
         self._cleanup.close()
-
-    def _use_keys(self, keys: KeyPair) -> None:
-        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(_ZAP_ENDPOINT)
-        self._cleanup.callback(self._zap.close)
 
     def _allowed(self) -> frozenset[bytes]:
         assert self._keys is not None
@@ -143,16 +125,19 @@ class Listener:
         events.setsockopt(zmq.LINGER, 0)
         events.setsockopt(zmq.RCVHWM, 0)
         events.connect(address)
-        self._thread = threading.Thread(target=self._tell, args=(events,), name="caesura-ranks", daemon=True)
+        self._thread = threading.Thread(
+            target=self._follow, args=(events,), name="caesura-ranks", daemon=True
+        )
         self._thread.start()
 
-    def _tell(self, events: "zmq.Socket[bytes]") -> None:
-        """In a thread: follow the connections, until the monitor stops."""
+    def _follow(self, events: "zmq.Socket[bytes]") -> None:
+        """Follow the connections in a thread, until the monitor stops."""
         connected: set[int] = set()
         with contextlib.closing(events):
-            while (event := parse_monitor_message(events.recv_multipart()))[
-                "event"
-            ] != zmq.EVENT_MONITOR_STOPPED:
+            while True:
+                event = parse_monitor_message(events.recv_multipart())
+                if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    return
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     connected.add(event["value"])
                     continue
@@ -162,7 +147,7 @@ class Listener:
 
 
 def _checked(address: str, *, has_keys: bool) -> str:
-    """``address``, if workers may join there.
+    """Return ``address``, if workers may join there.
 
     Raises:
         CaesuraError: ``invalid_request``.

@@ -19,7 +19,7 @@ from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.pieces import WeightPiece
+from caesura.scheduler.weights.source import WeightPiece
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 CPU = torch.device("cpu")
@@ -72,7 +72,6 @@ class Sender:
     def send(self, name: str, tensor: Tensor, start: int = 0, stop: int | None = None) -> None:
         spec = spec_of(name, tensor, start, stop)
         self.loader.check([spec], complete=False)
-        self.loader.check_rows([spec], whole=False)
         rows = tensor[start:stop] if tensor.dim() else tensor
         self.loader.write(WeightPiece(name, tuple(tensor.shape), tensor.dtype, start, rows))
 
@@ -149,7 +148,7 @@ def test_an_expert_that_does_not_come_is_due(experts: tuple[Path, dict[str, Tens
         sender.loader.require_whole()
     assert caught.value.detail["missing"] == [last]
     rest = spec_of(DOWN, tensor, len(tensor) - 1)
-    sender.loader.check_rows([rest], whole=True)
+    sender.loader.check([rest], complete=False, last=True)
     sender.send(DOWN, tensor, len(tensor) - 1)
     sender.loader.require_whole()
 
@@ -164,7 +163,7 @@ def test_experts_that_come_anew_are_due_again(experts: tuple[Path, dict[str, Ten
         for name, value in before.items():
             sender.send(name, value)
         with pytest.raises(CaesuraError) as caught:
-            sender.loader.check_rows([spec_of(DOWN, tensor, 0, 2)], whole=True)
+            sender.loader.check([spec_of(DOWN, tensor, 0, 2)], complete=False, last=True)
         assert len(caught.value.detail["missing"]) == len(tensor) - 2
         sender.send(DOWN, tensor, 0, 2)
         with pytest.raises(CaesuraError) as caught:
@@ -181,14 +180,14 @@ def test_experts_come_in_order(experts: tuple[Path, dict[str, Tensor]]) -> None:
     for start, due in ((2, 0), (3, 2)):
         spec = spec_of(DOWN, tensor, start)
         with pytest.raises(CaesuraError) as caught:
-            sender.loader.check_rows([spec], whole=False)
+            sender.loader.check([spec], complete=False)
         entry = {"name": DOWN, "reason": f"row {start} came when row {due} was due"}
         assert caught.value.detail["mismatched"] == [entry]
         with pytest.raises(CaesuraError, match="was due"):
             sender.loader.write(WeightPiece(DOWN, tuple(tensor.shape), tensor.dtype, start, tensor[start:]))
         sender.send(DOWN, tensor, 0, 2)
     with pytest.raises(CaesuraError, match="row 2 came when row 0 was due"):
-        sender.loader.check_rows([spec_of(norm, state[norm]), spec_of(DOWN, tensor, 2)], whole=False)
+        sender.loader.check([spec_of(norm, state[norm]), spec_of(DOWN, tensor, 2)], complete=False)
 
 
 def test_other_shapes_are_refused_by_the_name_that_came(experts: tuple[Path, dict[str, Tensor]]) -> None:

@@ -1,0 +1,71 @@
+"""How the ranks of an engine meet to compute together, and on which devices.
+
+Invariants:
+- Rank 0 founds the group and says where; every rank, rank 0 included, enters it before it builds anything
+  that computes.
+- Ranks on the CPU of one host share memory. All others meet over torch.distributed, whose sockets are its
+  own: they are neither encrypted nor authenticated, whatever keys the engine has.
+"""
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..models.config import load_model_config
+from ..parallel import process_group, shared_memory
+from ..parallel.group import TensorParallel
+from ..runtime.config import EngineConfig
+from ..runtime.dtypes import by_torch_name
+
+_SHARED, _LOOPBACK = "shared:", "127.0.0.1"
+
+
+def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
+    """Found a group; return its address, and the function by which rank 0 enters it, which waits for all
+    ranks.
+
+    Raises:
+        CaesuraError: ``unsupported``, this host cannot.
+    """
+    if torch.device(config.device).type == "cpu" and not config.tp_joined:
+        memory, path = shared_memory.found(config.tp)
+        return _SHARED + path, lambda: shared_memory.join(memory, 0, config.tp)
+    host = _LOOPBACK if config.tp_address is None else urlsplit(config.tp_address).hostname
+    store, address = process_group.listen(host or _LOOPBACK, 0, config.tp)
+    return address, lambda: _enter(store, config, 0)
+
+
+def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:
+    """Enter as a worker, at the address that :func:`found` has returned."""
+    if address.startswith(_SHARED):
+        return shared_memory.join(address.removeprefix(_SHARED), rank, config.tp)
+    return _enter(address, config, rank)
+
+
+def _enter(store: Store | str, config: EngineConfig, rank: int) -> TensorParallel:
+    auto = config.dtype == "auto"
+    dtype = load_model_config(config.model_path).dtype if auto else by_torch_name(config.dtype)
+    return process_group.join(store, rank, config.tp, torch.device(config.device), dtype)
+
+
+def device_of(config: EngineConfig, rank: int) -> str:
+    """Return the device of a rank: rank 0's, or on accelerators of the same host one of the next.
+
+    Raises:
+        CaesuraError: ``invalid_request``, there are not so many.
+    """
+    kind, _, first = config.device.partition(":")
+    if kind == "cpu" or rank >= config.tp - config.tp_joined:
+        return config.device
+    index, count = int(first or 0) + rank, torch.get_device_module(kind).device_count()
+    if index >= count:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"tp = {config.tp} from {config.device} on needs {kind}:{index}, and this host has {count} devices",
+            field="tp",
+            value=config.tp,
+        )
+    return f"{kind}:{index}"

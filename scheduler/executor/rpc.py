@@ -1,0 +1,151 @@
+"""Remote calls: rank 0 sends (number, method, arguments) to all workers, and each sends one answer back.
+
+Invariants:
+- Workers execute calls in the order of their numbers. A step is answered when it has ended, other calls when
+  they are done.
+- Arguments and values are msgpack, and each is decoded by the type that is declared for it. Nothing is
+  unpickled.
+- Both ends are the same version of Caesura: a worker of another version is refused when it joins.
+- A call may be followed by frames of bytes: the arrays of a step (``step_encoding.py``), or tensors.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import GenericAlias
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..runtime.config import EngineConfig
+
+
+class Call(msgspec.Struct, array_like=True):
+    """One call. With the method ``refuse``, which has no number, rank 0 turns a worker away."""
+
+    number: int
+    method: str
+    arguments: msgspec.Raw
+    """An array of the method's positional arguments."""
+
+
+class Join(msgspec.Struct, kw_only=True, tag=True):
+    """First message of a worker."""
+
+    rank: int
+    pid: int
+    host: str
+    """Host name and boot id, separated by a slash."""
+    version: str
+
+
+class Memory(msgspec.Struct, kw_only=True, array_like=True):
+    """State of a rank's allocator, in bytes."""
+
+    reserved: int
+    allocated: int
+    available: int | None
+
+
+class Failure(msgspec.Struct, kw_only=True):
+    """An exception that rank 0 raises again."""
+
+    message: str
+    code: str = ErrorCode.INTERNAL
+    detail: dict[str, Any] = {}
+    out_of_memory: bool = False
+    follows: bool = False
+    """True if it only says that another rank has failed."""
+
+
+class Answer(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+    """Result of one call on one worker."""
+
+    number: int
+    failure: Failure | None = None
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    memory: Memory | None = None
+    """A reading of the worker's memory, where one is worth its time."""
+
+
+class Start(msgspec.Struct, kw_only=True):
+    """Argument of ``start``, which builds a worker's model."""
+
+    config: EngineConfig
+    devices: list[str]
+    """Device of each rank, rank 0 included."""
+    folder: str | None
+    """Folder of the weights, if it is not the configuration's."""
+    group: str
+    """Address at which the ranks meet (``rendezvous.py``)."""
+    local_ranks: int
+    """Ranks on the host of rank 0, which are the first ones; every other rank has a host of its own."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_call = msgspec.msgpack.Decoder(Call).decode
+decode_said = msgspec.msgpack.Decoder(Join | Answer).decode
+
+
+class Method(NamedTuple):
+    """A method that can be called remotely."""
+
+    call: Callable[..., Any]
+    decode_arguments: Callable[[msgspec.Raw], tuple[Any, ...]]
+
+
+def methods_of(target: object) -> dict[str, Method]:
+    """Return the public methods of ``target`` by name. Frames of a call are its variable arguments."""
+    found = {}
+    for name, function in vars(type(target)).items():
+        if inspect.isfunction(function) and not name.startswith("_"):
+            hints = get_type_hints(function)
+            _, *parameters = inspect.signature(function).parameters.values()
+            types = tuple(hints[each.name] for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+            decoder = msgspec.msgpack.Decoder(GenericAlias(tuple, types))
+            found[name] = Method(getattr(target, name), decoder.decode)
+    return found
+
+
+def failure_of(error: BaseException, *, out_of_memory: bool, follows: bool = False) -> Failure:
+    """Return what tells rank 0 of ``error``."""
+    if isinstance(error, CaesuraError):
+        return Failure(
+            message=error.message,
+            code=error.code,
+            detail=msgspec.to_builtins(error.detail, str_keys=True),
+            out_of_memory=out_of_memory or error.code == ErrorCode.OUT_OF_MEMORY,
+            follows=follows,
+        )
+    return Failure(
+        message=f"{type(error).__name__}: {error}",
+        code=ErrorCode.OUT_OF_MEMORY if out_of_memory else ErrorCode.INTERNAL,
+        out_of_memory=out_of_memory,
+        follows=follows,
+    )
+
+
+def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) -> None:
+    """Raise one error for all ranks that have failed, ``own`` being that of rank 0; do nothing if none has.
+
+    Raises:
+        CaesuraError: code and detail of the first rank that failed by itself; ``ranks`` has the reason of
+            each that did.
+    """
+    failures = {
+        rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None
+    }
+    if not failures:
+        if own is not None:
+            raise own
+        return
+    failures = {rank: failure for rank, failure in failures.items() if not failure.follows} or failures
+    reasons = {str(rank): failure.message for rank, failure in failures.items()}
+    if own is not None:
+        reasons = {"0": own.message, **reasons}
+        code, detail = own.code, own.detail
+    else:
+        first = next(iter(failures.values()))
+        code, detail = first.code, first.detail
+    text = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+    raise CaesuraError(code, text, **{**detail, "ranks": reasons})

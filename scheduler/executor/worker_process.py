@@ -1,0 +1,328 @@
+"""A worker's process: its connection to rank 0, and the loop that executes calls.
+
+Invariants:
+- Calls are executed in the order in which they come. What takes long is a generator that the loop advances,
+  so that rank 0 can break it off; only calls that such an operation does not touch are executed meanwhile.
+- At most one step is under way while the next one is launched, as on rank 0. A rank whose step fails aborts
+  the group, so none of the others waits for it longer than it takes to hear.
+- The worker ends when rank 0 does, within a second, whatever it does at that moment: a thread watches the
+  connection, and for a worker that rank 0 has started the lifeline, whose other end rank 0 holds.
+- Stop signals that reach a worker which rank 0 has started do nothing: rank 0 gets them, too, and decides.
+"""
+
+import faulthandler
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ... import __version__
+from ...io_struct import CaesuraError
+from ...process import log
+from ...process.curve import KeyPair
+from ..kernels.collectives import RankLostError
+from ..memory.device_memory import is_out_of_memory
+from ..runtime.background import Wakeup
+from .rpc import Answer, Call, Join, Start, decode_call, encode, failure_of, methods_of
+from .worker import Worker
+from .worker_socket import DEAD_HOST_MS, HEARTBEAT_MS
+from .worker_updates import AbandonedError, Operation
+from .workers import identity_of
+
+if TYPE_CHECKING:
+    from ..execution.forward import ForwardOutput
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 0.5
+"""How long a worker whose rank 0 is gone may take to end in order."""
+_WAITING_POLL_MS = 5
+"""Interval at which an operation that waits is looked at when nothing else happens."""
+_READ_S = 1.0
+"""Interval at which the memory is read while steps run."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CONCURRENT = {"join_group", "leave_group"}
+"""Methods that wait for others than rank 0, and hold nothing up."""
+
+
+class RankZeroGoneError(BaseException):
+    """Rank 0 has ended, or does not want this worker."""
+
+
+class Connection:
+    """A worker's connection to rank 0."""
+
+    def __init__(
+        self, address: str, rank: int, keys: tuple[bytes, KeyPair] | None, lifeline_fd: int | None
+    ) -> None:
+        """
+        Args:
+            keys: rank 0's public key and this worker's own pair, or None if neither side has any.
+            lifeline_fd: becomes readable when rank 0 ends, or None where only the connection tells.
+        """
+        self.rank = rank
+        self.lifeline_fd = lifeline_fd
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, identity_of(rank))
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        if address.startswith("tcp://"):
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_HOST_MS)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys[0])
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys[1].public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys[1].secret)
+        self.events = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(address)
+
+    def join(self) -> None:
+        """Tell rank 0 who is there."""
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        host = f"{socket.gethostname()}/{boot}"
+        self.socket.send(encode(Join(rank=self.rank, pid=os.getpid(), host=host, version=__version__)))
+
+    def answer(self, answer: Answer) -> None:
+        """Send the answer to a call."""
+        self.socket.send(encode(answer))
+
+    def next_call(self) -> tuple[Call, list[memoryview]]:
+        """Wait for a call; return it with its frames.
+
+        Raises:
+            RankZeroGoneError: this worker is not wanted.
+        """
+        header, *frames = self.socket.recv_multipart(copy=False)
+        call = decode_call(header.buffer)
+        if call.method == "refuse":
+            (reason,) = msgspec.msgpack.decode(call.arguments, type=tuple[str])
+            raise RankZeroGoneError(f"rank 0 has refused this worker: {reason}")
+        return call, [frame.buffer for frame in frames]
+
+    def all_reduce_min(self, value: int) -> int:
+        """Return the smallest ``value`` of all ranks, which rank 0 asks for while this one is built."""
+        offer = self._expect("offer")
+        self.answer(Answer(number=offer.number, value=msgspec.Raw(encode(value))))
+        (smallest,) = msgspec.msgpack.decode(self._expect("agree").arguments, type=tuple[int])
+        return smallest
+
+    def _expect(self, method: str) -> Call:
+        call, _ = self.next_call()
+        if call.method != method:
+            raise RankZeroGoneError("rank 0 has stopped in its start")
+        return call
+
+
+def run(connection: Connection, device: str | None) -> int:
+    """Be a worker until rank 0 ends; return the exit status.
+
+    Args:
+        device: device to use instead of the one that rank 0 names.
+    """
+    faulthandler.enable()
+    log.configure("INFO", connection.rank)
+    if connection.lifeline_fd is not None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    watch = _Watch(connection)
+    connection.join()
+    worker: Worker | None = None
+    try:
+        call, _ = connection.next_call()
+        if call.method != "start":
+            return 0
+        (start,) = msgspec.msgpack.decode(call.arguments, type=tuple[Start])
+        config = start.config
+        log.configure(config.log_level, connection.rank, log_format=config.log_format, name=config.log_name)
+        wakeup = Wakeup()
+        try:
+            worker = Worker(start, connection.rank, device, connection, wakeup.set)
+        except (CaesuraError, MemoryError, RuntimeError, OSError, ValueError) as error:
+            logger.error("rank %d cannot start: %s", connection.rank, error)
+            failure = failure_of(error, out_of_memory=is_out_of_memory(error))
+            while call.method != "stop":  # rank 0 may ask for a size before it looks for this failure
+                connection.answer(Answer(number=call.number, failure=failure))
+                call, _ = connection.next_call()
+            return 1
+        watch.on_gone = worker.parallel.abort
+        gc.freeze()
+        logger.info("rank %d is built (%d threads)", connection.rank, torch.get_num_threads())
+        connection.answer(Answer(number=call.number, memory=worker.memory()))
+        _Loop(connection, worker, wakeup).run()
+    except RankZeroGoneError as gone:
+        logger.warning("%s", gone)
+        return 1
+    finally:
+        if worker is not None:
+            worker.parallel.abort()
+    return 0
+
+
+def end(status: int) -> None:
+    """End the process; its threads inside torch and libzmq are not unwound."""
+    log.flush()
+    os._exit(status)
+
+
+class _Watch:
+    """A thread that ends the process when rank 0 has ended."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.on_gone: Callable[[], None] = lambda: None
+        """Breaks off what waits for other ranks."""
+        self._connection = connection
+        threading.Thread(target=self._run, name="caesura-rank-zero", daemon=True).start()
+
+    def _run(self) -> None:
+        events = self._connection.events
+        poller = zmq.Poller()
+        poller.register(events, zmq.POLLIN)
+        if self._connection.lifeline_fd is not None:
+            poller.register(self._connection.lifeline_fd, zmq.POLLIN)
+        for source, _ in poller.poll():
+            if source == events:
+                parse_monitor_message(events.recv_multipart())
+        logger.warning("rank 0 has ended, and so does this worker")
+        self.on_gone()
+        select.select([], [], [], _LAST_WORDS_S)
+        end(1)
+
+
+class _Loop:
+    """Executes calls."""
+
+    def __init__(self, connection: Connection, worker: Worker, wakeup: Wakeup) -> None:
+        self._connection = connection
+        self._worker = worker
+        self._wakeup = wakeup
+        self._methods = methods_of(worker) | methods_of(worker.updates)
+        self._steps: deque[tuple[int, ForwardOutput]] = deque()
+        """Steps by the number of their call that have not been answered."""
+        self._queue: deque[tuple[int, Operation]] = deque()
+        """Operations by the number of their call; the first one is under way."""
+        self._concurrent: dict[int, Operation] = {}
+        self._working = False
+        """True if the operation under way waits for nothing."""
+        self._read_at = 0.0
+        self._poller = zmq.Poller()
+        for each in (connection.socket, wakeup.fd):
+            self._poller.register(each, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Execute calls until rank 0 says stop."""
+        while True:
+            if self._connection.socket in self._events():
+                call, frames = self._connection.next_call()
+                if call.method == "stop":
+                    return
+                self._take(call, frames)
+            elif self._steps:
+                self._finish_step()
+            for number, operation in list(self._concurrent.items()):
+                if self._advance(number, operation) is None:
+                    del self._concurrent[number]
+            self._working = False
+            if self._queue:
+                waits = self._advance(*self._queue[0])
+                if waits is None:
+                    self._queue.popleft()
+                self._working = not waits and bool(self._queue)
+
+    def _events(self) -> dict[object, int]:
+        """Return what can be read; wait for it where there is nothing else to do."""
+        timeout: int | None = None
+        if self._steps or self._working:
+            timeout = 0
+        elif self._queue or self._concurrent:
+            timeout = _WAITING_POLL_MS
+        events = dict(self._poller.poll(timeout))
+        if self._wakeup.fd in events:
+            self._wakeup.clear()
+        return events
+
+    def _take(self, call: Call, frames: list[memoryview]) -> None:
+        if call.method == "execute":
+            self._launch(call, frames)
+            return
+        while self._steps:
+            self._finish_step()
+        try:
+            method = self._methods[call.method]
+            found = method.call(*method.decode_arguments(call.arguments), *frames)
+            if not isinstance(found, Generator):
+                self._answer(call.number, found)
+            elif call.method in _CONCURRENT:
+                self._concurrent[call.number] = found
+            else:
+                self._queue.append((call.number, found))
+        except Exception as error:  # noqa: BLE001  whatever fails is rank 0's to judge
+            self._failed(call.number, error)
+
+    def _launch(self, call: Call, frames: list[memoryview]) -> None:
+        method = self._methods["execute"]
+        try:
+            output = method.call(*method.decode_arguments(call.arguments), *frames)
+        except Exception as error:  # noqa: BLE001  as above
+            while self._steps:
+                self._finish_step()
+            self._step_failed(call.number, error)
+            return
+        self._steps.append((call.number, output))
+        if self._worker.steps_end_at_once or len(self._steps) > 1:
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        """Wait for the oldest step, and answer it."""
+        number, output = self._steps.popleft()
+        try:
+            output.fetch()
+        except Exception as error:  # noqa: BLE001  as above: device errors surface here
+            self._step_failed(number, error)
+            return
+        memory = None
+        if (now := monotonic()) - self._read_at > _READ_S:
+            memory, self._read_at = self._worker.memory(), now
+        self._connection.answer(Answer(number=number, memory=memory))
+
+    def _step_failed(self, number: int, error: Exception) -> None:
+        self._worker.parallel.abort()
+        follows = isinstance(error, RankLostError)
+        failure = failure_of(error, out_of_memory=is_out_of_memory(error), follows=follows)
+        self._connection.answer(Answer(number=number, failure=failure))
+
+    def _advance(self, number: int, operation: Operation) -> bool | None:
+        """Return True if the operation waits for something, None if it has ended and was answered."""
+        try:
+            return next(operation)
+        except StopIteration as stop:
+            self._answer(number, stop.value)
+        except Exception as error:  # noqa: BLE001  as above
+            self._failed(number, error)
+        return None
+
+    def _answer(self, number: int, value: object) -> None:
+        answer = Answer(number=number, value=msgspec.Raw(encode(value)), memory=self._worker.memory())
+        self._connection.answer(answer)
+
+    def _failed(self, number: int, error: Exception) -> None:
+        if not isinstance(error, CaesuraError):
+            logger.error("a call of rank 0 failed", exc_info=error)
+        follows = isinstance(error, AbandonedError)
+        failure = failure_of(error, out_of_memory=is_out_of_memory(error), follows=follows)
+        self._connection.answer(Answer(number=number, failure=failure))

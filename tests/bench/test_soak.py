@@ -1,0 +1,197 @@
+"""The soaks in small: what they count is there, and what they must notice they notice."""
+
+import asyncio
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import soak
+import torch
+from checkpoints import SHAPES, write_checkpoint
+from harness import soak as cycles
+from harness import soak_emptying, soak_rollouts, soak_updates
+from harness.load import Around, Feeder
+from harness.process_memory import MB
+from harness.rescore import Rescorer
+from harness.soak_engine import SCRATCH_TENSORS, SURVIVOR_BYTES, SURVIVORS, SURVIVORS_REPLACED, Scratch
+from harness.transports import TRANSPORTS
+
+from caesura.io_struct import BatchTokenOutput, StreamDelta, encode
+from caesura.scheduler.memory.host import HOST
+
+SMALL = replace(soak_emptying.SOAKED, requests=4, vocab_size=512)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return [
+        write_checkpoint(tmp_path_factory.mktemp("soak") / str(seed), "tiny", seed=seed) for seed in (0, 1)
+    ]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", replace(SHAPES["tiny"], num_hidden_layers=1, vocab_size=512))
+    monkeypatch.setattr(soak_emptying, "SOAKED", SMALL)
+    monkeypatch.setitem(
+        soak_emptying.COSTED, "tiny", replace(soak_emptying.COSTED["tiny"], requests=4, vocab_size=512)
+    )
+    monkeypatch.setattr(cycles, "WARM_UP_BATCHES", 1)
+
+
+def test_growth_is_counted_from_the_tenth_cycle():
+    values = [1000, *[0] * 9, *range(1, 31)]
+    assert cycles.growth(values) == {"total": 30, "second_half": 20, "per_thousand": 1000}
+    assert cycles.growth([7] * 20) == {"total": 0, "second_half": 0, "per_thousand": 0}
+
+
+def test_figures_have_a_sign_and_zero_has_one_only():
+    assert [soak_emptying.signed(value) for value in (1.25, -0.04, -3.0)] == [
+        "+1.2",
+        "+0.0",
+        "\N{MINUS SIGN}3.0",
+    ]
+
+
+def test_scratch_memory_is_of_many_sizes_and_never_leaks(monkeypatch):
+    made = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda nbytes, **how: made.append(nbytes) or ones(nbytes, **how))
+    scratch = Scratch(torch.device("cpu"), seed=0)
+    for _ in range(5):
+        made.clear()
+        before = {tensor.data_ptr() for tensor in scratch._survivors}
+        scratch.churn()
+        assert len(made) == SCRATCH_TENSORS + SURVIVORS_REPLACED
+        assert len(set(made)) > SCRATCH_TENSORS
+        assert min(made) < 128 << 10 < 1 * MB < max(made)  # glibc serves the two kinds differently
+        alive = {tensor.data_ptr() for tensor in scratch._survivors}
+        assert len(alive) == SURVIVORS
+        assert 0 < len(alive - before) <= SURVIVORS_REPLACED
+        assert sum(tensor.nbytes for tensor in scratch._survivors) <= SURVIVORS * SURVIVOR_BYTES
+
+
+def test_as_many_steps_follow_as_were_asked_for():
+    def tokens(step):
+        delta = StreamDelta(rids=[], indices=b"", starts=b"", counts=b"", tokens=b"", logprobs=b"")
+        return encode(BatchTokenOutput(step=step, delta=delta, finished=[]))
+
+    class Nobody:
+        def send(self, frame):
+            pass
+
+    feeder = Feeder(Nobody(), SMALL, seed=0)
+    for step in (4, 5, 7):
+        feeder.take(tokens(step), float(step))
+    feeder.ask(Around(4, 3))
+    assert feeder.answer() is None
+    feeder.take(tokens(8), 8.0)
+    assert feeder.answer() == (((4, 4.0), (5, 5.0), (7, 7.0), (8, 8.0)),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_requests_are_in_flight_in_every_mode(mode, folders, tmp_path):
+    cell = cycles.Cell(mode=mode, empty=mode == "abort")
+    series = cycles.soak(SMALL, folders, range(4), cell, tmp_path)
+    assert {len(values) for values in vars(series).values() if isinstance(values, list)} == {4}
+    assert min(series.reserved) > 10 * MB
+    assert 1 <= series.fewest_met <= SMALL.requests
+    at_start = 1  # before the KV pool is sized
+    assert len(cycles.read_emptyings(tmp_path / "emptyings")) == at_start + 4 * cell.empty
+
+
+@pytest.mark.slow
+def test_updates_are_soaked_by_each_transport(tmp_path, capsys):
+    written, picture = tmp_path / "out.json", tmp_path / "plot.svg"
+    asked = ["--updates", str(2 * cycles.SETTLED), "--transports", "disk", "tensor"]
+    assert soak.main(["updates", *asked, "--json", str(written)]) == 0
+    text = capsys.readouterr().out
+    assert soak.main(["updates", "--read", str(written), "--plot", str(picture)]) == 0
+    assert capsys.readouterr().out == text
+    for row in ("| disk | reserved |", "| tensor | reserved |", "| tensor | shared |"):
+        assert row in text
+    drawing = picture.read_text()
+    assert "10th to last" in drawing and "tensor" in drawing
+    assert len(drawing) < 100_000
+
+
+def test_most_growth_compares_the_greatest_of_blocks():
+    assert soak_updates.most_growth([*[0] * 99, *[5] * 25, *[3] * 25, *[9, 7] * 50, 2]) == 6
+    assert soak_updates.most_growth([0, 9] * 20) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(HOST, "empty_cache"), reason="malloc is not glibc's: there is nothing to empty"
+)
+def test_a_fragmenting_derivation_grows_memory_unless_the_cache_is_emptied(small, tmp_path, capsys):
+    count, written = 2 * cycles.SETTLED, tmp_path / "out.json"
+    asked = ["--cycles", str(count), "--modes", "in_place", "--allocations", "fragmenting"]
+    costs = ["--cost-cycles", "4", "--cost-shapes", "tiny"]
+    assert soak.main(["emptying", *asked, *costs, "--json", str(written)]) == 0
+    text, result = capsys.readouterr().out, json.loads(written.read_text())["found"]
+
+    on, off = ({cell["step"]: cell for cell in result["soaks"]}[step] for step in ("on", "off"))
+    assert len(on["reserved"]) == len(off["reserved"]) == count
+    assert off["reserved"][-1] - on["reserved"][-1] > 20 * MB  # about 60
+    assert abs(off["allocated"][-1] - on["allocated"][-1]) < 4 * MB  # and it is no leak
+    assert on["reserved"][-1] - on["reserved"][cycles.SETTLED - 1] < 4 * MB
+    assert max(on["highest"]) > max(on["reserved"]) + 10 * MB  # what each emptying returned
+
+    (cost,) = result["costs"]
+    assert cost["emptying_ms"]["count"] == cost["freed"]["count"] == 4
+    assert 0 < cost["emptying_ms"]["p50"] < 100
+    assert cost["freed"]["p50"] > 10 * MB
+    assert {step: len(times) for step, times in cost["steps_ms"].items()} == dict.fromkeys(
+        ("off", "on"), cycles.STEPS_AFTER
+    )
+    assert min(min(times) for times in cost["steps_ms"].values()) > 0
+
+    tables = tmp_path / "again.md"
+    soak.main(
+        ["emptying", "--read", str(written), "--markdown", str(tables), "--plot", str(tmp_path / "plot.svg")]
+    )
+    assert tables.read_text() + "\n" == capsys.readouterr().out == text
+    for row in (
+        "| fragmenting | `in_place` | on |",
+        "| fragmenting | `in_place` | off |",
+        "| tiny | fragmenting |",
+    ):
+        assert row in text
+    assert "with the empty-cache step" in (drawing := (tmp_path / "plot.svg").read_text())
+    assert len(drawing) < 100_000
+
+
+def test_every_transport_and_mode_leaves_rollouts_that_score_the_same_again(folders, monkeypatch):
+    monkeypatch.setattr(soak_rollouts, "RESCORED_EVERY", 5)
+    monkeypatch.setattr(soak_rollouts, "UPDATE_EVERY_S", 0.2)
+    found = asyncio.run(soak_rollouts.soak(folders, 0.12))
+    assert set(found.updates) == set(TRANSPORTS)
+    assert json.loads(json.dumps(asdict(found)))["rollouts"] == sum(found.endings.values()) > 0
+    assert found.rescored_spans > found.rescored > 5, "some rollout has lived through an update"
+    assert found.largest_gap < 1e-4
+    assert all(len(readings) == len(found.at) for readings in found.readings.values())
+
+
+def test_a_span_of_the_wrong_version_does_not_score_the_same(folders):
+    rescorer = Rescorer(dict(zip("01", folders, strict=True)))
+    prompt, output = [1, 2, 3], [10, 20, 30, 40]
+    first, second = ({"version": label, "start": 0, "end": 4, "stale_kv": False} for label in "01")
+    gaps = [
+        abs(a - b)
+        for a, b in zip(*(rescorer.logprobs(prompt, output, [s]) for s in (first, second)), strict=True)
+    ]
+    assert max(gaps) > 0.01
+
+
+def test_a_stale_span_goes_on_with_the_cache_of_other_weights(folders):
+    rescorer = Rescorer(dict(zip("01", folders, strict=True)))
+    prompt, output = [1, 2, 3], [10, 20, 30, 40]
+    fresh = {"version": "1", "start": 2, "end": 4, "stale_kv": False}
+    early = {"version": "0", "start": 0, "end": 2, "stale_kv": False}
+    one, two = (
+        rescorer.logprobs(prompt, output, [early, {**fresh, "stale_kv": stale}]) for stale in (True, False)
+    )
+    assert one[:2] == two[:2]
+    assert max(abs(a - b) for a, b in zip(one[2:], two[2:], strict=True)) > 1e-4

@@ -1,0 +1,286 @@
+"""Log lines: their format, and a stderr that is bounded and never waited for."""
+
+import contextlib
+import fcntl
+import io
+import json
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+
+import click
+import pytest
+from support.waiting import eventually
+
+from caesura.process import log
+from caesura.process.log import MAX_QUEUED, QueuedStream, queued_stderr
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    for end in (reader, writer):
+        os.close(end)
+
+
+def read_all(reader: int, text: str) -> str:
+    """What comes, up to and including ``text``."""
+    found = b""
+    while text.encode() not in found:
+        found += os.read(reader, 1 << 20)
+    return found.decode()
+
+
+def test_text_arrives_in_order(pipe):
+    stream = QueuedStream(pipe[1])
+    for number in range(100):
+        print(number, file=stream, flush=True)
+    assert stream.settle(20)
+    assert read_all(pipe[0], "99\n").split() == [str(number) for number in range(100)]
+    assert (stream.fileno(), stream.isatty(), stream.writable()) == (pipe[1], False, True)
+
+
+def test_an_unread_pipe_blocks_no_writer_and_drops_are_counted(pipe):
+    stream = QueuedStream(pipe[1])
+    fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, 4096)
+    line = "x" * 1023 + "\n"
+    writing = threading.Thread(
+        target=lambda: [stream.write(line) for _ in range(3 * MAX_QUEUED // 1024)], daemon=True
+    )
+    writing.start()
+    writing.join()
+    assert not writing.is_alive()
+    assert not stream.settle(0.0)
+    kept = read_all(pipe[0], "not read in time\n")
+    lines = kept.splitlines()
+    assert set(lines[:-1]) == {line.strip()}
+    dropped = int(re.fullmatch(r".* WARNING log: (\d+) characters dropped: .*", lines[-1])[1])
+    assert dropped + 1024 * (len(lines) - 1) == 1024 * (3 * MAX_QUEUED // 1024)
+    stream.write("afterwards\n")
+    assert read_all(pipe[0], "afterwards\n")
+
+
+def test_a_closed_reader_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = QueuedStream(writer)
+    stream.write("nobody")
+    assert stream.settle(20)
+    os.close(writer)
+
+
+def test_queued_stderr_replaces_stderr_within_its_block(pipe, monkeypatch):
+    with open(pipe[1], "w", closefd=False) as before:
+        monkeypatch.setattr(sys, "stderr", before)
+        print("first ", end="", file=sys.stderr)
+        with queued_stderr():
+            assert isinstance(sys.stderr, QueuedStream)
+            print("second", file=sys.stderr)
+            click.echo("third", err=True)
+        assert sys.stderr is before
+    assert read_all(pipe[0], "third\n") == "first second\nthird\n"
+
+
+def test_a_stderr_without_a_descriptor_stays(capsys):
+    before = sys.stderr
+    with queued_stderr():
+        assert sys.stderr is before
+
+
+def test_lines_of_several_threads_all_arrive(pipe):
+    stream = QueuedStream(pipe[1])
+    threads = [threading.Thread(target=lambda: [stream.write("line\n") for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    eventually(lambda: stream.settle(0.0))
+    assert os.read(pipe[0], 1 << 16) == b"line\n" * 200
+
+
+@pytest.fixture
+def stream():
+    """Configured logging, undone afterwards."""
+    logger = logging.getLogger("caesura")
+    before = (logger.level, list(logger.handlers), logger.propagate)
+    yield io.StringIO()
+    for handler in set(logger.handlers) - set(before[1]):
+        handler.close()
+    logger.setLevel(before[0])
+    logger.handlers, logger.propagate = before[1], before[2]
+
+
+def test_a_record_is_one_line_with_time_level_and_module(stream):
+    log.configure("info", stream=stream)
+    logging.getLogger("caesura.scheduler.runtime.loop").info("held %d\nERROR forged", 3)
+    logging.getLogger("caesura.scheduler.runtime.loop").debug("below the level")
+    log.flush()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO scheduler\.runtime\.loop: held 3\\nERROR forged\n",
+        stream.getvalue(),
+    )
+
+
+def test_a_rank_that_is_not_zero_is_shown(stream):
+    log.configure("INFO", rank=3, stream=stream)
+    logging.getLogger("caesura.x").warning("hello")
+    log.flush()
+    assert " WARNING rank3 x: hello\n" in stream.getvalue()
+
+
+def test_the_name_of_the_engine_is_shown(stream):
+    log.configure("INFO", rank=1, stream=stream, name="replica-0 100%")
+    logging.getLogger("caesura.x").warning("hello")
+    log.flush()
+    assert " WARNING replica-0 100% rank1 x: hello\n" in stream.getvalue()
+
+
+def test_every_json_line_has_time_level_and_replica(stream):
+    log.configure("INFO", rank=1, stream=stream, log_format="json", name="replica-0")
+    logger = logging.getLogger("caesura.scheduler.runtime.loop")
+    logger.info("held %d\n\x1b\ud800", 3)
+    try:
+        int("x")
+    except ValueError:
+        logger.exception("failed")
+    logger.info("%d", "no number")
+    for _ in range(log.REPEATS + 2):
+        logger.warning("again")
+    log.flush()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    for line in lines:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+        assert (line["process"], line["replica"], line["rank"]) == ("scheduler", "replica-0", 1)
+    first, second, third, *repeated = lines
+    assert (first["level"], first["logger"], first["message"]) == (
+        "INFO", "scheduler.runtime.loop", r"held 3\n\x1b\ud800"
+    )  # fmt: skip
+    assert second["traceback"][0].startswith("Traceback")
+    assert "could not be formatted" in third["message"]
+    assert repeated[-1]["message"].startswith("2 more like these")
+
+
+def test_a_traceback_is_indented(stream):
+    log.configure(logging.INFO, stream=stream)
+    try:
+        int("first\nsecond")
+    except ValueError:
+        logging.getLogger("caesura.x").exception("failed")
+    log.flush()
+    head, *rest = stream.getvalue().splitlines()
+    assert head.endswith("ERROR x: failed")
+    assert rest[0] == "\tTraceback (most recent call last):"
+    assert all(line.startswith("\t") for line in rest)
+
+
+def test_configuring_twice_prints_once_and_leaves_the_root_alone(stream):
+    root_handlers = list(logging.getLogger().handlers)
+    log.configure("INFO", stream=io.StringIO())
+    log.configure("INFO", stream=stream)
+    logging.getLogger("caesura.x").info("once")
+    log.flush()
+    assert stream.getvalue().count("once") == 1
+    assert logging.getLogger().handlers == root_handlers
+
+
+def test_stderr_is_the_default(stream, capsys):
+    log.configure("INFO")
+    logging.getLogger("caesura.x").info("hello")
+    log.flush()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("INFO x: hello\n")
+
+
+def test_unknown_level_is_refused(stream):
+    with pytest.raises(ValueError, match="LOUD"):
+        log.configure("loud", stream=stream)
+
+
+def test_text_from_clients_is_escaped(stream):
+    log.configure("INFO", stream=stream)
+    hostile = "rid \x1b]0;title\x07\x9b31m\r\u202egnp.exe \ud800 é"
+    logging.getLogger("caesura.x").warning("aborted %s", hostile)
+    try:
+        pytest.fail(hostile)
+    except pytest.fail.Exception:
+        logging.getLogger("caesura.x").exception("failed")
+    log.flush()
+    text = stream.getvalue()
+    assert all(char.isprintable() or char in "\n\t" for char in text)
+    assert r"aborted rid \x1b]0;title\x07\x9b31m\r\u202egnp.exe \ud800 é" in text
+    assert r"Failed: rid \x1b" in text
+
+
+@pytest.fixture
+def unread_log(stream):
+    """Yield the end to read a log from that nobody reads."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as unread:
+        log.configure("INFO", stream=unread)
+        yield reader
+        os.set_blocking(reader, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(reader, 1 << 20):
+                log.flush()
+    os.close(reader)
+
+
+def test_a_line_is_bounded(stream):
+    log.configure("info", stream=stream)
+    try:
+        pytest.fail("\1" * 1_000_000)
+    except pytest.fail.Exception:
+        logging.getLogger("caesura.scheduler.x").exception("it sent %s", "\1" * 1_000_000)
+    log.flush()
+    written = stream.getvalue()
+    assert "it sent " in written
+    assert "(1000008 characters)" in written
+    assert max(map(len, written.split("\n"))) < 4 * log.MAX_LINE + 200
+
+
+def test_an_unread_log_blocks_no_logger_and_counts_drops(unread_log):
+    reader = unread_log
+    logger = logging.getLogger("caesura.x")
+    for number in range(30_000):
+        logger.info("%05d %s", number, "." * 80)
+    log.flush()  # comes back, or the process would never end
+    text = ""
+    while "characters dropped" not in text:
+        text += os.read(reader, 1 << 20).decode()
+    kept = [line for line in text.splitlines() if line.endswith("....")]
+    (dropped,) = re.findall(" ([0-9]+) characters dropped", text)
+    assert len(kept) + int(dropped) / len(kept[0] + "\n") == 30_000
+    logger.info("heard again")
+    while "heard again\n" not in text:
+        text += os.read(reader, 1 << 20).decode()
+
+
+def test_repeated_warnings_of_a_call_site_are_counted(stream, monkeypatch):
+    monkeypatch.setattr(log, "REPEAT_WINDOW_S", 0.2)
+    log.configure("INFO", stream=stream)
+    logger = logging.getLogger("caesura.x")
+    for number in range(1000):
+        logger.warning("malformed %d", number)
+    logger.warning("another")
+    for number in range(100):
+        logger.info("said %d", number)
+    eventually(lambda: "more like these" in stream.getvalue())  # without a further record
+    text = stream.getvalue()
+    assert text.count("said ") == 100
+    assert "another" in text
+    written = text.count("malformed")
+    held = sum(int(count) for count in re.findall(" ([0-9]+) more like these from x line", text))
+    assert (written % log.REPEATS, written + held) == (0, 1000)
+
+
+def test_a_record_that_cannot_be_formatted_leaves_a_line(stream, capsys):
+    log.configure("INFO", stream=stream)
+    logging.getLogger("caesura.x").info("%d", "no number")
+    log.flush()
+    assert "caesura.x line" in stream.getvalue()
+    assert capsys.readouterr().err == ""
