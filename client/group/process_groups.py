@@ -34,9 +34,9 @@ class ProcessGroups:
 
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
-        self._incarnations: dict[str, dict[str, str | None]] = {}
-        self._ended_here: set[str] = set()
-        """Groups that were ended here and that their trainer, who is told to, has not ended yet."""
+        self._joined: dict[str, dict[str, str | None] | None] = {}
+        """Processes of the replicas that have joined each group; None if it was ended here and its trainer, who is
+        told to, has not ended it yet."""
 
     async def join(
         self,
@@ -85,8 +85,7 @@ class ProcessGroups:
         for member, error in answers.out.items():
             fleet.dispatcher.drop(member, error, "it does not answer")
         if not answers.failed and not answers.out:
-            self._ended_here.discard(group_name)
-            self._incarnations[group_name] = {each.name: each.client.incarnation for each in fleet.members}
+            self._joined[group_name] = {each.name: each.client.incarnation for each in fleet.members}
             return answers
         await self._end(group_name)
         if answers.out:
@@ -100,14 +99,13 @@ class ProcessGroups:
 
     async def leave(self, group_name: str, **options: Any) -> Answers:
         """Have all replicas leave; it is no error if only some are in the group, or if it was ended here."""
-        known = self._incarnations.pop(group_name, None) is not None
+        known, ended_here = group_name in self._joined, self._joined.pop(group_name, ()) is None
         answers = await everywhere(
             self._fleet.asked,
             lambda member: member.client.destroy_weights_update_group(group_name, **options),
             None,
         )
-        if group_name in self._ended_here:
-            self._ended_here.discard(group_name)
+        if ended_here:
             left = {member: DestroyWeightsUpdateGroupReqOutput(id=new_id()) for member in answers.failed}
             return Answers(left | answers.replies, out=answers.out)
         if known and answers.replies:
@@ -138,8 +136,8 @@ class ProcessGroups:
                 await self._fleet.updates.give_up(request)
                 raise
             finally:
-                if self._incarnations.pop(name, None) is not None:
-                    self._ended_here.add(name)
+                if name in self._joined:
+                    self._joined[name] = None
                 await self._end(name)
             raise
 
@@ -160,7 +158,7 @@ class ProcessGroups:
             await asyncio.gather(*ending)
 
     def _require_all(self, name: str) -> None:
-        joined = self._incarnations.get(name)
+        joined = self._joined.get(name)
         if joined is None:
             return  # each engine says that it is in no such group
         lost = {
