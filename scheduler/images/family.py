@@ -214,9 +214,9 @@ class Family(ABC):
             size: height and width of the images.
         """
 
-    def follows_values(self, embeds: Embeds) -> bool:
-        """Whether what :meth:`velocity` computes with ``embeds`` depends on more than their shapes: a branch taken by a mask."""
-        return False
+    def trimmed(self, embeds: Embeds) -> Embeds:
+        """Return the embeddings that :meth:`velocity` needs: a mask that masks nothing is left out."""
+        return embeds
 
     def guide(self, negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
         """Classifier-free guidance (Ho and Salimans, 2022, arXiv:2207.12598); ``scale`` [rows, 1, …]."""

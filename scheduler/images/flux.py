@@ -75,9 +75,8 @@ class Flux(Family):
         """One call for all rows."""
         rows, columns = size[0] // self.pixels, size[1] // self.pixels
         text = embeds["prompt_embeds"]
-        places = torch.zeros(rows, columns, 3, device=x.device, dtype=self.dtype)
-        places[..., 1] = torch.arange(rows, device=x.device)[:, None]
-        places[..., 2] = torch.arange(columns, device=x.device)
+        axes = [torch.arange(count, device=x.device) for count in (1, rows, columns)]
+        places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).to(self.dtype)
         velocity: Tensor = self.transformer(
             hidden_states=x.to(self.dtype),
             timestep=sigma * 1000 / 1000,  # the pipeline's timestep, divided again: the same bits

@@ -108,21 +108,22 @@ class QwenImage(Family):
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
     ) -> Tensor:
         """One call for all rows."""
-        mask = embeds["prompt_embeds_mask"]
         shape = (1, size[0] // self.pixels, size[1] // self.pixels)
         velocity: Tensor = self.transformer(
             hidden_states=x.to(self.dtype),
             timestep=sigma * 1000 / 1000,  # the pipeline's timestep, divided again: the same bits
-            encoder_hidden_states_mask=None if bool(mask.all()) else mask,
+            encoder_hidden_states_mask=embeds.get("prompt_embeds_mask"),
             encoder_hidden_states=embeds["prompt_embeds"],
             img_shapes=[[shape]] * len(x),
             return_dict=False,
         )[0]
         return velocity
 
-    def follows_values(self, embeds: Embeds) -> bool:
-        """Without padding there is no mask; with it, the transformer looks into it."""
-        return not bool(embeds["prompt_embeds_mask"].all())
+    def trimmed(self, embeds: Embeds) -> Embeds:
+        """Leave the mask out where there is no padding; with it, the transformer looks at its values."""
+        if bool(embeds["prompt_embeds_mask"].all()):
+            return {"prompt_embeds": embeds["prompt_embeds"]}
+        return embeds
 
     def guide(self, negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
         """With the norm of the prompt's own velocity, token by token."""

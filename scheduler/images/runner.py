@@ -9,6 +9,7 @@ Invariants:
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from .footprint import Footprint
 from .request import ImageRequest, Prompting
 from .stages import Stages
 from .threads import StepThreads
-from .traced import Images, Velocity
+from .traced_module import TracedModule, traced_decode, traced_velocity
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,11 +106,15 @@ class ImageRunner:
         self._family = family
         self._footprint = footprint
         on_cpu = device.type == "cpu"  # an accelerator's host runs ahead of the device anyway
-        self._velocity = Velocity(family, records=on_cpu and not stages.comes_in_blocks("transformer"))
-        self._images = Images(
-            family,
-            records=on_cpu and not stages.comes_in_blocks("vae") and not family.vae_has_state,
-        )
+        self._velocity, self._decoded = family.velocity, family.decode
+        self.traced: dict[str, TracedModule] = {}
+        """Components whose calls are traced."""
+        if on_cpu and not stages.comes_in_blocks("transformer"):
+            traced = self.traced["transformer"] = TracedModule("the transformer", family.transformer)
+            self._velocity = partial(traced_velocity, family, traced)
+        if on_cpu and not stages.comes_in_blocks("vae") and not family.vae_has_state:
+            traced = self.traced["vae"] = TracedModule("the VAE", family.vae)
+            self._decoded = partial(traced_decode, family, traced)
         self._threads = StepThreads(family) if on_cpu else None
         self._stages = stages
         self._device = device
@@ -201,8 +206,8 @@ class ImageRunner:
         )
         embeds = [sample.prompting.embeds for sample in samples]
         if not samples[0].prompting.guided:
-            return self._velocity(x, sigma, _stacked(embeds), scale, size)
-        both = _stacked([*(sample.prompting.negative for sample in samples), *embeds])
+            return self._velocity(x, sigma, family.trimmed(_stacked(embeds)), scale, size)
+        both = family.trimmed(_stacked([*(sample.prompting.negative for sample in samples), *embeds]))
         negative, positive = self._velocity(
             x.repeat(2, *[1] * (x.dim() - 1)), sigma.repeat(2), both, scale.repeat(2), size
         ).chunk(2)
@@ -210,7 +215,7 @@ class ImageRunner:
 
     def _decode(self, samples: list[ImageRequest]) -> Tensor:
         latents = torch.stack([sample.latent for sample in samples if sample.latent is not None])
-        return to_pixels(self._images(latents, samples[0].size))
+        return to_pixels(self._decoded(latents, samples[0].size))
 
 
 def _stacked(embeds: list[Embeds | None]) -> Embeds:

@@ -24,7 +24,7 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import make_flux, make_qwen_image, make_sd3, tensors_of
 
-from caesura.scheduler.images import traced
+from caesura.scheduler.images import traced_module
 from caesura.scheduler.memory import residency as residency_module
 from caesura.scheduler.memory.offload import LayerwiseOffloadStrategy
 
@@ -147,12 +147,9 @@ def watch(driver):
 
 
 @pytest.mark.parametrize("transformer", ["offload", "layerwise"])
-def test_recorded_operations_find_the_weights_wherever_they_come_to(
-    pipelines, expected, monkeypatch, transformer
-):
-    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
-    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
-    monkeypatch.setattr(traced, "SLICE", float("inf"))
+def test_traced_calls_find_the_weights_wherever_they_come_to(pipelines, expected, monkeypatch, transformer):
+    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
+    monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
     first, second = pipelines("sd3"), pipelines("sd3", 1)
     with engine(first, "offload", transformer) as driver:
         for _ in range(2):
@@ -163,15 +160,12 @@ def test_recorded_operations_find_the_weights_wherever_they_come_to(
                 driver.call(UpdateWeightFromDiskReqInput(model_path=str(second / name), component=name))
         for _ in range(2):
             same(run(driver, *messages()), expected("sd3", 1)[1])
-        runner = driver.engine.scheduler._runner
-        assert serves(runner._images), "the VAE comes as a whole"
-        assert serves(runner._velocity) == (transformer == "offload"), "a recording would call no block"
-
-
-def serves(recorder):
-    """Whether a recording does, of any number of rows."""
-    recorded = recorder._recorded
-    return recorded is not None and any(True in each.agrees.values() for each in recorded._shapes.values())
+        traced = driver.engine.scheduler._runner.traced
+        assert any(shape.agrees for shape in traced["vae"].shapes.values()), "the VAE comes as a whole"
+        if transformer == "layerwise":
+            assert "transformer" not in traced, "a trace would call no block"
+        else:
+            assert any(shape.agrees for shape in traced["transformer"].shapes.values())
 
 
 @pytest.mark.parametrize(("frozen", "transformer"), STRATEGIES)

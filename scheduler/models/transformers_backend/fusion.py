@@ -1,18 +1,19 @@
-"""What lies between the products of a recorded decoder, by the engine's kernels where they are shown to compute the same.
+"""Kernels of the engine in the place of what a traced decoder calls between its products, where they compute the same.
 
-Between two products, or between a product and attention, a decoder's calls are a function of the product and, with rotation,
-of positions. Such a function is run on random values and compared with a kernel: a gate with ``gate_mul``, what makes queries,
-keys and values with ``rope_store``. Where they agree, one call of the kernel takes the place of all.
+Between two products, or between a product and attention, a decoder's calls are a function of the product and, with rotary
+embeddings, of positions. Such a function is run on random values and compared with a kernel: a gate with ``gate_mul``,
+what makes queries, keys and values with ``rope_store``. Where they agree, one call of the kernel takes the place of all.
 
 Invariants:
 - Nothing is recognised by its form: a rotation of neighbouring pairs, heads in another order or a scale in between give
   other values, and the calls stay.
 - Weights of norms are random in the comparison, so what holds there holds for those of the moment.
 - What a kernel overwrites is taken by no other call.
+- Rotary tables are computed in blocks of one size, so no bit of a position depends on which others share a step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,20 +22,21 @@ from torch import Tensor
 from ...kernels.elementwise import gate_mul, rope_store
 from ...kernels.forms import AttentionForm, Bend, HeadNorms
 from ...runtime.config import PAGE_SIZE
-from .angles import Angles
+from ...tracing.passes import by_position, compiled, drop_unused, makers_of, replace, slice_of, takers_of
+from ...tracing.tracer import Affine, Call, Trace, Value
 from .attention import attend_fused
 from .norms import Norm, close
-from .program import by_position, compiled, drop_unused, makers_of, replace, slice_of
-from .recording import Along, Call, Recording, Value
 
 _TOKENS = 5
 _POSITIONS = 900
 _BENDS: tuple[Bend, ...] = ("silu", "gelu_tanh")
+_BLOCK = 1024
+"""Positions that a rotary table grows by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of attention, the same in all layers."""
+    """Sizes of attention, the same in all layers."""
 
     heads: int
     kv_heads: int
@@ -42,117 +44,139 @@ class Sizes:
 
     @property
     def all_heads(self) -> int:
-        """Of queries, keys and values."""
+        """Number of heads of queries, keys and values."""
         return self.heads + 2 * self.kv_heads
+
+
+@dataclass(slots=True, eq=False)
+class RopeTable:
+    """Cosines and sines of one rotation, by position."""
+
+    compute: Callable[..., Any]
+    """Function of positions [T] and T: cosines and sines, a row of ``width`` elements for each."""
+    values: tuple[Value, Value]
+    """The cosines and sines of the trace."""
+    width: int
+    half: int
+    """Elements of a row that are taken, its first."""
+    inputs: tuple[Value, Value] = ()  # type: ignore[assignment]
+    """What the kernel's calls take: cosines and sines of a step's tokens, [T, 1, half] each."""
+    _table: tuple[Tensor, Tensor] | None = None
+
+    def table(self, longest: int) -> tuple[Tensor, Tensor]:
+        """Return those of at least the positions [0, longest), each [P, 1, half], contiguous."""
+        table = self._table
+        while table is None or longest > table[0].shape[0]:
+            start = 0 if table is None else table[0].shape[0]
+            found = self.compute(torch.arange(start, start + _BLOCK), _BLOCK)
+            block = [each.reshape(_BLOCK, self.width)[:, : self.half].unsqueeze(1) for each in found]
+            if table is not None:
+                block = [torch.cat(pair) for pair in zip(table, block, strict=True)]
+            table = block[0].contiguous(), block[1].contiguous()
+        self._table = table
+        return table
+
+    def rows(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Return those of each token, int64 [T] below ``longest`` to [T, 1, half] each."""
+        cosines, sines = self.table(longest)
+        return cosines.index_select(0, positions), sines.index_select(0, positions)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedAttention:
-    """What one call of :func:`~.attention.attend_fused` was made of: the detail of a call of kind ``fused``."""
+    """Detail of a call of :func:`~.attention.attend_fused`, of kind ``fused``."""
 
     layer: int
-    angles: Angles
+    rope: RopeTable
     norm: HeadNorms | None
     form: AttentionForm
 
 
-@dataclass(slots=True)
-class Rotations:
-    """Angles that kernels take, each with the inputs of the recording that they are."""
-
-    angles: list[Angles] = field(default_factory=list)
-    inputs: list[tuple[Value, Value]] = field(default_factory=list)
-    """Cosines and sines of a step's tokens, [T, 1, half] each."""
-
-
-def fuse_gates(recording: Recording, dtype: torch.dtype) -> None:
+def fuse_gates(trace: Trace, dtype: torch.dtype) -> None:
     """Have a kernel compute what gates the input of a product and follows from one other product."""
-    products = {call.outs[0] for call in recording.calls if call.kind == "product"}
-    borders = {out for call in recording.calls if call.kind for out in call.outs}
-    makers, gates = makers_of(recording), dict[Value, Value]()
+    products = {call.outs[0] for call in trace.calls if call.kind == "product"}
+    borders = {out for call in trace.calls if call.kind for out in call.outs}
+    makers, gates = makers_of(trace), dict[Value, Value]()
     calls: list[Call] = []
-    for call in recording.calls:
+    for call in trace.calls:
         rows = call.args[0] if call.kind == "product" else None
         if isinstance(rows, Value) and rows not in borders and rows not in gates:
             region, begin = slice_of(makers, [rows], borders)
             source = next(iter(begin), None)
-            if (
-                len(begin) == 1
-                and source in products
-                and (bend := _bend(region, source, rows, dtype)) is not None
-            ):
-                gates[rows] = Value(f"g{len(gates)}", rows.shape, dtype, contiguous=True)
-                calls.append(
-                    Call(gate_mul, (source,), {"bend": bend}, [gates[rows]], kind="gate", detail=bend)
-                )
+            bend = _bend(region, source, rows, dtype) if len(begin) == 1 and source in products else None
+            if bend is not None:
+                gate = gates[rows] = Value(f"g{len(gates)}", rows.shape, dtype, contiguous=True)
+                calls.append(Call(gate_mul, (source,), {"bend": bend}, [gate], kind="gate", detail=bend))
         calls.append(call)
-    recording.calls = calls
-    replace(recording, gates)
-    drop_unused(recording)
+    trace.calls = calls
+    replace(trace, gates)
+    drop_unused(trace)
 
 
 def _bend(region: Sequence[Call], source: Value, rows: Value, dtype: torch.dtype) -> Bend | None:
-    """What ``rows`` are of ``source``; None: something else."""
+    """Return the kernel's name of what makes ``rows`` of ``source``, or None."""
     width = rows.shape[-1]
     if not isinstance(width, int) or source.dtype != dtype:
         return None
-    if rows.shape != (Along(1, 0), width) or source.shape != (Along(1, 0), 2 * width):
+    if rows.shape != (Affine(1, 0), width) or source.shape != (Affine(1, 0), 2 * width):
         return None
     x = 3 * _random((_TOKENS, 2 * width), dtype)
     expected = compiled(region, [source], [rows])(x, _TOKENS)
     return next((bend for bend in _BENDS if close(gate_mul(x, bend=bend), expected)), None)
 
 
-def fuse_attention(recording: Recording, sizes: Sizes, dtype: torch.dtype) -> Rotations:
-    """Have the attention's kernel take products as they are, where what makes queries, keys and values is a rotation of heads,
-    behind norms or not."""
-    trial = _Trial(recording, sizes, dtype)
+def fuse_attention(trace: Trace, sizes: Sizes, dtype: torch.dtype) -> list[RopeTable]:
+    """Have the attention's kernel take products as they are, where heads are rotated, behind norms or not.
+
+    Returns:
+        The tables whose rows the kernel's calls take, as further inputs of the trace.
+    """
+    matcher = _AttentionMatcher(trace, sizes, dtype)
     fused: dict[Value, Value] = {}
     calls: list[Call] = []
-    for call in recording.calls:
-        found = trial.fused(call) if call.kind == "attend" else None
+    for call in trace.calls:
+        found = matcher.fused(call) if call.kind == "attend" else None
         if found is None:
             calls.append(call)
             continue
         rows = found.outs[0]
-        viewed = Value(f"{rows.name}_heads", call.outs[0].shape, dtype, contiguous=True)
-        fused[call.outs[0]] = viewed
-        shape = (1, Along(1, 0), sizes.heads, sizes.head_size)
+        viewed = fused[call.outs[0]] = Value(f"{rows.name}_heads", call.outs[0].shape, dtype, contiguous=True)
+        shape = (1, Affine(1, 0), sizes.heads, sizes.head_size)
         calls += [found, Call(Tensor.view, (rows, shape), {}, [viewed], reshapes=True)]
-    recording.calls = calls
-    replace(recording, fused)
-    drop_unused(recording)
-    return trial.rotations
+    trace.calls = calls
+    replace(trace, fused)
+    drop_unused(trace)
+    return matcher.tables
 
 
-class _Trial:
-    """Compares each attention of a recording with the kernel."""
+class _AttentionMatcher:
+    """Compares each attention of a trace with the kernel."""
 
-    def __init__(self, recording: Recording, sizes: Sizes, dtype: torch.dtype) -> None:
-        self.rotations = Rotations()
-        self._makers, self._sizes, self._dtype = makers_of(recording), sizes, dtype
-        self._positions = recording.inputs[1]
-        self._follow = by_position(recording, self._positions)
-        borders = {out for call in recording.calls if call.kind != "norm" and call.kind for out in call.outs}
-        self._products = {call.outs[0] for call in recording.calls if call.kind == "product"}
+    def __init__(self, trace: Trace, sizes: Sizes, dtype: torch.dtype) -> None:
+        self.tables: list[RopeTable] = []
+        self._makers, self._sizes, self._dtype = makers_of(trace), sizes, dtype
+        self._positions = trace.inputs[1]
+        self._follow = by_position(trace, self._positions)
+        self._products = {call.outs[0] for call in trace.calls if call.kind == "product"}
+        borders = {out for call in trace.calls if call.kind != "norm" and call.kind for out in call.outs}
         self._borders = borders | self._follow
-        self._takers: dict[Value, list[Call]] = {}
-        for call in recording.calls:
-            for value in set(call.inputs()):
-                self._takers.setdefault(value, []).append(call)
+        self._takers = takers_of(trace)
 
     def fused(self, attend: Call) -> Call | None:
-        """One call that stores and attends from the product that queries, keys and values come from. None: they come otherwise."""
+        """Return the one call that stores and attends from the product of queries, keys and values, or None."""
         backend, q, k, v, layer, form, _ = attend.args
         region, begin = slice_of(self._makers, [q, k, v], self._borders)
         products = [value for value in begin if value in self._products]
         angles = sorted((value for value in begin if value in self._follow), key=lambda value: value.name)
         sizes = self._sizes
-        width = sizes.all_heads * sizes.head_size
         if len(products) != 1 or len(begin) != 3 or len(angles) != 2:
             return None
         (source,) = products
-        if source.shape != (Along(1, 0), width) or not self._is_taken_by(region, attend, source):
+        inside = {id(call) for call in (*region, attend)}
+        made = [source, *(out for call in region for out in call.outs)]
+        if source.shape != (Affine(1, 0), sizes.all_heads * sizes.head_size) or any(
+            id(taker) not in inside for value in made for taker in self._takers.get(value, [])
+        ):
             return None
         norms = [self._norms(value) for value in (q, k)]
         if any(len(each) > 1 for each in norms) or len(norms[0]) != len(norms[1]):
@@ -160,50 +184,28 @@ class _Trial:
         norm = _head_norms(norms[0][0], norms[1][0], sizes.head_size) if norms[0] else None
         if norms[0] and norm is None:
             return None
-        found = self._rotation(region, source, (q, k, v), angles, norm)
-        if found is None:
+        rope = self._rope(region, source, (q, k, v), angles, norm)
+        if rope is None:
             return None
-        cos, sin = self._inputs(found)
-        out = Value(f"a{layer}", (Along(1, 0), sizes.heads * sizes.head_size), self._dtype, contiguous=True)
+        out = Value(f"a{layer}", (Affine(1, 0), sizes.heads * sizes.head_size), self._dtype, contiguous=True)
+        args = backend, source, sizes.all_heads, *rope.inputs, layer, norm, form
         return Call(
-            attend_fused,
-            (backend, source, sizes.all_heads, cos, sin, layer, norm, form),
-            {},
-            [out],
-            kind="fused",
-            detail=FusedAttention(layer, found, norm, form),
+            attend_fused, args, {}, [out], kind="fused", detail=FusedAttention(layer, rope, norm, form)
         )
-
-    def _is_taken_by(self, region: Sequence[Call], attend: Call, source: Value) -> bool:
-        inside = {id(call) for call in (*region, attend)}
-        values = [source, *(out for call in region for out in call.outs)]
-        return all(id(taker) in inside for value in values for taker in self._takers.get(value, []))
 
     def _norms(self, value: Value) -> list[Norm]:
         calls, _ = slice_of(self._makers, [value], self._borders)
         return [call.detail for call in calls if call.kind == "norm"]
 
-    def _inputs(self, angles: Angles) -> tuple[Value, Value]:
-        rotations = self.rotations
-        for known, inputs in zip(rotations.angles, rotations.inputs, strict=True):
-            if known.same(angles):
-                return inputs
-        number = len(rotations.angles)
-        shape = (Along(1, 0), 1, angles.half)
-        cos, sin = (Value(f"{name}{number}", shape, self._dtype) for name in ("cos", "sin"))
-        rotations.angles.append(angles)
-        rotations.inputs.append((cos, sin))
-        return cos, sin
-
-    def _rotation(
+    def _rope(
         self,
         region: Sequence[Call],
         source: Value,
         made: tuple[Value, Value, Value],
         angles: Sequence[Value],
         norm: HeadNorms | None,
-    ) -> Angles | None:
-        """The angles with which the kernel makes the same of a product."""
+    ) -> RopeTable | None:
+        """Return the table with which the kernel makes the same of a product, or None."""
         sizes, dtype = self._sizes, self._dtype
         width = _row_size(angles[0])
         if width is None or width != _row_size(angles[1]) or any(each.dtype != dtype for each in angles):
@@ -223,11 +225,21 @@ class _Trial:
         for half in (width // 2, width):
             for cos, sin in (angles, angles[::-1]):
                 if 0 < 2 * half <= sizes.head_size:
-                    tried = Angles(self._compute((cos, sin)), (cos, sin), width, half)
-                    found = self._by_kernel(x, tried.of(positions, _POSITIONS), trial)
+                    tried = RopeTable(self._compute((cos, sin)), (cos, sin), width, half)
+                    found = self._by_kernel(x, tried.rows(positions, _POSITIONS), trial)
                     if all(close(*pair, cancels=True) for pair in zip(found, expected, strict=True)):
-                        return tried
+                        return self._shared(tried)
         return None
+
+    def _shared(self, table: RopeTable) -> RopeTable:
+        """Return the table of the same values that another layer takes, or this one with its inputs."""
+        for known in self.tables:
+            if (known.values, known.half) == (table.values, table.half):
+                return known
+        number, shape = len(self.tables), (Affine(1, 0), 1, table.half)
+        table.inputs = Value(f"cos{number}", shape, self._dtype), Value(f"sin{number}", shape, self._dtype)
+        self.tables.append(table)
+        return table
 
     def _compute(self, angles: Sequence[Value]) -> Callable[..., Any]:
         calls, _ = slice_of(self._makers, angles, {self._positions})
@@ -236,7 +248,7 @@ class _Trial:
     def _by_kernel(
         self, x: Tensor, angles: tuple[Tensor, Tensor], norm: HeadNorms | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, heads, head size] that the kernel makes of a product."""
+        """Return queries, keys and values [T, heads, head size] that the kernel makes of a product."""
         sizes, tokens = self._sizes, x.shape[0]
         pages = torch.zeros((2, 1, sizes.kv_heads, PAGE_SIZE, sizes.head_size), dtype=x.dtype)
         qkv = x.clone().view(tokens, sizes.all_heads, sizes.head_size)
@@ -247,15 +259,15 @@ class _Trial:
 
 
 def _head_norms(q: Norm, k: Norm, size: int) -> HeadNorms | None:
-    """Both as the kernel takes them; None: they differ in more than their weights, or are of other sizes."""
+    """Return both as the kernel takes them, or None if they differ in more than their weights or are of other sizes."""
     if (q.eps, q.from_one) != (k.eps, k.from_one) or not q.weight.shape == k.weight.shape == (size,):
         return None
     return HeadNorms(q.weight, k.weight, q.eps, q.from_one)
 
 
 def _row_size(value: Value) -> int | None:
-    """Elements of a row, of a value that has one for each token."""
-    if len(value.shape) < 2 or value.shape[-2] != Along(1, 0) or any(each != 1 for each in value.shape[:-2]):
+    """Return the elements of a row of a value that has one for each token, or None."""
+    if len(value.shape) < 2 or value.shape[-2] != Affine(1, 0) or any(each != 1 for each in value.shape[:-2]):
         return None
     return value.shape[-1] if isinstance(value.shape[-1], int) else None
 

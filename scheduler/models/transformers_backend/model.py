@@ -3,7 +3,7 @@
 Invariants:
 - What computes a hidden state is the trainer's own code, but for products, embeddings, experts and attention, and on a CPU for
   what compiled kernels are shown to compute the same (:mod:`.norms`, :mod:`.fusion`).
-- On a CPU the modules' calls are recorded when the model is built, and repeated without them (:mod:`.replay`).
+- On a CPU the modules' calls are traced when the model is built, and repeated without them (:mod:`.traced_decoder`).
 - All requests of a step are one row [1, T] with the positions of each; nothing but attention looks across tokens, which the
   check at load (:mod:`.self_check`) shows for the weights that are served.
 - Logits are what the model's own forward makes of a hidden state (soft caps, scales), with the head's product in between.
@@ -31,9 +31,9 @@ from .attention import attending
 from .layerwise import LayerByLayer
 from .probe import Attended, probe, refused
 from .products import Given
-from .replay import recorded, recorded_head
 from .self_check import check
 from .skeleton import build, compute_buffers
+from .traced_decoder import traced_decoder, traced_head
 
 
 @dataclass
@@ -83,18 +83,18 @@ class TransformersForCausalLM(LayeredModel):
         self._layers = assembled.layers
         self._head = assembled.head
         self._headed, self._given = _with_given(module, path)
-        self._recorded_head = recorded_head(
+        self.traced_head = traced_head(
             self._headed, self._given, self._head, place.dtype, place.device, config.hidden_size
         )
         self._logits = LogitsProcessor(self._project, config.vocab_size, place=place)
         self._by_layer = LayerByLayer(decoder, seen)
-        self._recorded = recorded(module, decoder, seen, self.forms, place.dtype, place.device)
+        self.traced = traced_decoder(module, decoder, seen, self.forms, place.dtype, place.device)
         self._skipped = _skipped(module)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
-        if self._recorded is not None:
-            return self._recorded.sampled(batch, backend)
+        if self.traced is not None:
+            return self.traced.sampled(batch, backend)
         with attending(backend, self.forms, self.config.head_dim):
             hidden = self.hidden(batch.input_ids, batch.positions)
         return hidden.index_select(0, batch.sample_tokens)
@@ -111,8 +111,8 @@ class TransformersForCausalLM(LayeredModel):
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
         """:meth:`forward`, stopping before each layer."""
-        if self._recorded is not None:
-            found: Tensor = yield from self._recorded.by_layer(batch, backend)
+        if self.traced is not None:
+            found: Tensor = yield from self.traced.by_layer(batch, backend)
             return found
         steps = self._by_layer.steps(batch.input_ids, batch.positions)
         while True:
@@ -127,15 +127,15 @@ class TransformersForCausalLM(LayeredModel):
     @property
     def in_one_call(self) -> bool:
         """A compiled kernel computes all layers at once, where the step's attention is compiled, too."""
-        return self._recorded is not None and self._recorded.in_one_call
+        return self.traced is not None and self.traced.in_one_call is not None
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
         return self._logits.forward(hidden)
 
     def _project(self, hidden: Tensor, out: Tensor) -> Tensor:
-        if self._recorded_head is not None:
-            made = self._recorded_head(hidden, out, hidden.shape[0])
+        if self.traced_head is not None:
+            made = self.traced_head(hidden, out, hidden.shape[0])
             return made if made.data_ptr() == out.data_ptr() else out.copy_(made)
         self._given.hidden = hidden.unsqueeze(0)
         if self._head is not None:

@@ -3,7 +3,7 @@
 That a class says its attention goes through transformers' interface does not show that nothing else looks across tokens
 (convolutions, recurrent states) or that a second step goes on where the first ended. So three requests of random tokens are
 computed both ways, with the weights that are served: one of them in two chunks, one with a decode step. Where kernels are
-compiled, a decoder is computed otherwise over them (:mod:`.replay`), and all of it once more.
+compiled, a decoder is computed otherwise over them (:mod:`.traced_decoder`), and all of it once more.
 
 Invariants:
 - A model that differs is refused with the figures; its weights decide, so a state that weights switch off is served.

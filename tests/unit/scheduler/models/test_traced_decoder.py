@@ -1,4 +1,4 @@
-"""Decoders of transformers as recorded lists of calls: what is recorded, what kernels take the place of, and what is not."""
+"""Traced decoders of transformers: which kernels take the place of calls, and what stays with the modules."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,36 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from caesura.scheduler.kernels import TORCH, best, native
 from caesura.scheduler.kernels.between import elementwise_for
 from caesura.scheduler.models.transformers_backend.norms import proven_norms
-from caesura.scheduler.models.transformers_backend.program import compiled, tidy, write_in_place
-from caesura.scheduler.models.transformers_backend.recording import (
-    Along,
-    Fit,
-    NotRecordableError,
-    Recorder,
-    Recording,
-)  # fmt: skip
 
 CPU = torch.device("cpu")
-SIZES = (7, 11, 1)
 compiled_only = pytest.mark.skipif(
     best("elementwise", CPU, torch.float32) == TORCH, reason="no compiled kernels"
 )
-
-
-def recording_of(function: Callable[[Tensor], Tensor]) -> Recording:
-    """Of a function of int64 [T]."""
-    runs, outs = [], []
-    for size in SIZES:
-        x = torch.arange(size)
-        runs.append(Recorder((x,)))
-        with torch.no_grad(), runs[-1]:
-            outs.append(function(x))
-    return Fit(SIZES, runs).recording(("x",), outs)
-
-
-def repeated(recording: Recording, x: Tensor) -> Tensor:
-    tidy(recording)
-    return compiled(recording.calls, recording.inputs, [recording.out])(x, len(x))
 
 
 def load(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
@@ -56,69 +31,7 @@ def load(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, *
 
 def kinds(model: Any) -> list[str]:
     """Of the calls that take products as they are, as far as kernels serve them."""
-    return [call.kind for call in model._recorded._fused._recording.calls if call.kind]
-
-
-# Recordings
-
-
-def test_calls_are_repeated_for_any_number_of_tokens() -> None:
-    weight = torch.randn(3)
-
-    def function(x: Tensor) -> Tensor:
-        rows = x.float().view(x.shape[0], 1) * weight
-        first, second, third = rows.split(1, dim=-1)
-        padded = torch.cat((first, second, torch.zeros(x.shape[0], 2)), dim=-1)
-        return padded[:, : x.shape[-1] and 3] + third.expand(len(x), 3)
-
-    recording = recording_of(function)
-    for size in (1, 2, 30):
-        assert torch.equal(repeated(recording, torch.arange(size)), function(torch.arange(size)))
-    weight.mul_(2)
-    assert torch.equal(repeated(recording, torch.arange(5)), function(torch.arange(5))), (
-        "nothing is computed ahead"
-    )
-
-
-def test_what_an_argument_is_written_to_stays() -> None:
-    def function(x: Tensor) -> Tensor:
-        first, second = torch.zeros(len(x)), torch.zeros(len(x))
-        first.add_(x)
-        return torch.stack((first, second))
-
-    recording = recording_of(function)
-    assert torch.equal(repeated(recording, torch.arange(9)), function(torch.arange(9)))
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (lambda x: x * x.sum().item(), "calls item"),
-        (lambda x: x + 1 if x.max() > 0 else x, "calls __bool__"),
-        (lambda x: x + 1 if len(x) > 3 else x.add(1).mul(1), "depend on the number of tokens"),
-        (lambda x: torch.zeros(len(x) ** 2) + x[0], "not linear"),
-        (lambda x: x * (1 / len(x)), "float depends on the number"),
-    ],
-)
-def test_what_no_list_of_calls_repeats(function: Callable[[Tensor], Tensor], reason: str) -> None:
-    with pytest.raises(NotRecordableError, match=reason):
-        recording_of(function)
-
-
-def test_equal_calls_are_made_once_and_unused_ones_never() -> None:
-    def function(x: Tensor) -> Tensor:
-        x.float().exp()
-        return x.float().sin() + x.float().sin()
-
-    recording = recording_of(function)
-    assert len(recording.calls) == 7
-    tidy(recording)
-    assert [call.target.__name__ for call in recording.calls] == ["float", "sin", "add"]
-
-
-def test_integers_follow_the_number_of_tokens() -> None:
-    recording = recording_of(lambda x: x.view(1, len(x)).expand(3 * 1, len(x)).reshape(3 * len(x)))
-    assert recording.out.shape == (Along(3, 0),)
+    return [call.kind for call in model.traced.fused.trace.calls if call.kind]
 
 
 def test_a_decoder_whose_calls_depend_on_the_tokens_is_computed_by_its_modules(
@@ -129,7 +42,7 @@ def test_a_decoder_whose_calls_depend_on_the_tokens_is_computed_by_its_modules(
         modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x * 1 if x.shape[1] > 8 else x)
     )
     model = load(tmp_path, "LlamaForCausalLM", torch.float32)
-    assert model._recorded is None
+    assert model.traced is None
     assert not model.in_one_call
     model.check()
     started: list[int] = []
@@ -216,7 +129,7 @@ def test_gates_are_kernels_where_they_compute_the_same(
     dtype: torch.dtype, activation: str, bend: str | None, tmp_path: Path
 ) -> None:
     model = load(tmp_path, "LlamaForCausalLM", dtype, hidden_act=activation)
-    found = [call.detail for call in model._recorded._plain._recording.calls if call.kind == "gate"]
+    found = [call.detail for call in model.traced.plain.trace.calls if call.kind == "gate"]
     assert found == ([bend] * 2 if bend else [])
     assert model.in_one_call == (bend is not None)
 
@@ -244,8 +157,8 @@ def test_what_kernels_compute(architecture: str, attention: str, whole: bool, tm
 def test_other_rotations_stay(architecture: str, tmp_path: Path) -> None:
     """Of neighbouring pairs, behind norms of all heads at once, of heads in another order."""
     model = load(tmp_path, architecture)
-    assert model._recorded is not None
-    assert model._recorded._fused is None
+    assert model.traced is not None
+    assert model.traced.fused is None
 
 
 @compiled_only
@@ -258,7 +171,7 @@ def test_a_scale_behind_the_rotation_stays(tmp_path: Path, monkeypatch: pytest.M
         return q * 1.1, k
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", scaled)
-    assert load(tmp_path, "LlamaForCausalLM")._recorded._fused is None
+    assert load(tmp_path, "LlamaForCausalLM").traced.fused is None
 
 
 @compiled_only
@@ -309,25 +222,9 @@ def test_logits_are_made_where_they_are_wanted(architecture: str, tmp_path: Path
     hidden = torch.randn(5, model.config.hidden_size)
     out = torch.empty(5, model.config.vocab_size)
     with torch.inference_mode():
-        made = model._recorded_head(hidden, out, 5)
+        made = model.traced_head(hidden, out, 5)
         assert made.data_ptr() == out.data_ptr()
-        model._recorded_head = None
+        model.traced_head = None
         expected = model.logits(hidden)
     assert torch.equal(made, expected)
     assert made.shape == expected.shape
-
-
-def test_only_what_nothing_else_takes_is_overwritten() -> None:
-    def function(x: Tensor) -> Tensor:
-        first = x.float() * 2
-        second = first * 3
-        return (second * 5).tanh() + first
-
-    recording = recording_of(function)
-    expected = repeated(recording, torch.arange(4))
-    write_in_place(recording, recording.calls[0].outs[0])
-    assert [call.mutates for call in recording.calls] == [False, True, False, False, False, False]
-    assert torch.equal(repeated(recording, torch.arange(4)), expected)
-    write_in_place(recording, recording.calls[2].outs[0])
-    assert [call.mutates for call in recording.calls] == [False, True, False, True, True, False]
-    assert torch.equal(repeated(recording, torch.arange(4)), expected)

@@ -1,0 +1,214 @@
+"""Tracing a decoder of transformers, and its head, with the engine's parts in them noted and not computed.
+
+Invariant: what stands in for a part while it is traced is gone when the trace ends, however it ends.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from ...kernels.forms import AttentionForm
+from ...tracing.tracer import NotTraceableError, Trace, Tracer, merge
+from .attention import attend
+from .experts import Computed
+from .norms import Norm
+from .probe import FOREIGN_FAILURES, Probe
+from .products import GatheredEmbedding, Given, Head, PartOfProduct, Product, SharedProduct
+
+_SIZES = (7, 11, 1)
+"""Numbers of tokens of the traces that are merged."""
+_NAME = "caesura_tracer"
+
+_attention: ContextVar[Callable[..., Tensor]] = ContextVar("attention")
+AttentionInterface.register(_NAME, lambda *args, **options: (_attention.get()(*args), None))
+
+
+def trace_decoder(
+    module: PreTrainedModel,
+    decoder: nn.Module,
+    probe: Probe,
+    norms: dict[nn.Module, Norm],
+    forms: Sequence[AttentionForm],
+    head_size: int,
+    device: torch.device,
+) -> Trace:
+    """Return the calls of ``decoder``, a part of ``module``: a function of token ids, positions and the backend.
+
+    Args:
+        norms: modules that a kernel stands in for.
+        forms: form of each layer's attention.
+        head_size: size of the pool's keys and values.
+
+    Raises:
+        NotTraceableError: no list of calls repeats what it does.
+    """
+
+    def inputs(size: int) -> dict[str, Tensor]:
+        positions = torch.arange(size, device=device)
+        return {"ids": torch.zeros_like(positions), "positions": positions, "backend": torch.empty(0)}
+
+    def run(tracer: Tracer, ids: Tensor, positions: Tensor, backend: Tensor) -> Tensor:
+        def attention(layer: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+            number, shape = layer.layer_idx, (1, query.shape[2], query.shape[1], value.shape[3])
+            args = backend, query, key, value, number, forms[number], head_size
+            made: Tensor = tracer.leaf(
+                attend, *args, like=lambda: query.new_empty(shape), kind="attend", detail=number
+            )
+            return made
+
+        with _parts_noted(tracer, module, decoder, probe, norms, attention), tracer:
+            out = decoder(input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+            last: Tensor = out.last_hidden_state[0]
+            return last
+
+    return _trace(inputs, run)
+
+
+def trace_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden_size: int) -> Trace:
+    """Return the calls of ``headed``, whose decoder is ``given``, that make logits of hidden states in memory for them.
+
+    Raises:
+        NotTraceableError: no list of calls repeats what it does.
+    """
+
+    def inputs(size: int) -> dict[str, Tensor]:
+        widths = {"hidden": hidden_size, "out": head.out_features}
+        return {name: torch.ones((size, width), dtype=dtype) for name, width in widths.items()}
+
+    def run(tracer: Tracer, hidden: Tensor, out: Tensor) -> Tensor:
+        def project(x: Tensor) -> Tensor:
+            made: Tensor = tracer.leaf(
+                head.project, x[0], out, like=lambda: torch.ones_like(out), kind="head"
+            )
+            return made.unsqueeze(0)
+
+        ids = torch.zeros((1, len(hidden)), dtype=torch.int64)
+        with ExitStack() as stack:
+            _put(stack, head, "forward", project)
+            _put(stack, given, "hidden", None)
+            with tracer:
+                given.hidden = hidden.unsqueeze(0)
+                logits: Tensor = headed(input_ids=ids, use_cache=False).logits[0]
+                return logits
+
+    return _trace(inputs, run)
+
+
+def _trace(inputs: Callable[[int], dict[str, Tensor]], run: Callable[..., Tensor]) -> Trace:
+    traces = []
+    with torch.inference_mode(False), torch.no_grad():
+        for size in _SIZES:
+            given = inputs(size)
+            tracer = Tracer(given)
+            try:
+                traces.append(tracer.trace(run(tracer, **given)))
+            except FOREIGN_FAILURES as error:
+                raise NotTraceableError(f"it fails while it is traced: {error}") from error
+    return merge(traces, _SIZES)
+
+
+class _Parts:
+    """Notes calls of the engine's parts in place of making them."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._merged: dict[SharedProduct, tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def product(self, linear: Any, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, linear.in_features)
+        made: Tensor = self._tracer.leaf(
+            linear.forward,
+            rows,
+            like=lambda: _like(rows, len(rows), linear.out_features),
+            kind="product",
+            detail=linear,
+        )
+        return made.view(*x.shape[:-1], linear.out_features)
+
+    def part(self, part: PartOfProduct, x: Tensor) -> Tensor:
+        shared = part.shared
+        if shared not in self._merged or self._merged[shared][0] is not x:
+            made = self.product(shared.linear, x)
+            self._merged[shared] = x, torch.split_with_sizes(made, shared.parts, dim=-1)
+        return self._merged[shared][1][part.number]
+
+    def gathered(self, table: Any, like: Tensor, size: int, ids: Tensor) -> Tensor:
+        made: Tensor = self._tracer.leaf(
+            table.forward, ids, like=lambda: _like(like, len(ids), size), kind="gather"
+        )
+        return made
+
+    def norm(self, original: Callable[[Tensor], Tensor], norm: Norm, x: Tensor) -> Tensor:
+        size = norm.weight.shape[0]
+        if x.dtype != norm.weight.dtype or x.shape[-1] != size:
+            return original(x)
+        rows = x.reshape(-1, size)
+        if rows.stride(-1) != 1:
+            return original(x)
+        made: Tensor = self._tracer.leaf(
+            norm.compute, rows, norm.weight, norm.eps, from_one=norm.from_one,
+            like=lambda: _like(rows, len(rows), size), kind="norm", detail=norm,
+        )  # fmt: skip
+        return made.view(x.shape)
+
+    def experts(self, computed: Computed, owner: nn.Module, hidden: Tensor, *args: Any) -> Tensor:
+        like = partial(torch.empty_like, hidden)
+        made: Tensor = self._tracer.leaf(computed, owner, hidden, *args, like=like, kind="experts")
+        return made
+
+    def layer(self, number: int, *_: Any) -> None:
+        self._tracer.leaf(_Parts.layer, like=None, kind="layer", detail=number)
+
+
+def _like(tensor: Tensor, rows: int, size: int) -> Tensor:
+    return tensor.new_empty((rows, size))
+
+
+@contextmanager
+def _parts_noted(
+    tracer: Tracer,
+    module: PreTrainedModel,
+    decoder: nn.Module,
+    probe: Probe,
+    norms: dict[nn.Module, Norm],
+    attention: Callable[..., Tensor],
+) -> Iterator[None]:
+    """Within the block, parts of the engine are noted where modules call them."""
+    config: Any = module.config
+    parts = _Parts(tracer)
+    with ExitStack() as stack:
+        for each in decoder.modules():
+            if isinstance(each, Product):
+                _put(stack, each, "forward", partial(parts.product, each.linear))
+            elif isinstance(each, PartOfProduct):
+                _put(stack, each, "forward", partial(parts.part, each))
+            elif isinstance(each, GatheredEmbedding):
+                gathered = partial(parts.gathered, each.table, each.weight, each.embedding_dim)
+                _put(stack, each, "table", SimpleNamespace(forward=gathered))
+            elif each in norms:
+                _put(stack, each, "forward", partial(parts.norm, each.forward, norms[each]))
+            if (computed := vars(each).get(Computed.ATTRIBUTE)) is not None:
+                _put(stack, each, Computed.ATTRIBUTE, partial(parts.experts, computed))
+        for number, layer in enumerate(probe.layers):
+            stack.callback(layer.register_forward_pre_hook(partial(parts.layer, number)).remove)
+        stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+        config._attn_implementation = _NAME
+        stack.callback(_attention.reset, _attention.set(attention))
+        yield
+
+
+def _put(stack: ExitStack, owner: nn.Module, name: str, value: Any) -> None:
+    """Give ``owner`` another attribute until ``stack`` is closed."""
+    own = vars(owner)
+    if name in own:
+        stack.callback(own.__setitem__, name, own[name])
+    else:
+        stack.callback(own.pop, name)
+    own[name] = value
