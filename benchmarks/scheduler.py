@@ -133,7 +133,7 @@ class Bench:
 
     def prefilled(self) -> None:
         """Tick until every request that can run decodes."""
-        batcher = self.engine.scheduler._batcher
+        batcher = self.engine.batcher
         assert isinstance(batcher, Batcher)
         self.engine.scheduler.tick(None)
         while batcher.num_prefilling or (batcher.waiting and batcher.table.num_free):

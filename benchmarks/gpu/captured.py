@@ -103,7 +103,7 @@ def _engine(run: Run, *, folder: Any = None, **options: Any) -> EngineDriver:
 
 def _outputs(run: Run, **options: Any) -> dict[str, Any]:
     with _engine(run, **options) as engine:
-        held = getattr(engine.engine.scheduler._runner, "graphs", None)
+        held = getattr(engine.engine.runner, "graphs", None)
         found: dict[str, Any] = {str(batch): _generate(run, engine, batch) for batch in run.plan.compared}
         found["is_captured"] = held is not None and held.are_captured
         found["graphs_bytes"] = 0 if held is None else held.nbytes
@@ -148,7 +148,7 @@ def _compared(eager: list[Output], captured: list[Output]) -> dict[str, Any]:
 
 
 def _addresses(engine: EngineDriver) -> list[int]:
-    return [tensor.data_ptr() for _, tensor in engine.engine.scheduler._runner.model.named_storage()]
+    return [tensor.data_ptr() for _, tensor in engine.engine.runner.model.named_storage()]
 
 
 def _free(run: Run) -> int:

@@ -44,12 +44,12 @@ def transports(run: Run) -> dict[str, Any]:
 
 def nccl(run: Run) -> dict[str, Any]:
     """Make, use and abort a group as the engine does, alone; without a card over gloo."""
-    from caesura.scheduler.weights.transports.process_group import Membership, make_backend, release
+    from caesura.transfer.process_group import Membership, make_backend, release
 
     backend = "nccl" if run.on_card else "gloo"
     member = Membership("alone", "127.0.0.1:0", 1, 0, backend)
     device = torch.device("cuda", 0) if run.on_card else run.device
-    made = make_backend(member, dist.HashStore(), device, timedelta(seconds=30), None)
+    made = make_backend(member, dist.HashStore(), timedelta(seconds=30), device=device)
     data = torch.ones(NCCL_BYTES if run.on_card else 1 << 10, dtype=torch.uint8, device=device)
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0

@@ -22,7 +22,7 @@ _LIMIT = timedelta(seconds=300)
 
 
 def _link(store: Any, number: int, rank: int) -> Any:
-    """Return one end of a link like the engines' (scheduler/weights/transports/process_group.py)."""
+    """Return one end of a link like the engines' (transfer/process_group.py)."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
     options._threads, options._timeout = 2, _LIMIT

@@ -11,13 +11,13 @@ Invariants:
 import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, TimedOut, is_answer
-from .async_channel import wait_for
+from .async_channel import Result, wait_for
 from .async_command_client import AsyncCommandClient
 from .figures import figures
 from .options import (
@@ -37,7 +37,7 @@ from .options import (
 from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
-    from ..trainer import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
+    from ..trainer import NamedTensors, Send, SharedBuckets, Steps, WeightUpdateGroup
 
 
 class AsyncControlClient(AsyncCommandClient):
@@ -442,7 +442,19 @@ class AsyncControlClient(AsyncCommandClient):
 
         self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
-        return await drive(steps, self.start, timeout, self._session.failed)
+
+        async def wait(ticket: Result, request: wire.Request) -> Any:
+            try:
+                return await wait_for(ticket, request.id, timeout)
+            except BaseException as error:
+                self._session.failed(request, error)
+                raise
+
+        def start(send: "Send") -> Result:
+            return self.start(send.request, send.expects, send.buffers)
+
+        reply: wire.WeightUpdateReqOutput = await drive(steps, start, wait)
+        return reply
 
     async def _begin(
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None

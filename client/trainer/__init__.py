@@ -1,4 +1,6 @@
-"""The trainer's side of a weight update, and importance weights as tensors; the only part of the client that imports torch."""
+"""The trainer's side of a weight update, and importance weights as tensors; the only part of the client that
+imports torch.
+"""
 
 from .buckets import Bucket, NamedTensors, Piece, as_frames, buckets, manifest
 from .chain import WeightUpdateChain, clone_weights

@@ -1,7 +1,8 @@
 """Packs named torch tensors into buckets of bounded size.
 
 Invariants:
-- A bucket holds at most ``bucket_bytes``, except for a single row that is larger; bigger tensors are cut between rows.
+- A bucket holds at most ``bucket_bytes``, except for a single row that is larger; bigger tensors are cut
+  between rows.
 - A bucket's pieces fit into the frames of one message.
 - Tensors are viewed, not copied, where they are contiguous and on the CPU.
 """
@@ -16,28 +17,21 @@ from ...io_struct import TensorSpec
 from ...io_struct.base import MAX_FRAMES
 from ...io_struct.field_errors import shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES
+from ...transfer.safetensors import DTYPES
 from ..exceptions import InvalidRequest
 
 _ALIGNMENT = 64
 
 DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    getattr(torch, dtype.torch): name
+    for name, dtype in DTYPES.items()
+    if name not in ("U64", "U32", "U16")  # which no weights have
 }
-"""torch dtype to its name on the wire, which is that of safetensors."""
+"""Maps a torch dtype to its name on the wire, which is that of safetensors."""
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Checkpoint names and tensors: a mapping, as ``model.state_dict()``, or pairs, as its ``items()`` or a generator of them."""
+"""Checkpoint names and tensors: a mapping such as ``model.state_dict()``, or pairs such as its ``items()``.
+"""
 
 
 @dataclass(slots=True)
@@ -47,13 +41,13 @@ class Piece:
     name: str
     """Checkpoint name of the tensor."""
     dtype: torch.dtype
-    """One that has a name on the wire."""
+    """A dtype that has a name on the wire."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start_row: int
     """Position of the first of these rows in dimension 0; 0 for a scalar."""
     rows: Tensor
-    """[n, *shape[1:]], or the scalar itself. Contiguous, on whatever device the tensor is."""
+    """[n, *shape[1:]], or the scalar itself. Contiguous, on the device of the tensor."""
 
 
 @dataclass(slots=True)
@@ -63,20 +57,20 @@ class Bucket:
     pieces: list[Piece] = field(default_factory=list)
     """In the order of their tensors, rows ascending."""
     nbytes: int = 0
-    """Bytes of all pieces, with the padding that shared memory puts between pieces."""
+    """Bytes of all pieces, with the padding between pieces in shared memory."""
 
 
 def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Each name with its tensor.
+    """Return each name with its tensor.
 
     Raises:
-        InvalidRequest: these are no named tensors, or one cannot be sent: it lies nowhere, is sharded, or has a dtype that the
-            wire has no name for.
+        InvalidRequest: these are no named tensors, or one cannot be sent: it has no values, is sharded, or
+            has a dtype that the wire has no name for.
     """
     if isinstance(named_tensors, torch.nn.Module):
         raise InvalidRequest(
-            f"named_tensors is a {type(named_tensors).__name__}: pass checkpoint_tensors(model), which has the names of the "
-            "checkpoint, or model.state_dict()",
+            f"named_tensors is a {type(named_tensors).__name__}: pass checkpoint_tensors(model), which has"
+            " the names of the checkpoint, or model.state_dict()",
             field="named_tensors",
         )
     if isinstance(named_tensors, (str, Tensor)) or not isinstance(named_tensors, Iterable):
@@ -112,7 +106,7 @@ def _cannot_send(name: str, reason: str) -> InvalidRequest:
 
 
 def manifest(named_tensors: NamedTensors) -> list[TensorSpec]:
-    """Names, shapes and dtypes of all tensors, as ``begin_weight_update`` takes them."""
+    """Return names, shapes and dtypes of all tensors, as ``begin_weight_update`` takes them."""
     return [
         TensorSpec(name=name, dtype=_dtype_name(name, t), shape=list(t.shape))
         for name, t in pairs(named_tensors)
@@ -120,7 +114,7 @@ def manifest(named_tensors: NamedTensors) -> list[TensorSpec]:
 
 
 def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
-    """Tensors in their order, packed into buckets."""
+    """Yield the tensors in their order, packed into buckets."""
     bucket = Bucket()
     for name, tensor in pairs(named_tensors):
         for piece in _cut(name, tensor.detach(), bucket_bytes):
@@ -136,11 +130,7 @@ def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTE
 
 
 def bucket_size(bucket_bytes: object) -> int:
-    """``bucket_bytes`` of an update.
-
-    Raises:
-        InvalidRequest: it is no size.
-    """
+    """Return ``bucket_bytes``, or raise ``invalid_request`` if it is no size."""
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
         raise InvalidRequest(
             f"bucket_bytes = {shown(bucket_bytes)} must be an integer of at least 1", field="bucket_bytes"
@@ -149,7 +139,7 @@ def bucket_size(bucket_bytes: object) -> int:
 
 
 def as_frames(bucket: Bucket) -> tuple[list[TensorSpec], list[memoryview]]:
-    """One frame per piece, in place where it lies on the CPU."""
+    """Return specs and one frame per piece, in place if it is on the CPU."""
     frames = [_bytes_of(piece.rows) for piece in bucket.pieces]
     return [spec_of(piece, buffer=number) for number, piece in enumerate(bucket.pieces)], frames
 
@@ -167,7 +157,7 @@ def _cut(name: str, tensor: Tensor, bucket_bytes: int) -> Iterator[Piece]:
 
 
 def spec_of(piece: Piece, *, buffer: int = 0, offset: int = 0) -> TensorSpec:
-    """The description of ``piece``, which begins ``offset`` bytes into buffer number ``buffer``."""
+    """Return the description of ``piece``, which begins ``offset`` bytes into buffer number ``buffer``."""
     return TensorSpec(
         name=piece.name,
         dtype=DTYPE_NAMES[piece.dtype],
@@ -193,5 +183,5 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def padded(nbytes: int) -> int:
-    """``nbytes`` rounded up so that what follows is aligned for every dtype and cache line."""
+    """Return ``nbytes`` rounded up so that what follows is aligned for every dtype and cache line."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -29,6 +29,7 @@ from ...io_struct import (
     new_id,
 )
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ...transfer.process_group import Backend, mark_present
 from ..connection.channel import wait_for
 from ..connection.options import UpdateOptions
 from ..exceptions import InvalidRequest
@@ -36,14 +37,12 @@ from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .group import WeightUpdateGroup, whole
 from .rendezvous import (
     GRACE_S,
-    Backend,
     await_ranks,
     backend_of,
     common_backend,
     invite,
     leave,
     make_store,
-    mark_present,
     ranks_of,
 )
 from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields, started
@@ -201,7 +200,7 @@ def clone_weights(
     links = [f"clone-{new_id()}" for _ in targets]
     engines = [source, *targets]
     with_all = backend or backend_of(engines, timeout_s)
-    store = make_store(master_address, master_port, timedelta(seconds=timeout_s))
+    store, _ = make_store(master_address, master_port, timedelta(seconds=timeout_s))
 
     def head(_: Callable[[], bool]) -> str:
         sending = SendWeightsReqInput(

@@ -1,45 +1,37 @@
 # Generated from trainer/async_driving.py by `python client/_blocking/generate.py`: change that file.
 """Carries out the steps of an update.
 
-Invariant: every exception of a step, interrupts and cancellations included, is thrown into the steps, which then end their session.
+Invariant: every exception of a step, interrupts and cancellations included, is thrown into the steps, which
+then end their session.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
-from ...io_struct import Message, Request, WeightUpdateReqOutput
-from ..connection.channel import Result, run, wait_for
-from .steps import Await, Send, Steps
-
-
-class Start(Protocol):
-    """A client's ``start``: sends, and returns a ticket."""
-
-    def __call__(
-        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
-    ) -> Result: ...
+from ..connection.channel import run
+from .steps import Run, Send, Steps
 
 
-def drive(
-    steps: Steps, start: Start, timeout: float | None, failed: Callable[[Request, BaseException], None]
-) -> WeightUpdateReqOutput:
-    """Carry out ``steps``. ``timeout`` limits each wait for an answer; ``failed`` is called with a request and the error it got."""
+def drive(steps: Steps, start: Callable[[Send], Any], wait: Callable[[Any, Any], Any]) -> Any:
+    """Carry out ``steps`` and return their reply.
+
+    Args:
+        start: sends a message and returns its ticket.
+        wait: waits for the answer, given the ticket and the request.
+    """
     try:
         wanted = next(steps)
         while True:
             try:
                 if isinstance(wanted, Send):
-                    came = start(wanted.request, wanted.expects, wanted.buffers)
-                elif isinstance(wanted, Await):
-                    came = wait_for(wanted.ticket, wanted.request.id, timeout)
-                else:
+                    came = start(wanted)
+                elif isinstance(wanted, Run):
                     came = run(wanted.work)
-            except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
-                if isinstance(wanted, Await):
-                    failed(wanted.request, error)
+                else:
+                    came = wait(wanted.ticket, wanted.request)
+            except BaseException as error:  # noqa: BLE001  the steps raise it again
                 wanted = steps.throw(error)
             else:
                 wanted = steps.send(came)
     except StopIteration as stop:
-        final: WeightUpdateReqOutput = stop.value
-        return final
+        return stop.value

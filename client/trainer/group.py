@@ -1,13 +1,15 @@
 """The trainer's side of a weight update group: rank 0 of a process group whose other ranks are engines.
 
 Invariants:
-- The trainer never waits for a broadcast that an engine does not receive: the refusal arrives over the engine's socket and
-  ends the wait.
-- After a failed broadcast the ranks are out of step. The group is then dead on both sides; close it and create another.
-- Tensors are sent whole and as bytes, so any dtype works. Buckets are filled one at a time, in one buffer that is reused.
+- The trainer never waits for a broadcast that an engine does not receive: the refusal arrives over the
+  engine's socket and ends the wait.
+- After a failed broadcast the ranks are out of step. The group is then dead on both sides; close it and
+  create another.
+- Tensors are sent whole and as bytes, so any dtype works. Buckets are filled one at a time, in one buffer
+  that is reused.
 
-The group is an ordinary one of torch.distributed: TCPStore at the master, ``PrefixStore`` of the group's name, the backend's
-own prefixes. A group that a trainer has made itself works as well (:meth:`WeightUpdateGroup.__init__`).
+The group is an ordinary one of torch.distributed (``transfer/process_group.py``). A group that a trainer has
+made itself works as well (:meth:`WeightUpdateGroup.__init__`).
 """
 
 import contextlib
@@ -18,33 +20,37 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...io_struct import CaesuraError, UpdateWeightsFromDistributedReqInput, WeightUpdateReqOutput
+from ...io_struct import CaesuraError, Request, UpdateWeightsFromDistributedReqInput, WeightUpdateReqOutput
 from ...io_struct.field_errors import one_of, shown
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ...transfer.process_group import (
+    PREFIXES,
+    Backend,
+    Membership,
+    broadcast_options,
+    keys_of,
+    make_backend,
+    mark_present,
+)
 from ..connection.channel import wait_for
 from ..connection.options import UpdateOptions, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from .buckets import NamedTensors, bucket_size, manifest, pairs
+from .driving import drive
 from .rendezvous import (
     GRACE_S,
-    PREFIXES,
-    Backend,
     await_ranks,
     beside,
     common_backend,
     invite,
-    join,
     leave,
-    mark_present,
+    make_store,
     ranks_of,
-    rendezvous,
 )
 from .steps import Await, Run, Send, Steps, in_one_session
 from .two_phase import started
@@ -56,10 +62,11 @@ LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
 
 _LOOK_S = 0.05
-"""How often is looked for an engine's answer while a broadcast is under way that says itself when it ends."""
+"""Seconds between looks for an engine's answer, during a broadcast whose end is announced."""
 _POLL_S = 0.0005
 _MAX_POLL_S = 0.005
-_POLLS = 16  # within a broadcast's time so far: looking costs a trainer CPU, and an end that is seen late costs time
+# Within a broadcast's time so far: looking costs a trainer CPU, and an end that is seen late costs time
+_POLLS = 16
 _CLOSE_S = 1.0
 
 
@@ -78,7 +85,8 @@ class WeightUpdateGroup:
 
         Args:
             process_group: a torch.distributed ProcessGroup, or a bare backend.
-            clients: clients of its engines, in the order of their ranks from 1; :meth:`close` makes them leave.
+            clients: clients of its engines, in the order of their ranks from 1; :meth:`close` makes them
+                leave.
         """
         self.group_name = group_name
         """Name of the group in the engines."""
@@ -90,7 +98,7 @@ class WeightUpdateGroup:
         self._broadcast_timeout: timedelta | None = None  # that of the group
         self._dead: str | None = None
         self.store: Any = None
-        """Where its ranks met, if :meth:`create` has made it."""
+        """The store in which its ranks met, if :meth:`create` has made it."""
 
     @classmethod
     def create(
@@ -109,9 +117,9 @@ class WeightUpdateGroup:
         A group of the same name that an earlier trainer left behind is destroyed first.
 
         Args:
-            master_address: address of this process for the engines. If it is an address of this host, the rendezvous listens
-                only there; else (behind NAT, for example) on all addresses.
-            master_port: port of the rendezvous; 0: any free port.
+            master_address: address of this process for the engines. If it is an address of this host, the
+                rendezvous listens only there; else (behind NAT, for example) on all addresses.
+            master_port: port of the rendezvous; 0 means any free port.
             backend: None means nccl if every engine and this process have CUDA devices, else gloo.
             timeout_s: maximum seconds for joining.
             broadcast_timeout_s: maximum seconds for every broadcast later.
@@ -124,16 +132,16 @@ class WeightUpdateGroup:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
         ranks = ranks_of(clients, timeout_s)
-        limit, size = timedelta(seconds=timeout_s), 1 + sum(ranks)
-        store, is_local = rendezvous(master_address, master_port, size, limit)
-        broadcast_limit = timedelta(seconds=broadcast_timeout_s)
+        limit, broadcast_limit = timedelta(seconds=timeout_s), timedelta(seconds=broadcast_timeout_s)
+        store, is_local = make_store(master_address, master_port, limit, 1 + sum(ranks))
         mark_present(store, group_name, backend)
-        if backend == "nccl":
-            limit = broadcast_limit
         limits = timeout_s, broadcast_timeout_s
         tickets = invite(clients, master_address, store.port, group_name, backend, limits, ranks=ranks)
+        member = Membership(group_name, f"{master_address}:{store.port}", 1 + sum(ranks), 0, backend)
+        if backend == "nccl":
+            limit = broadcast_limit
         listen = master_address if is_local else None
-        joining = beside(partial(join, store, group_name, backend, size, limit, listen))
+        joining = beside(partial(make_backend, member, keys_of(member, store)[1], limit, hostname=listen))
         try:
             await_ranks([*tickets, joining], timeout_s)
         except (CaesuraError, RuntimeError) as error:
@@ -154,9 +162,13 @@ class WeightUpdateGroup:
         bucket_bytes: int,
         load_format: LoadFormat = "flattened_bucket",
     ) -> Steps:
-        """All messages of one update, and its broadcasts; ``options`` are fields of ``WeightUpdateOptions``.
+        """Yield all messages of one update, and its broadcasts.
 
-        More than one bucket makes a session of its own, unless the options name one: the update is then all or nothing.
+        More than one bucket makes a session of its own, unless the options name one: the update is then all
+        or nothing.
+
+        Args:
+            options: fields of ``WeightUpdateOptions``.
         """
         if self._dead is not None:
             raise self._error(self._dead)
@@ -177,18 +189,32 @@ class WeightUpdateGroup:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> list[WeightUpdateReqOutput]:
-        """Update all engines of the group with one broadcast; returns their replies in the order of ranks.
+        """Update all engines of the group with one broadcast; return their replies in the order of ranks.
 
-        The arguments are those of ``ControlClient.update_weights_from_distributed``. If every client has begun a session, the
-        update belongs to these sessions. If one engine fails, its error is raised; the others may have committed, so compare
-        their ``weights_epoch``.
+        The arguments are those of ``ControlClient.update_weights_from_distributed``. If every client has
+        begun a session, the update belongs to these sessions. If one engine fails, its error is raised; the
+        others may have committed, so compare their ``weights_epoch``.
         """
-        begun = all(client.session_id is not None for client in self.clients)
-        named = update_fields(options)
-        if begun and self.clients:
-            named["session_id"] = self.clients[0].session_id
+        clients, named = self.clients, update_fields(options)
+        begun = bool(clients) and all(client.session_id is not None for client in clients)
+        if begun:
+            named["session_id"] = clients[0].session_id
         steps = self.steps(named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
-        return _Fleet(self.clients, timeout, begun=begun).drive(steps)
+
+        def start(send: Send) -> _Tickets:
+            futures = []
+            for client in clients:
+                request = copy.copy(send.request)
+                if begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
+                    request.session_id = client.session_id
+                futures.append(started(client, request, send.expects))
+            return _Tickets(futures)
+
+        def replies(tickets: _Tickets, request: Request) -> list[Any]:
+            return _replies(clients, tickets.futures, request, timeout)
+
+        found: list[WeightUpdateReqOutput] = drive(steps, start, replies)
+        return found
 
     def close(self) -> None:
         """Leave the group, and have its engines leave. Idempotent."""
@@ -200,20 +226,22 @@ class WeightUpdateGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
-        """Broadcast ``part``, for calls that somebody else makes; ``answered`` says that an engine takes no more of it.
+        """Broadcast ``part`` for calls that somebody else makes.
+
+        Args:
+            answered: returns True when an engine takes no more of it.
 
         Raises:
             GroupError: it failed, and the group is dead.
         """
-        failure = self._dead or self._send(part, load_format, answered)
-        if failure is not None:
-            raise self._error(failure)
+        if self._dead is None:
+            self._send(part, load_format, answered)
+        if self._dead is not None:
+            raise self._error(self._dead)
 
     def _calls(
         self, parts: list[list[Named]], options: dict[str, Any], load_format: LoadFormat
@@ -225,17 +253,17 @@ class WeightUpdateGroup:
             )
             ticket = yield Send(request)
             try:
-                failure = yield Run(partial(self._send, part, load_format, ticket.done))
+                yield Run(partial(self._send, part, load_format, ticket.done))
                 reply = yield Await(ticket, request)
             except BaseException as error:
                 self._die(f"a call failed: {error!r}")
                 raise
-            if failure is not None:
-                raise self._error(failure)
+            if self._dead is not None:
+                raise self._error(self._dead)
         return reply
 
-    def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> str | None:
-        """Broadcast ``part``; returns why it failed, or None. The engines' replies say more."""
+    def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
+        """Broadcast ``part``; if it fails, the group is dead. The engines' replies say more."""
         try:
             for flat in self._flat(part, load_format):
                 self._broadcast(flat, answered)
@@ -244,10 +272,9 @@ class WeightUpdateGroup:
         except BaseException:
             self._die("a broadcast was interrupted")
             raise
-        return self._dead
 
     def _flat(self, part: list[Named], load_format: LoadFormat) -> Iterator[Tensor]:
-        """The bytes of each broadcast, in one buffer; it is used again when the next is asked for."""
+        """Yield the bytes of each broadcast, in one buffer that is reused when the next is asked for."""
         for batch in [part] if load_format is not None else [[named] for named in part]:
             total = sum(tensor.nbytes for _, tensor in batch)
             if self._buffer.numel() < total:
@@ -259,11 +286,7 @@ class WeightUpdateGroup:
             yield self._buffer[:total]
 
     def _broadcast(self, flat: Tensor, answered: Callable[[], bool]) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        if self._broadcast_timeout is not None:
-            options.timeout = self._broadcast_timeout
-        work = self._group.broadcast([flat], options)
+        work = self._group.broadcast([flat], broadcast_options(self._broadcast_timeout))
         wait_a_little = self._waits_for(work)
         given_up = float("inf")
         while not work.is_completed():
@@ -276,10 +299,9 @@ class WeightUpdateGroup:
         work.wait()
 
     def _waits_for(self, work: Any) -> Callable[[], object]:
-        """Waits until ``work`` has ended, or for a moment."""
-        if (
-            self._device == "cpu"
-        ):  # gloo says when: looking costs a trainer CPU, the more the longer engines take
+        """Return a function that waits until ``work`` has ended, or for a moment."""
+        if self._device == "cpu":
+            # gloo says when: looking costs a trainer CPU, the more the longer engines take
             ended = threading.Event()
             work.get_future().add_done_callback(lambda _: ended.set())
             return partial(ended.wait, _LOOK_S)
@@ -287,10 +309,13 @@ class WeightUpdateGroup:
         return lambda: time.sleep(min(max(_POLL_S, (time.monotonic() - began) / _POLLS), _MAX_POLL_S))
 
     def _die(self, reason: str) -> None:
-        """Close the connections, so that engines which wait for a broadcast hear of it. The first reason stays."""
+        """Close the connections, so that engines which wait for a broadcast learn of it. The first reason
+        stays.
+        """
         self._dead = self._dead or reason
         holder, self._group = [self._group], None
-        # Its end waits for a broadcast that nobody takes, if there is one. A process that ended in between would abort.
+        # Its end waits for a broadcast that nobody takes, if there is one. A process that ended in between
+        # would abort.
         wait([beside(holder.clear)], _CLOSE_S)
 
     def _error(self, reason: str) -> GroupError:
@@ -301,7 +326,7 @@ class WeightUpdateGroup:
 
 
 def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
-    """``backend``, or what this process and all engines have in common.
+    """Return ``backend``, or the best one that this process and all engines have.
 
     Raises:
         InvalidRequest: these are no clients, or no backend.
@@ -322,74 +347,38 @@ def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeou
 
 
 class _Tickets:
-    """One message to several engines."""
+    """The tickets of one message to several engines."""
 
     def __init__(self, futures: list[Future[Any]]) -> None:
         self.futures = futures
 
     def done(self) -> bool:
-        """One of them failed, or all have answered."""
+        """Return True if one of them failed, or all have answered."""
         return any(f.done() and f.exception() is not None for f in self.futures) or all(
             f.done() for f in self.futures
         )
 
 
-class _Fleet:
-    """Drives the steps of one update on several engines at once."""
-
-    def __init__(self, clients: "list[ControlClient]", timeout: float | None, *, begun: bool) -> None:
-        """``begun``: every client has a session of its own, which the calls belong to."""
-        self._clients = clients
-        self._timeout = timeout
-        self._begun = begun
-
-    def drive(self, steps: Steps) -> list[WeightUpdateReqOutput]:
-        """As the clients do it for one."""
+def _replies(
+    clients: "Sequence[ControlClient]", futures: list[Future[Any]], request: Request, timeout: float | None
+) -> list[Any]:
+    """Return every engine's reply, or, once all have answered, raise the first error, refusals first."""
+    replies: list[Any] = []
+    errors: list[EngineError] = []
+    for client, future in zip(clients, futures, strict=True):
         try:
-            wanted = next(steps)
-            while True:
-                try:
-                    came = self._do(wanted)
-                except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
-                    wanted = steps.throw(error)
-                else:
-                    wanted = steps.send(came)
-        except StopIteration as stop:
-            replies: list[WeightUpdateReqOutput] = stop.value
-            return replies
-
-    def _do(self, wanted: Send | Await | Run) -> Any:
-        if isinstance(wanted, Send):
-            return _Tickets([self._start(client, wanted) for client in self._clients])
-        if isinstance(wanted, Run):
-            return wanted.work()
-        return self._replies(wanted)
-
-    def _start(self, client: "ControlClient", wanted: Send) -> Future[Any]:
-        """``client.start``, whose error is that engine's answer: what the others were sent is not forgotten for it."""
-        request = copy.copy(wanted.request)
-        if self._begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
-            request.session_id = client.session_id
-        return started(client, request, wanted.expects)
-
-    def _replies(self, wanted: Await) -> list[Any]:
-        """Every engine's reply. Once all have answered, the first error, refusals first."""
-        replies: list[Any] = []
-        errors: list[EngineError] = []
-        for client, future in zip(self._clients, wanted.ticket.futures, strict=True):
-            try:
-                replies.append(wait_for(future, wanted.request.id, self._timeout))
-            except EngineError as error:
-                error.add_note(f"engine at {client.endpoint}")
-                errors.append(error)
-        refused = [error for error in errors if is_answer(error)]
-        if errors:
-            raise (refused or errors)[0]
-        return replies
+            replies.append(wait_for(future, request.id, timeout))
+        except EngineError as error:
+            error.add_note(f"engine at {client.endpoint}")
+            errors.append(error)
+    refused = [error for error in errors if is_answer(error)]
+    if errors:
+        raise (refused or errors)[0]
+    return replies
 
 
 def whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
-    """Whole tensors in their order, as many as ``bucket_bytes`` hold, at least one."""
+    """Yield whole tensors in their order, as many as ``bucket_bytes`` hold and at least one."""
     part: list[Named] = []
     size = 0
     for name, tensor in tensors:

@@ -1,12 +1,12 @@
 """Maps parameter names in memory to checkpoint names.
 
-Invariants: names and values equal those that ``save_pretrained`` writes (some multimodal models are saved under the names of
-transformers 4; engines take both), and the tensors are views of the model's own memory. Tensors that
-share memory under several names are yielded once.
+Invariants: names and values equal those that ``save_pretrained`` writes (some multimodal models are saved
+under the names of transformers 4; engines take both), and the tensors are views of the model's own memory.
+Tensors that share memory under several names are yielded once.
 
-transformers 5 stores all experts of a layer in two parameters, ``experts.gate_up_proj`` [experts, 2 x intermediate, hidden] and
-``experts.down_proj`` [experts, hidden, intermediate]. Checkpoints and engines have one tensor per expert and projection, but
-gpt-oss's have them so, too.
+transformers 5 stores all experts of a layer in two parameters, ``experts.gate_up_proj`` [experts, 2 x
+intermediate, hidden] and ``experts.down_proj`` [experts, hidden, intermediate]. Checkpoints and engines have
+one tensor per expert and projection, except those of gpt-oss.
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,19 @@ _SPLIT_FAMILIES = frozenset({
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe"),
 })  # fmt: skip
-"""``config.model_type`` of those whose checkpoints hold experts apart, gate before up."""
+"""``config.model_type`` of models whose checkpoints hold experts apart, gate before up."""
 _AS_THEY_ARE = "gpt_oss"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL, _MIXTRAL_PROJECTIONS = "mixtral", ("w1", "w3", "w2")
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint names and tensors of a transformers model. All parameters must be in this process (gathered, not on ``meta``).
+    """Yield the checkpoint names and tensors of a transformers model.
+
+    All parameters must be in this process (gathered, not on ``meta``).
 
     Raises:
-        CaesuraError: ``unsupported``, the model fuses experts in a way that is not known here.
+        CaesuraError: ``unsupported`` if the model fuses experts in a way that is not known here.
     """
     family = getattr(getattr(model, "config", None), "model_type", None)
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()

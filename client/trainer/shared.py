@@ -1,105 +1,118 @@
-"""Memory that a trainer shares with an engine of the same host.
+"""Memory that a trainer shares with an engine of the same host, on the host or on one CUDA device.
 
 Invariants:
-- Shared memory has no name and disappears when neither trainer nor engine uses it. Its pages are reserved when it is created,
-  so a full /dev/shm is an error then and not a crash later.
-- When it is closed or garbage collected its descriptor is closed, and the engine then unmaps it.
+- A bucket is exported once and used for many updates. Every message names the same export, so an engine opens
+  it once per session.
+- When it is closed or garbage collected, an engine unmaps it (host memory) or has closed it with its session
+  (device memory); the engine's replies say when the memory may be written again.
+- Data is complete when it is announced: filling device memory waits for earlier work and for its own copies.
 """
 
-import errno
-import fcntl
-import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode, SharedMemoryHandle, TensorSpec
+from ...io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
 from ...io_struct.field_errors import nearest
+from ...transfer import cuda_ipc, shared_memory
 from ..exceptions import InvalidRequest
 from .buckets import Bucket, NamedTensors, Piece, manifest, padded, pairs, spec_of
-from .cuda_ipc import CudaBucket
+
+
+def common_cuda_device(tensors: Iterable[Tensor]) -> torch.device | None:
+    """Return the CUDA device that all of ``tensors`` are on, or None if there is no such device."""
+    devices = {tensor.device for tensor in tensors}
+    device = devices.pop() if len(devices) == 1 else None
+    return device if device is not None and device.type == "cuda" else None
 
 
 class SharedBucket:
-    """Memory that the engine can map: a sealed memfd of ``nbytes`` bytes."""
+    """Memory that an engine of the same host can open."""
 
-    def __init__(self, nbytes: int) -> None:
-        """
+    def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
+        """Allocate memory on a CUDA device, or on the host if ``device`` is None.
+
         Raises:
-            CaesuraError: ``out_of_memory``, shared memory is full.
+            CaesuraError: ``out_of_memory``; ``unsupported`` if torch allocates in segments that cannot be
+                exported.
         """
         self.nbytes = padded(max(nbytes, 1))
-        """Bytes of the memory: what was asked for, rounded up."""
-        self._fd = os.memfd_create("caesura-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-        try:
-            os.posix_fallocate(self._fd, 0, self.nbytes)
-            fcntl.fcntl(
-                self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            )
-            mapping = mmap.mmap(self._fd, self.nbytes)
-        except OSError as error:
-            self._close_fd()
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
-            raise CaesuraError(
-                ErrorCode.OUT_OF_MEMORY,
-                f"no {self.nbytes} bytes of shared memory: {error.strerror}",
-                needed_bytes=self.nbytes,
-            ) from error
-        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.handle = SharedMemoryHandle(
-            pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, nbytes=self.nbytes
-        )
+        """Bytes of the memory: those asked for, rounded up."""
+        self.device = device
+        """The CUDA device that has the memory; None if the host has it."""
+        self.handle = self._host_memory() if device is None else self._device_memory(device)
         """What an engine needs to open it."""
 
+    def _host_memory(self) -> SharedMemoryHandle:
+        handle, mapping = shared_memory.create(self.nbytes)
+        self._close: weakref.finalize[..., Any] = weakref.finalize(self, os.close, handle.fd)
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        return handle
+
+    def _device_memory(self, device: torch.device) -> CudaIPCHandle:
+        try:
+            self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise CaesuraError(
+                ErrorCode.OUT_OF_MEMORY, f"no {self.nbytes} bytes on {device}", needed_bytes=self.nbytes
+            ) from error
+        handle = cuda_ipc.export(self._bytes)
+        self._close = weakref.finalize(self, torch.cuda.ipc_collect)
+        self._close.atexit = False  # the process ends anyway, and CUDA may be gone by then
+        return handle
+
     def view(self, offset: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes], in place."""
+        """Return uint8 [nbytes], in place."""
         return self._bytes[offset : offset + nbytes]
 
     def fill(self, bucket: Bucket, offset: int = 0) -> list[TensorSpec]:
-        """Copy the pieces of the bucket to byte ``offset`` and after; earlier contents are overwritten."""
+        """Copy the pieces of the bucket to byte ``offset`` and after; return where they are.
+
+        The copies are complete when this returns.
+        """
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)  # the pieces may be in the making on any stream
         specs = []
         for piece in bucket.pieces:
-            end = offset + piece.rows.nbytes
-            self._bytes[offset:end].copy_(piece.rows.reshape(-1).view(torch.uint8))
+            self.view(offset, piece.rows.nbytes).copy_(piece.rows.reshape(-1).view(torch.uint8))
             specs.append(spec_of(piece, offset=offset))
-            offset = padded(end)
+            offset = padded(offset + piece.rows.nbytes)
+        if self.device is not None:
+            torch.cuda.current_stream(self.device).synchronize()
         return specs
 
     def close(self) -> None:
-        """Release the memory; the engine's own mapping ends with its session."""
-        if self._close_fd.alive:
-            self._close_fd()
-            del self._bytes  # with the last view of it the mapping goes
+        """Release the memory; no update that uses device memory may be running. Idempotent."""
+        if self._close.alive:
+            del self._bytes  # the memory is freed with the last view of it
+            self._close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 class SharedTensors:
-    """Named tensors in memory that is shared with engines: an ipc update passes them without copying on the trainer's side.
+    """Named tensors in memory that is shared with engines; an ipc update passes them without copying.
 
-    Iterating yields (name, tensor) pairs, so every other transport takes them as well. Do not write to the tensors while an
-    update runs: from its call until it returns, or, after ``TimedOut``, until the engine has answered.
+    Iterating yields (name, tensor) pairs, so every other transport takes them as well. Do not write to the
+    tensors while an update runs: from its call until it returns, or, after ``TimedOut``, until the engine has
+    answered.
     """
 
     def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
-        """Copies the values in, cast to ``dtype`` where given and the tensor is floating point.
+        """Copy the values in; ``dtype``, if given, is the one that floating-point tensors are cast to.
 
         Raises:
-            CaesuraError: ``invalid_request``, a dtype cannot be sent; ``out_of_memory``, shared memory is full.
+            CaesuraError: ``invalid_request`` if a dtype cannot be sent; ``out_of_memory`` if shared memory is
+                full.
         """
         tensors = {name: tensor.detach() for name, tensor in pairs(named_tensors)}
         dtypes = {
@@ -107,7 +120,7 @@ class SharedTensors:
             for name, tensor in tensors.items()
         }
         manifest(
-            (name, torch.empty(0, dtype=wanted)) for name, wanted in dtypes.items()
+            (name, torch.empty(0, dtype=cast)) for name, cast in dtypes.items()
         )  # raises for a bad dtype
         sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
         self.memory = SharedBucket(sum(padded(size) for size in sizes.values()))
@@ -127,9 +140,10 @@ class SharedTensors:
         """Overwrite the values, casting where dtypes differ; names must be known."""
         for name, tensor in pairs(named_tensors):
             if name not in self._tensors:
+                near = nearest(name, list(self._tensors))
+                hint = "" if near is None else f" (did you mean {near!r}?)"
                 raise InvalidRequest(
-                    f"{name!r} is not among these {len(self._tensors)} tensors{self._nearest(name)}",
-                    field=name,
+                    f"{name!r} is not among these {len(self._tensors)} tensors{hint}", field=name
                 )
             own = self._tensors[name]
             if tensor.shape != own.shape:
@@ -138,10 +152,6 @@ class SharedTensors:
                     field=name,
                 )
             own.copy_(tensor.detach())
-
-    def _nearest(self, name: str) -> str:
-        near = nearest(name, list(self._tensors))
-        return "" if near is None else f" (did you mean {near!r}?)"
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors.items())
@@ -160,33 +170,31 @@ class SharedTensors:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 class SharedBuckets:
-    """The shared memory of one client: one bucket, kept between updates, replaced where another is needed.
+    """The shared memory of one client: one bucket, kept between updates, replaced if another is needed.
 
     Each running update has a bucket of its own, so several threads or tasks can update at the same time.
     """
 
     def __init__(self) -> None:
-        self._kept: SharedBucket | CudaBucket | None = None
+        self._kept: SharedBucket | None = None
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int, device: torch.device | None = None) -> SharedBucket | CudaBucket:
-        """At least ``nbytes``, on a CUDA device or (None) the host; raises as their classes do."""
+    def take(self, nbytes: int, device: torch.device | None = None) -> SharedBucket:
+        """Return a bucket of at least ``nbytes`` on ``device``; raises as :class:`SharedBucket`."""
         bucket = self._swap(None)
-        if bucket is not None and bucket.nbytes >= nbytes and getattr(bucket, "device", None) == device:
+        if bucket is not None and bucket.nbytes >= nbytes and bucket.device == device:
             return bucket
         if bucket is not None:
             bucket.close()
-        return SharedBucket(nbytes) if device is None else CudaBucket(nbytes, device)
+        return SharedBucket(nbytes, device)
 
-    def give_back(self, bucket: SharedBucket | CudaBucket) -> None:
-        """Keep the bucket for the next update. A bucket that the engine may still read is not given back but dropped."""
+    def give_back(self, bucket: SharedBucket) -> None:
+        """Keep the bucket for the next update; drop one that an engine may still read instead."""
         other = self._swap(bucket)
         if other is not None:
             other.close()
@@ -197,7 +205,7 @@ class SharedBuckets:
         if bucket is not None:
             bucket.close()
 
-    def _swap(self, bucket: SharedBucket | CudaBucket | None) -> SharedBucket | CudaBucket | None:
+    def _swap(self, bucket: SharedBucket | None) -> SharedBucket | None:
         with self._lock:
             kept, self._kept = self._kept, bucket
         return kept

@@ -1,20 +1,20 @@
 """The messages of one update, whichever client sends them.
 
-An update is a generator. It yields actions and is sent their results, so that the blocking and the asyncio client share the
-same code:
+An update is a generator. It yields actions and is sent their results, so that the blocking and the asyncio
+client share the same code:
 
-    Send(request, buffers) -> a ticket, at once       Await(ticket) -> the reply, or the error is thrown into the generator
-    Run(work)              -> what ``work()`` returns; it may block
+    Send(request, buffers) -> a ticket, at once       Await(ticket) -> the reply, or the error is thrown into
+    the generator Run(work)              -> what ``work()`` returns; it may block
 
 Invariants:
-- Two or three messages are in flight, together at most one bucket in size: while the engine copies one, the next is prepared.
-  Memory is not reused before the reply to its message has arrived; if no caller waits for the reply any more, the memory is
-  left to those messages.
-- An update that fails aborts its own session and no other: it names the session by the id of its ``begin``, which is known
-  before the reply. ``close()`` of the generator cannot do this, since a closed generator cannot send; so interrupts and
-  cancellations must be thrown into it, like errors.
-- Tensors must not change until the update has returned or raised. What the engine reads later is a copy, or belongs to an
-  aborted session, and is never committed.
+- Two or three messages are in flight, together at most one bucket in size: while the engine copies one, the
+  next is prepared. Memory is not reused before the reply to its message has arrived; if no caller waits for
+  the reply any more, the memory is left to those messages.
+- An update that fails aborts its own session and no other: it names the session by the id of its ``begin``,
+  which is known before the reply. ``close()`` of the generator cannot do this, since a closed generator
+  cannot send; so interrupts and cancellations must be thrown into it, like errors.
+- Tensors must not change until the update has returned or raised. What the engine reads later is a copy, or
+  belongs to an aborted session, and is never committed.
 """
 
 import contextlib
@@ -39,27 +39,27 @@ from ...io_struct import (
 from ...io_struct.base import MAX_FRAME_BYTES
 from ..exceptions import InvalidRequest, NoSession, WeightMismatch, is_answer
 from .buckets import Bucket, NamedTensors, as_frames, bucket_size, buckets, manifest, pairs
-from .cuda_ipc import common_cuda_device
-from .shared import SharedBuckets, SharedTensors
+from .shared import SharedBuckets, SharedTensors, common_cuda_device
 
 MIN_PART_BYTES = 8 << 20
-"""Tensors are cut into messages so that both sides have something to do, but no finer than this."""
+"""Size of a message below which tensors are not cut further to occupy both sides."""
 UNDER_WAY = 2
-"""Messages of one update that wait for their answers."""
+"""Number of messages of one update that wait for their answers."""
 HOST_UNDER_WAY = 3
-"""The same through shared memory of the host, whose parts are of the smallest size: they stay in the last-level cache, where the
-engine finds what was just written, and the third hides the way of a message."""
+"""The same through shared memory of the host. Its parts have the smallest size, so that they stay in the
+last-level cache, where the engine finds them; the third one hides the time that a message takes.
+"""
 
 
 class Ticket(Protocol):
     """A message that was sent: a future of either kind."""
 
     def done(self) -> bool:
-        """Whether the answer has arrived."""
+        """Return True if the answer has arrived."""
         ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> object:
-        """The function is called when the answer has arrived, and kept alive until then."""
+        """Call the function when the answer has arrived; it is kept alive until then."""
         ...
 
 
@@ -68,13 +68,13 @@ class Send:
     """Send a message and go on; the generator gets its :class:`Ticket`."""
 
     request: ControlRequest
-    """The header."""
+    """Header of the message."""
     buffers: list[memoryview] = field(default_factory=list)
-    """The frames behind it."""
+    """The frames behind the header."""
 
     @property
     def expects(self) -> type[Reply]:
-        """The answer's type."""
+        """Type of the answer."""
         begins = isinstance(self.request, BeginWeightUpdateReqInput)
         return BeginWeightUpdateReqOutput if begins else WeightUpdateReqOutput
 
@@ -86,7 +86,7 @@ class Await:
     ticket: Any
     """A :class:`Ticket` of this client."""
     request: ControlRequest
-    """The message that it is for."""
+    """The message that is answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +94,17 @@ class Run:
     """Call a function that may block; the generator gets its result."""
 
     work: Callable[[], Any]
-    """What is done; asyncio clients do it in a thread."""
+    """Asyncio clients call it in a thread."""
 
 
 Steps = Generator[Send | Await | Run, Any, WeightUpdateReqOutput]
-"""One update: what is to be done, one after the other, and at last the reply to all of it."""
+"""One update: its actions one after the other, and at last the reply to all of it."""
 
 
 def call(
     request: ControlRequest, buffers: list[memoryview] | None = None
 ) -> Generator[Send | Await, Any, Any]:
-    """Send and wait: what most messages need."""
+    """Send a message and wait for its reply."""
     ticket = yield Send(request, buffers or [])
     return (yield Await(ticket, request))
 
@@ -112,9 +112,10 @@ def call(
 def tensor_steps(
     named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, shared: SharedBuckets
 ) -> Steps:
-    """All messages of one update over the socket; ``options`` are fields of ``WeightUpdateOptions``.
+    """Yield all messages of one update over the socket; ``options`` are fields of ``WeightUpdateOptions``.
 
-    A single message is sent from a copy in memory of ``shared``, because it may be committed after its sender has stopped waiting.
+    A single message is sent from a copy in memory of ``shared``, because it may be committed after its sender
+    has stopped waiting.
     """
     tensors = list(pairs(named_tensors))
     bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
@@ -130,7 +131,8 @@ def tensor_steps(
 def ipc_steps(
     named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, shared: SharedBuckets
 ) -> Steps:
-    """All messages of one update through shared memory of at most ``bucket_bytes``, in two or three slots.
+    """Yield all messages of one update through shared memory of at most ``bucket_bytes``, in two or three
+    slots.
 
     :class:`SharedTensors` are in shared memory already: one message passes all of them.
     """
@@ -151,12 +153,12 @@ def ipc_steps(
 
 
 def total_bytes(tensors: list[tuple[str, Any]]) -> int:
-    """The bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for _, tensor in tensors)
 
 
 def part_bytes(wanted: int, bucket_bytes: int, under_way: int) -> int:
-    """Bytes of a message: ``wanted``, but neither too few nor so many that more than ``bucket_bytes`` are under way."""
+    """Return the bytes of a message: ``wanted``, or less if more than ``bucket_bytes`` would be under way."""
     return max(min(bucket_bytes // under_way, max(wanted, MIN_PART_BYTES)), 1)
 
 
@@ -166,11 +168,11 @@ def in_one_session(
     num_calls: int,
     exchanges: Callable[[dict[str, Any]], Steps],
 ) -> Steps:
-    """``exchanges``, which makes ``num_calls`` calls, in a session of its own where it is more than one: all or nothing.
+    """Make ``num_calls`` calls in a session of their own, all or nothing; a single one needs no session.
 
     Args:
-        options: with a ``session_id``, everything belongs to that session instead.
-        exchanges: is given the options of its calls, which name the session.
+        options: if they have a ``session_id``, everything belongs to that session instead.
+        exchanges: makes the calls, given their options, which name the session.
     """
     if not num_calls:
         raise InvalidRequest(
@@ -187,7 +189,7 @@ def in_one_session(
         except WeightMismatch as error:  # a subset is no manifest, but fits if nothing else was wrong with it
             if error.detail.get("unexpected") or error.detail.get("mismatched"):
                 raise
-            yield Send(_abort_of(begin))  # of several engines some may have opened it
+            yield Send(_abort_of(begin))  # some of several engines may have opened it
             begin = BeginWeightUpdateReqInput()
             yield from call(begin)
         yield from exchanges({**options, "session_id": begin.id})
@@ -201,15 +203,15 @@ def in_one_session(
 
 
 def _handed_over(tensors: SharedTensors, options: dict[str, Any]) -> Steps:
-    """One message in a session of its own, unless it has one: the engine may come to read the memory when this has long timed out,
-    and its owner has changed it. The begin and the call are under way together."""
-    named = {**options}
-    begin: BeginWeightUpdateReqInput | None = None
-    if options.get("session_id") is None:
-        begin = BeginWeightUpdateReqInput()
-        named["session_id"] = begin.id
+    """Send one message, in a session of its own unless the options name one.
+
+    The engine may read the memory when this has long timed out and its owner has changed it. The begin and
+    the call are under way together.
+    """
+    begin = BeginWeightUpdateReqInput()
+    named = options if options.get("session_id") is not None else {**options, "session_id": begin.id}
     request = UpdateWeightsFromIPCReqInput(handle=tensors.memory.handle, specs=tensors.specs, **named)
-    if begin is None:
+    if named is options:
         only: WeightUpdateReqOutput = yield from call(request)
         return only
     try:
@@ -235,7 +237,7 @@ def _abort_of(begin: BeginWeightUpdateReqInput) -> EndWeightUpdateReqInput:
 
 
 def _abort(begin: BeginWeightUpdateReqInput, error: BaseException) -> Generator[Send | Await, Any, None]:
-    """End the session without a commit, whatever has become of it; waits for that only where something was answered."""
+    """End the session without a commit, whatever its state; wait for that only if the engine has answered."""
     request = _abort_of(begin)
     try:
         ticket = yield Send(request)
@@ -248,7 +250,9 @@ def _abort(begin: BeginWeightUpdateReqInput, error: BaseException) -> Generator[
 
 
 def _frames(parts: list[Bucket], options: dict[str, Any]) -> Steps:
-    """Frames of the tensors' own memory; a copy on the host is made only when its bucket's turn has come."""
+    """Send frames of the tensors' own memory; a copy on the host is made only when its bucket's turn has
+    come.
+    """
 
     def send(number: int) -> Generator[Send, Any, tuple[Ticket, ControlRequest]]:
         specs, frames = as_frames(parts[number])
@@ -259,7 +263,7 @@ def _frames(parts: list[Bucket], options: dict[str, Any]) -> Steps:
 
 
 def _copied(part: Bucket, options: dict[str, Any], shared: SharedBuckets) -> Steps:
-    """One message of one frame, from memory that stays as it is until the answer is there, or for ever."""
+    """Send one message of one frame, from memory that does not change before the answer is there."""
     memory = shared.take(part.nbytes, None)
     specs: list[TensorSpec] = yield Run(lambda: memory.fill(part))
     frame: memoryview = memory.view(0, part.nbytes).numpy().data
@@ -276,7 +280,7 @@ def _shared(
     device: torch.device | None,
     under_way: int,
 ) -> Steps:
-    """Fill one slot while the engine copies another out, of host memory or of ``device``'s."""
+    """Fill one slot, in host memory or on ``device``, while the engine copies another out."""
     slot = max(part.nbytes for part in parts)
     memory = shared.take(slot * min(len(parts), under_way), device)
 
@@ -296,9 +300,11 @@ def _some_at_a_time(
     under_way: int,
     kept: object = None,
 ) -> Steps:
-    """``send`` messages 0 to ``count - 1``, each when that ``under_way`` places before it has been answered; the last reply.
+    """Send messages 0 to ``count - 1``, at most ``under_way`` before the first is answered; return the last
+    reply.
 
-    ``kept`` is what the messages refer to: it lives until all of them are answered, whatever ends this.
+    ``kept`` is the memory that the messages refer to. It lives until all of them are answered, whatever ends
+    this.
     """
     pending: list[tuple[Ticket, ControlRequest]] = []
     reply: WeightUpdateReqOutput | None = None
@@ -312,7 +318,7 @@ def _some_at_a_time(
             reply = yield Await(*pending[0])
             del pending[0]
     except BaseException as error:
-        if is_answer(error):  # the first error tells; the others are its consequences
+        if is_answer(error):  # the first error counts; the others are its consequences
             for sent in pending:
                 with contextlib.suppress(CaesuraError):
                     yield Await(*sent)

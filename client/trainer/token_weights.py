@@ -1,4 +1,6 @@
-"""Importance weights of a batch of samples as a tensor: :func:`~caesura.client.importance_weights` for padded tensors."""
+"""Importance weights of a batch of samples as a tensor: :func:`~caesura.client.importance_weights` for padded
+tensors.
+"""
 
 from collections.abc import Sequence
 
@@ -19,17 +21,20 @@ def importance_weights(
     mask_stale_kv: bool = False,
     clip_max: float = 2.0,
 ) -> Tensor:
-    """Per token: the learner's probability over that of the policy that sampled it, truncated at ``clip_max``. The result has
-    the shape, dtype and device of ``learner_logprobs``, no gradient, and 0 in the padding.
+    """Return each token's probability under the learner over that under the sampling policy, at most
+    ``clip_max``.
+
+    The result has the shape, dtype and device of ``learner_logprobs``, no gradient, and 0 in the padding.
 
     Args:
-        learner_logprobs: [samples, tokens], at the sampling temperature; row ``i`` begins with the output tokens of
-            ``outputs[i]``, and what follows is padding.
+        learner_logprobs: [samples, tokens], at the sampling temperature; row ``i`` begins with the output
+            tokens of ``outputs[i]``, followed by padding.
         outputs: the samples, with ``return_logprob``.
-        mask: [samples, tokens]: further tokens to give weight 0, where it is 0 or False.
+        mask: [samples, tokens]; tokens at which it is 0 or False get weight 0 as well.
         epoch: the learner's weights epoch.
-        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0. None: however old.
-        mask_stale_kv: tokens sampled with KV cache of older weights get weight 0.
+        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0; None means no
+            limit.
+        mask_stale_kv: give weight 0 to tokens sampled with KV cache of older weights.
         clip_max: the largest weight.
 
     Raises:
@@ -39,7 +44,8 @@ def importance_weights(
     longest = max((len(output.output_ids) for output in outputs), default=0)
     if learner.dim() != 2 or len(learner) != len(outputs) or learner.shape[1] < longest:
         raise ValueError(
-            f"learner_logprobs has the shape {list(learner.shape)}; it must be [{len(outputs)}, {longest} or more]"
+            f"learner_logprobs has the shape {list(learner.shape)};"
+            f" it must be [{len(outputs)}, {longest} or more]"
         )
     if mask is not None and mask.shape != learner.shape:
         raise ValueError(f"mask has the shape {list(mask.shape)}, learner_logprobs {list(learner.shape)}")

@@ -6,38 +6,35 @@ Invariants:
 - A relay that fails does not fail the call: this engine has its weights, and the reply says who has not.
 """
 
+from typing import TYPE_CHECKING
+
 from ...io_struct import UpdateWeightsFromDistributedReqInput, WeightUpdateReqOutput
-from ..executor.executor import Executor
-from ..weights.transports.distributed import DistributedSource, WeightsUpdateGroups
-from .lifecycle import Operation
+from ..weights.transports.distributed import DistributedSource
+from .operations import Operation
 from .pause_ownership import Sender
-from .weight_updates import WeightUpdates
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 
-class DistributedUpdates:
-    """The handler of updates by broadcast."""
+def update_from_distributed(
+    engine: "Engine", request: UpdateWeightsFromDistributedReqInput, sender: Sender
+) -> Operation:
+    """Receive what rank 0 of the group broadcasts, and relay it where the call says so."""
+    route, opened = ("distributed", request.group_name), list[DistributedSource]()
 
-    def __init__(self, *, updates: WeightUpdates, groups: WeightsUpdateGroups, executor: Executor) -> None:
-        self._updates = updates
-        self._groups = groups
-        self._executor = executor
+    def open_source() -> DistributedSource:
+        opened.append(engine.process_groups.open(request))
+        return opened[-1]
 
-    def update(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
-        """Receive what rank 0 of the group broadcasts, and relay it where the call says so."""
-        route, opened = ("distributed", request.group_name), list[DistributedSource]()
-
-        def open_source() -> DistributedSource:
-            opened.append(self._groups.open(request))
-            return opened[-1]
-
-        try:
-            reply = yield from self._updates.call(request, sender, route, open_source)
-        except BaseException as error:
-            if not self._updates.sessions.protects(route, error):
-                for name in (request.group_name, *filter(None, [request.relay_to])):
-                    self._groups.out_of_step(name, f"an update failed: {error}")
-                self._executor.call("leave_group", request.group_name, f"an update failed: {error}")
-            raise
-        assert isinstance(reply, WeightUpdateReqOutput)
-        reply.relay_error = opened[-1].relay_error
-        return reply
+    try:
+        reply = yield from engine.updates.call(request, sender, route, open_source)
+    except BaseException as error:
+        if not engine.sessions.protects(route, error):
+            for name in (request.group_name, *filter(None, [request.relay_to])):
+                engine.process_groups.out_of_step(name, f"an update failed: {error}")
+            engine.executor.call("leave_group", request.group_name, f"an update failed: {error}")
+        raise
+    assert isinstance(reply, WeightUpdateReqOutput)
+    reply.relay_error = opened[-1].relay_error
+    return reply

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...io_struct import (
     CaesuraError,
@@ -29,200 +29,170 @@ from ...io_struct import (
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
 )
-from ..cache.manager import CacheManager
-from ..execution.graphs import DecodeGraphs
-from ..executor.executor import Executor
-from ..memory.device_cache import DeviceCache
-from ..memory.residency import MEMORY_TAGS, ComponentResidencyManager
-from ..observability.memory_history import MemoryHistory
-from ..observability.stage_profiler import StageProfiler
-from ..runtime.watchdog import Heartbeat
-from ..scheduling.stepping import KeptPrompts, StepRunner
-from .lifecycle import SLICE_S, Lifecycle, Operation, Wait, waiting
-from .weight_updates import WeightUpdates
+from ..memory.residency import MEMORY_TAGS
+from .idle import barrier, is_idle, pending
+from .operations import SLICE_S, Operation, Wait, waiting
+from .pause_ownership import Sender
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 _END: Any = object()
 
 
-class MemoryOccupation:
-    """The handlers of release and resume."""
+def release_memory(engine: "Engine", request: ReleaseMemoryOccupationReqInput, sender: Sender) -> Operation:
+    """Release memory; the reply is sent once it has been given back to the system."""
+    state = engine.state
+    requested = _requested_tags(request.tags) - state.released
+    tags = requested - {"cuda_graph"} if engine.graphs is None else requested
+    before = after = engine.device_cache.reserved
+    freed: dict[MemoryTag, int] = {}
+    if requested:
+        _require_releasable(engine, requested)
+    if tags:
+        yield from barrier(engine)  # the engine is paused or idle, so this waits for the forward stream only
+        yield from _close_gate(engine, tags)
+        if "kv_cache" in tags:
+            engine.cache.flush()
+        if "weights" in tags:
+            engine.updates.forget()
+        if engine.prompts is not None and not tags.isdisjoint(("kv_cache", "weights")):
+            engine.prompts.clear()
+        if engine.graphs is not None and ("cuda_graph" in tags or engine.residency.moves(tags)):
+            engine.graphs.drop()
+        for tag in sorted(tags):
+            freed[tag] = _occupied(engine, tag)
+            with engine.stages.stage(f"release.{tag}"):
+                yield from _advance(engine, engine.residency.release([tag]), "release")
+        yield from waiting(engine.executor.call("release", sorted(tags)))
+        with engine.stages.stage("release.empty_cache"):
+            after = engine.device_cache.empty("release", reserved_before=before).reserved_after
+        engine.history.note("release", ", ".join(sorted(tags)), returned=before - after)
+    return ReleaseMemoryOccupationReqOutput(
+        id=request.id,
+        released_tags=sorted(state.released),
+        freed_bytes=freed,
+        reserved_before=before,
+        reserved_after=after,
+        weights_kept=state.keeps_weights if "weights" in state.released else None,
+    )
 
-    def __init__(
-        self,
-        *,
-        residency: ComponentResidencyManager,
-        lifecycle: Lifecycle,
-        updates: WeightUpdates,
-        cache: CacheManager,
-        prompts: KeptPrompts | None,
-        runner: StepRunner,
-        executor: Executor,
-        graphs: DecodeGraphs | None,
-        device_cache: DeviceCache,
-        history: MemoryHistory,
-        stages: StageProfiler,
-        heartbeat: Heartbeat,
-    ) -> None:
-        """``graphs`` is None if this engine captures no graphs."""
-        self._residency = residency
-        self._graphs = graphs
-        self._lifecycle = lifecycle
-        self._updates = updates
-        self._cache = cache
-        self._prompts = prompts
-        self._runner = runner
-        self._executor = executor
-        self._device_cache = device_cache
-        self._history = history
-        self._stages = stages
-        self._heartbeat = heartbeat
 
-    def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
-        """Release memory; the reply is sent once it has been given back to the system."""
-        lifecycle = self._lifecycle
-        requested = _requested_tags(request.tags) - lifecycle.released
-        tags = requested - {"cuda_graph"} if self._graphs is None else requested
-        before = after = self._device_cache.reserved
-        freed: dict[MemoryTag, int] = {}
-        if requested:
-            self._require_releasable(requested)
-        if tags:
-            yield from lifecycle.barrier()  # the engine is paused or idle, so this waits for the forward stream only
-            yield from self._close_gate(tags)
-            if "kv_cache" in tags:
-                self._cache.flush()
-            if "weights" in tags:
-                self._updates.forget()
-            if self._prompts is not None and not tags.isdisjoint(("kv_cache", "weights")):
-                self._prompts.clear()
-            if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
-                self._graphs.drop()
-            for tag in sorted(tags):
-                freed[tag] = self._occupied(tag)
-                with self._stages.stage(f"release.{tag}"):
-                    yield from self._advance(self._residency.release([tag]), "release")
-            yield from waiting(self._executor.call("release", sorted(tags)))
-            with self._stages.stage("release.empty_cache"):
-                after = self._device_cache.empty("release", reserved_before=before).reserved_after
-            self._history.note("release", ", ".join(sorted(tags)), returned=before - after)
-        return ReleaseMemoryOccupationReqOutput(
-            id=request.id,
-            released_tags=sorted(lifecycle.released),
-            freed_bytes=freed,
-            reserved_before=before,
-            reserved_after=after,
-            weights_kept=lifecycle.keeps_weights if "weights" in lifecycle.released else None,
+def _close_gate(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
+    """Call ``tags`` released, and copy what is backed up to the host. If that fails, nothing has changed."""
+    state = engine.state
+    before = state.released
+    state.set_released(before | tags)
+    if not engine.residency.backs_up(tags):
+        return
+    try:
+        with engine.stages.stage("release.keep"):
+            elsewhere = engine.executor.call("keep", sorted(tags))
+            yield from _advance(engine, engine.residency.keep(tags), "keep", engine.runner.on_stream)
+            yield from waiting(elsewhere)
+    except BaseException:
+        state.set_released(before)
+        engine.residency.give_up(tags)
+        engine.executor.call("give_up", sorted(tags))
+        raise
+
+
+def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sender: Sender) -> Operation:
+    """Allocate released memory again: all requested tags or none. Weights come back with their values if they are backed
+    up, else without."""
+    state = engine.state
+    tags = _requested_tags(request.tags) & state.released
+    if tags:
+        yield from _resume(engine, tags)
+        if engine.graphs is not None and state.released == tags:
+            elsewhere = engine.executor.call("capture")
+            yield from _advance(engine, engine.graphs.capture(), "capture")
+            yield from waiting(elsewhere)
+        engine.runner.synchronize()
+        state.set_released(state.released - tags)
+        engine.history.note("resume", ", ".join(sorted(tags)))
+        missing = ", ".join(sorted(state.released))
+        rest = missing and f"; no step runs before {missing} is back"
+        logger.info(
+            "resume_memory: %s, weights are %s%s",
+            ", ".join(sorted(tags)), state.weights, rest,
+        )  # fmt: skip
+    return ResumeMemoryOccupationReqOutput(
+        id=request.id, released_tags=sorted(state.released), resumed_bytes=_sizes(engine, tags)
+    )
+
+
+def _resume(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
+    """Resume on every rank or on none: the workers first, which release again where one rank fails."""
+    yield from waiting(engine.executor.call("resume", sorted(tags)))
+    try:
+        yield from _advance(engine, engine.residency.resume(tags), "resume", engine.runner.on_stream)
+    except CaesuraError:
+        yield from waiting(engine.executor.call("keep", sorted(tags)))
+        yield from waiting(engine.executor.call("release", sorted(tags)))
+        raise
+
+
+def _advance(
+    engine: "Engine",
+    steps: Iterator[None],
+    what: str,
+    context: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Generator[Wait, None, None]:
+    """Run ``steps`` to their end, each slice of them within ``context``: ``on_stream`` for what copies, since updates write
+    and steps read there.
+
+    A slice, not a step, is declared as a long operation: one step may move all of a model's memory, many are short, and
+    the declaration takes a tenth of a millisecond.
+    """
+    unfinished = True
+    while unfinished:
+        until = perf_counter() + SLICE_S
+        with context(), engine.heartbeat.long_operation(what):
+            while (unfinished := next(steps, _END) is not _END) and perf_counter() < until:
+                pass
+        if unfinished:
+            yield Wait.SLICE
+
+
+def _require_releasable(engine: "Engine", tags: Collection[MemoryTag]) -> None:
+    state = engine.state
+    if engine.sessions.is_explicit or state.weights == "updating":
+        raise CaesuraError(
+            ErrorCode.SESSION_OPEN,
+            "cannot release memory: a weight update is open; end it (an implicit one: continue, or flush_cache)",
+        )
+    counts = pending(engine)
+    if "kv_cache" in tags and counts["held_tokens"]:
+        raise CaesuraError(
+            ErrorCode.NOT_IDLE,
+            "cannot release kv_cache: live requests hold KV; abort or retract them",
+            **counts,
+        )
+    if not {"weights", "cuda_graph"}.isdisjoint(tags) and not (
+        state.generation == "paused" or is_idle(engine)
+    ):
+        raise CaesuraError(
+            ErrorCode.NOT_IDLE,
+            "cannot release weights or cuda_graph: pause first, or let requests end",
+            **counts,
         )
 
-    def _close_gate(self, tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
-        """Call ``tags`` released, and copy what is backed up to the host. If that fails, nothing has changed."""
-        lifecycle = self._lifecycle
-        before = lifecycle.released
-        lifecycle.set_released(before | tags)
-        if not self._residency.backs_up(tags):
-            return
-        try:
-            with self._stages.stage("release.keep"):
-                elsewhere = self._executor.call("keep", sorted(tags))
-                yield from self._advance(self._residency.keep(tags), "keep", self._runner.on_stream)
-                yield from waiting(elsewhere)
-        except BaseException:
-            lifecycle.set_released(before)
-            self._residency.give_up(tags)
-            self._executor.call("give_up", sorted(tags))
-            raise
 
-    def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
-        """Allocate released memory again: all requested tags or none. Weights come back with their values if they are backed
-        up, else without."""
-        lifecycle = self._lifecycle
-        tags = _requested_tags(request.tags) & lifecycle.released
-        if tags:
-            yield from self._resume(tags)
-            if self._graphs is not None and lifecycle.released == tags:
-                elsewhere = self._executor.call("capture")
-                yield from self._advance(self._graphs.capture(), "capture")
-                yield from waiting(elsewhere)
-            self._runner.synchronize()
-            lifecycle.set_released(lifecycle.released - tags)
-            self._history.note("resume", ", ".join(sorted(tags)))
-            missing = ", ".join(sorted(lifecycle.released))
-            rest = missing and f"; no step runs before {missing} is back"
-            logger.info(
-                "resume_memory: %s, weights are %s%s",
-                ", ".join(sorted(tags)), lifecycle.weights, rest,
-            )  # fmt: skip
-        return ResumeMemoryOccupationReqOutput(
-            id=request.id, released_tags=sorted(lifecycle.released), resumed_bytes=self._sizes(tags)
-        )
+def _occupied(engine: "Engine", tag: MemoryTag) -> int:
+    """Bytes that a release of ``tag`` gives back now."""
+    if tag == "cuda_graph":
+        return 0 if engine.graphs is None else engine.graphs.nbytes
+    return engine.residency.occupied_bytes(tag)
 
-    def _resume(self, tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
-        """Resume on every rank or on none: the workers first, which release again where one rank fails."""
-        try:
-            yield from waiting(self._executor.call("resume", sorted(tags)))
-            yield from self._advance(self._residency.resume(tags), "resume", self._runner.on_stream)
-        except CaesuraError:
-            yield from waiting(self._executor.call("keep", sorted(tags)))
-            yield from waiting(self._executor.call("release", sorted(tags)))
-            raise
 
-    def _advance(
-        self,
-        steps: Iterator[None],
-        what: str,
-        context: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> Generator[Wait, None, None]:
-        """Run ``steps`` to their end, each slice of them within ``context``: ``on_stream`` for what copies, since updates write
-        and steps read there.
-
-        A slice, not a step, is declared as a long operation: one step may move all of a model's memory, many are short, and
-        the declaration takes a tenth of a millisecond.
-        """
-        unfinished = True
-        while unfinished:
-            until = perf_counter() + SLICE_S
-            with context(), self._heartbeat.long_operation(what):
-                while (unfinished := next(steps, _END) is not _END) and perf_counter() < until:
-                    pass
-            if unfinished:
-                yield Wait.SLICE
-
-    def _require_releasable(self, tags: Collection[MemoryTag]) -> None:
-        lifecycle = self._lifecycle
-        if self._updates.sessions.is_explicit or lifecycle.weights == "updating":
-            raise CaesuraError(
-                ErrorCode.SESSION_OPEN,
-                "cannot release memory: a weight update is open; end it (an implicit one: continue, or flush_cache)",
-            )
-        pending = lifecycle.pending()
-        if "kv_cache" in tags and pending["held_tokens"]:
-            raise CaesuraError(
-                ErrorCode.NOT_IDLE,
-                "cannot release kv_cache: live requests hold KV; abort or retract them",
-                **pending,
-            )
-        if not {"weights", "cuda_graph"}.isdisjoint(tags) and not (
-            lifecycle.generation == "paused" or lifecycle.is_idle()
-        ):
-            raise CaesuraError(
-                ErrorCode.NOT_IDLE,
-                "cannot release weights or cuda_graph: pause first, or let requests end",
-                **pending,
-            )
-
-    def _occupied(self, tag: MemoryTag) -> int:
-        """Bytes that a release of ``tag`` gives back now."""
-        if tag == "cuda_graph":
-            return 0 if self._graphs is None else self._graphs.nbytes
-        return self._residency.occupied_bytes(tag)
-
-    def _sizes(self, tags: Collection[MemoryTag]) -> dict[MemoryTag, int]:
-        sizes = {tag: self._residency.nbytes(tag) for tag in sorted(tags)}
-        if self._graphs is not None and "cuda_graph" in sizes:
-            sizes["cuda_graph"] = self._graphs.nbytes
-        return sizes
+def _sizes(engine: "Engine", tags: Collection[MemoryTag]) -> dict[MemoryTag, int]:
+    sizes = {tag: engine.residency.nbytes(tag) for tag in sorted(tags)}
+    if engine.graphs is not None and "cuda_graph" in sizes:
+        sizes["cuda_graph"] = engine.graphs.nbytes
+    return sizes
 
 
 def _requested_tags(tags: list[MemoryTag] | None) -> frozenset[MemoryTag]:

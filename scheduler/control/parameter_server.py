@@ -8,15 +8,16 @@ Invariants:
 - The server's buffer is mapped from its first message until its first None, or until a failure.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEngineReqInput
+from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
-from ..runtime.config import EngineConfig
 from ..weights.source import BufferSource, SharedMemory
 from ..weights.transports.checkpoint_engine import (
     Bucket,
@@ -27,12 +28,13 @@ from ..weights.transports.checkpoint_engine import (
     Opening,
     Turn,
 )
-from ..weights.transports.cuda_ipc import uuid_of
 from ..weights.transports.ipc import SharedMemoryMaps
-from .lifecycle import Operation, Wait
+from .operations import Operation, Wait
 from .pause_ownership import Sender
 from .weight_sessions import Session
-from .weight_updates import WeightUpdates
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 _NAME = "checkpoint_engine"
 _ROUTE = (_NAME, None)
@@ -41,11 +43,8 @@ _ROUTE = (_NAME, None)
 class ParameterServerUpdates:
     """The handler of checkpoint-engine updates."""
 
-    def __init__(self, *, config: EngineConfig, updates: WeightUpdates, wake: Callable[[], None]) -> None:
-        """``wake`` wakes the loop; it is called from a background thread."""
-        self._config = config
-        self._updates = updates
-        self._wake = wake
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
         self._conversation: Conversation | None = None
 
     def close(self) -> None:
@@ -55,17 +54,18 @@ class ParameterServerUpdates:
 
     def update(self, request: UpdateWeightsFromCheckpointEngineReqInput, sender: Sender) -> Operation:
         """Connect to the server of this engine's device, and load its buckets until it is done."""
-        self._updates.sessions.session_for_call(request, sender, _ROUTE)
-        stages, started = self._updates.profiler(), monotonic()
+        engine = self._engine
+        engine.sessions.session_for_call(request, sender, _ROUTE)
+        stages, started = engine.updates.profiler(), monotonic()
         conversation = self._connect(request)
-        feed = Feed(conversation.turns(), self._wake)
-        memory = SharedMemoryMaps(self._config.device)
+        feed = Feed(conversation.turns(), engine.wakeup.set)
+        memory = SharedMemoryMaps(engine.config.device)
         try:
             opening = yield from self._next(feed, None)
-            session = self._updates.join_session(request, sender, _ROUTE)
+            session = engine.updates.join_session(request, sender, _ROUTE)
             work = self._load_all(opening, feed, memory, session, stages)
             return (
-                yield from self._updates.run_and_commit(
+                yield from engine.updates.run_and_commit(
                     request.id, session, stages, started, work, is_last_call=True
                 )
             )
@@ -77,12 +77,13 @@ class ParameterServerUpdates:
             memory.close()
 
     def _connect(self, request: UpdateWeightsFromCheckpointEngineReqInput) -> Conversation:
-        if not self._config.allow_legacy_pickle:
+        engine = self._engine
+        if not engine.config.allow_legacy_pickle:
             raise CaesuraError(
                 ErrorCode.UNSUPPORTED,
                 "checkpoint-engine's messages are pickles: start the engine with allow_legacy_pickle to accept them",
             )
-        device = torch.device(self._config.device)
+        device = torch.device(engine.config.device)
         if device.type not in ("cpu", "cuda"):
             raise CaesuraError(
                 ErrorCode.UNSUPPORTED, f"checkpoint-engine updates on {device.type} are not built"
@@ -106,7 +107,7 @@ class ParameterServerUpdates:
         while (turn := feed.take()) is None:
             yield Wait.THREAD
             if session is not None:
-                self._updates.sessions.require_open(session)
+                self._engine.sessions.require_open(session)
         if isinstance(turn, Failed):
             raise turn.error
         return turn
@@ -146,9 +147,10 @@ class ParameterServerUpdates:
         session: Session,
         stages: StageProfiler,
     ) -> Generator[Wait, None, None]:
+        engine = self._engine
         buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
         memory_of = SharedMemory(opening.handle, opening.start, opening.nbytes)
-        source, _ = self._updates.open_checked(
+        source, _ = engine.updates.open_checked(
             lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of), session, session.component
         )
-        yield from self._updates.load(source, session, stages)
+        yield from engine.updates.load(source, session, stages)

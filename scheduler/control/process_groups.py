@@ -8,6 +8,7 @@ at the latest. A process group that could not be joined is removed, so that it c
 import contextlib
 import logging
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from ...io_struct import (
     CaesuraError,
@@ -16,9 +17,11 @@ from ...io_struct import (
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
 )
-from ..executor.executor import Executor
-from ..weights.transports.distributed import WeightsUpdateGroups
-from .lifecycle import Operation, Wait, waiting
+from .operations import Operation, Wait, waiting
+from .pause_ownership import Sender
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -26,53 +29,47 @@ LEAVE_S = 2.0
 """Longest wait until a process group is destroyed; a broken one may block in a broadcast until its own timeout."""
 
 
-class ProcessGroupCommands:
-    """The handlers of init and destroy."""
-
-    def __init__(self, groups: WeightsUpdateGroups, executor: Executor) -> None:
-        """``groups`` are this rank's."""
-        self._groups = groups
-        self._executor = executor
-
-    def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
-        """Join a process group; answered at once if this engine has joined it already."""
-        group = self._groups.join(request)
-        elsewhere = self._executor.call("join_group", request) if request.rank_offset else None
-        try:
-            while not group.joined():
-                yield Wait.CHANGE
-            if elsewhere is not None:
-                yield from waiting(elsewhere, Wait.CHANGE)
-        except CaesuraError:
-            self._groups.forget(group)
-            self._executor.call("leave_group", request.group_name, None)
-            raise
-        except BaseException:
-            self._groups.forget(group)
-            raise
-        finally:
-            if elsewhere is not None:
-                elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
-        member = group.membership
-        logger.info(
-            "joined weight update group %r at %s as rank %d of %d (%s)",
-            member.group_name, member.address, member.rank, member.world_size, member.backend,
-        )  # fmt: skip
-        return InitWeightsUpdateGroupReqOutput(id=request.id, rank=member.rank, world_size=member.world_size)
-
-    def destroy(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
-        """Leave a process group, broken or not. An init that is still joining it fails, and so does, at once, an update that waits for
-        a broadcast: commands queue behind it, and the broadcast may never come."""
-        with contextlib.suppress(CaesuraError):  # there is none: said in its turn
-            group = self._groups.find(request.group_name)
-            if group.has_joined and group.membership.rank != 0:  # what this engine sends goes on
-                group.kill("the group was destroyed")
-        return self._left(request)
-
-    def _left(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
-        group, limit = self._groups.leave(request.group_name), monotonic() + LEAVE_S
-        elsewhere = self._executor.call("leave_group", request.group_name, None)
-        while group.is_leaving and monotonic() < limit:
+def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
+    """Join a process group; answered at once if this engine has joined it already."""
+    group = engine.process_groups.join(request)
+    elsewhere = engine.executor.call("join_group", request) if request.rank_offset else None
+    try:
+        while not group.joined():
             yield Wait.CHANGE
-        yield from waiting(elsewhere, Wait.CHANGE)
-        return DestroyWeightsUpdateGroupReqOutput(id=request.id)
+        if elsewhere is not None:
+            yield from waiting(elsewhere, Wait.CHANGE)
+    except CaesuraError:
+        engine.process_groups.forget(group)
+        engine.executor.call("leave_group", request.group_name, None)
+        raise
+    except BaseException:
+        engine.process_groups.forget(group)
+        raise
+    finally:
+        if elsewhere is not None:
+            elsewhere.close()  # its failure keeps this frame, and would keep what the other ranks answer
+    member = group.membership
+    logger.info(
+        "joined weight update group %r at %s as rank %d of %d (%s)",
+        member.group_name, member.address, member.rank, member.world_size, member.backend,
+    )  # fmt: skip
+    return InitWeightsUpdateGroupReqOutput(id=request.id, rank=member.rank, world_size=member.world_size)
+
+
+def destroy_group(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
+    """Leave a process group, broken or not. An init that is still joining it fails, and so does, at once, an update that waits for
+    a broadcast: commands queue behind it, and the broadcast may never come."""
+    with contextlib.suppress(CaesuraError):  # there is none: said in its turn
+        group = engine.process_groups.find(request.group_name)
+        if group.has_joined and group.membership.rank != 0:  # what this engine sends goes on
+            group.kill("the group was destroyed")
+    return _left(engine, request)
+
+
+def _left(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput) -> Operation:
+    group, limit = engine.process_groups.leave(request.group_name), monotonic() + LEAVE_S
+    elsewhere = engine.executor.call("leave_group", request.group_name, None)
+    while group.is_leaving and monotonic() < limit:
+        yield Wait.CHANGE
+    yield from waiting(elsewhere, Wait.CHANGE)
+    return DestroyWeightsUpdateGroupReqOutput(id=request.id)

@@ -3,7 +3,7 @@
 Invariant: a reply to stop names a file that is complete.
 """
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...io_struct import (
     CaesuraError,
@@ -13,32 +13,30 @@ from ...io_struct import (
     StopProfileReqInput,
     StopProfileReqOutput,
 )
-from ..observability.step_trace import StepTrace
-from .lifecycle import Operation, Wait
+from .operations import Operation, Wait
+from .pause_ownership import Sender
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 
-class ProfilingCommands:
-    """The handlers of start and stop."""
+def start_profile(engine: "Engine", request: StartProfileReqInput, sender: Sender) -> Operation:
+    """Begin a trace with the next step."""
+    trace = engine.trace
+    while not trace.is_loaded:
+        yield Wait.CHANGE
+    limit = trace.start(request, engine.state.step)
+    return StartProfileReqOutput(id=request.id, path=str(trace.path), num_steps=limit)
 
-    def __init__(self, trace: StepTrace, step: Callable[[], int]) -> None:
-        """``step`` returns the number of the last step."""
-        self._trace = trace
-        self._step = step
 
-    def start(self, request: StartProfileReqInput) -> Operation:
-        """Begin a trace with the next step."""
-        while not self._trace.is_loaded:
-            yield Wait.CHANGE
-        limit = self._trace.start(request, self._step())
-        return StartProfileReqOutput(id=request.id, path=str(self._trace.path), num_steps=limit)
-
-    def stop(self, request: StopProfileReqInput) -> Operation:
-        """End the trace, or wait until it ends; then wait for its file."""
-        if self._trace.path is None:
-            raise CaesuraError(ErrorCode.INVALID_REQUEST, "no trace was started")
-        if not request.wait:
-            self._trace.stop()
-        path = self._trace.path
-        while not self._trace.is_written:
-            yield Wait.CHANGE
-        return StopProfileReqOutput(id=request.id, path=str(path), steps=self._trace.steps)
+def stop_profile(engine: "Engine", request: StopProfileReqInput, sender: Sender) -> Operation:
+    """End the trace, or wait until it ends; then wait for its file."""
+    trace = engine.trace
+    if trace.path is None:
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, "no trace was started")
+    if not request.wait:
+        trace.stop()
+    path = trace.path
+    while not trace.is_written:
+        yield Wait.CHANGE
+    return StopProfileReqOutput(id=request.id, path=str(path), steps=trace.steps)

@@ -13,21 +13,18 @@ Invariants:
 
 import logging
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from ...io_struct import CaesuraError
-from ..cache.manager import CacheManager
-from ..executor.executor import Executor
-from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import EmptyCacheReport
-from ..models.base import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..scheduling.request import WeightStamp
-from ..scheduling.stepping import StepBatcher, StepRunner
-from ..weights.loader import WeightLoader
 from ..weights.reading import find_non_finite, require_finite
-from .committed_weights import WeightsFile
-from .lifecycle import Lifecycle, Wait, waiting
-from .weight_sessions import Session, Sessions
+from .operations import Wait, waiting
+from .weight_sessions import Session
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -35,79 +32,57 @@ logger = logging.getLogger(__name__)
 class WeightCommit:
     """Commits sessions whose tensors are all written."""
 
-    def __init__(
-        self,
-        *,
-        check_finite: bool,
-        model: Weights,
-        loader: WeightLoader,
-        runner: StepRunner,
-        executor: Executor,
-        lifecycle: Lifecycle,
-        sessions: Sessions,
-        batcher: StepBatcher,
-        cache: CacheManager,
-        device_cache: DeviceCache,
-        weights_file: WeightsFile,
-    ) -> None:
-        """``check_finite``: refuse weights that are not finite."""
-        self._check_finite = check_finite
-        self._model = model
-        self._loader = loader
-        self._runner = runner
-        self._executor = executor
-        self._lifecycle = lifecycle
-        self._sessions = sessions
-        self._batcher = batcher
-        self._cache = cache
-        self._device_cache = device_cache
-        self._weights_file = weights_file
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
 
     def run(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, EmptyCacheReport | None]:
         """Make what ``session`` has written serve; returns what emptying the device cache gave back, None without it."""
+        engine = self._engine
         yield from self._prepare(session, stages)
-        self._weights_file.supersede()
-        before = self._lifecycle.stamp
+        engine.weights_file.supersede()
+        before = engine.state.stamp
         with stages.stage("flush"):
             if session.flush:
-                self._batcher.retract_all()
-            self._lifecycle.commit_weights(session.version, session.source)
-            self._weights_file.committed(self._lifecycle.stamp, session)
+                engine.batcher.retract_all()
+            engine.state.commit_weights(session.version, session.source)
+            engine.weights_file.committed(engine.state.stamp, session)
             if session.flush:
-                self._cache.flush()
-            report = self._device_cache.empty("update") if session.empty else None
-        _warn(session, before, self._lifecycle.stamp)
+                engine.cache.flush()
+            report = engine.device_cache.empty("update") if session.empty else None
+        _warn(session, before, engine.state.stamp)
         return report
 
     def _prepare(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """The first phase, in which every rank can still refuse: all are ready to serve the new weights, or it raises."""
-        self._loader.require_whole()
-        derived = self._executor.call("derive", self._check_finite and bool(self._loader.written))
+        engine = self._engine
+        engine.loader.require_whole()
+        derived = engine.executor.call("derive", engine.config.check_finite and bool(engine.loader.written))
         own: CaesuraError | None = None
         try:
-            with stages.stage("derive"), self._runner.on_stream():
-                self._model.finalize_weights()
-            self._runner.synchronize()
-            if self._check_finite and self._loader.written:
+            with stages.stage("derive"), engine.runner.on_stream():
+                engine.model.finalize_weights()
+            engine.runner.synchronize()
+            if engine.config.check_finite and engine.loader.written:
                 yield from self._require_finite(session, stages)
         except CaesuraError as error:
             own = error
         for wait in waiting(derived.settle(own)):
             yield wait
-            self._sessions.require_open(session)
+            engine.sessions.require_open(session)
 
     def _require_finite(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """Raise ``weights_not_finite`` if a value of a written or derived tensor is NaN or infinite."""
-        search = find_non_finite(self._model, self._loader.written)
+        engine = self._engine
+        search = find_non_finite(engine.model, engine.loader.written)
         while True:
             try:
-                with stages.stage("derive"), self._runner.on_stream():
+                with stages.stage("derive"), engine.runner.on_stream():
                     next(search)
             except StopIteration as end:
                 require_finite(end.value)
                 return
             yield Wait.SLICE
-            self._sessions.require_open(session)
+            engine.sessions.require_open(session)
 
 
 def _warn(session: Session, before: WeightStamp, after: WeightStamp) -> None:

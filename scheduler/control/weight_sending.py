@@ -14,6 +14,7 @@ import logging
 from collections.abc import Generator
 from math import prod
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -31,17 +32,16 @@ from ...io_struct import (
     WeightsCheckerReqInput,
     WeightUpdateOptions,
 )
-from ..executor.executor import Executor
 from ..layers.parameters import WeightSlot
-from ..models.base import Weights
 from ..runtime.dtypes import NAMES
-from ..scheduling.stepping import StepRunner
 from ..weights.components import chosen
 from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
 from ..weights.transports.batches import Batch, batches_of, nbytes_of
-from ..weights.transports.distributed import WeightsUpdateGroups
-from .lifecycle import Lifecycle, Operation, Wait, waiting
+from .operations import Operation, Wait, waiting
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +49,8 @@ logger = logging.getLogger(__name__)
 class WeightSending:
     """The handlers of the manifest and of sending."""
 
-    def __init__(
-        self,
-        *,
-        model: Weights,
-        runner: StepRunner,
-        lifecycle: Lifecycle,
-        groups: WeightsUpdateGroups,
-        executor: Executor,
-    ) -> None:
-        self._executor = executor
-        self._model = model
-        self._runner = runner
-        self._lifecycle = lifecycle
-        self._groups = groups
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
         self._under_way = 0
 
     def holds_back(self, message: ControlRequest) -> bool:
@@ -77,7 +65,7 @@ class WeightSending:
 
     def manifest(self, request: GetWeightsManifestReqInput) -> GetWeightsManifestReqOutput:
         """All tensors of a component as they are stored, under their names in its checkpoint."""
-        stamp = self._lifecycle.stamp
+        stamp = self._engine.state.stamp
         return GetWeightsManifestReqOutput(
             id=request.id,
             tensors=[_stored(name, slot) for name, slot in self._slots(request.component).items()],
@@ -90,18 +78,21 @@ class WeightSending:
         try:
             return (yield from self._send(request))
         except BaseException as error:
-            self._groups.out_of_step(request.group_name, f"sending weights failed: {error}")
+            self._engine.process_groups.out_of_step(request.group_name, f"sending weights failed: {error}")
             raise
 
     def _send(self, request: SendWeightsReqInput) -> Operation:
+        engine = self._engine
         self._require_committed()
         slots = self._slots(request.component)
         batches = batches_of(request)
         _require_stored(batches, slots)
-        if self._executor.workers:
+        if engine.executor.workers:
             require_placeable(slots[spec.name] for batch in batches for spec in batch)
-        total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), self._lifecycle.stamp
-        transmission = self._groups.transmit(request.group_name, max(map(nbytes_of, batches), default=0))
+        total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), engine.state.stamp
+        transmission = engine.process_groups.transmit(
+            request.group_name, max(map(nbytes_of, batches), default=0)
+        )
         with contextlib.closing(transmission), self._reading():
             for batch in batches:
                 while (buffer := transmission.room()) is None:
@@ -136,29 +127,31 @@ class WeightSending:
         self, buffer: Tensor, batch: Batch, slots: dict[str, WeightSlot]
     ) -> Generator[Wait, None, None]:
         """Copy the tensors of ``batch`` to the start of ``buffer``, one after the other."""
+        engine = self._engine
         self._require_committed()
         divided = [spec for spec in batch if is_divided(slots[spec.name])]
         names = [spec.name for spec in divided]
-        elsewhere = self._executor.call("read", names, reply=list[Held]) if divided else None
+        elsewhere = engine.executor.call("read", names, reply=list[Held]) if divided else None
         whole = [spec for spec in batch if not is_divided(slots[spec.name])]
-        for _ in read_into(buffer, whole, slots, self._runner.on_stream):
+        for _ in read_into(buffer, whole, slots, engine.runner.on_stream):
             yield Wait.SLICE
         if elsewhere is None:
             return
         for spec in divided:
-            with self._runner.on_stream():
+            with engine.runner.on_stream():
                 Held.of(slots[spec.name]).place(buffer, spec)
             yield Wait.SLICE
         of_ranks: list[list[Held]] = yield from waiting(elsewhere)
         for parts in of_ranks:
             for spec, part in zip(divided, parts, strict=True):
-                with self._runner.on_stream():
+                with engine.runner.on_stream():
                     part.place(buffer, spec)
                 yield Wait.SLICE
 
     def _slots(self, named: str | None) -> dict[str, WeightSlot]:
         """Of one component, by the names of its checkpoint."""
-        component, slots = chosen(self._model.components, named), self._model.weight_slots()
+        engine = self._engine
+        component, slots = chosen(engine.model.components, named), engine.model.weight_slots()
         if component is None:
             return slots
         prefix = f"{component}."
@@ -166,13 +159,14 @@ class WeightSending:
 
     def _require_committed(self) -> None:
         """Raise unless all weights are resident, and of one commit."""
-        self._lifecycle.require_resident("weights")
-        self._lifecycle.require_serviceable("cannot send weights")
-        if self._lifecycle.weights != "valid":
+        engine = self._engine
+        engine.state.require_resident("weights")
+        engine.state.require_serviceable("cannot send weights")
+        if engine.state.weights != "valid":
             raise CaesuraError(
                 ErrorCode.SESSION_OPEN,
                 "cannot send weights: an update has written some of them, and has not committed",
-                kind="explicit" if self._lifecycle.sessions.is_explicit else "implicit",
+                kind="explicit" if engine.sessions.is_explicit else "implicit",
             )
 
 

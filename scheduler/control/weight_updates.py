@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...io_struct import (
     BeginWeightUpdateReqInput,
@@ -35,25 +35,23 @@ from ...io_struct import (
     WeightUpdateOptions,
     WeightUpdateReqOutput,
 )
-from ..executor.executor import Executor
 from ..memory.workspace import Workspace
-from ..models.base import Weights
-from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
-from ..runtime.config import EngineConfig
-from ..scheduling.stepping import StepBatcher, StepOutputs, StepRunner
 from ..weights.components import ComponentSource, chosen, in_component, renamed
-from ..weights.loader import END, LoadCounts, WeightLoader, write_some
+from ..weights.loader import END, LoadCounts, write_some
 from ..weights.source import BufferSource, WeightPiece, WeightSource
-from ..weights.transports.disk import DiskSource, OpenFolder
+from ..weights.transports.disk import DiskSource
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import Uploader, pieces_of
-from .committed_weights import WeightsFile
-from .lifecycle import Lifecycle, Operation, Wait
+from ..weights.upload import pieces_of, uploader_of
+from .idle import barrier, held_kind, pending
+from .operations import Operation, Wait
 from .pause_ownership import Sender
 from .weight_commit import WeightCommit
-from .weight_sessions import Route, Session, Sessions
+from .weight_sessions import Route, Session
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -61,53 +59,14 @@ logger = logging.getLogger(__name__)
 class WeightUpdates:
     """The handlers of begin, end and the updates."""
 
-    def __init__(
-        self,
-        *,
-        config: EngineConfig,
-        model: Weights,
-        loader: WeightLoader,
-        runner: StepRunner,
-        executor: Executor,
-        lifecycle: Lifecycle,
-        sessions: Sessions,
-        batcher: StepBatcher,
-        outputs: StepOutputs,
-        weight_commit: WeightCommit,
-        uploader: Uploader | None,
-        history: MemoryHistory,
-        stages: StageProfiler,
-        weights_file: WeightsFile,
-        model_path: str,
-        open_folder: OpenFolder,
-        wake: Callable[[], None],
-    ) -> None:
-        """
-        Args:
-            uploader: takes bytes of the host to the device. None: the weights are on the host, or their device has no streams.
-            open_folder, wake: open a checkpoint, and wake the loop; called from background threads.
-        """
-        self._wake = wake
-        self._open_folder = open_folder
-        self._uploader = uploader
-        self._config = config
-        self._model = model
-        self._loader = loader
-        self._runner = runner
-        self._executor = executor
-        self._lifecycle = lifecycle
-        self._batcher = batcher
-        self._outputs = outputs
-        self._weight_commit = weight_commit
-        self._history = history
-        self._stages = stages
-        self.sessions = sessions
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._uploader = uploader_of(engine.write_stream, engine.loaded.device)
+        self._weight_commit = WeightCommit(engine)
         self._progress: tuple[WeightSource, float] | None = None
         self._workspace = Workspace()
-        self._maps = SharedMemoryMaps(config.device)
-        lifecycle.commit_sessions_by(self._commit_implicit_session)
-        self._weights_file = weights_file
-        self.model_path = model_path
+        self._maps = SharedMemoryMaps(engine.config.device)
+        self.model_path = engine.initial_weights.folder or engine.config.model_path
         """The last committed checkpoint folder."""
 
     @property
@@ -117,7 +76,7 @@ class WeightUpdates:
 
     def collect(self) -> None:
         """Unmap shared memory whose owner is gone, unless a session is open that may still read it."""
-        if self.sessions.current is None:
+        if self._engine.sessions.current is None:
             self._maps.collect()
 
     def progress(self) -> UpdateProgress | None:
@@ -127,32 +86,34 @@ class WeightUpdates:
         source, started = self._progress
         return UpdateProgress(
             source=source.name,
-            written_bytes=self._loader.counts.written_bytes,
+            written_bytes=self._engine.loader.counts.written_bytes,
             total_bytes=source.total_bytes,
             age_s=monotonic() - started,
         )
 
     def begin(self, request: BeginWeightUpdateReqInput, sender: Sender) -> Operation:
         """Open an explicit session; generation goes on until the first byte is written."""
+        engine = self._engine
         yield from ()
-        self.sessions.require_none(sender)
+        engine.sessions.require_none(sender)
         manifest = None
         if request.manifest is not None:
-            specs = renamed(request.manifest, chosen(self._model.components, request.component))
-            manifest = frozenset(self._loader.check(specs, complete=True))
-        session = self.sessions.begin(request, sender, manifest, self.profiler())
+            specs = renamed(request.manifest, chosen(engine.model.components, request.component))
+            manifest = frozenset(engine.loader.check(specs, complete=True))
+        session = engine.sessions.begin(request, sender, manifest, self.profiler())
         return BeginWeightUpdateReqOutput(
-            id=request.id, session_id=session.id, weights_epoch=self._lifecycle.stamp.epoch
+            id=request.id, session_id=session.id, weights_epoch=engine.state.stamp.epoch
         )
 
     def end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Operation:
         """Commit or abort a session."""
-        session = self.sessions.session_to_end(request, sender)
+        engine = self._engine
+        session = engine.sessions.session_to_end(request, sender)
         stages, started = session.stages, session.opened
         if not request.commit:
             self.abort_session(session, "the session was ended without commit")
             return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
-        self._lifecycle.require_resident("weights")  # the commit derives from them
+        engine.state.require_resident("weights")  # the commit derives from them
         self._require_complete(session)
         self._require_flushable(session.flush)
         yield from self._stop_steps(session)  # the commit needs it even if nothing was written
@@ -163,6 +124,7 @@ class WeightUpdates:
 
     def from_disk(self, request: UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
         """Update from a complete checkpoint folder."""
+        engine = self._engine
         if request.load_format not in (None, "auto", "safetensors"):
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST,
@@ -171,17 +133,18 @@ class WeightUpdates:
                 value=request.load_format,
             )
         path, route = request.model_path, ("disk", None)
-        session = self.sessions.session_for_call(request, sender, route)
+        session = engine.sessions.session_for_call(request, sender, route)
         # In a thread, because the disk may be slow and the headers may be of any size.
-        component = chosen(self._model.components, request.component)
-        loader, workspace = self._loader, self._workspace
+        component = chosen(engine.model.components, request.component)
+        loader, workspace = engine.loader, self._workspace
         opening = Task(
-            lambda: DiskSource(self._open_folder(path, component), workspace, loader.owned), self._wake
+            lambda: DiskSource(engine.open_folder(path, component), workspace, loader.owned),
+            engine.wakeup.set,
         )
         while not opening.done:
             yield Wait.THREAD
         if session is not None:
-            self.sessions.require_open(session)
+            engine.sessions.require_open(session)
         return (yield from self.call(request, sender, route, opening.result, opening.seconds))
 
     def from_tensor(
@@ -196,7 +159,7 @@ class WeightUpdates:
         """Update from tensors in shared memory."""
         return self.call(request, sender, ("ipc", None), lambda: self._maps.open(request))
 
-    def _commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
+    def commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
         """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
 
         Raises:
@@ -215,11 +178,12 @@ class WeightUpdates:
         opening_s: float = 0.0,
     ) -> Operation:
         """One call of any transport: check everything, then write, then commit if the session is complete."""
+        engine = self._engine
         stages, started = self.profiler(), monotonic() - opening_s
         if opening_s:
             stages.record("receive", opening_s)
-        session = self.sessions.session_for_call(request, sender, route)
-        component = chosen(self._model.components, request.component)
+        session = engine.sessions.session_for_call(request, sender, route)
+        component = chosen(engine.model.components, request.component)
         try:
             with stages.stage("receive"):
                 source, names = self.open_checked(open_source, session, request.component)
@@ -227,11 +191,11 @@ class WeightUpdates:
                 return (yield from self._ignored(request, source, stages, started))
             session = self.join_session(request, sender, route)
         except CaesuraError:
-            if self.sessions.current is None:  # otherwise the end of that session unmaps what was opened
+            if engine.sessions.current is None:  # otherwise the end of that session unmaps what was opened
                 self._maps.end_session()
             raise
         inner = source.inner if isinstance(source, ComponentSource) else source
-        if component not in (None, *self._model.components[:1]):
+        if component not in (None, *engine.model.components[:1]):
             session.wrote_other_component = True
         elif isinstance(inner, DiskSource):
             session.model_path, session.digest = inner.path, inner.local_digest
@@ -242,17 +206,18 @@ class WeightUpdates:
         self, request: WeightUpdateOptions, source: WeightSource, stages: StageProfiler, started: float
     ) -> Operation:
         """A call whose tensors the model ignores stops no step and opens no session; who broadcasts them waits for their receipt."""
-        self._loader.take_counts()
-        own = pieces_of(source, self._loader, None, self._config.load_bucket_bytes)
+        engine = self._engine
+        engine.loader.take_counts()
+        own = pieces_of(source, engine.loader, None, engine.config.load_bucket_bytes)
         with (
-            self.sessions.working(),
-            contextlib.closing(self._executor.pieces(source, own, self._loader)) as pieces,
+            engine.sessions.working(),
+            contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces,
             stages.stage("receive"),
         ):
             while next(pieces, END) is not END:
                 yield Wait.THREAD
         self._maps.end_session()
-        counts, serviceable = self._loader.take_counts(), self._lifecycle.serviceable
+        counts, serviceable = engine.loader.take_counts(), engine.state.serviceable
         return self._reply(request.id, counts, stages, started, committed=serviceable, flushed=False)
 
     def join_session(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
@@ -262,43 +227,45 @@ class WeightUpdates:
             CaesuraError: as :meth:`Sessions.session_for_call`; ``memory_released`` if the weights are released; ``not_idle`` if
                 the call's flush is impossible.
         """
-        self._lifecycle.require_resident("weights")
+        engine = self._engine
+        engine.state.require_resident("weights")
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
-        paused = self._lifecycle.generation != "running"
-        return self.sessions.join_or_open(request, sender, route, paused=paused, stages=self.profiler())
+        paused = engine.state.generation != "running"
+        return engine.sessions.join_or_open(request, sender, route, paused=paused, stages=self.profiler())
 
     def load(
         self, source: WeightSource, session: Session, stages: StageProfiler
     ) -> Generator[Wait, None, None]:
         """Write all of ``source``. Steps go on until its first piece has arrived."""
+        engine = self._engine
         started = monotonic()
         component = source.component if isinstance(source, ComponentSource) else None
-        kept = component in self._model.kept_components  # written on the host
+        kept = component in engine.model.kept_components  # written on the host
         uploader = None if kept else self._uploader
-        own = pieces_of(source, self._loader, uploader, self._config.load_bucket_bytes)
-        with contextlib.closing(self._executor.pieces(source, own, self._loader)) as pieces:
+        own = pieces_of(source, engine.loader, uploader, engine.config.load_bucket_bytes)
+        with contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces:
             try:
                 self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)
                 if session.abort_all:  # only now is it certain that there is something to write
                     session.abort_all = False
-                    self._outputs.abort_all(f"Aborted by a weight update from {session.source}")
+                    engine.outputs.abort_all(f"Aborted by a weight update from {session.source}")
                 yield from self._stop_steps(session)
-                if session.flush and self._lifecycle.generation == "running":
-                    self._batcher.retract_all()
+                if session.flush and engine.state.generation == "running":
+                    engine.batcher.retract_all()
                 if not session.touched:
-                    self._history.note("update_begin", str(session))
+                    engine.history.note("update_begin", str(session))
                 while piece is not END:
                     session.touched = True
-                    with self._runner.on_stream():
-                        piece = write_some(self._loader.write, piece, pieces, stages)
+                    with engine.runner.on_stream():
+                        piece = write_some(engine.loader.write, piece, pieces, stages)
                     yield Wait.SLICE
-                    self.sessions.require_open(session)
+                    engine.sessions.require_open(session)
                     if piece is None:
                         piece = yield from self._next_piece(pieces, session, stages)
             finally:
                 self._progress = None
-        self._runner.synchronize()
+        engine.runner.synchronize()
 
     def run_and_commit(
         self,
@@ -315,11 +282,12 @@ class WeightUpdates:
         Args:
             is_last_call: the sender has declared the update complete, so it commits even while paused.
         """
-        self._loader.take_counts()
-        with self.sessions.working():
+        engine = self._engine
+        engine.loader.take_counts()
+        with engine.sessions.working():
             try:
                 yield from work
-                counts = self._loader.take_counts()
+                counts = engine.loader.take_counts()
                 session.counts.add(counts)
                 session.stages.add(stages)
                 committed = self._should_commit(session, is_last_call)
@@ -336,22 +304,23 @@ class WeightUpdates:
 
     def _should_commit(self, session: Session, is_last_call: bool) -> bool:
         """Whether the session is complete, so that it commits without an explicit end."""
+        engine = self._engine
         if session.kind == "explicit":
             return False
-        covered = self._loader.is_whole and not self._loader.missing(self._loader.written)
+        covered = engine.loader.is_whole and not engine.loader.missing(engine.loader.written)
         last = is_last_call or session.kind == "single"
-        return covered or (last and self._lifecycle.serviceable)
+        return covered or (last and engine.state.serviceable)
 
     def expire(self) -> None:
         """Abort the open session, because its deadline has passed or its client is gone."""
-        session = self.sessions.current
+        session = self._engine.sessions.current
         if session is not None:
             orphaned = session.deadline is None or monotonic() < session.deadline
             self.abort_session(session, "its client is gone" if orphaned else "the session's deadline passed")
 
     def expire_with_lease(self, owner: Sender) -> None:
         """Abort the session of ``owner``, whose pause lease expires; also an implicit session without a written byte."""
-        session = self.sessions.current
+        session = self._engine.sessions.current
         if session is None:
             return
         idle = session.kind == "implicit" and not session.touched
@@ -360,12 +329,13 @@ class WeightUpdates:
 
     def forget(self) -> None:
         """Close the session and forget which parameters were written, because the weights' memory is released."""
+        engine = self._engine
         self._close_session()
-        self._loader.release_written(lost=self._lifecycle.weights == "invalid")
+        engine.loader.release_written(lost=engine.state.weights == "invalid")
 
     def profiler(self) -> StageProfiler:
         """A profiler for one call or session; its times count in the engine's stage times as well."""
-        return StageProfiler(self._stages, "update.")
+        return StageProfiler(self._engine.stages, "update.")
 
     def open_checked(
         self, open_source: Callable[[], WeightSource], session: Session | None, named: str | None
@@ -378,11 +348,12 @@ class WeightUpdates:
             session: the open session that the call belongs to; None if the call opens one.
             named: the component that the call names.
         """
+        engine = self._engine
         try:
-            source = in_component(open_source(), chosen(self._model.components, named))
-            single = session is None and self._lifecycle.generation == "running"
-            last = single and self._lifecycle.serviceable
-            names = self._loader.check(source.specs, complete=source.complete, last=last)
+            source = in_component(open_source(), chosen(engine.model.components, named))
+            single = session is None and engine.state.generation == "running"
+            last = single and engine.state.serviceable
+            names = engine.loader.check(source.specs, complete=source.complete, last=last)
         except CaesuraError as error:
             if session is not None and session.touched:
                 self.abort_session(session, f"a later call of the session failed: {error.message}")
@@ -391,29 +362,32 @@ class WeightUpdates:
 
     def _require_flushable(self, flush: bool) -> None:
         """Refuse a flush that is impossible because requests are frozen with their KV or latents."""
-        frozen = self._lifecycle.generation == "paused" and self._batcher.num_holding > 0
+        engine = self._engine
+        frozen = engine.state.generation == "paused" and engine.batcher.num_holding > 0
         if flush and frozen:
             raise CaesuraError(
                 ErrorCode.NOT_IDLE,
-                f"flush_cache cannot be honoured: requests are frozen in place with their {self._lifecycle.held_kind}; send flush_cache=false",
-                **self._lifecycle.pending(),
+                f"flush_cache cannot be honoured: requests are frozen in place with their {held_kind(engine)}; send flush_cache=false",
+                **pending(engine),
             )
 
     def _stop_steps(self, session: Session) -> Generator[Wait, None, None]:
         """Close the gate for steps and wait for the step in flight; raises if the session expires meanwhile."""
-        self._lifecycle.start_writing()
-        for wait in self._lifecycle.barrier():
+        engine = self._engine
+        engine.state.start_writing()
+        for wait in barrier(engine):
             yield wait
-            self.sessions.require_open(session)
+            engine.sessions.require_open(session)
 
     def _require_complete(self, session: Session) -> None:
         """Raise if a tensor lacks rows, if one of the manifest was not written, or, unless the weights are serviceable, if any
         parameter was not written since they became POISONED or INVALID."""
-        self._loader.require_whole()
-        written = self._loader.written
+        engine = self._engine
+        engine.loader.require_whole()
+        written = engine.loader.written
         missing = sorted((session.manifest or frozenset()) - written)
-        if not missing and not self._lifecycle.serviceable:
-            missing = self._loader.missing(written)
+        if not missing and not engine.state.serviceable:
+            missing = engine.loader.missing(written)
         if missing:
             raise CaesuraError(
                 ErrorCode.WEIGHT_MISMATCH, f"the session lacks {len(missing)} tensors", missing=missing
@@ -426,11 +400,12 @@ class WeightUpdates:
         with stages.stage("receive"):
             while (piece := next(pieces, END)) is None:
                 yield Wait.THREAD
-                self.sessions.require_open(session)
+                self._engine.sessions.require_open(session)
         return piece
 
     def _commit(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """Make the new weights serve. A failure leaves the weights poisoned."""
+        engine = self._engine
         try:
             report = yield from self._weight_commit.run(session, stages)
         except BaseException as error:
@@ -438,8 +413,8 @@ class WeightUpdates:
             raise
         self._close_session()
         self.model_path = session.model_path or self.model_path
-        self._loader.forget_written()
-        self._history.note(
+        engine.loader.forget_written()
+        engine.history.note(
             "update_commit",
             f"{session}, {session.counts.written_tensors} tensors",
             returned=None if report is None else report.freed,
@@ -447,23 +422,25 @@ class WeightUpdates:
 
     def abort_session(self, session: Session, reason: str) -> None:
         """Abort ``session`` if it is still open. The weights become POISONED if it has written, else they stay as they were."""
-        if self.sessions.current is not session:
+        engine = self._engine
+        if engine.sessions.current is not session:
             return
         self._close_session()
         if session.touched:
             self.poison(reason)
-            self._lifecycle.count_failed_update(session.source)
-            self._history.note("update_failed", reason)
+            engine.state.count_failed_update(session.source)
+            engine.history.note("update_failed", reason)
         else:
-            self._lifecycle.stop_writing()
+            engine.state.stop_writing()
 
     def poison(self, reason: str) -> None:
         """Poison the weights; from here on, a complete update must write every parameter again."""
-        self._loader.lose_written()
-        self._lifecycle.poison(reason)
+        engine = self._engine
+        engine.loader.lose_written()
+        engine.state.poison(reason)
 
     def _close_session(self) -> None:
-        self.sessions.current = None
+        self._engine.sessions.current = None
         self._maps.end_session()
 
     def _reply(
@@ -476,9 +453,10 @@ class WeightUpdates:
         committed: bool,
         flushed: bool,
     ) -> WeightUpdateReqOutput:
+        engine = self._engine
         each = {name: stages.seconds(name) for name in ("receive", "copy", "derive", "flush")}
         times = StageTimes(**each, total=monotonic() - started)
-        stamp = self._lifecycle.stamp
+        stamp = engine.state.stamp
         logger.info(
             "weight update: %d tensors, %.1f MiB, %d changed, %s, epoch %d, version %r, %.1f ms",
             counts.written_tensors, counts.written_bytes / 2**20, counts.changed_tensors,
@@ -487,9 +465,9 @@ class WeightUpdates:
         return WeightUpdateReqOutput(
             id=message_id,
             committed=committed,
-            durable=self._weights_file.durable if committed else None,
-            session_id=None if self.sessions.current is None else self.sessions.current.id,
-            weights=self._lifecycle.weights,
+            durable=engine.weights_file.durable if committed else None,
+            session_id=None if engine.sessions.current is None else engine.sessions.current.id,
+            weights=engine.state.weights,
             weights_epoch=stamp.epoch,
             weight_version=stamp.version,
             **asdict(counts),

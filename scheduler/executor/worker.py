@@ -66,7 +66,7 @@ class Worker:
         self._config, self._rank = config, rank
         self._module = device_module_for(config.device)
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
-        self._device_cache = DeviceCache(self._module)
+        self._device_cache = DeviceCache(self._module, synchronize=lambda: self._runner.synchronize())
         self._residency = ComponentResidencyManager(
             config.device, device_cache=self._device_cache, backed_up=backed_up
         )
@@ -78,7 +78,6 @@ class Worker:
         self._loaded, self._runner, self._graphs = loaded, runner, runner.graphs
         self.steps_end_at_once = loaded.device.type == "cpu"
         """True if a step has run when it is launched."""
-        self._device_cache.synchronize = runner.synchronize
         self._released: set[MemoryTag] = set()
         write_stream = write_stream_of(loaded.device, runner.on_stream)
         self._groups = WeightsUpdateGroups(

@@ -9,14 +9,12 @@ Invariants:
 """
 
 import logging
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from ...io_struct import EmptyCacheTotal, RankMemory
 from .device_memory import EmptyCacheReport, empty_device_cache
 from .device_module import DeviceModule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +44,26 @@ _LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
 class DeviceCache:
     """Empties the cache of one device's allocator."""
 
-    def __init__(self, device_module: DeviceModule) -> None:
+    def __init__(
+        self,
+        device_module: DeviceModule,
+        *,
+        synchronize: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: (),
+        note_failure: Callable[[str, int], None] = lambda what, freed: None,
+    ) -> None:
+        """
+        Args:
+            synchronize: waits for the forward stream. A running score uses blocks until then.
+            elsewhere: empties the caches of other ranks, given the place.
+            note_failure: told of each emptying after a failure: what failed, and the bytes given back.
+        """
         self._module = device_module
+        self._synchronize = synchronize
+        self._elsewhere = elsewhere
+        self._note_failure = note_failure
         self._counts: dict[EmptyCachePlace, int] = {}
         self._freed: dict[EmptyCachePlace, int] = {}
-        self.synchronize: Callable[[], None] = lambda: None
-        """Waits for the forward stream; set once there is one. A running score uses blocks until then."""
-        self.elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: ()
-        """Empties the caches of other ranks; set once they are built, where there are some."""
-        self.note_failure: Callable[[str, int], None] = lambda what, freed: None
-        """Told of each emptying after a failure: what failed, and the bytes given back; set by the memory history."""
 
     @property
     def reserved(self) -> int:
@@ -68,10 +76,10 @@ class DeviceCache:
         Args:
             reserved_before: counts what has been given back since that reading. None: since now.
         """
-        self.synchronize()
+        self._synchronize()
         before = self.reserved if reserved_before is None else reserved_before
         empty_device_cache(self._module)
-        report = EmptyCacheReport(before, self.reserved, tuple(self.elsewhere(place)))
+        report = EmptyCacheReport(before, self.reserved, tuple(self._elsewhere(place)))
         self._counts[place] = self._counts.get(place, 0) + 1
         self._freed[place] = self._freed.get(place, 0) + report.freed
         name = _LOGGED_AS_INFO.get(place)
@@ -90,7 +98,7 @@ class DeviceCache:
         except RuntimeError as error:
             logger.error("the device cache could not be emptied after a failure", exc_info=error)
             freed = 0
-        self.note_failure(what, freed)
+        self._note_failure(what, freed)
 
     def totals(self) -> list[EmptyCacheTotal]:
         """By place, since start."""

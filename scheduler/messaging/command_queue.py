@@ -10,9 +10,9 @@ Invariants:
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from ...io_struct import (
     BeginWeightUpdateReqInput,
@@ -23,12 +23,12 @@ from ...io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from ..control.handlers import Commands
-from ..control.lifecycle import SLICE_S, Lifecycle, Operation, Wait
-from ..memory.device_cache import DeviceCache
+from ..control.commands import operation
+from ..control.operations import SLICE_S, Operation, Wait
 from ..runtime.guard import defect
-from .answers import Answers
-from .replies import Replies
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +55,8 @@ class _PendingCommand:
 class CommandQueue:
     """Starts, advances and answers commands."""
 
-    def __init__(
-        self,
-        *,
-        handlers: Commands,
-        lifecycle: Lifecycle,
-        answers: Answers,
-        replies: Replies,
-        device_cache: DeviceCache,
-        check_ledger: Callable[[], None] | None,
-    ) -> None:
-        """``check_ledger`` is called after every command, unless it is None."""
-        self._handlers = handlers
-        self._lifecycle = lifecycle
-        self._answers = answers
-        self._replies = replies
-        self._device_cache = device_cache
-        self._check_ledger = check_ledger
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
         self._queue: deque[_PendingCommand] = deque()
         self._stepped_aside: list[_PendingCommand] = []
         self._waits_for_thread = False
@@ -97,11 +82,12 @@ class CommandQueue:
 
         A command that has begun is not interrupted, whoever sent it.
         """
+        engine = self._engine
         if self._queue and self._queue[0].has_begun:
             return True
-        owner = self._lifecycle.pause_owner
+        owner = engine.state.ownership.owner
         return any(
-            command.message.owner == owner and self._answers.is_awaited(command.message.id)
+            command.message.owner == owner and engine.answers.is_awaited(command.message.id)
             for command in (*self._queue, *self._stepped_aside)
         )
 
@@ -118,7 +104,7 @@ class CommandQueue:
         self._refuse_when_full()
         if isinstance(message, _EXCLUSIVE):
             self._refuse_when_busy()
-        self._queue.append(_PendingCommand(message, self._handlers.operation(client, message, buffers)))
+        self._queue.append(_PendingCommand(message, operation(self._engine, client, message, buffers)))
 
     def advance(self) -> None:
         """Check the commands that have stepped aside, then run the queue for at most a slice."""
@@ -130,7 +116,7 @@ class CommandQueue:
                 self._queue.insert(int(bool(self._queue) and self._queue[0].has_begun), command)
         started, self._waits_for_thread = perf_counter(), False
         while self._queue:
-            if not self._queue[0].has_begun and self._handlers.holds_back(self._queue[0].message):
+            if not self._queue[0].has_begun and self._engine.sending.holds_back(self._queue[0].message):
                 self._waits_for_thread = True
                 return
             wait = self._advance_operation(self._queue[0])
@@ -150,13 +136,14 @@ class CommandQueue:
             except Exception as error:  # the other commands must be answered, too
                 logger.error("%s could not clean up", type(command.message).__name__, exc_info=error)
             refusal = CaesuraError(code, message)
-            self._replies.answer(command.message.id, refusal.to_reply(command.message.id))
+            self._engine.replies.answer(command.message.id, refusal.to_reply(command.message.id))
         self._stepped_aside, self._queue = [], deque()
 
     def _advance_operation(self, command: _PendingCommand) -> Wait | None:
         """Advance an operation; returns what it waits for, or None if it has ended and was answered."""
+        engine = self._engine
         message_id, name = command.message.id, type(command.message).__name__
-        weights, failed = self._lifecycle.weights, False
+        weights, failed = engine.state.weights, False
         command.has_begun = True
         try:
             return next(command.operation)
@@ -166,14 +153,14 @@ class CommandQueue:
             answer, failed = error.to_reply(message_id), error.code == ErrorCode.OUT_OF_MEMORY
         except Exception as error:  # noqa: BLE001  an unforeseen error must be answered, and the loop must go on
             answer, failed = defect(name, message_id, error), True
-        if failed or self._lifecycle.weights == "poisoned" != weights:
-            self._device_cache.after_failure(name)
-        self._replies.answer(message_id, answer)
-        self._lifecycle.renew_lease(
+        if failed or engine.state.weights == "poisoned" != weights:
+            engine.device_cache.after_failure(name)
+        engine.replies.answer(message_id, answer)
+        engine.state.renew_lease(
             command.message.owner
         )  # the time that the command took does not count as silence
-        if self._check_ledger is not None:
-            self._check_ledger()
+        if engine.config.check_ledger:
+            engine.cache.check()
         return None
 
     def _refuse_when_full(self) -> None:

@@ -6,14 +6,16 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
 from ..observability.sample_totals import SampleTotals
 from ..runtime.guard import checked, defect
 from ..scheduling.live_requests import LiveSample
-from ..scheduling.stepping import StepOutbox
-from .answers import Answers, SampleResult
+from .answers import SampleResult
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -21,40 +23,32 @@ logger = logging.getLogger(__name__)
 class Replies:
     """Sends and stores answers."""
 
-    def __init__(
-        self,
-        answers: Answers,
-        outbox: StepOutbox,
-        send: Callable[[bytes, Message], None],
-        step: Callable[[], int],
-    ) -> None:
-        """``step`` returns the number of the last launched step."""
-        self._answers = answers
-        self._outbox = outbox
-        self._send = send
-        self._step = step
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
         self.samples = SampleTotals()
         """Statistics of all finished samples."""
 
     def answer(self, message_id: str, answer: Message) -> None:
         """Send the last answer to a message, to every client that waits for it, and store it."""
-        self._outbox.deliver(self._step())
-        exchange = self._answers.get(message_id)
+        engine = self._engine
+        engine.outbox.deliver(engine.state.step)
+        exchange = engine.answers.get(message_id)
         if exchange is None:
             return
         for client in exchange.clients:
             answer = self.send_answer(client, answer, message_id)
         exchange.remaining = 1
-        self._answers.add(exchange, answer)
+        engine.answers.add(exchange, answer)
 
     def finished(self, request: LiveSample, result: SampleResult) -> None:
         """Store the result of a sample, and send it to the clients that attached; its own client gets it by the outbox."""
+        engine = self._engine
         self.samples.count(result)
-        exchange = self._answers.get(request.message_id)
+        exchange = engine.answers.get(request.message_id)
         if exchange is None:
             return
         answer = self.result(result)
-        self._answers.add(exchange, answer)
+        engine.answers.add(exchange, answer)
         for client in exchange.clients:
             if client != request.client:
                 self.send_answer(client, answer, request.message_id)
@@ -62,20 +56,21 @@ class Replies:
     def result(self, result: SampleResult) -> Message:
         """An answer that is or contains ``result``."""
         if isinstance(result, GenerateReqOutput):
-            return BatchTokenOutput(step=self._step(), finished=[result])
+            return BatchTokenOutput(step=self._engine.state.step, finished=[result])
         return result
 
     def repeat(self, message_id: str, results: list[SampleResult]) -> None:
         """Answer a message, that repeats an earlier one under a new id, with the results of that."""
-        exchange = self._answers.get(message_id)
+        engine = self._engine
+        exchange = engine.answers.get(message_id)
         if exchange is None:
             return
-        self._outbox.deliver(self._step())
+        engine.outbox.deliver(engine.state.step)
         exchange.remaining = len(results)
         for answer in map(self.result, results):
             for client in exchange.clients:
                 self.send_answer(client, answer, message_id)
-            self._answers.add(exchange, answer)
+            engine.answers.add(exchange, answer)
 
     def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
         """Send ``answer``, or an error if it cannot be sent; returns what was sent.
@@ -83,13 +78,14 @@ class Replies:
         Args:
             message_id: the message that it answers; None means the ``id`` of the answer.
         """
+        engine = self._engine
         try:
-            self._send(client, checked(answer))
+            engine.router.send(client, checked(answer))
         except Exception as error:  # noqa: BLE001  the answer cannot be encoded, or there is no memory for it
             answered = message_id if message_id is not None else str(getattr(answer, "id", ""))
             answer = defect("answering", answered, error)
             try:
-                self._send(client, answer)
+                engine.router.send(client, answer)
             except Exception as again:
                 logger.error("client %s: no answer could be sent", client.hex(), exc_info=again)
         return answer

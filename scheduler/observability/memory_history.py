@@ -12,7 +12,7 @@ Invariants:
 
 from collections.abc import Callable
 from time import monotonic, time
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -56,19 +56,31 @@ _STRETCH = np.dtype(
 )
 
 
+class OwnBytes(NamedTuple):
+    """Sizes that only their owners know, in bytes."""
+
+    derived: int = 0
+    """Tensors that layers derive; part of the weights' memory."""
+    graphs: int = 0
+    """Captured graphs."""
+    answers: int = 0
+    """Allocated at start for stored answers; 0 on accelerators, where host memory does not count."""
+
+
 class MemoryGauges:
     """Reads the memory in total and by tag. Created before large allocations: what is in use then counts as ``runtime``."""
 
-    def __init__(self, device_module: DeviceModule, residency: ComponentResidencyManager) -> None:
+    def __init__(
+        self,
+        device_module: DeviceModule,
+        residency: ComponentResidencyManager,
+        own: "Callable[[], OwnBytes]" = lambda: OwnBytes(),
+    ) -> None:
+        """``own`` returns what only the engine knows."""
         self._module = device_module
         self._residency = residency
+        self._own = own
         self._before = DeviceMemoryReading.of(device_module)
-        self.derived_bytes = 0
-        """Size of the tensors that layers derive; part of the weights' memory."""
-        self.graphs_bytes: Callable[[], int] = lambda: 0
-        """Size of the captured graphs."""
-        self.answers_bytes = 0
-        """Size of what is allocated at start for stored answers; 0 on accelerators, where host memory does not count."""
         self._occupied = (0, 0, 0)
 
     def __call__(self, thorough: bool = True) -> tuple[DeviceMemoryReading, MemoryByTag]:
@@ -77,7 +89,7 @@ class MemoryGauges:
         With ``thorough`` False, components count as in the last thorough reading: on the CPU the kernel walks all pages of a
         mapping, which takes up to a millisecond per gigabyte. Pages touched since count as ``other``.
         """
-        reading = DeviceMemoryReading.of(self._module)
+        reading, own = DeviceMemoryReading.of(self._module), self._own()
         if thorough:
             memory = self._residency
             self._occupied = (
@@ -86,7 +98,7 @@ class MemoryGauges:
                 memory.movable_bytes,
             )
         weights, kv_cache, reference = self._occupied
-        derived = min(self.derived_bytes, weights)
+        derived = min(own.derived, weights)
         # Mappings on the CPU are reserved, but nothing that the allocator has handed out.
         components = sum(self._occupied) if self._residency.in_allocator else 0
         sizes = {
@@ -94,10 +106,10 @@ class MemoryGauges:
             "derived": derived,
             "kv": kv_cache,
             "reference": reference,
-            "graphs": self.graphs_bytes(),
-            "answers": self.answers_bytes,
+            "graphs": own.graphs,
+            "answers": own.answers,
             "runtime": self._before.reserved,
-            "workspace": reading.allocated - self._before.allocated - components - self.answers_bytes,
+            "workspace": reading.allocated - self._before.allocated - components - own.answers,
         }
         rest = reading.reserved
         for (
@@ -120,13 +132,19 @@ class MemoryHistory:
     def __init__(
         self,
         read: Callable[[bool], tuple[DeviceMemoryReading, MemoryByTag]],
+        where: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
         events: int = EVENTS,
         stretches: int = STRETCHES,
     ) -> None:
-        """``read`` reads the memory, thoroughly or not; ``events`` and ``stretches`` are the capacities."""
-        self.where: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Steps started, and the weights epoch."""
+        """
+        Args:
+            read: reads the memory, thoroughly or not.
+            where: returns the number of started steps, and the weights epoch.
+            events: events that are kept.
+            stretches: summaries that are kept.
+        """
+        self._where = where
         self._read = read
         self._ring = np.zeros(events, _EVENT)
         # Fresh zeros are not resident yet: writing commits the pages now, so that the size stays fixed.
@@ -226,7 +244,7 @@ class MemoryHistory:
 
     def _write(self, row: np.void, now: float, reading: DeviceMemoryReading, tags: MemoryByTag) -> None:
         row["until"] = self._epoch + now
-        row["step"], row["epoch"] = self.where()
+        row["step"], row["epoch"] = self._where()
         row["reserved"], row["allocated"] = reading.reserved, reading.allocated
         for tag in _TAGS:
             row[tag] = getattr(tags, tag)

@@ -6,13 +6,11 @@ Invariants:
 - What can be released is allocated while the core is built (``build.py``).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...io_struct import GenerateReqInput, Message
 from ..cache.manager import CacheManager
-from ..control.committed_weights import Start
 from ..execution.build import (
     MakeRunner,
     build_components,
@@ -22,16 +20,12 @@ from ..execution.build import (
 )
 from ..execution.kernel_report import Serving, what_serves
 from ..execution.model_runner import ModelRunner
-from ..executor.executor import Executor
-from ..memory.device_cache import DeviceCache
-from ..memory.residency import ComponentResidencyManager
 from ..messaging.outbox import Outbox
-from ..observability.stage_profiler import StageProfiler
 from ..scheduling.batcher import Batcher
 from ..scheduling.chunking import ChunkSizer
 from ..scheduling.live_requests import LiveRequests
 from ..scheduling.output_processor import OutputProcessor
-from ..scheduling.request import Request, RequestTable, WeightStamp
+from ..scheduling.request import Request, RequestTable
 from ..scheduling.step_recovery import Recovery
 from ..scheduling.stepping import (
     Admission,
@@ -48,25 +42,10 @@ from ..scoring.reference import load_reference
 from ..scoring.scoring import ReferenceModel
 from ..weights.loaded_model import LoadedWeights
 from ..weights.transports.disk import OpenFolder, open_fitting
-from .config import PAGE_SIZE, EngineConfig
+from .config import PAGE_SIZE
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a core is built with."""
-
-    config: EngineConfig
-    residency: ComponentResidencyManager
-    device_cache: DeviceCache
-    stages: StageProfiler
-    start: Start
-    """The weights to begin with."""
-    stamp: WeightStamp
-    executor: Executor
-    send: Callable[[bytes, Any], None]
-    """Sends a message to a client."""
-    on_finished: Callable[[Any, Any], None]
-    """Called once for each sample, with its terminal result, after what it held was released."""
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +82,16 @@ class Core:
     pipeline_depth: int = 0
 
 
-def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
+def language_core(engine: "Engine", make_runner: MakeRunner) -> Core:
     """The core of a language model, over paged KV."""
-    config, residency = around.config, around.residency
+    config, residency, executor = engine.config, engine.residency, engine.executor
     reference = load_reference(config, residency)
-    executor = around.executor
-    started = executor.start(around.start.folder)
-    loaded, pool, routing, limits = build_components(
-        config, residency, around.start.folder, executor.parallel, executor
-    )
+    folder, stamp = engine.initial_weights.folder, engine.state.stamp
+    started = executor.start(folder)
+    loaded, pool, routing, limits = build_components(config, residency, folder, executor.parallel, executor)
     own = make_runner(config, loaded, pool, routing)
+    if isinstance(own, ModelRunner):
+        own.stages = engine.stages  # from here on: the steps of the warm-up do not count
     started.wait()
     runner = executor.runner(own)
     table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
@@ -120,7 +99,7 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
         pool.num_pages,
         PAGE_SIZE,
         config.prefix_cache,
-        around.stamp.epoch,
+        stamp.epoch,
         build_windows(config, loaded, pool),
         build_states(pool),
     )
@@ -135,12 +114,12 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
         routing=routing,
     )
     live: LiveRequests[Request] = LiveRequests()
-    outbox = Outbox(around.send)
+    outbox = Outbox(engine.router.send)
     outputs = OutputProcessor(
-        table, batcher, waiting, live, outbox, on_finished=around.on_finished, stamp=around.stamp
+        table, batcher, waiting, live, outbox, on_finished=engine.replies.finished, stamp=stamp
     )
     recovery = Recovery(
-        batcher=batcher, outputs=outputs, runner=runner, chunks=chunks, device_cache=around.device_cache
+        batcher=batcher, outputs=outputs, runner=runner, chunks=chunks, device_cache=engine.device_cache
     )
     return Core(
         loaded=loaded,

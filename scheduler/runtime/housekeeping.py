@@ -7,20 +7,15 @@ Invariants:
 
 import logging
 import shlex
-from collections.abc import Callable, Sized
 from math import inf
 from time import localtime, monotonic, strftime, time
+from typing import TYPE_CHECKING
 
-from ..control.lifecycle import Lifecycle
-from ..control.weight_updates import WeightUpdates
-from ..memory.device_cache import DeviceCache
-from ..messaging.command_queue import CommandQueue
-from ..messaging.dispatcher import Dispatcher
-from ..messaging.router_socket import Router
-from ..observability.memory_history import MemoryHistory
-from ..observability.throughput import Throughput
-from .guard import Guard
+from ..control.pause import expire_lease
 from .timers import Timer, Timers
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -34,46 +29,21 @@ LONG_PAUSE_S = 60.0
 class Housekeeping:
     """The timers of an engine's loop, with their actions."""
 
-    def __init__(
-        self,
-        *,
-        router: Router,
-        dispatcher: Dispatcher,
-        commands: CommandQueue,
-        awaited_by: Callable[[], set[bytes]],
-        lifecycle: Lifecycle,
-        live: Sized,
-        updates: WeightUpdates,
-        history: MemoryHistory,
-        device_cache: DeviceCache,
-        throughput: Throughput,
-        guard: Guard,
-        idle_empty_s: float,
-    ) -> None:
-        """``awaited_by`` returns the clients that wait for an answer."""
-        self._router = router
-        self._dispatcher = dispatcher
-        self._commands = commands
-        self._awaited_by = awaited_by
-        self._lifecycle = lifecycle
-        self._live = live
-        self._updates = updates
-        self._history = history
-        self._device_cache = device_cache
-        self._idle_empty_s = idle_empty_s
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
         self._idle_since: float | None = None
         self._warned_of: float | None = None
-        """:attr:`Lifecycle.unleased_since` of the pause that was warned of."""
+        """:attr:`EngineState.unleased_since` of the pause that was warned of."""
         self.next_keepalive = 0.0
-        """When the next keepalives are due if anybody waits, on the monotonic clock."""
+        """Monotonic time at which the next keepalives are due if anybody waits."""
         self.timers = Timers(
-            guard,
+            engine.guard,
             (
                 Timer("sending keepalives", self._keepalive_due, self._keep_alive),
-                Timer("expiring the weight session", lambda: updates.sessions.expires, updates.expire),
+                Timer("expiring the weight session", lambda: engine.sessions.expires, engine.updates.expire),
                 Timer("expiring the pause lease", self._lease_due, self._expire_lease),
                 Timer("warning of a long pause", self._long_pause_due, self._warn_of_long_pause),
-                Timer("reading the load", throughput.due, throughput.act),
+                Timer("reading the load", engine.throughput.due, engine.throughput.act),
                 Timer("emptying the device cache of the idle engine", self._idle_due, self._empty_idle),
             ),
         )
@@ -84,65 +54,69 @@ class Housekeeping:
 
     def idle(self, now: float) -> None:
         """The loop has nothing to do at ``now``."""
-        if self._lifecycle.generation != "running":
+        if self._engine.state.generation != "running":
             self._idle_since = None  # continue decides whether to empty the device cache of a paused engine
         elif self._idle_since is None:
             self._idle_since = now
 
     def step_completed(self) -> None:
         """A step's output was processed: sample the memory it took."""
-        self._history.sample()
+        self._engine.history.sample()
 
     def _keepalive_due(self) -> float | None:
-        waiting = self._live or self._dispatcher.has_unanswered or self._updates.sessions.client is not None
-        return self.next_keepalive if waiting or self._updates.keeps_memory else None
+        engine = self._engine
+        waiting = engine.live or engine.dispatcher.has_unanswered or engine.sessions.client is not None
+        return self.next_keepalive if waiting or engine.updates.keeps_memory else None
 
     def _keep_alive(self) -> None:
+        engine = self._engine
         self.next_keepalive = monotonic() + KEEPALIVE_S
-        clients = self._awaited_by()
-        if self._updates.sessions.client is not None:
-            clients.add(self._updates.sessions.client)
-        self._router.keepalive(clients, self._lifecycle.step)
-        self._updates.collect()
+        clients = engine.answers.awaited_by()
+        if engine.sessions.client is not None:
+            clients.add(engine.sessions.client)
+        engine.router.keepalive(clients, engine.state.step)
+        engine.updates.collect()
 
     def _lease_due(self) -> float | None:
-        lease_left = self._lifecycle.lease_left_s
-        return None if lease_left is None or self._commands.defers_lease else monotonic() + lease_left
+        engine = self._engine
+        lease_left = engine.state.lease_left_s
+        return None if lease_left is None or engine.commands.defers_lease else monotonic() + lease_left
 
     def _expire_lease(self) -> None:
-        lease, owner = self._lifecycle.ownership.lease, self._lifecycle.ownership.sender
+        engine = self._engine
+        lease, owner = engine.state.ownership.lease, engine.state.ownership.sender
         if lease is not None and owner is not None and lease.action == "continue":
-            self._updates.expire_with_lease(owner)
-        self._lifecycle.expire_lease()
+            engine.updates.expire_with_lease(owner)
+        expire_lease(engine)
 
     def _long_pause_due(self) -> float | None:
-        since = self._lifecycle.unleased_since
+        since = self._engine.state.unleased_since
         return None if since is None or since == self._warned_of else since + LONG_PAUSE_S
 
     def _warn_of_long_pause(self) -> None:
-        lifecycle, age = self._lifecycle, self._lifecycle.pause_age_s or 0.0
-        self._warned_of = lifecycle.unleased_since
-        owner = lifecycle.pause_owner
+        engine = self._engine
+        state, age = engine.state, engine.state.pause_age_s or 0.0
+        self._warned_of = state.unleased_since
+        owner = state.ownership.owner
         token = "" if owner is None else f" --owner {shlex.quote(owner)}"
         logger.warning(
             "paused (%s) since %s by %s, for %.0f s, and no lease ends the pause%s; to continue: "
             "caesura continue --endpoint %s%s",
-            lifecycle.pause_mode,
+            state.pause_mode,
             strftime("%Y-%m-%d %H:%M:%S", localtime(time() - age)),
-            lifecycle.paused_by,
+            state.paused_by,
             age,
-            ""
-            if lifecycle.serviceable
-            else f", with weights {lifecycle.weights}: a complete update must come first",
-            shlex.quote(self._router.endpoint),
+            "" if state.serviceable else f", with weights {state.weights}: a complete update must come first",
+            shlex.quote(engine.router.endpoint),
             token,
         )
 
     def _idle_due(self) -> float | None:
         since = self._idle_since
-        return None if since is None or since == inf else since + self._idle_empty_s
+        return None if since is None or since == inf else since + self._engine.config.idle_empty_s
 
     def _empty_idle(self) -> None:
+        engine = self._engine
         self._idle_since = inf  # once per idle period
-        report = self._device_cache.empty("idle")
-        self._history.note("idle", returned=report.freed)
+        report = engine.device_cache.empty("idle")
+        engine.history.note("idle", returned=report.freed)

@@ -25,21 +25,22 @@ from ..memory.device_module import DeviceModule, device_module_for
 from ..memory.host import HOST
 from ..scheduling.live_requests import LiveRequests
 from .config import PAGE_SIZE
-from .core import Core, Surroundings
+from .core import Core
 
 if TYPE_CHECKING:
     from ..images.request import ImageRequest
+    from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
 
-def image_core(around: Surroundings) -> Core:
+def image_core(engine: "Engine") -> Core:
     """The core of the pipeline in ``config.model_path``.
 
     Raises:
         CaesuraError: the folder cannot be served; ``unsupported``, an option that only language models have.
     """
-    config = around.config
+    config = engine.config
     for field, value in (
         ("reference_model_path", config.reference_model_path),
         ("deterministic", config.deterministic or None),
@@ -48,13 +49,13 @@ def image_core(around: Surroundings) -> Core:
             raise CaesuraError(
                 ErrorCode.UNSUPPORTED, f"{field} is not supported for image pipelines", field=field
             )
-    loaded = load_pipeline(config, around.residency, around.start.folder)
+    loaded = load_pipeline(config, engine.residency, engine.initial_weights.folder)
     logger.info("image pipeline %s: %s", loaded.family.pipeline, ", ".join(loaded.model.components))
-    stages = Stages(around.residency, loaded.movable, around.stages)
+    stages = Stages(engine.residency, loaded.movable, engine.stages)
     prompts = EncodedPrompts(config.prompt_cache_bytes)
     waiting = ImageQueue()
     module, on_host = device_module_for(loaded.device), loaded.device.type == "cpu"
-    holding = _holding(around, module, on_host=on_host)
+    holding = _holding(engine, module, on_host=on_host)
     batcher = ImageBatcher(
         waiting,
         max_running=config.sizes.rows,
@@ -64,9 +65,11 @@ def image_core(around: Surroundings) -> Core:
         on_idle=stages.leave,
     )
     live: LiveRequests[ImageRequest] = LiveRequests()
-    outbox = ImageOutbox(around.send)
+    outbox = ImageOutbox(engine.router.send)
     footprint = Footprint(loaded.family, module, on_host=on_host)
-    outputs = ImageOutputs(batcher, live, outbox, on_finished=around.on_finished, stamp=around.stamp)
+    outputs = ImageOutputs(
+        batcher, live, outbox, on_finished=engine.replies.finished, stamp=engine.state.stamp
+    )
     return Core(
         loaded=loaded,
         open_folder=lambda path, name: open_component(path, loaded.model.parts[name or ""]),
@@ -86,22 +89,22 @@ def image_core(around: Surroundings) -> Core:
         prompts=prompts,
         outputs=outputs,
         outbox=outbox,
-        recovery=ImageRecovery(batcher, outputs, around.device_cache),
+        recovery=ImageRecovery(batcher, outputs, engine.device_cache),
         cache=CacheManager(
-            2, PAGE_SIZE, False, around.stamp.epoch
+            2, PAGE_SIZE, False, engine.state.stamp.epoch
         ),  # one page, the least there is; nobody takes it
         serving=Serving({"denoise": TORCH}, None),
         latent_bytes_per_pixel=loaded.family.latent_bytes_per_pixel,
     )
 
 
-def _holding(around: Surroundings, module: DeviceModule, *, on_host: bool) -> Holding:
+def _holding(engine: "Engine", module: DeviceModule, *, on_host: bool) -> Holding:
     """Of the memory that is free now."""
     holding = Holding.of_free_memory(
         module,
         HOST,
-        around.config.sizes.kv_fraction,
-        kept_free=around.residency.still_to_come,
+        engine.config.sizes.kv_fraction,
+        kept_free=engine.residency.still_to_come,
         on_host=on_host,
     )
     logger.info("samples may hold %s together", holding)

@@ -11,36 +11,21 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING
 
 import zmq
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..control.lifecycle import Lifecycle
-from ..messaging.dispatcher import Dispatcher
 from ..messaging.outbox import MAX_SENDS
-from ..messaging.router_socket import Router
-from ..observability.stage_profiler import StageProfiler
-from ..scheduling.live_requests import LiveRequests
 from ..scheduling.step_recovery import Failure
-from ..scheduling.stepping import (
-    Batch,
-    LaunchedStep,
-    StepBatcher,
-    StepOutbox,
-    StepOutputs,
-    StepRecovery,
-    StepRunner,
-)
-from .background import Wakeup
-from .guard import EngineEndsError, Guard
-from .housekeeping import Housekeeping
-from .shutdown import Shutdown
-from .watchdog import Heartbeat
+from ..scheduling.stepping import Batch, LaunchedStep
+from .guard import EngineEndsError
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -71,60 +56,22 @@ class Step:
 class Scheduler:
     """The engine's main loop."""
 
-    def __init__(
-        self,
-        *,
-        router: Router,
-        dispatcher: Dispatcher,
-        lifecycle: Lifecycle,
-        batcher: StepBatcher,
-        live: LiveRequests[Any],
-        outputs: StepOutputs,
-        outbox: StepOutbox,
-        runner: StepRunner,
-        recovery: StepRecovery,
-        housekeeping: Housekeeping,
-        guard: Guard,
-        stages: StageProfiler,
-        pipeline_depth: int,
-        wakeup: Wakeup,
-        shutdown: Shutdown,
-        heartbeat: Heartbeat,
-        heard: Mapping[Any, Callable[[], None]] | None = None,
-    ) -> None:
-        """
-        Args:
-            heartbeat: set in every tick; the watchdog watches it.
-            heard: further sockets and descriptors that wake the loop, and what to call when one is readable. None: there are none.
-        """
-        self._router = router
-        self._dispatcher = dispatcher
-        self._lifecycle = lifecycle
-        self._batcher = batcher
-        self._live = live
-        self._outputs = outputs
-        self._outbox = outbox
-        self._runner = runner
-        self._recovery = recovery
-        self._housekeeping = housekeeping
-        self._guard = guard
-        self._stages = stages
-        self._depth = pipeline_depth
-        self._wakeup = wakeup
-        self._shutdown = shutdown
-        self._heartbeat = heartbeat
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._depth = engine.steps.pipeline_depth
+        self._heard = engine.executor.heard
         self.last_step_at: float | None = None
+        """Monotonic time at which the last step's output came, or None before the first."""
         self._poller = zmq.Poller()
-        self._poller.register(router.socket, zmq.POLLIN)
-        self._heard = heard or {}
-        for fd in (wakeup.fd, *shutdown.fds, *self._heard):
+        self._poller.register(engine.router.socket, zmq.POLLIN)
+        for fd in (engine.wakeup.fd, *engine.shutdown.fds, *engine.executor.heard):
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
         """Run until the shutdown is requested and drained, then answer every live request and command."""
         in_flight: Step | None = None
         try:
-            while not self._shutdown.requested or self._must_drain(in_flight):
+            while not self._engine.shutdown.requested or self._must_drain(in_flight):
                 in_flight = self.tick(in_flight)
             if in_flight is not None and (failure := self._process_output(in_flight)) is not None:
                 self._recover(in_flight, failure, None)
@@ -142,106 +89,114 @@ class Scheduler:
 
     def _answer_everything(self, error: CaesuraError, *, failed: bool) -> None:
         """Answer every live request and pending command; an error in one of these actions does not skip the next."""
-        run = self._guard.run
-        finish = self._outputs.fail if failed else self._outputs.abort
-        run("finishing the live requests", finish, self._live, error.message, error.code)
-        run("answering the pending commands", self._dispatcher.refuse_rest, error.message, error.code)
+        engine = self._engine
+        run = engine.guard.run
+        finish = engine.outputs.fail if failed else engine.outputs.abort
+        run("finishing the live requests", finish, engine.live, error.message, error.code)
+        run("answering the pending commands", engine.dispatcher.refuse_rest, error.message, error.code)
         for _ in range(MAX_SENDS):
-            run("sending the last results", self._outbox.deliver, self._lifecycle.step)
+            run("sending the last results", engine.outbox.deliver, engine.state.step)
 
     def _must_drain(self, in_flight: Step | None) -> bool:
         """Whether the shutdown still waits for requests, commands or unsent output."""
-        busy = in_flight is not None or self._live or self._outbox.has_undelivered
-        return self._shutdown.is_draining and bool(busy or self._dispatcher.has_unanswered)
+        engine = self._engine
+        busy = in_flight is not None or engine.live or engine.outbox.has_undelivered
+        return engine.shutdown.is_draining and bool(busy or engine.dispatcher.has_unanswered)
 
     def tick(self, in_flight: Step | None) -> Step | None:
         """Run one tick; returns the step that is still in flight, which exists at depth 1 only."""
-        run = self._guard.run
+        engine = self._engine
+        run = engine.guard.run
         self._receive(self._timeout(in_flight))
-        run("advancing commands", self._dispatcher.advance)
-        run("scoring", self._dispatcher.score)
-        may_execute = self._lifecycle.may_execute and not (in_flight is not None and in_flight.has_failed)
+        run("advancing commands", engine.dispatcher.advance)
+        run("scoring", engine.dispatcher.score)
+        may_execute = engine.state.may_execute and not (in_flight is not None and in_flight.has_failed)
         launched = self._execute() if may_execute else None
         due, in_flight = (launched, None) if self._depth == 0 else (in_flight, launched)
         if due is not None and (failure := self._process_output(due)) is not None:
             self._recover(due, failure, in_flight)
             in_flight = None
-        self._outbox.deliver(self._lifecycle.step if due is None else due.number)
-        run("aborting the requests of clients that are gone", self._dispatcher.reap)
+        engine.outbox.deliver(engine.state.step if due is None else due.number)
+        run("aborting the requests of clients that are gone", engine.dispatcher.reap)
         return in_flight
 
     def _receive(self, timeout_s: float | None) -> None:
         """Wait up to ``timeout_s`` for an event (None means without limit), receive messages, and fire timers."""
+        engine = self._engine
         blocks = timeout_s != 0
         if blocks:
-            self._heartbeat.asleep = True
+            engine.heartbeat.asleep = True
         events = dict(
             self._poller.poll(None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000))
         )
         if blocks:
-            self._heartbeat.asleep = False
-        self._heartbeat.ticked = True
-        if self._wakeup.fd in events:
-            self._wakeup.clear()
+            engine.heartbeat.asleep = False
+        engine.heartbeat.ticked = True
+        if engine.wakeup.fd in events:
+            engine.wakeup.clear()
         for fd, act in self._heard.items():
             if fd in events:
                 act()
-        if self._router.socket in events:
-            with self._stages.stage("receive"):
-                self._guard.run("receiving messages", self._drain_socket)
+        if engine.router.socket in events:
+            with engine.stages.stage("receive"):
+                engine.guard.run("receiving messages", self._drain_socket)
         for fd in (
-            self._shutdown.fds
+            engine.shutdown.fds
         ):  # after the socket, so that messages received before the signal are still started
             if fd in events:
-                self._shutdown.on_readable(fd)
-        if self._router.has_backlog:
-            self._guard.run("sending queued messages", self._router.retry)
-        self._housekeeping.timers.fire(monotonic())
+                engine.shutdown.on_readable(fd)
+        if engine.router.has_backlog:
+            engine.guard.run("sending queued messages", engine.router.retry)
+        engine.housekeeping.timers.fire(monotonic())
 
     def _drain_socket(self) -> None:
-        for client, header, buffers in self._router.receive():
-            self._guard.run("handling a message", self._dispatcher.handle, client, header, buffers)
+        engine = self._engine
+        for client, header, buffers in engine.router.receive():
+            engine.guard.run("handling a message", engine.dispatcher.handle, client, header, buffers)
 
     def _timeout(self, in_flight: Step | None) -> float | None:
         """Seconds to block in ``poll``: 0 if there is work, else until the next timer; None if no timer is set."""
-        runnable = self._lifecycle.may_execute and self._batcher.has_work
-        if in_flight is not None or runnable or self._dispatcher.wants_tick:
-            self._housekeeping.busy()
+        engine = self._engine
+        runnable = engine.state.may_execute and engine.batcher.has_work
+        if in_flight is not None or runnable or engine.dispatcher.wants_tick:
+            engine.housekeeping.busy()
             return 0
         now = monotonic()
-        self._housekeeping.idle(now)
-        waits: list[float] = [self._shutdown.left_s] if self._shutdown.requested else []
-        if self._dispatcher.waits:
+        engine.housekeeping.idle(now)
+        waits: list[float] = [engine.shutdown.left_s] if engine.shutdown.requested else []
+        if engine.dispatcher.waits:
             waits.append(WAITING_POLL_S)
-        if self._router.has_backlog or self._outbox.has_undelivered:
+        if engine.router.has_backlog or engine.outbox.has_undelivered:
             waits.append(BACKLOG_POLL_S)
-        if (due := self._housekeeping.timers.next_due()) is not None:
+        if (due := engine.housekeeping.timers.next_due()) is not None:
             waits.append(max(0.0, due - now))
         return min(waits) if waits else None
 
     def _execute(self) -> Step | None:
-        number = self._lifecycle.step + 1
+        engine = self._engine
+        number = engine.state.step + 1
         try:
-            with self._stages.stage("schedule"):
-                batch = self._batcher.schedule()
+            with engine.stages.stage("schedule"):
+                batch = engine.batcher.schedule()
         except Exception as error:  # noqa: BLE001  a step may fail in any way; recovery decides what to do
-            self._recovery.build_failed(Failure.of(error, number))
+            engine.recovery.build_failed(Failure.of(error, number))
             return None
-        self._recovery.step_built()
+        engine.recovery.step_built()
         if batch is None:
             return None
-        self._lifecycle.begin_step()
-        self._stages.begin(batch.kind)
+        engine.state.begin_step()
+        engine.stages.begin(batch.kind)
         launched_at = monotonic()
         output: LaunchedStep | Failure
         try:
-            output = self._runner.execute(batch.forward)
+            output = engine.runner.execute(batch.forward)
         except Exception as error:  # noqa: BLE001  as above
             output = Failure.of(error, number)
         return Step(number, batch, output, launched_at)
 
     def _process_output(self, step: Step) -> Failure | None:
         """Process the output of a step; returns the failure if its results are lost."""
+        engine = self._engine
         if isinstance(step.output, Failure):
             return step.output
         try:
@@ -251,14 +206,14 @@ class Scheduler:
         # At depth 1 the device began this step when it had finished the one before.
         began = max(step.launched_at, self.last_step_at or 0.0)
         self.last_step_at = monotonic()
-        self._stages.record(step.batch.kind, self.last_step_at - began)
-        with self._stages.stage("process"):
-            with self._recovery.output_processing(step.batch, step.number):
-                self._outputs.record(step.batch, output)
-            with self._recovery.output_processing(step.batch, step.number):
-                self._batcher.complete_step(step.batch, self.last_step_at - began)
-            self._outbox.deliver(step.number)
-        self._guard.run("sampling memory usage", self._housekeeping.step_completed)
+        engine.stages.record(step.batch.kind, self.last_step_at - began)
+        with engine.stages.stage("process"):
+            with engine.recovery.output_processing(step.batch, step.number):
+                engine.outputs.record(step.batch, output)
+            with engine.recovery.output_processing(step.batch, step.number):
+                engine.batcher.complete_step(step.batch, self.last_step_at - began)
+            engine.outbox.deliver(step.number)
+        engine.guard.run("sampling memory usage", engine.housekeeping.step_completed)
         return None
 
     def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:
@@ -266,4 +221,4 @@ class Scheduler:
         if later is not None and not isinstance(later.output, Failure):
             with suppress(Exception):  # its results are dropped; it must only have left the device
                 later.output.fetch()
-        self._recovery.step_failed(step.batch, failure, None if later is None else later.batch)
+        self._engine.recovery.step_failed(step.batch, failure, None if later is None else later.batch)

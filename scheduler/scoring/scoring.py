@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,18 +36,18 @@ from ...io_struct import (
 )
 from ...io_struct.generate import GREEDY_BELOW
 from ..cache.allocator import PageAllocator
-from ..control.lifecycle import Lifecycle
 from ..execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
-from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import is_out_of_memory
-from ..memory.device_module import DeviceModule, streams_of
-from ..memory.residency import ComponentResidencyManager, ComponentUse
+from ..memory.device_module import streams_of
+from ..memory.residency import ComponentUse
 from ..memory.workspace import Workspace
 from ..models.base import CausalLM
 from ..runtime.config import PAGE_SIZE
 from ..scheduling.chunking import ChunkSizer
-from ..scheduling.stepping import StepRunner
 from ..scheduling.waiting_queue import pages_for
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -122,23 +122,9 @@ class ReferenceModel:
 class Scoring:
     """Accepts messages, computes them in slices, and returns answers."""
 
-    def __init__(
-        self,
-        reference: ReferenceModel,
-        *,
-        residency: ComponentResidencyManager,
-        lifecycle: Lifecycle,
-        runner: StepRunner,
-        device_module: DeviceModule,
-        device_cache: DeviceCache,
-    ) -> None:
-        """``runner`` provides the forward stream, on which scoring runs like the steps."""
+    def __init__(self, engine: "Engine", reference: ReferenceModel) -> None:
+        self._engine = engine
         self._reference = reference
-        self._residency = residency
-        self._lifecycle = lifecycle
-        self._runner = runner
-        self._module = device_module
-        self._device_cache = device_cache
         self._allocator = PageAllocator(reference.num_pages)
         self._chunks = ChunkSizer(reference.max_tokens, SLICE_S)
         self._workspace = Workspace()
@@ -162,7 +148,7 @@ class Scoring:
             CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full`` or
                 ``memory_released``.
         """
-        self._lifecycle.require_resident("weights")
+        self._engine.state.require_resident("weights")
         pending = len(self._queue)
         if pending and pending + len(message.input_ids) > self._reference.max_waiting:
             raise CaesuraError(
@@ -187,8 +173,9 @@ class Scoring:
 
     def advance(self) -> list[ScoreReqOutput | ErrorReply]:
         """Compute for one slice; returns the answers that are ready."""
+        engine = self._engine
         started, self.waits = perf_counter(), False
-        if "weights" in self._lifecycle.released:
+        if "weights" in engine.state.released:
             self._fail_all(
                 CaesuraError(ErrorCode.MEMORY_RELEASED, "the memory of the reference was released")
             )
@@ -197,14 +184,14 @@ class Scoring:
                 self._work = self._serve()
             failure = None
             try:
-                with torch.inference_mode(), self._runner.on_stream():
+                with torch.inference_mode(), engine.runner.on_stream():
                     if next(self._work, _ENDED) is _ENDED:
                         self._work = None
             except Exception as error:  # noqa: BLE001  an error between chunks leaves an unknown state: fail everything
                 failure = _failure(error)
             if failure is not None:
                 self._fail_all(failure)
-                self._device_cache.after_failure(failure.message)
+                engine.device_cache.after_failure(failure.message)
             if self.waits or perf_counter() - started > SLICE_S:
                 break
         answers, self._answers = self._answers, []
@@ -218,18 +205,20 @@ class Scoring:
 
     def status(self) -> ReferenceStatus:
         """The reference's part of the engine's status."""
+        engine = self._engine
         return ReferenceStatus(
             model_path=self._reference.model_path,
             residency=self._reference.residency,
-            weights=self._residency.nbytes(WEIGHTS.name),
-            device_bytes=self._residency.device_bytes(WEIGHTS.name),
+            weights=engine.residency.nbytes(WEIGHTS.name),
+            device_bytes=engine.residency.device_bytes(WEIGHTS.name),
             pending_sequences=len(self._queue),
             scored_tokens=self._scored_tokens,
         )
 
     def _serve(self) -> Generator[None, None, None]:
         """Compute until the queue is empty, as one request to the residency manager with one stage per chunk."""
-        self._residency.begin_request(_REQUEST)
+        engine = self._engine
+        engine.residency.begin_request(_REQUEST)
         while self._queue:
             chunk, failure = self._plan(), None
             try:
@@ -240,15 +229,15 @@ class Scoring:
                 failure is not None
             ):  # outside of the handler, so that no traceback keeps the chunk's tensors alive
                 self._fail({span.sequence.message.id for span in chunk}, failure)
-                self._device_cache.after_failure(failure.message)
+                engine.device_cache.after_failure(failure.message)
         failure_message = ""
         try:
-            yield from self._residency.finish_request(_REQUEST)
+            yield from engine.residency.finish_request(_REQUEST)
         except (OSError, RuntimeError) as error:
             failure_message = f"the reference could not leave the device: {error}"
             logger.error("the reference could not leave the device", exc_info=error)
         if failure_message:
-            self._device_cache.after_failure(failure_message)
+            engine.device_cache.after_failure(failure_message)
 
     def _plan(self) -> list["_Span"]:
         """The next chunk: as many tokens of the first sequences as fit, at least one."""
@@ -268,9 +257,10 @@ class Scoring:
         return chunk
 
     def _compute(self, chunk: list["_Span"]) -> Generator[None, None, None]:
+        engine = self._engine
         uses = (WEIGHTS, PAGES)
-        yield from self._residency.before_stage(_REQUEST, uses)
-        at_layer, _ = [self._residency.use(_REQUEST, use) for use in uses]
+        yield from engine.residency.before_stage(_REQUEST, uses)
+        at_layer, _ = [engine.residency.use(_REQUEST, use) for use in uses]
         batch, targets = _batch(chunk, self._reference.device)
         self._reference.backend.plan(batch)
         steps = self._reference.model.forward_by_layer(batch, self._reference.backend)
@@ -289,7 +279,7 @@ class Scoring:
         self._chunks.observe(len(batch.input_ids), slowest)
         out = yield from self._logprobs(hidden, targets, _scales(chunk, self._reference.device))
         for use in uses:
-            yield from self._residency.finish_use(use)
+            yield from engine.residency.finish_use(use)
         yield from self._wait_for_device()
         self._record(chunk, out.cpu().numpy())
 
@@ -315,7 +305,7 @@ class Scoring:
 
     def _wait_for_device(self) -> Generator[None, None, None]:
         """Wait, without blocking, until the device has finished the work queued so far."""
-        if (streams := streams_of(self._module)) is not None:
+        if (streams := streams_of(self._engine.device_module)) is not None:
             done = streams.current_stream().record_event()
             while not done.query():
                 self.waits = True

@@ -106,7 +106,7 @@ def test_pause_is_a_barrier_and_leaves_no_trace(models, mode, ticks):
         driver.tick(ticks)
         reply = driver.call(PauseGenerationReqInput(mode=mode))
         assert driver.ongoing is None
-        assert driver.engine.scheduler._runner._stream.query(), "the forward stream is still at work"
+        assert driver.engine.runner._stream.query(), "the forward stream is still at work"
         if mode == "in_place":
             assert reply.held_requests > 0
         else:
@@ -149,7 +149,7 @@ def test_reserved_memory_is_flat_over_updates_in_place(models):
     params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
     before, after = [], []
     with engine(paths[0]) as driver:
-        addresses = [tensor.data_ptr() for _, tensor in driver.engine.scheduler._runner.model.named_storage()]
+        addresses = [tensor.data_ptr() for _, tensor in driver.engine.runner.model.named_storage()]
         for number in range(UPDATES):
             rids = submit(driver, params)
             driver.tick(8)
@@ -169,7 +169,7 @@ def test_reserved_memory_is_flat_over_updates_in_place(models):
             assert all(result.weight_versions[-1].stale_kv for result in results)
         status = driver.status()
         assert (status.weights_epoch, status.kv.held) == (UPDATES, 0)
-        kept = [tensor.data_ptr() for _, tensor in driver.engine.scheduler._runner.model.named_storage()]
+        kept = [tensor.data_ptr() for _, tensor in driver.engine.runner.model.named_storage()]
         assert kept == addresses, "parameters were meant to be written in place"
     assert all(full - empty >= 90 * MIB for full, empty in zip(before, after)), (before, after)
     assert max(after[UPDATES // 2 :]) <= max(after[: UPDATES // 2]), after

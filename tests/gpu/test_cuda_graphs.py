@@ -61,7 +61,7 @@ def engine(path: str, **options: object) -> EngineDriver:
 
 
 def graphs_of(driver: EngineDriver):
-    return driver.engine.scheduler._runner.graphs
+    return driver.engine.runner.graphs
 
 
 def generate(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:

@@ -14,7 +14,7 @@ from support.parameter_server import CudaParameterServer
 from caesura.client import launch_scheduler
 from caesura.client.exceptions import EngineError
 from caesura.client.trainer import buckets
-from caesura.client.trainer.cuda_ipc import CudaBucket
+from caesura.client.trainer.shared import SharedBucket
 from caesura.io_struct import UpdateWeightsFromIPCReqInput, WeightUpdateReqOutput
 
 pytestmark = [
@@ -56,7 +56,7 @@ def device_weights(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.to(DEVICE) for name, tensor in load_file(path / "model.safetensors").items()}
 
 
-def push(engine, memory: CudaBucket, weights: dict[str, torch.Tensor]) -> int:
+def push(engine, memory: SharedBucket, weights: dict[str, torch.Tensor]) -> int:
     """Every bucket through the same export, in one session; returns how many there were."""
     parts = list(buckets(weights.items(), BUCKET_BYTES))
     with engine.weight_update() as update:
@@ -69,7 +69,7 @@ def push(engine, memory: CudaBucket, weights: dict[str, torch.Tensor]) -> int:
 
 def test_updates_through_one_export_equal_cold_loads_and_hold_no_memory(engine, models, cold):
     weights = [device_weights(path) for path in models]
-    with CudaBucket(BUCKET_BYTES, DEVICE) as memory:
+    with SharedBucket(BUCKET_BYTES, DEVICE) as memory:
         free = []
         for number in range(20):
             assert push(engine, memory, weights[number % 2]) > 3
@@ -81,7 +81,7 @@ def test_updates_through_one_export_equal_cold_loads_and_hold_no_memory(engine, 
 def test_a_bucket_that_was_never_opened_is_freed_with_its_owner():
     before = torch.cuda.memory_allocated(DEVICE)
     for _ in range(5):
-        CudaBucket(64 * MIB, DEVICE).close()
+        SharedBucket(64 * MIB, DEVICE).close()
     gc.collect()
     assert torch.cuda.memory_allocated(DEVICE) == before
 
@@ -89,7 +89,7 @@ def test_a_bucket_that_was_never_opened_is_freed_with_its_owner():
 def test_a_handle_out_of_bounds_is_refused_and_the_engine_lives(engine, models, cold):
     engine.update_weights_from_disk(models[0])
     (part, *_) = buckets(device_weights(models[1]).items(), BUCKET_BYTES)
-    with CudaBucket(BUCKET_BYTES, DEVICE) as memory:
+    with SharedBucket(BUCKET_BYTES, DEVICE) as memory:
         specs = memory.fill(part)
         kind, data = memory.handle.handle[:-64], memory.handle.handle[-64:]
         for changes in (

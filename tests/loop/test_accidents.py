@@ -125,7 +125,7 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
         scheduler._receive(0)
         eventually(lambda: driver.engine.commands.advance() or driver.engine.dispatcher.wants_tick)
         assert driver.engine.commands.is_busy, "it was meant to wait for the step"
-        driver.engine.updates.sessions.current.deadline = 0.0
+        driver.engine.sessions.current.deadline = 0.0
         driver.tick(2)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")
         status = driver.status()
@@ -137,19 +137,19 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
 
 def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_model, monkeypatch):
     """The call was the session's: it does not become one of its own."""
-    looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.updates._open_folder
+    looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.open_folder
 
     def slow(*arguments):
         looked.set()
         assert go_on.wait()
         return open_fitting(*arguments)
 
-    monkeypatch.setattr(driver.engine.updates, "_open_folder", slow)
+    monkeypatch.setattr(driver.engine, "open_folder", slow)
     session_id = driver.begin()
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     driver.tick()
     assert looked.wait()
-    driver.engine.updates.sessions.current.deadline = 0.0
+    driver.engine.sessions.current.deadline = 0.0
     driver.tick()
     assert driver.status().session is None
     go_on.set()

@@ -29,7 +29,7 @@ def driver(tiny_model, request):
 def running(driver: EngineDriver) -> dict[str, int]:
     """Samples with KV, by rid."""
     counts: dict[str, int] = {}
-    for request in driver.engine.scheduler._batcher._active:
+    for request in driver.engine.batcher._active:
         counts[request.rid] = counts.get(request.rid, 0) + 1
     return counts
 
@@ -93,7 +93,7 @@ def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
     for number in range(300):
         rid = driver.generate([5, 6, number % 90], 4)
         assert driver.call(AbortReq(rid=rid)).aborted == 1
-    queue = driver.engine.scheduler._batcher.waiting
+    queue = driver.engine.batcher.waiting
     assert len(queue) == 1
     assert len(queue._queue) < 150, "finished requests are kept for nobody"
     driver.call(ContinueGenerationReqInput())
@@ -107,7 +107,7 @@ def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage,
     """Whoever runs goes on, and so does whoever waits behind it."""
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
-    batcher = driver.engine.scheduler._batcher
+    batcher = driver.engine.batcher
     owner = batcher.table if stage == "bind" else batcher.cache
     bad, behind = driver.generate(PREFIX, 5), driver.generate([9, 10], 5)
     original = getattr(owner, stage)
@@ -140,7 +140,7 @@ def test_a_start_that_fails_once_ends_nobody(driver, monkeypatch):
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     rid = driver.generate(PREFIX, 5)
-    fault = Fault(monkeypatch, driver.engine.scheduler._batcher.table, "bind", BUG, {0})
+    fault = Fault(monkeypatch, driver.engine.batcher.table, "bind", BUG, {0})
     driver.run_until_idle()
     assert fault.raised == 1
     assert {driver.result(each).finish_reason.type for each in (runs, rid)} == {"length"}

@@ -131,7 +131,7 @@ def test_graphs_are_captured_again_once_everything_is_back(paths, expected, devi
         outputs(driver, submit(driver))
         driver.call(PauseGenerationReqInput(mode="abort"))
         driver.call(ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"]))
-        graphs = driver.engine.scheduler._runner.graphs
+        graphs = driver.engine.runner.graphs
         assert graphs.are_captured is not moves
         driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
         assert graphs.are_captured is not moves, "the KV pool is still away"
@@ -151,7 +151,7 @@ def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
         reply = driver.call(ReleaseMemoryOccupationReqInput(tags=["cuda_graph"]))
         assert reply.freed_bytes == {"cuda_graph": 1000 * GRAPHS}
         assert reply.released_tags == driver.status().released_tags == ["cuda_graph"]
-        graphs = driver.engine.scheduler._runner.graphs
+        graphs = driver.engine.runner.graphs
         assert not graphs.are_captured
         reply = driver.call(ResumeMemoryOccupationReqInput())
         assert reply.resumed_bytes == {"cuda_graph": 1000 * GRAPHS}
@@ -242,7 +242,7 @@ def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, 
     with driver_of(paths[0], pipeline_depth=1) as driver:
         found = run(driver)
         assert device.replays > 10
-        monkeypatch.setattr(driver.engine.scheduler._runner._special, "sample", None)
+        monkeypatch.setattr(driver.engine.runner._special, "sample", None)
         outputs(driver, submit(driver))  # which would fail, were anything special in these
     for mine, theirs in zip(found, expected, strict=True):
         assert tokens_of(mine) == tokens_of(theirs)

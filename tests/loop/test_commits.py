@@ -84,7 +84,7 @@ def test_a_session_that_expires_during_the_check_is_not_committed(checking, othe
     end = checking.send(EndWeightUpdateReqInput(session_id=session_id))
     checking.tick(3)
     assert end not in checking.replies
-    checking.engine.updates.sessions.current.deadline = 0.0
+    checking.engine.sessions.current.deadline = 0.0
     checking.tick(2)
     assert_error(checking.replies.pop(end), "deadline_exceeded")
     status = checking.status()

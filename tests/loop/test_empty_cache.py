@@ -22,7 +22,7 @@ class Allocator:
     def __init__(self, driver: EngineDriver) -> None:
         self.reserved = 12 * MIB
         self.emptied_while: list[str] = []
-        self._lifecycle = driver.engine.scheduler._lifecycle
+        self._lifecycle = driver.engine.state
 
     def memory_reserved(self) -> int:
         return self.reserved
@@ -44,7 +44,7 @@ def driver(tiny_model):
 @pytest.fixture
 def allocator(driver):
     allocator = Allocator(driver)
-    driver.engine._device_cache._module = allocator
+    driver.engine.device_cache._module = allocator
     return allocator
 
 

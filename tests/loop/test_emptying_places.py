@@ -61,7 +61,7 @@ def driver(tiny_model, allocator):
 
 
 def derivations_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
-    model = driver.engine.updates._model
+    model = driver.engine.model
     derive = model.finalize_weights
     monkeypatch.setattr(model, "finalize_weights", lambda: (log.append("derived"), derive()))
 
@@ -73,11 +73,9 @@ def test_start_empties_what_loading_left(tiny_model, allocator):
 
 def test_an_expired_lease_empties_before_it_continues(driver, allocator, monkeypatch, caplog):
     driver.call(PauseGenerationReqInput(owner="trainer", lease_s=60.0))
-    run = driver.engine.scheduler._lifecycle._run
-    monkeypatch.setattr(
-        driver.engine.scheduler._lifecycle, "_run", lambda: (allocator.log.append("runs"), run())
-    )
-    driver.engine.scheduler._lifecycle.ownership.lease.expires = 0.0
+    run = driver.engine.state.run
+    monkeypatch.setattr(driver.engine.state, "run", lambda: (allocator.log.append("runs"), run()))
+    driver.engine.state.ownership.lease.expires = 0.0
     with caplog.at_level(logging.INFO, logger="caesura"):
         driver.tick()
     assert allocator.log == ["emptied", "runs"]
@@ -85,7 +83,7 @@ def test_an_expired_lease_empties_before_it_continues(driver, allocator, monkeyp
 
 
 def test_a_failed_score_empties(driver, allocator, monkeypatch):
-    scoring = driver.engine.dispatcher._scoring
+    scoring = driver.engine.scoring
 
     def failing(batch, backend):
         raise MemoryError
@@ -98,25 +96,21 @@ def test_a_failed_score_empties(driver, allocator, monkeypatch):
 
 
 def test_a_score_that_fails_between_its_chunks_empties(driver, allocator, monkeypatch):
-    scoring = driver.engine.dispatcher._scoring
-
     def failing(request):
         raise MemoryError
 
-    monkeypatch.setattr(scoring._residency, "begin_request", failing)
+    monkeypatch.setattr(driver.engine.residency, "begin_request", failing)
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
     driver.tick(5)
     assert allocator.log == ["emptied"]
 
 
 def test_a_reference_that_cannot_leave_the_device_empties(driver, allocator, monkeypatch):
-    scoring = driver.engine.dispatcher._scoring
-
     def stuck(request):
         raise OSError("no space for the copy")
         yield
 
-    monkeypatch.setattr(scoring._residency, "finish_request", stuck)
+    monkeypatch.setattr(driver.engine.residency, "finish_request", stuck)
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
     driver.tick(20)
     assert allocator.log == ["emptied"]
@@ -147,7 +141,7 @@ def test_a_commit_without_memory_empties_before_it_answers(driver, allocator, ot
         logging.getLogger("caesura"), "propagate", False
     )  # pytest keeps records, exceptions included
     answered_into(allocator.log, driver, monkeypatch)
-    monkeypatch.setattr(driver.engine.updates._model, "finalize_weights", derive)
+    monkeypatch.setattr(driver.engine.model, "finalize_weights", derive)
     empty = allocator.empty_cache
     alive: list[bool] = []
     monkeypatch.setattr(
@@ -166,7 +160,7 @@ def test_an_update_that_poisons_empties_before_it_answers(driver, allocator, oth
         raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, "half a tensor")
 
     answered_into(allocator.log, driver, monkeypatch)
-    monkeypatch.setattr(driver.engine.updates._model, "finalize_weights", refuse)
+    monkeypatch.setattr(driver.engine.model, "finalize_weights", refuse)
     reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     assert reply.code == ErrorCode.WEIGHT_MISMATCH
     assert allocator.log == ["emptied", "ErrorReply"]
@@ -198,21 +192,13 @@ def test_a_message_that_fails_at_once_empties_before_it_is_answered(driver, allo
 
 def test_emptying_waits_for_a_score_on_the_forward_stream(driver, allocator, monkeypatch):
     """What a running score will still touch is not the allocator's to give back."""
-    runner, synchronize = driver.engine.scheduler._runner, driver.engine.scheduler._runner.synchronize
-    monkeypatch.setattr(
-        driver.engine._device_cache, "synchronize", lambda: (allocator.log.append("idle"), synchronize())
-    )
-    assert runner.synchronize == synchronize
     driver.call(PauseGenerationReqInput())
+    runner, synchronize = driver.engine.runner, driver.engine.runner.synchronize
+    monkeypatch.setattr(runner, "synchronize", lambda: (allocator.log.append("idle"), synchronize()))
     allocator.log.clear()
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3, 4]], start=[1]))
     driver.call(ContinueGenerationReqInput())
     assert allocator.log[:2] == ["idle", "emptied"]
-
-
-def test_an_engine_waits_for_its_own_stream(tiny_model):
-    with EngineDriver(str(tiny_model)) as driver:
-        assert driver.engine._device_cache.synchronize == driver.engine.scheduler._runner.synchronize
 
 
 def test_bytes_are_counted_by_place(driver, allocator):
@@ -281,7 +267,7 @@ def test_looking_empties_nothing(tiny_model, allocator, caplog):
             driver.generate([5, 6, 7], 3)
             driver.run_until_idle()
             driver.engine.history.sample()
-        assert "reserved 12.0 MiB, allocated 7.0 MiB" in driver.engine._gauges.describe()
+        assert "reserved 12.0 MiB, allocated 7.0 MiB" in driver.engine.gauges.describe()
     assert allocator.log == []
     ends = [line for line in caplog.messages if line.startswith("stage decode ends")]
     assert ends

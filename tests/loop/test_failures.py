@@ -80,20 +80,20 @@ def new_weights(driver, request):
 
 
 STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "schedule": lambda driver: (driver.engine.scheduler._batcher, "schedule"),
+    "schedule": lambda driver: (driver.engine.batcher, "schedule"),
     "open": lambda driver: (driver.engine.cache, "open"),
     "extend": lambda driver: (driver.engine.cache, "extend"),
-    "bind": lambda driver: (driver.engine.scheduler._batcher.table, "bind"),
+    "bind": lambda driver: (driver.engine.batcher.table, "bind"),
     "noise": lambda driver: (sampling_inputs, "noise"),
-    "build": lambda driver: (driver.engine.scheduler._batcher, "_build"),
+    "build": lambda driver: (driver.engine.batcher, "_build"),
     "execute": lambda driver: (driver.runner, "before"),
     "outputs": lambda driver: (driver.runner, "after"),
     "fetch": lambda driver: (driver.runner, "on_fetch"),
-    "record": lambda driver: (driver.engine.scheduler._outputs, "record"),
-    "spans": lambda driver: (driver.engine.scheduler._outputs, "_open_spans"),
-    "ends": lambda driver: (driver.engine.scheduler._outputs, "_end_finished"),
-    "stream": lambda driver: (driver.engine.scheduler._outputs, "_stream"),
-    "result": lambda driver: (driver.engine.scheduler._outputs, "_result"),
+    "record": lambda driver: (driver.engine.outputs, "record"),
+    "spans": lambda driver: (driver.engine.outputs, "_open_spans"),
+    "ends": lambda driver: (driver.engine.outputs, "_end_finished"),
+    "stream": lambda driver: (driver.engine.outputs, "_stream"),
+    "result": lambda driver: (driver.engine.outputs, "_result"),
     "donate": lambda driver: (driver.engine.cache, "donate"),
     "send": lambda driver: (driver.engine.outbox, "_send"),
 }
@@ -200,7 +200,7 @@ def test_decoding_rows_take_turns(driver):
     driver.tick(5)
     limited(driver, 3)
     driver.tick(40)
-    table = driver.engine.scheduler._batcher.table
+    table = driver.engine.batcher.table
     progress = (table.length - table.prompt_len)[table.live]
     assert len(progress) == 8
     assert progress.max() - progress.min() <= 4, progress
@@ -328,7 +328,7 @@ def test_the_cache_is_emptied_once_and_when_the_step_is_forgotten(driver, monkey
             kept.append(weakref.ref(temporary))
             raise NO_MEMORY[0].__class__("out of memory")
 
-    cache = driver.engine._device_cache
+    cache = driver.engine.device_cache
     original = cache.after_failure
 
     def empty(what):
@@ -345,14 +345,14 @@ def test_a_request_whose_tokens_do_not_fit_together_is_answered(driver, monkeypa
     """Its terminal record cannot be built: it ends as an error without tokens, the others as they would have."""
     rids = submit(driver)
     victim = next(iter(rids))
-    original = driver.engine.scheduler._outputs._result
+    original = driver.engine.outputs._result
 
     def result(request, outputs, reason):
         if request.rid == victim and len(outputs.tokens):
             raise AssertionError("lengths differ")
         return original(request, outputs, reason)
 
-    monkeypatch.setattr(driver.engine.scheduler._outputs, "_result", result)
+    monkeypatch.setattr(driver.engine.outputs, "_result", result)
     driver.run_until_idle()
     reason = driver.result(victim).finish_reason
     assert (reason.type, tokens_of(driver.result(victim))) == ("error", [])
@@ -421,7 +421,7 @@ def test_a_pause_after_a_lost_step(driver, new_weights, mode):
         driver.tick()
         reply = driver.call(PauseGenerationReqInput(mode=mode))
         driver.runner.on_fetch = lambda batch: None
-        assert not driver.engine.scheduler._batcher.in_flight
+        assert not driver.engine.batcher.in_flight
         assert reply.held_tokens == driver.status().kv.held
         update = UpdateWeightFromDiskReqInput(model_path=str(new_weights), flush_cache=mode != "in_place")
         assert driver.call(update).committed

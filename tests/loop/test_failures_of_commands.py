@@ -24,15 +24,15 @@ def driver(tiny_model, request):
 
 
 UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "open": lambda driver: (driver.engine.updates, "_open_folder"),
-    "check": lambda driver: (driver.engine.updates._loader, "check"),
-    "write": lambda driver: (driver.engine.updates._loader, "write"),
-    "derive": lambda driver: (driver.engine.updates._model, "finalize_weights"),
+    "open": lambda driver: (driver.engine, "open_folder"),
+    "check": lambda driver: (driver.engine.loader, "check"),
+    "write": lambda driver: (driver.engine.loader, "write"),
+    "derive": lambda driver: (driver.engine.model, "finalize_weights"),
     "synchronize": lambda driver: (driver.runner, "synchronize"),
-    "retract": lambda driver: (driver.engine.scheduler._batcher, "retract_all"),
-    "commit": lambda driver: (driver.engine.scheduler._lifecycle, "commit_weights"),
+    "retract": lambda driver: (driver.engine.batcher, "retract_all"),
+    "commit": lambda driver: (driver.engine.state, "commit_weights"),
     "epoch": lambda driver: (driver.engine.cache, "commit_epoch"),
-    "restart": lambda driver: (driver.engine.scheduler._batcher, "restart_prefills"),
+    "restart": lambda driver: (driver.engine.batcher, "restart_prefills"),
     "flush": lambda driver: (driver.engine.cache, "flush"),
 }
 BEFORE_THE_FIRST_BYTE = ("open", "check", "synchronize", "retract")
@@ -63,7 +63,7 @@ def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model
     session_id = driver.begin()
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     with monkeypatch.context() as patch:
-        Fault(patch, driver.engine.scheduler._lifecycle, "commit_weights", BUG, {0})
+        Fault(patch, driver.engine.state, "commit_weights", BUG, {0})
         assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "internal")
     assert driver.status().weights == "poisoned"
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
@@ -73,14 +73,8 @@ def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model
 OCCUPATION_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "flush": lambda driver: (driver.engine.cache, "flush"),
     "forget": lambda driver: (driver.engine.updates, "forget"),
-    "release": lambda driver: (
-        driver.engine.commands._handlers._without_sender[Release].__self__._residency,
-        "release",
-    ),
-    "resume": lambda driver: (
-        driver.engine.commands._handlers._without_sender[Release].__self__._residency,
-        "resume",
-    ),
+    "release": lambda driver: (driver.engine.residency, "release"),
+    "resume": lambda driver: (driver.engine.residency, "resume"),
     "synchronize": lambda driver: (driver.runner, "synchronize"),
 }
 Release = ReleaseMemoryOccupationReqInput
@@ -101,7 +95,7 @@ def test_a_release_or_a_resume_that_fails(driver, monkeypatch, tiny_model, stage
             if isinstance(reply, ErrorReply):
                 assert reply.code == ("internal" if error is BUG else "out_of_memory")
                 driver.tick(3)
-                assert not driver.engine.scheduler._batcher.in_flight
+                assert not driver.engine.batcher.in_flight
                 command = type(command)()
                 reply = driver.call(command)
             assert not isinstance(reply, ErrorReply), reply

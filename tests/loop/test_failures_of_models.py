@@ -77,7 +77,7 @@ def assert_same(found, expected) -> None:
 
 
 def runner_of(driver: EngineDriver) -> model_runner.ModelRunner:
-    return driver.engine.scheduler._runner
+    return driver.engine.runner
 
 
 HOST_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {

@@ -20,8 +20,9 @@ from caesura.io_struct import (
     RenewPauseLeaseReqInput,
 )
 from caesura.scheduler.cache.manager import LedgerError
+from caesura.scheduler.control.commands import COMMANDS
 from caesura.scheduler.messaging import command_queue, dispatcher
-from caesura.scheduler.runtime import engine, housekeeping, loop, timers
+from caesura.scheduler.runtime import housekeeping, loop, timers
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -60,11 +61,11 @@ def test_memory_events_after_any_number(driver, after):
 
 
 HANDLERS = {
-    "hello": (lambda d: (engine, "answer_hello"), lambda: HelloReqInput(wire_major=1, wire_minor=0)),
-    "status": (lambda d: (d.engine, "status"), GetStatusReqInput),
+    "hello": (lambda d: (dispatcher, "answer_hello"), lambda: HelloReqInput(wire_major=1, wire_minor=0)),
+    "status": (lambda d: (dispatcher, "status"), GetStatusReqInput),
     "history": (lambda d: (d.engine.history, "events"), GetMemoryHistoryReqInput),
     "abort": (lambda d: (d.engine.live, "samples"), lambda: AbortReq(rid="r")),
-    "lease": (lambda d: (d.engine.scheduler._lifecycle, "renew_lease"), lambda: RenewPauseLeaseReqInput(owner="o")),
+    "lease": (lambda d: (d.engine.state, "renew_lease"), lambda: RenewPauseLeaseReqInput(owner="o")),
     "flush": (lambda d: (d.engine.cache, "flush"), lambda: FlushCacheReqInput(timeout_s=100.0)),
     "pause": (lambda d: (d.engine.history, "note"), PauseGenerationReqInput),
     "attach": (lambda d: (d.engine.answers, "attach"), PauseGenerationReqInput),
@@ -118,7 +119,7 @@ class Odd:
 def returns(value):
     """An operation that ends at once."""
 
-    def operation(request, sender):
+    def operation(engine, request, sender):
         yield from ()
         return value
 
@@ -126,7 +127,7 @@ def returns(value):
 
 
 def raises(error):
-    def operation(request, sender):
+    def operation(engine, request, sender):
         yield from ()
         raise error
 
@@ -140,13 +141,13 @@ def raises(error):
     raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what=Odd())),
     raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what={1, 2, Odd()})),
     raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what=BUG)),
-    lambda request, sender: 5,
-    lambda request, sender: iter([3]),
+    lambda engine, request, sender: 5,
+    lambda engine, request, sender: iter([3]),
 ], ids=["none", "text", "odd", "odd-detail", "odd-set", "exception-detail", "no-generator", "odd-iterator"])  # fmt: skip
-def test_what_cannot_be_answered_is_answered_so(driver, operation):
+def test_what_cannot_be_answered_is_answered_so(driver, operation, monkeypatch):
     """And stays answered, for a retry."""
     rid = one_lives(driver)
-    driver.engine.commands._handlers._with_sender[FlushCacheReqInput] = operation
+    monkeypatch.setitem(COMMANDS, FlushCacheReqInput, operation)
     message = FlushCacheReqInput()
     assert_error(driver.call(message), "internal")
     again = driver.call(message)
@@ -156,15 +157,15 @@ def test_what_cannot_be_answered_is_answered_so(driver, operation):
 
 
 @pytest.mark.parametrize("detail", [2**64, -(2**70), {"n": [2**80]}, "\udc80", float("nan")], ids=str)
-def test_numbers_and_text_that_no_wire_holds_reach_the_client(driver, detail):
+def test_numbers_and_text_that_no_wire_holds_reach_the_client(driver, detail, monkeypatch):
     error = CaesuraError(ErrorCode.NOT_IDLE, "no \udc80", value=detail)
-    driver.engine.commands._handlers._with_sender[FlushCacheReqInput] = raises(error)
+    monkeypatch.setitem(COMMANDS, FlushCacheReqInput, raises(error))
     assert_error(driver.call(FlushCacheReqInput()), "not_idle")
 
 
 def test_a_result_that_cannot_be_encoded_is_replaced(driver, monkeypatch):
     """The sample ends with an error, and those that end with it have their own results."""
-    results = driver.engine.scheduler._outputs
+    results = driver.engine.outputs
     original = results._result
     spoiled = []
 
@@ -217,7 +218,7 @@ def lease(driver: EngineDriver, action: str) -> None:
 TIMERS = {
     "keepalive": lambda d: (d.engine.router, "keepalive"),
     "collect": lambda d: (d.engine.updates, "collect"),
-    "lease": lambda d: (d.engine.scheduler._lifecycle, "expire_lease"),
+    "lease": lambda d: (housekeeping, "expire_lease"),
     "session": lambda d: (d.engine.updates, "expire"),
 }
 
@@ -292,7 +293,7 @@ def test_looking_at_the_memory_may_fail(driver, monkeypatch):
 
 
 def test_a_ledger_that_is_wrong_ends_an_engine_that_checks_it(driver, monkeypatch):
-    Fault(monkeypatch, driver.engine.commands, "_check_ledger", LedgerError("wrong"), {0})
+    Fault(monkeypatch, driver.engine.cache, "check", LedgerError("wrong"), {0})
     driver.send(FlushCacheReqInput())
     with pytest.raises(LedgerError):
         driver.tick(3)
@@ -339,7 +340,7 @@ def test_an_end_that_fails_in_part_tells_the_others(driver, monkeypatch, stage):
     }
     owner = owners[stage]
     Fault(monkeypatch, owner, stage, BUG, {0})
-    scheduler._shutdown.request("the test", drain=False)
+    driver.engine.shutdown.request("the test", drain=False)
     scheduler.run()
     driver.collect()
     ended = [rid for rid in rids if (rid, 0) in driver.results]

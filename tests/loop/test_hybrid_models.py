@@ -59,7 +59,7 @@ class Models:
     @property
     def runner(self):
         """Of rank 0."""
-        runner = self.driver.engine.scheduler._runner
+        runner = self.driver.engine.runner
         return runner if self.tp == 1 else runner._own
 
 

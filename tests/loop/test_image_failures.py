@@ -25,7 +25,7 @@ def driver(sd3):
 
 def test_latents_that_are_not_finite_fail_their_sample_alone(driver, monkeypatch):
     message, other = request(), request(seed=3)
-    real = driver.engine.scheduler._runner._family.velocity
+    real = driver.engine.runner._family.velocity
 
     def broken(x, sigma, embeds, guidance, size):
         velocity = real(x, sigma, embeds, guidance, size)
@@ -34,7 +34,7 @@ def test_latents_that_are_not_finite_fail_their_sample_alone(driver, monkeypatch
 
     rid, second = driver.send(message), driver.send(other)
     driver.tick(3)
-    monkeypatch.setattr(driver.engine.scheduler._runner._family, "velocity", broken)
+    monkeypatch.setattr(driver.engine.runner._family, "velocity", broken)
     driver.tick()
     monkeypatch.undo()
     driver.run_until_idle()
@@ -46,7 +46,7 @@ def test_latents_that_are_not_finite_fail_their_sample_alone(driver, monkeypatch
 @pytest.mark.parametrize("failures", [1, 3])
 def test_a_step_without_memory_is_made_again_in_halves(driver, monkeypatch, failures):
     expected = [tensors_of(each) for each in run(driver, request(n=4, sde=SdeParams(type="sde")))]
-    runner = driver.engine.scheduler._runner
+    runner = driver.engine.runner
     execute, left = runner.execute, [failures]
 
     def short(batch):
@@ -67,7 +67,7 @@ def test_a_step_without_memory_is_made_again_in_halves(driver, monkeypatch, fail
 
 
 def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
-    runner = driver.engine.scheduler._runner
+    runner = driver.engine.runner
     first = driver.send(request())
     driver.tick(3)
     with monkeypatch.context() as patch:
@@ -88,7 +88,7 @@ def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, mo
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver.engine.scheduler._runner, "_encode", fail)
+        patch.setattr(driver.engine.runner, "_encode", fail)
         rid = driver.send(request(n=12, prompt="a blue"))  # more than may run
         driver.tick(2 if isinstance(error, MemoryError) else 1)
         ended = [image(driver, rid, index).finish_reason for index in range(12)]
@@ -98,7 +98,7 @@ def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, mo
 
 
 def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
-    family, seen = driver.engine.scheduler._runner._family, {}
+    family, seen = driver.engine.runner._family, {}
     for kind in ("velocity", "decode", "encode"):
         call = getattr(family, kind)
         monkeypatch.setattr(
@@ -119,7 +119,7 @@ def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
 def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, expected):
     """A pause waits for all that are encoded at once, whose attention takes time and memory with the square of their lengths."""
     monkeypatch.setattr(batcher, "ENCODED_TOKENS", most)
-    runner, steps = driver.engine.scheduler._runner, []
+    runner, steps = driver.engine.runner, []
     encode = runner._encode
     monkeypatch.setattr(runner, "_encode", lambda prompts: (steps.append(len(prompts)), encode(prompts))[1])
     rids = [driver.send(request(prompt=prompt)) for prompt in ("a red", "a blue", "a green")]

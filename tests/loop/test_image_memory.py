@@ -36,7 +36,7 @@ def run(driver, message, buffers=()):
 
 def held(driver):
     """Bytes that are there now: of latents, trajectories, images, and embeddings by request."""
-    samples = driver.engine.scheduler._batcher._running
+    samples = driver.engine.batcher._running
     embeds = {id(s.prompting): [s.prompting.embeds, s.prompting.negative] for s in samples}
     tensors = [each for both in embeds.values() for part in both for each in (part or {}).values()]
     tensors += [sample.latent for sample in samples if sample.latent is not None]
@@ -62,7 +62,7 @@ def announced(driver, message):
 def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
     """However many come, and also while a pause keeps what they have."""
     sample, prompt = announced(driver, request(guidance_scale=3.0))
-    driver.engine.scheduler._batcher._holding.device = limit = prompt * 2 + sample * 3
+    driver.engine.batcher._holding.device = limit = prompt * 2 + sample * 3
     messages = [request(n=n, prompt=text, guidance_scale=3.0) for n, text in ((2, "a blue"), (5, "green"))]
     for message in messages:
         driver.send(message)
@@ -70,7 +70,7 @@ def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
     for _ in range(2 * STEPS):
         driver.tick()
         most = max(most, held(driver))
-        assert 0 < len(driver.engine.scheduler._batcher._running) < 7
+        assert 0 < len(driver.engine.batcher._running) < 7
     assert 0.7 * limit < most < 1.2 * limit, "as many as may, and no more"
     if mode is not None:
         driver.call(PauseGenerationReqInput(mode=mode))
@@ -84,7 +84,7 @@ def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
 def test_a_large_sample_keeps_its_place_and_starts_alone(driver):
     """Whatever it takes: nothing would be there sooner by waiting for more."""
     sample, prompt = announced(driver, request())
-    driver.engine.scheduler._batcher._holding.device = prompt + sample
+    driver.engine.batcher._holding.device = prompt + sample
     small, large, last = request(), request(width=32, height=32), request()
     for message in (small, large, last):
         driver.send(message)
@@ -109,7 +109,7 @@ def test_embeddings_that_wait_are_limited(driver):
     ]
     buffers = [np.ascontiguousarray(each).tobytes() for each in arrays.values()]
     nbytes = sum(map(len, buffers))
-    driver.engine.scheduler._batcher._holding.device = 4 * nbytes
+    driver.engine.batcher._holding.device = 4 * nbytes
     driver.call(PauseGenerationReqInput(mode="in_place"))
     given = [request(prompt=None, tensors=specs, n=3) for _ in range(2)]
     for message in given:
@@ -122,7 +122,7 @@ def test_embeddings_that_wait_are_limited(driver):
     driver.run_until_idle()
     for message in (*given, text):
         assert {reason.type for reason in reasons(driver, message)} == {"length"}
-    driver.engine.scheduler._batcher._holding.device = 1
+    driver.engine.batcher._holding.device = 1
     assert run(driver, request(prompt=None, tensors=specs), buffers)[0].type == "length", "it is the only one"
 
 
@@ -137,12 +137,12 @@ def memory(monkeypatch):
 
 def least_of(driver):
     """Of a sample in each of its stages after its prompt."""
-    least = driver.engine.scheduler._runner._footprint.least
+    least = driver.engine.runner._footprint.least
     return max(least("denoise", 1, (16, 16)), least("decode", 1, (16, 16)))
 
 
 def test_an_image_too_large_for_the_machine_is_refused(driver, memory):
-    least = driver.engine.scheduler._runner._footprint.least
+    least = driver.engine.runner._footprint.least
     memory[:] = [0, least("decode", 1, (16, 16))]
     reply = refusal(driver, request(width=32))
     assert (reply.code, reply.detail) == (
@@ -156,7 +156,7 @@ def test_an_image_too_large_for_the_machine_is_refused(driver, memory):
 
 def test_a_prompt_too_long_for_the_machine_is_refused(driver, memory):
     """T5's attention takes memory with the square of a prompt's length, and guidance two rows."""
-    least = driver.engine.scheduler._runner._footprint.least_encoding
+    least = driver.engine.runner._footprint.least_encoding
     clip = 8
     memory[1] = least(1, [clip, clip, 400])
     reply = refusal(driver, request(max_sequence_length=800))
@@ -184,7 +184,7 @@ def test_a_step_that_cannot_fit_is_not_begun(driver, memory):
 
 
 def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monkeypatch):
-    runner, steps = driver.engine.scheduler._runner, []
+    runner, steps = driver.engine.runner, []
     encode = runner._encode
 
     def encoded(prompts):
@@ -205,7 +205,7 @@ def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monk
 
 def test_a_sample_whose_steps_fail_apart_goes_on(driver, monkeypatch):
     """Memory that is short now and then ends nobody who has gone on in between."""
-    runner, kinds = driver.engine.scheduler._runner, []
+    runner, kinds = driver.engine.runner, []
     execute = runner.execute
 
     def short(batch):

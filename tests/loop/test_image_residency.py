@@ -133,7 +133,7 @@ def on_device(driver):
 
 def watch(driver):
     """What each step finds on the device when it has been executed: ``(kind, {component: bytes})``, to be filled."""
-    runner, seen = driver.engine.scheduler._runner, []
+    runner, seen = driver.engine.runner, []
     execute = runner.execute
 
     def watched(batch):
@@ -160,7 +160,7 @@ def test_traced_calls_find_the_weights_wherever_they_come_to(pipelines, expected
                 driver.call(UpdateWeightFromDiskReqInput(model_path=str(second / name), component=name))
         for _ in range(2):
             same(run(driver, *messages()), expected("sd3", 1)[1])
-        traced = driver.engine.scheduler._runner.traced
+        traced = driver.engine.runner.traced
         assert any(shape.agrees for shape in traced["vae"].shapes.values()), "the VAE comes as a whole"
         if transformer == "layerwise":
             assert "transformer" not in traced, "a trace would call no block"
@@ -181,7 +181,7 @@ def test_images_are_the_same_and_memory_is_what_the_strategies_say(pipelines, ex
         for _ in range(2):
             same(run(driver, *messages()), expected("sd3")[1])
             assert not any(on_device(driver).values()), "no sample is left"
-        movables = driver.engine.scheduler._runner._stages._residency._movables
+        movables = driver.engine.runner._stages._residency._movables
         window = LayerwiseOffloadStrategy()
         allowed = {
             name: window.peak_bytes(movables[name]) if how == "layerwise" else sizes[name]
@@ -330,7 +330,7 @@ def test_every_tensor_of_what_is_away_is_written(pipelines, expected):
     with engine(pipelines("sd3"), "layerwise", "offload") as driver:
         run(driver, *messages())
         driver.call(WeightsCheckerReqInput(action="reset_tensors"))
-        slots = driver.engine.updates._model.weight_slots().values()
+        slots = driver.engine.model.weight_slots().values()
         assert all(bool(slot.read().isnan().all()) for slot in slots if slot.dtype.is_floating_point)
         for component in COMPONENTS:
             path = str(pipelines("sd3"))
@@ -342,7 +342,7 @@ def test_every_tensor_of_what_is_away_is_written(pipelines, expected):
 def test_values_that_are_not_finite_are_found_in_what_is_away(pipelines, tmp_path):
     with engine(pipelines("sd3"), "offload", "layerwise", check_finite=True) as driver:
         for component in ("vae", "transformer"):
-            slots = driver.engine.updates._model.weight_slots()
+            slots = driver.engine.model.weight_slots()
             name = next(name for name in slots if name.startswith(f"{component}."))
             spec = TensorSpec(
                 name=name.partition(".")[2], dtype="F32", shape=list(slots[name].shape), nbytes=0, buffer=0
@@ -380,7 +380,7 @@ def test_the_cache_is_emptied_where_something_large_has_left(pipelines, monkeypa
 
 def test_an_engine_lives_on_when_a_step_or_a_component_does_not_fit(pipelines, expected, monkeypatch):
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
-        family, failures = driver.engine.scheduler._runner._family, emptyings(driver, "failure")
+        family, failures = driver.engine.runner._family, emptyings(driver, "failure")
         encode, left = family.encode, 1
 
         def scarce(ids, longest):

@@ -107,7 +107,7 @@ def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver,
     driver.tick(2)
     driver.call(WeightsCheckerReqInput(action="reset_tensors"))
     assert driver.status().weights == "poisoned"
-    components = driver.engine.updates._model.components
+    components = driver.engine.model.components
     for component in components:
         step = driver.status().step
         driver.tick(3)

@@ -248,7 +248,7 @@ def test_what_is_not_asked_for_is_not_sent(driver):
 def test_text_ids_and_embeddings_are_the_same_prompt(driver, guidance):
     options = {"guidance_scale": guidance}
     tensors = tensors_of(run(driver, request(negative_prompt="blue", **options))[0])
-    family = driver.engine.scheduler._runner._family
+    family = driver.engine.runner._family
     ids, against = family.tokenize("a red", TEXT), family.tokenize("blue", TEXT)
     by_ids = request(prompt=None, prompt_ids=ids, negative_prompt_ids=against, **options)
     names = [name for name in tensors if name.endswith("embeds")]
@@ -351,7 +351,7 @@ def test_status_has_the_samples_of_each_stage(driver):
     seen = []
     for _ in range(STEPS + 4):
         driver.tick()
-        load = driver.engine.scheduler._batcher.images  # asking for status would run a step
+        load = driver.engine.batcher.images  # asking for status would run a step
         seen.append((load.encoding, load.denoising, load.decoding))
     assert {(0, 2, 0), (0, 0, 2)} <= set(seen)
     load = driver.status().images

@@ -47,7 +47,7 @@ def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_m
         rid = driver.generate(PROMPT, 4, return_logprob=True, logprob_start_len=1, top_logprobs_num=1)
         driver.tick(1)
         request = driver.engine.live.samples(rid)[0]
-        assert driver.engine.scheduler._batcher.table.scheduled[request.slot] == 32 // parts
+        assert driver.engine.batcher.table.scheduled[request.slot] == 32 // parts
         driver.call(PauseGenerationReqInput(mode=mode))
         commit(driver, other_model)
         driver.call(ContinueGenerationReqInput())

@@ -55,7 +55,7 @@ def test_a_flush_that_waits_does_not_commit_half_an_update(driver, other_model):
     assert answered == [update, flush]
     assert driver.replies[update].committed
     assert isinstance(driver.replies[flush], FlushCacheReqOutput)
-    slots = driver.engine.updates._model.weight_slots()
+    slots = driver.engine.model.weight_slots()
     for name, tensor in load_file(other_model / "model.safetensors").items():
         assert slots[name].read().equal(tensor), name
 
@@ -117,7 +117,7 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
 def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     """Its owner is not silent; the lease that ran out meanwhile does not even wake the loop."""
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.lifecycle.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
     driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
     driver.send(
         InitWeightsUpdateGroupReqInput(

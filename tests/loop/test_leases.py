@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture
 def clock(monkeypatch):
-    return clock_of(monkeypatch, ["control.lifecycle"])
+    return clock_of(monkeypatch, ["control.engine_state"])
 
 
 @pytest.fixture

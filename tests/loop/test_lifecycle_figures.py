@@ -23,7 +23,7 @@ PAGE = 16
 
 @pytest.fixture
 def clock(monkeypatch):
-    return clock_of(monkeypatch, ["control.lifecycle"])
+    return clock_of(monkeypatch, ["control.engine_state", "control.pause"])
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ def test_updates_are_counted_by_source_and_end(driver, tiny_model, other_model):
         driver.call(UpdateWeightFromDiskReqInput(model_path=str(path)))
     session_id = driver.begin()
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
-    driver.engine.scheduler._lifecycle.count_failed_update("tensor")
-    driver.engine.scheduler._lifecycle.count_failed_update("tensor")
+    driver.engine.state.count_failed_update("tensor")
+    driver.engine.state.count_failed_update("tensor")
     assert driver.status().totals.updates == [
         UpdateTotal(source="disk", committed=2, failed=0),
         UpdateTotal(source="tensor", committed=0, failed=2),
@@ -187,7 +187,7 @@ def test_a_lease_that_cannot_continue_says_why(driver, clock, caplog):
     driver.call(
         PauseGenerationReqInput(mode="abort", owner="trainer", lease_s=10.0, on_lease_expiry="continue")
     )
-    driver.engine.scheduler._lifecycle.poison("test")
+    driver.engine.state.poison("test")
     caplog.clear()
     clock.now += 11.0
     with caplog.at_level(logging.ERROR, logger="caesura"):
@@ -200,10 +200,10 @@ def test_a_lease_that_cannot_continue_says_why(driver, clock, caplog):
 
 def test_weights_that_are_invalid_already_keep_their_reason(driver):
     """A release of the rest does not say that it was the release of the weights."""
-    lifecycle = driver.engine.scheduler._lifecycle
+    state = driver.engine.state
     driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
     assert driver.status().weights_detail.startswith("their memory was released without a copy")
-    lifecycle._weights_detail = "before"
+    state.weights_detail = "before"
     driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
     status = driver.status()
     assert (status.weights, status.weights_detail, status.released_tags) == (

@@ -105,7 +105,7 @@ def test_a_loop_that_sleeps_is_woken(driver, worker, other_model, state):
     polls = run_to_its_end(driver, worker, lambda: driver.engine.heartbeat.asleep)
     timeout, found = polls.last
     assert timeout is None or timeout > 1_000
-    assert found & driver.engine._executor.heard.keys()
+    assert found & driver.engine.executor.heard.keys()
     assert_all_told(driver, rids)
 
 
@@ -113,7 +113,7 @@ def test_a_step_in_a_collective_is_broken_off(driver, worker, monkeypatch):
     """The worker is not even reading the step when it ends, so rank 0 waits for it in its first sum."""
     rids = [driver.generate([1, 2, 3 + number], 100) for number in range(3)]
     driver.tick(5)
-    model, within = driver.engine.scheduler._runner._own.model, threading.Event()
+    model, within = driver.engine.runner._own.model, threading.Event()
     forward = model.forward
 
     def entered(*arguments: Any) -> Any:

@@ -262,7 +262,7 @@ def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, lev
         alone_config = {**text, **quantized, "architectures": ["Qwen3_5ForCausalLM"]}
         (tmp_path / "config.json").write_text(json.dumps(alone_config))
     with started(tmp_path) as driver:
-        slots = driver.engine.scheduler._runner.model.weight_slots()
+        slots = driver.engine.runner.model.weight_slots()
     assert slots["model.layers.1.self_attn.o_proj.weight"].dtype == torch.float32
     assert slots["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
     assert slots["model.layers.0.linear_attn.in_proj_a.weight"].dtype == torch.float32

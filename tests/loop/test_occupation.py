@@ -28,9 +28,9 @@ from caesura.io_struct import (
 )
 from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
 from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
-from caesura.scheduler.control.memory_occupation import MemoryOccupation
 from caesura.scheduler.memory import residency
 from caesura.scheduler.memory.residency import MEMORY_TAGS, StorageComponent
+from caesura.scheduler.messaging.status import status as engine_status
 
 ALL = ["kv_cache", "weights"]
 """What an engine without captured graphs can have released."""
@@ -170,7 +170,7 @@ def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other
 
 def test_sizes_are_told_once_and_the_log_says_what_it_brought(driver, caplog):
     sizes = driver.status().device_memory
-    taken = {tag: _residency(driver).occupied_bytes(tag) for tag in ALL}
+    taken = {tag: driver.engine.residency.occupied_bytes(tag) for tag in ALL}
     with caplog.at_level(logging.INFO, logger="caesura"):
         reply = driver.call(Release(tags=["weights", "kv_cache"]))
     assert reply.freed_bytes == taken
@@ -204,7 +204,7 @@ def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, 
         def empty_cache(self) -> None:
             emptied.append(set(physics.gone))
 
-    monkeypatch.setattr(driver.engine._device_cache, "_module", Allocator())
+    monkeypatch.setattr(driver.engine.device_cache, "_module", Allocator())
     ok(driver.call(Release(tags=[])))
     assert not emptied
     with caplog.at_level(logging.INFO, logger="caesura"):
@@ -254,7 +254,7 @@ def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(drive
     assert_error(driver.call(Release(tags=["kv_cache"])), "busy")
     while message_id not in driver.replies:
         driver.tick()
-    for component in _residency(driver)._components.values():  # whose mappings resume at once
+    for component in driver.engine.residency._components.values():  # whose mappings resume at once
         component.resume = lambda: iter([None] * 5)
     message_id = driver.send(Resume())
     driver.tick(3)
@@ -263,7 +263,11 @@ def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(drive
     while message_id not in driver.replies:
         driver.tick()
     assert driver.status().released_tags == []
-    assert synchronized[1:] == [set()], "all of it is there before the reply"
+    emptied = {
+        "weights",
+        "kv_cache",
+    }  # the device cache is emptied when all is gone, and before it comes back
+    assert synchronized == [set(), emptied, emptied, set()], "all of it is there before the reply"
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -295,10 +299,10 @@ def test_an_engine_without_captured_graphs_serves_while_their_tag_is_released(re
 def test_a_release_frees_what_was_taken(real):
     """Pages that nothing has been written to since the resume are nobody's."""
     sizes = real.status().device_memory
-    taken = _residency(real).occupied_bytes("kv_cache")
+    taken = real.engine.residency.occupied_bytes("kv_cache")
     assert real.call(Release(tags=["kv_cache"])).freed_bytes == {"kv_cache": taken}
     assert real.call(Resume()).resumed_bytes == {"kv_cache": sizes.kv_cache}
-    moves = _residency(real).moves(["kv_cache"])
+    moves = real.engine.residency.moves(["kv_cache"])
     assert real.call(Release(tags=["kv_cache"])).freed_bytes == {"kv_cache": sizes.kv_cache if moves else 0}
 
 
@@ -389,14 +393,6 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
 # -- any order -----------------------------------------------------------------------------------------------------
 
 
-def _occupation(driver: EngineDriver) -> MemoryOccupation:
-    return driver.engine.commands._handlers._without_sender[Release].__self__
-
-
-def _residency(driver: EngineDriver) -> residency.ComponentResidencyManager:
-    return _occupation(driver)._residency
-
-
 class Physics:
     """Knows what has memory by watching it go and come, not by asking the lifecycle; KV is lost with its memory."""
 
@@ -404,7 +400,7 @@ class Physics:
         self.gone: set[MemoryTag] = set()
         self.invalid = False
         self.violations: list[str] = []
-        manager, runner = _residency(driver), driver.runner
+        manager, runner = driver.engine.residency, driver.runner
         real_release, real_resume, real_execute = manager.release, manager.resume, runner.execute
 
         def release(tags):
@@ -476,7 +472,7 @@ class Trial:
         }[command]()
 
     def probe(self):
-        return self.driver.engine.status("probe")
+        return engine_status(self.driver.engine, "probe")
 
     def expected(self, command: str, argument) -> str:
         """The answer, from what is known before the command is sent."""
@@ -546,7 +542,7 @@ class Trial:
 
     def commit_watch(self, command: str) -> None:
         if command == "update":
-            lifecycle = self.driver.engine.scheduler._lifecycle
+            lifecycle = self.driver.engine.state
             commit = type(lifecycle).commit_weights
 
             def committed(version, source):

@@ -101,7 +101,7 @@ def test_steps_go_on_while_the_profiler_is_loaded(driver, monkeypatch):
 
 
 def test_nothing_is_called_at_the_ends_of_stages_unless_a_trace_is_recorded(driver):
-    stages = driver.engine._stages
+    stages = driver.engine.stages
     assert stages._on_end is None
     driver.call(Start())
     assert stages._on_end is not None

@@ -60,7 +60,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         names = frozenset(self.tensors[0])
         self.model = Protocol(names, contents=dict.fromkeys(names, 0))
         self.stale: list[str] = ["never"]
-        self.slots = self.driver.engine.updates._model.weight_slots()
+        self.slots = self.driver.engine.model.weight_slots()
 
     # -- sending and checking
 
@@ -166,14 +166,14 @@ class ProtocolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.session is not None)
     @rule()
     def deadline_passes(self):
-        self.driver.engine.updates.sessions.current.deadline = 0.0
+        self.driver.engine.sessions.current.deadline = 0.0
         self.driver.tick()
         self.model.abandon()
 
     @precondition(lambda self: self.model.lease is not None)
     @rule()
     def owner_is_silent(self):
-        self.driver.engine.scheduler._lifecycle.ownership.lease.expires = 0.0
+        self.driver.engine.state.ownership.lease.expires = 0.0
         self.driver.tick()
         self.model.expire_lease()
 

@@ -139,14 +139,13 @@ def test_a_resume_that_rank_0_cannot_do_keeps_every_copy(driver, monkeypatch):
     """The other ranks had resumed by then."""
     before = checksums(driver)
     ok(driver, ReleaseMemoryOccupationReqInput())
-    manager = driver.engine.commands._handlers._without_sender[ReleaseMemoryOccupationReqInput].__self__
 
     def full(tags):
         yield
         raise CaesuraError("out_of_memory", "there is no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager._residency, "resume", full)
+        patch.setattr(driver.engine.residency, "resume", full)
         assert_error(driver.call(ResumeMemoryOccupationReqInput()), "out_of_memory")
     assert driver.status().memory == "released"
     ok(driver, ResumeMemoryOccupationReqInput())
@@ -198,7 +197,7 @@ def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
             driver.call(msgspec.structs.replace(join, id=new_id()), max_ticks=100_000), "group_error"
         )
     checksums(driver)
-    assert driver.engine._executor._answers == {}
+    assert driver.engine.executor._answers == {}
 
 
 @pytest.mark.skipif(not DETERMINISTIC, reason="no compiled kernels on this machine")

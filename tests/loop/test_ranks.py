@@ -245,7 +245,7 @@ def test_a_step_that_a_worker_cannot_read_fails_on_every_rank(driver, alone, mon
 
 def test_a_step_that_rank_0_cannot_execute_fails_on_every_rank(driver, alone, monkeypatch):
     """The worker waits for it in a collective meanwhile."""
-    model = driver.engine.scheduler._runner._own.model
+    model = driver.engine.runner._own.model
     forward, fails = model.forward, iter([True])
 
     def failing(*arguments):
@@ -266,9 +266,9 @@ def test_a_pause_answers_when_every_rank_has_ended_the_step(driver):
     rid = driver.generate(PROMPT, 40)
     driver.tick(5)
     driver.call(PauseGenerationReqInput(mode="in_place"))
-    steps = driver.engine.scheduler._runner
+    steps = driver.engine.runner
     assert steps._under_way == []
-    assert driver.engine._executor._answers == {}
+    assert driver.engine.executor._answers == {}
     driver.call(ContinueGenerationReqInput())
     driver.run_until_idle()
     assert len(tokens_of(driver.result(rid))) == 40

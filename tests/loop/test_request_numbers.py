@@ -85,6 +85,6 @@ def test_top_k_of_zero_keeps_all_tokens_as_minus_one_does(driver, top_k):
     params = SamplingParams(max_new_tokens=20, top_k=top_k, seed=7, ignore_eos=True, temperature=3.0)
     driver.send(GenerateReqInput(rid="r", input_ids=[5, 6, 7], sampling_params=params))
     driver.tick()
-    table = driver.engine.scheduler._batcher.table
+    table = driver.engine.batcher.table
     slot = driver.engine.live.samples("r")[0].slot
     assert (table.top_k[slot], table.filtered[slot]) == (table.vocab_size, False)

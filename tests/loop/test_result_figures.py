@@ -261,10 +261,10 @@ def test_a_span_of_recomputed_kv_follows_one_of_stale_kv(driver, other_model):
 
 def test_spans_are_told_apart_after_many_commits(driver):
     for number in range(100):
-        driver.engine.scheduler._lifecycle.commit_weights(f"v{number}", "")
+        driver.engine.state.commit_weights(f"v{number}", "")
     rid = driver.generate(PROMPT, 12)
     driver.tick(6)
-    driver.engine.scheduler._lifecycle.commit_weights("last", "")
+    driver.engine.state.commit_weights("last", "")
     driver.run_until_idle()
     spans = driver.result(rid).weight_versions
     assert [(span.version, span.epoch, span.stale_kv) for span in spans] == [

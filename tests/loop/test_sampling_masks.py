@@ -128,7 +128,7 @@ def test_a_pause_and_an_update_leave_each_token_its_mask(tiny_model, depth, mode
 def test_preempted_and_aborted_requests_keep_their_masks(tiny_model, depth):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, kv_pool_tokens=304) as driver:
         requests = start(driver, 100)
-        while not driver.engine.scheduler._batcher.table.by_slot[0]:
+        while not driver.engine.batcher.table.by_slot[0]:
             driver.tick()
         driver.tick(30)
         driver.call(AbortReq(rid=requests[0][0]))

@@ -98,14 +98,14 @@ def test_exact_against_transformers(tiny_model, reference, judge, residency):
                 temperature=temperature,
             )
             assert_scores(driver.call(message), message, judge)
-        while driver.engine.dispatcher._scoring.has_work:  # answered, and not yet off the device
+        while driver.engine.scoring.has_work:  # answered, and not yet off the device
             driver.tick()
         state = status_of(driver)
         assert state.model_path == str(reference)
         assert (state.residency, state.pending_sequences) == (residency, 0)
         assert state.scored_tokens == 3 * (6 + 50 + 1 + 85 + 47)
         assert state.device_bytes == (state.weights if residency == "resident" else 0)
-        allocator = driver.engine.dispatcher._scoring._allocator
+        allocator = driver.engine.scoring._allocator
         assert allocator.num_free == allocator.total
 
 
@@ -130,7 +130,7 @@ def test_any_architecture_layer_by_layer(tmp_path, tiny_model, family):
 )
 def test_no_way_of_cutting_changes_the_scores(engine, judge, shapes, budgets, rows, head_rows, split):
     """Any budgets, any number of rows, a pool for one sequence, any row count in the head, in one message or in two."""
-    scores = engine.engine.dispatcher._scoring
+    scores = engine.engine.scoring
     turn = iter(range(10**6))
     scores._chunks.budget = lambda: budgets[next(turn) % len(budgets)]
     object.__setattr__(scores._reference, "max_rows", rows)
@@ -164,13 +164,13 @@ def engine(tiny_model, reference):
 def test_logits_exist_for_a_few_rows_only(tiny_model, reference, monkeypatch):
     monkeypatch.setattr(scoring, "_ROW_BYTES_CPU", 39 * VOCAB * 4)
     with driver_with(tiny_model, reference, chunked_prefill_size=128) as driver:
-        model = driver.engine.dispatcher._scoring._reference.model
+        model = driver.engine.scoring._reference.model
         rows, logits = [], model.logits
         monkeypatch.setattr(model, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
         driver.call(ScoreReqInput(input_ids=sequences(101), start=[1]))
         assert sum(rows) == 100
         assert max(rows) == 32
-        workspace = driver.engine.dispatcher._scoring._workspace.take("scaled", (0, 1), torch.float32, "cpu")
+        workspace = driver.engine.scoring._workspace.take("scaled", (0, 1), torch.float32, "cpu")
         assert workspace.untyped_storage().nbytes() == 32 * VOCAB * 4
 
 
@@ -239,7 +239,7 @@ class LateDevice:
 def test_the_loop_neither_waits_for_a_device_nor_spins(tiny_model, reference, judge):
     """Each tick looks once and goes on; with nothing else to do, the loop sleeps between two looks."""
     with driver_with(tiny_model, reference) as driver:
-        device = driver.engine.dispatcher._scoring._module = LateDevice()
+        device = driver.engine.device_module = LateDevice()
         driver.send(message := ScoreReqInput(input_ids=sequences(30), start=[1]))
         rid = driver.generate([5, 6, 7], max_new_tokens=4)
         while not device.looks:
@@ -294,7 +294,7 @@ def test_a_release_of_the_weights_ends_scores_and_keeps_the_reference(
             driver.call(ResumeMemoryOccupationReqInput())
             again = ScoreReqInput(**message)
             assert_scores(driver.call(again, max_ticks=5000), again, judge)
-        allocator = driver.engine.dispatcher._scoring._allocator
+        allocator = driver.engine.scoring._allocator
         assert allocator.num_free == allocator.total
 
 
@@ -332,7 +332,7 @@ def test_what_cannot_be_scored_is_refused_by_name(tiny_model, reference):
         driver.tick(5)
         assert_error(driver.replies.pop(two.id), "queue_full")
         assert isinstance(driver.replies.pop(one.id), ScoreReqOutput)
-        assert not driver.engine.dispatcher._scoring.has_work
+        assert not driver.engine.scoring.has_work
 
 
 def test_an_engine_without_a_reference_says_so(tiny_model):
@@ -374,7 +374,7 @@ def test_a_chunk_that_fails_ends_its_messages_and_no_other(
 ):
     """Of three messages the first two are in the chunk that fails in its third layer; one of those has more queued."""
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=32) as driver:
-        model = driver.engine.dispatcher._scoring._reference.model
+        model = driver.engine.scoring._reference.model
         whole = model.forward_by_layer
 
         def failing(batch, backend):
@@ -393,7 +393,7 @@ def test_a_chunk_that_fails_ends_its_messages_and_no_other(
         for message in messages[:2]:
             assert_error(driver.replies.pop(message.id), code)
         assert_scores(driver.replies.pop(messages[2].id), messages[2], judge)
-        allocator = driver.engine.dispatcher._scoring._allocator
+        allocator = driver.engine.scoring._allocator
         assert allocator.num_free == allocator.total
         assert "scoring failed" in caplog.text
 
@@ -459,7 +459,7 @@ def test_the_pool_of_the_policy_leaves_room_for_what_is_still_to_come(tiny_model
         with driver_with(
             tiny_model, reference, residency, kv_pool_tokens=None, max_running_requests=200
         ) as driver:
-            manager = driver.engine.dispatcher._scoring._residency
+            manager = driver.engine.residency
             sizes[residency] = (driver.status().device_memory.kv_cache, manager.still_to_come)
     assert sizes["resident"][1] == 0
     assert 0 < sizes["layerwise"][1] < sizes["offload"][1]

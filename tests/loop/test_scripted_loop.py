@@ -416,7 +416,7 @@ def test_an_empty_session_commits_on_a_busy_engine(driver):
 
 def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeypatch):
     """Any failure after the first byte, not only those that were foreseen."""
-    loader = driver.engine.updates._loader
+    loader = driver.engine.loader
     write, calls = loader.write, []
 
     def failing(piece):
@@ -443,14 +443,14 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
 
 def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_model, monkeypatch):
     """However slow its disk is, or large its headers: steps go on, too."""
-    looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.updates._open_folder
+    looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.open_folder
 
     def slow(*arguments):
         looked.set()
         assert go_on.wait()
         return open_fitting(*arguments)
 
-    monkeypatch.setattr(driver.engine.updates, "_open_folder", slow)
+    monkeypatch.setattr(driver.engine, "open_folder", slow)
     rid = driver.generate(prompt_of(4), 200)
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     driver.tick()

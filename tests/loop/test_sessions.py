@@ -129,7 +129,7 @@ def test_a_piece_of_a_session_that_is_gone_changes_nothing(driver, other_model, 
     opened = driver.call(BeginWeightUpdateReqInput(deadline_s=600.0))
     session_id = "never" if gone == "never" else opened.session_id
     if gone == "expired":
-        driver.engine.updates.sessions.current.deadline = 0.0
+        driver.engine.sessions.current.deadline = 0.0
         driver.tick()
     else:
         driver.call(EndWeightUpdateReqInput(commit=False, session_id=opened.session_id))
@@ -259,7 +259,7 @@ def test_sender_and_pause_owner_settle(driver, other_model, command):
 
 def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver, other_model, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.lifecycle.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
     driver.call(PauseGenerationReqInput(owner="trainer", lease_s=10.0))
     Pieces(driver, other_model, owner="trainer").send(0)
     assert_error(driver.call(FlushCacheReqInput(), "other"), "session_open")
@@ -275,7 +275,7 @@ def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver
 def vanish(driver: EngineDriver, name: str) -> None:
     """Close the socket of ``name``; returns when the engine has found out."""
     driver.clients.pop(name).close(0)
-    sessions = driver.engine.updates.sessions
+    sessions = driver.engine.sessions
     for _ in range(5000):
         if sessions.current is None or sessions.current.orphaned_at is not None:
             return
@@ -309,7 +309,7 @@ def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
     with EngineDriver(str(tiny_model), session_orphan_s=3600.0) as driver:
         session_id = driver.call(BeginWeightUpdateReqInput(), "gone").session_id
         vanish(driver, "gone")
-        sessions = driver.engine.updates.sessions
+        sessions = driver.engine.sessions
         assert sessions.current.orphaned_at is not None
         pieces = Pieces(driver, other_model, session_id=session_id)
         for number in range(len(pieces)):
@@ -324,7 +324,7 @@ def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
 @pytest.mark.parametrize("parked", ["flush", "join"])
 def test_a_parked_command_of_somebody_else_is_no_sign_of_life(driver, monkeypatch, parked):
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.lifecycle.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
     driver.generate([5, 6, 7], 200)
     driver.tick(3)
     driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
@@ -341,7 +341,7 @@ def test_a_parked_command_of_somebody_else_is_no_sign_of_life(driver, monkeypatc
 def test_a_pause_that_nobody_owns_is_not_adopted(driver, monkeypatch):
     """Else the lease of one trainer continues the pause of another."""
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.lifecycle.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
     driver.call(PauseGenerationReqInput())
     driver.call(PauseGenerationReqInput(owner="late", lease_s=5.0), "other")
     status = driver.status()
@@ -355,7 +355,7 @@ def test_a_pause_that_nobody_owns_is_not_adopted(driver, monkeypatch):
 
 def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_model, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.lifecycle.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
     driver.call(PauseGenerationReqInput(owner="trainer", lease_s=5.0))
     opened = driver.call(BeginWeightUpdateReqInput(), "other")
     pieces = Pieces(driver, other_model, client="other", session_id=opened.session_id)

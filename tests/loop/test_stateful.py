@@ -40,6 +40,7 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
     WeightUpdateReqOutput,
 )
+from caesura.scheduler.messaging.status import status as engine_status
 
 VOCAB, CONTEXT, POOL_TOKENS = 97, 256, 160
 MODES = st.sampled_from(["retract", "in_place", "in_place", "retract", "abort"])
@@ -110,7 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def status(self):
         """What a status request would be answered now, without the tick that sending one takes."""
-        return self.driver.engine.status("probe")
+        return engine_status(self.driver.engine, "probe")
 
     def answer_to(self, message_id: str) -> Message:
         for _ in range(500):
@@ -365,7 +366,7 @@ class EngineMachine(RuleBasedStateMachine):
     @property
     def whole(self) -> bool:
         """Everything has been written since the weights were poisoned."""
-        loader = self.driver.engine.updates._loader
+        loader = self.driver.engine.loader
         return not loader.missing(loader.written)
 
     @precondition(lambda self: self.resets == 0 and len(self.submitted) > 4)

@@ -59,12 +59,12 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
     driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
     trainer.close()
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(model)), max_ticks=100_000).committed
-    assert driver.engine._executor._answers == {}
+    assert driver.engine.executor._answers == {}
 
 
 def test_what_rank_0_cannot_do_leaves_no_answers_of_the_others(driver, monkeypatch):
     """They have done their part."""
-    steps = driver.engine.scheduler._runner
+    steps = driver.engine.runner
 
     def fails(*_):
         raise RuntimeError("an injected defect")
@@ -78,4 +78,4 @@ def test_what_rank_0_cannot_do_leaves_no_answers_of_the_others(driver, monkeypat
             with pytest.raises(RuntimeError, match="injected"):
                 getattr(steps, name)(*arguments)
     steps.synchronize()  # every rank has come to the end of what it was told
-    assert driver.engine._executor._answers == {}
+    assert driver.engine.executor._answers == {}

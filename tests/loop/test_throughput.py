@@ -25,7 +25,7 @@ def clock(monkeypatch):
             "runtime.loop",
             "runtime.housekeeping",
             "runtime.timers",
-            "control.lifecycle",
+            "control.engine_state",
             "observability.throughput",
         ],
     )

@@ -15,8 +15,8 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
     encode,
 )
+from caesura.scheduler.control import weight_updates
 from caesura.scheduler.execution import build
-from caesura.scheduler.runtime import engine
 from caesura.scheduler.weights.transports.disk import open_checkpoint
 from caesura.scheduler.weights.upload import Uploader, WriteStream
 
@@ -46,7 +46,7 @@ def expected(other_model) -> str:
 def driver(expected, tiny_model, monkeypatch) -> Iterator[EngineDriver]:
     monkeypatch.setattr(Counting, "loads", 0)
     monkeypatch.setattr(build, "uploader_of", uploader_of)
-    monkeypatch.setattr(engine, "uploader_of", uploader_of)
+    monkeypatch.setattr(weight_updates, "uploader_of", uploader_of)
     with EngineDriver(str(tiny_model), scripted=False) as driver:
         yield driver
 

@@ -160,7 +160,7 @@ def test_a_resume_that_fails_half_way_keeps_the_copy(driver, monkeypatch, where)
     """The copy cannot be read, or the KV cannot be allocated after the weights have come back."""
     before = generate(driver)
     call(driver, Release())
-    manager = driver.engine.commands._handlers._without_sender[Release].__self__._residency
+    manager = driver.engine.residency
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -189,7 +189,7 @@ def test_scales_and_derived_tensors_come_back(tmp_path, backend, family):
     path = tmp_path / "fp8"
     make_fp8_checkpoint(tmp_path / "plain", path, (16, 16))
     with EngineDriver(str(path), scripted=False, weights_cpu_backup=True) as driver:
-        model = driver.engine.updates._model
+        model = driver.engine.model
         storage = {name: tensor.clone() for name, tensor in model.named_storage()}
         before = generate(driver)
         call(driver, Release())

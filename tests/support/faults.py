@@ -47,16 +47,15 @@ def results_of(driver: EngineDriver, rids: dict[str, list[int]]) -> list[Generat
 
 
 def check_nothing_is_left(driver: EngineDriver) -> None:
-    scheduler = driver.engine.scheduler
     driver.engine.cache.check()
     status = driver.status()
     assert (status.kv.held, status.running_requests, status.prefilling_requests) == (0, 0, 0)
     assert status.waiting_requests == 0
     assert not driver.engine.live
-    assert not scheduler._batcher._deferred_releases
-    assert not scheduler._batcher._prefixes_in_progress
-    assert not scheduler._batcher.in_flight
-    table = scheduler._batcher.table
+    assert not driver.engine.batcher._deferred_releases
+    assert not driver.engine.batcher._prefixes_in_progress
+    assert not driver.engine.batcher.in_flight
+    table = driver.engine.batcher.table
     assert table.num_free == table.slots
 
 

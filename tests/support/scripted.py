@@ -364,7 +364,7 @@ class EngineDriver:
             self._dir.cleanup()
             raise
         if self.runner is not None:
-            self.runner.read_epoch = lambda: self.engine.scheduler._lifecycle.stamp.epoch
+            self.runner.read_epoch = lambda: self.engine.state.stamp.epoch
         self._inbox = _Inbox(self.engine)
         self.ongoing: Step | None = None
         self._context = zmq.Context()
@@ -486,7 +486,7 @@ class EngineDriver:
     def _await_thread(self) -> None:
         """Wait for the thread or rank beside the loop that a command waits for; not for long, it may wait for somebody itself."""
         poller = zmq.Poller()
-        for each in (self.engine.wakeup.fd, *self.engine._executor.heard):
+        for each in (self.engine.wakeup.fd, *self.engine.executor.heard):
             poller.register(each, zmq.POLLIN)
         poller.poll(250)
 

@@ -36,11 +36,19 @@ from ....io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
+from ....transfer.process_group import (
+    Membership,
+    await_ranks,
+    is_loopback,
+    keys_of,
+    make_backend,
+    ranks_seen,
+    release,
+)
 from ...runtime.background import Feed, Worker
 from ..source import WeightPiece, cut
 from ..upload import WriteStream
 from .batches import Batch, batches_of, nbytes_of
-from .process_group import Membership, await_ranks, keys_of, make_backend, ranks_seen, release
 from .reception import GRACE_S, SHARED_BYTES, Reception, broadcasts, plans_of
 from .transmission import Relay, Transmission
 
@@ -249,7 +257,14 @@ class Group:
         reason, backend = None, None
         try:
             joining = self._time_left() if member.backend == "gloo" else limit
-            backend = make_backend(member, ranks, self._device, joining, self._interface)
+            backend = make_backend(
+                member,
+                ranks,
+                joining,
+                device=self._device,
+                interface=self._interface,
+                hostname=host if is_loopback(host) else None,
+            )
             if member.backend == "nccl":
                 await_ranks(member, own, self._time_left())
                 store.set_timeout(limit)  # at the first broadcast the ranks meet in it

@@ -53,7 +53,20 @@ class Tests:
 
 
 MODULES = {
-    "scheduler/control/lifecycle.py": Tests(
+    "scheduler/control/engine_state.py": Tests(
+        near=(
+            "tests/loop/test_lifecycle_figures.py",
+            "tests/loop/test_leases.py",
+            "tests/loop/test_sessions.py",
+            "tests/loop/test_empty_cache.py",
+        ),
+        wide=(
+            "tests/loop/test_scripted_loop.py",
+            "tests/loop/test_restarts.py",
+            "tests/loop/test_lifecycle_table.py",
+        ),
+    ),
+    "scheduler/control/pause.py": Tests(
         near=(
             "tests/loop/test_lifecycle_figures.py",
             "tests/loop/test_leases.py",

@@ -155,7 +155,7 @@ def test_when_preempted_for_want_of_memory(model, dtype, alone):
 def test_after_steps_that_ran_out_of_memory(model, dtype, alone, monkeypatch):
     """Their results are lost when all is computed; what is computed again has the same bits."""
     with engine(model, dtype, chunked_prefill_size=32) as driver:
-        runner = driver.engine.scheduler._runner
+        runner = driver.engine.runner
         fault = Fault(monkeypatch, runner, "execute", NO_MEMORY[0], {3, 14, 15, 22}, after=True)
         assert together(driver) == alone
         assert fault.raised == 4

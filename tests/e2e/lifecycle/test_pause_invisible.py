@@ -65,7 +65,7 @@ class Stage:
 
     @property
     def step(self) -> int:
-        return self.driver.engine.scheduler._lifecycle.step
+        return self.driver.engine.state.step
 
     def play(self, arrivals: list[Arrival], pause_before: int | None = None, mode: str = "in_place"):
         """[(tokens, logprobs)] per sample and the number of steps; paused once before step ``pause_before``."""

@@ -91,7 +91,7 @@ def test_an_update_that_fails_and_one_that_empties(driver, other_model, monkeypa
     def broken() -> None:
         raise RuntimeError("no derivation today")
 
-    model = driver.engine.updates._model
+    model = driver.engine.model
     with monkeypatch.context() as patch:
         patch.setattr(model, "finalize_weights", broken)
         driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
@@ -170,7 +170,7 @@ def test_idleness_is_noted_once(driver, monkeypatch):
 
 def test_a_lease_that_expires(driver, monkeypatch):
     driver.call(PauseGenerationReqInput(owner="me", lease_s=0.01))
-    lifecycle = driver.engine.scheduler._lifecycle
+    lifecycle = driver.engine.state
     monkeypatch.setattr(lifecycle.ownership.lease, "expires", 0.0)
     driver.tick(2)
     event = history(driver)[-1]

@@ -19,7 +19,7 @@ from support.scripted import EngineDriver, assert_error
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
-from caesura.client.trainer import rendezvous
+from caesura.client.trainer.rendezvous import beside, make_store
 from caesura.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     DestroyWeightsUpdateGroupReqOutput,
@@ -33,6 +33,7 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
 )
 from caesura.scheduler.weights.transports.distributed import MAX_JOINING
+from caesura.transfer.process_group import Membership, keys_of, make_backend
 
 
 @pytest.fixture
@@ -352,14 +353,13 @@ def test_a_group_of_one_host_listens_on_loopback_alone(driver):
     message = InitWeightsUpdateGroupReqInput(
         master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=PATIENCE
     )
-    store, is_local = rendezvous.rendezvous("127.0.0.1", 0, 2, timedelta(seconds=PATIENCE))
+    limit = timedelta(seconds=PATIENCE)
+    store, is_local = make_store("127.0.0.1", 0, limit, 2)
     assert is_local
     message.master_port = store.port
-    joining = rendezvous.beside(
-        lambda: rendezvous.join(
-            store, message.group_name, "gloo", 2, timedelta(seconds=PATIENCE), "127.0.0.1"
-        )
-    )
+    member = Membership(message.group_name, f"127.0.0.1:{store.port}", 2, 0, "gloo")
+    _, ranks = keys_of(member, store)
+    joining = beside(lambda: make_backend(member, ranks, limit, hostname="127.0.0.1"))
     assert pump(driver, message).rank == 1
     joining.result(PATIENCE)
     opened = listeners(os.getpid()) - before

@@ -211,7 +211,7 @@ class Pair:
 
     def __init__(self, source: SchedulerClient, target: SchedulerClient, name: str) -> None:
         self.name, self.source, self.target = name, source, target
-        self._store = make_store("127.0.0.1", 0, timedelta(seconds=PATIENCE_S))
+        self._store, _ = make_store("127.0.0.1", 0, timedelta(seconds=PATIENCE_S))
         limits = (PATIENCE_S, PATIENCE_S)
         join_links([source, target], [name], self._store, "127.0.0.1", "gloo", limits)
 

@@ -334,7 +334,7 @@ def test_shared_memory_that_could_fault_the_engine_is_refused(engine, family):
                 engine._call(UpdateWeightsFromIPCReqInput(handle=handle, specs=specs), object, 30)
             assert caught.value.code == "invalid_request"
         os.close(unsealed)
-        assert fcntl.fcntl(memory._fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        assert fcntl.fcntl(memory.handle.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     assert engine.status().weights == "valid"
 
 

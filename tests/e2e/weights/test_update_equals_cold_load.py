@@ -242,7 +242,7 @@ class TestPoisoned:
             )
             assert not driver.call(message).committed
         assert driver.status().session.deadline_s > 0
-        driver.engine.updates.sessions.current.deadline = 0.0
+        driver.engine.sessions.current.deadline = 0.0
         driver.tick()
         status = driver.status()
         assert (status.session, status.weights) == (None, "poisoned" if written else "valid")
@@ -259,7 +259,7 @@ class TestPoisoned:
         update = UpdateWeightFromDiskReqInput(model_path=str(checkpoint("qwen3", 2)), session_id=session_id)
         waiting = driver.send(update)
         eventually(lambda: driver.tick() or self.is_written(driver))
-        driver.engine.updates.sessions.current.deadline = 0.0
+        driver.engine.sessions.current.deadline = 0.0
         driver.tick(3)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")
         self.assert_nothing_runs(driver)

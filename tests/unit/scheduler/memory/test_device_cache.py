@@ -43,9 +43,13 @@ def test_a_device_in_any_state_does_not_stop_the_answer(caplog, broken):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     device, noted = Device(10, 6), []
-    cache = DeviceCache(device)
-    cache.note_failure = lambda what, freed: noted.append((what, freed))
-    setattr(cache if broken == "synchronize" else device, broken, fail)
+    if broken == "empty_cache":
+        device.empty_cache = fail
+    cache = DeviceCache(
+        device,
+        synchronize=fail if broken == "synchronize" else lambda: None,
+        note_failure=lambda what, freed: noted.append((what, freed)),
+    )
     cache.after_failure("step 3")
     assert noted == [("step 3", 0)]
     assert "could not be emptied" in caplog.text
@@ -53,7 +57,6 @@ def test_a_device_in_any_state_does_not_stop_the_answer(caplog, broken):
 
 def test_after_a_failure_the_history_hears_what_came_back():
     noted: list[tuple[str, int]] = []
-    cache = DeviceCache(Device(10, 6))
-    cache.note_failure = lambda what, freed: noted.append((what, freed))
+    cache = DeviceCache(Device(10, 6), note_failure=lambda what, freed: noted.append((what, freed)))
     cache.after_failure("step 3")
     assert noted == [("step 3", 4 * MIB)]

@@ -23,6 +23,7 @@ from caesura.scheduler.observability.memory_history import (
     STEADY_BYTES,
     MemoryGauges,
     MemoryHistory,
+    OwnBytes,
 )
 
 CPU = torch.device("cpu")
@@ -66,8 +67,7 @@ def all_events(history, page=7):
 
 
 def test_an_event_says_what_was_noted(memory, clock):
-    history = MemoryHistory(memory)
-    history.where = lambda: (12, 3)
+    history = MemoryHistory(memory, lambda: (12, 3))
     history.note("flush", "160 tokens", returned=-5)
     ((event,), more) = history.events(0, 10)
     assert not more
@@ -221,8 +221,8 @@ def test_the_residual_is_what_a_pause_left(memory, end):
     assert [event.residual for event in all_events(history)] == [None, None, 11, None, -300, None]
 
 
-def gauges_over(manager, module=None):
-    return MemoryGauges(module or device_module_for(CPU), manager)
+def gauges_over(manager, module=None, **own):
+    return MemoryGauges(module or device_module_for(CPU), manager, lambda: OwnBytes(**own))
 
 
 def fill(manager, tag, nbytes, written):
@@ -237,11 +237,9 @@ def fill(manager, tag, nbytes, written):
 @linux
 def test_parts_are_what_has_been_written_and_add_up():
     manager = ComponentResidencyManager(CPU, make_component=MappedComponent)
-    gauges = gauges_over(manager)
+    gauges = gauges_over(manager, derived=2 * MIB, graphs=3)
     fill(manager, "weights", 24 * MIB, 24 * MIB)
     kv = fill(manager, "kv_cache", 32 * MIB, 8 * MIB)
-    gauges.derived_bytes = 2 * MIB
-    gauges.graphs_bytes = lambda: 3
     reading, parts = gauges()
     assert sum(getattr(parts, tag) for tag in parts.__struct_fields__) == reading.reserved
     assert (parts.weights, parts.derived, parts.kv, parts.graphs) == (22 * MIB, 2 * MIB, 8 * MIB, 3)

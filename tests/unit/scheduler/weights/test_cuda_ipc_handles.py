@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef, rebuild_cuda_tensor
 
 from caesura.client.trainer import buckets
-from caesura.client.trainer.cuda_ipc import CudaBucket, common_cuda_device
+from caesura.client.trainer.shared import SharedBucket, common_cuda_device
 from caesura.io_struct import (
     CaesuraError,
     CudaIPCHandle,
@@ -20,10 +20,10 @@ from caesura.io_struct import (
     encode,
 )
 from caesura.scheduler.weights.source import BufferSource
-from caesura.scheduler.weights.transports import cuda_ipc
 from caesura.scheduler.weights.transports.checkpoint_engine import opening_of
-from caesura.scheduler.weights.transports.cuda_ipc import CudaMemories, check_handle
 from caesura.scheduler.weights.transports.ipc import SharedMemoryMaps
+from caesura.transfer import cuda_ipc
+from caesura.transfer.cuda_ipc import CudaMemories, check_handle
 from caesura.transfer.legacy_pickle import parse
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
@@ -156,7 +156,7 @@ def test_a_bucket_travels_by_its_handle(driver):
     """Exported once and opened once over several messages; the tensors arrive; nothing stays open."""
     memories = CudaMemories(torch.device("cuda"))
     (bucket,) = buckets(TENSORS.items(), 1 << 20)
-    with CudaBucket(4096, torch.device("cpu")) as memory:
+    with SharedBucket(4096, torch.device("cpu")) as memory:
         for offset in (0, 2048):
             message = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=memory.fill(bucket, offset))
             request = decode_request(encode(message))
@@ -183,7 +183,7 @@ def test_a_bucket_travels_by_its_handle(driver):
 
 def test_closing_collects_what_a_cycle_still_holds(driver):
     memories = CudaMemories(torch.device("cuda:1"))
-    with CudaBucket(64, torch.device("cpu")) as memory:
+    with SharedBucket(64, torch.device("cpu")) as memory:
         view = memories.view(memory.handle)
         assert driver.opened[0][0] == 1
         storage = StorageWeakRef(view.untyped_storage())
@@ -203,7 +203,7 @@ def test_closing_collects_what_a_cycle_still_holds(driver):
 def test_memory_beyond_what_was_exported_is_not_read(driver, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "_bytes_from", lambda _, offset: 4096 - offset)
     memories = CudaMemories(torch.device("cuda"))
-    with CudaBucket(4096, torch.device("cpu")) as memory:
+    with SharedBucket(4096, torch.device("cpu")) as memory:
         with pytest.raises(CaesuraError, match="more than the 3584"):
             memories.view(memory.handle)
         assert len(memories) == 0
@@ -219,7 +219,7 @@ def test_what_the_driver_refuses_is_an_invalid_request(driver):
 def test_a_trainer_with_expandable_segments_is_told_so(driver):
     driver.kind = b"e"
     with pytest.raises(CaesuraError, match="expandable_segments:False") as caught:
-        CudaBucket(64, torch.device("cpu"))
+        SharedBucket(64, torch.device("cpu"))
     assert caught.value.code == "unsupported"
 
 

@@ -18,10 +18,11 @@ from torch.distributed import PrefixStore, TCPStore
 
 from caesura.io_struct import CaesuraError, TensorSpec, UpdateWeightsFromDistributedReqInput
 from caesura.io_struct.weights import PRESENT
-from caesura.scheduler.weights.transports import process_group, reception
+from caesura.scheduler.weights.transports import reception
 from caesura.scheduler.weights.transports.distributed import DistributedSource, Group
-from caesura.scheduler.weights.transports.process_group import Membership
 from caesura.scheduler.weights.upload import WriteStream
+from caesura.transfer import process_group
+from caesura.transfer.process_group import Membership
 
 CPU = torch.device("cpu")
 NAME = "g"

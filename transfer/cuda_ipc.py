@@ -1,11 +1,16 @@
-"""Device memory of another process of this host, through CUDA's IPC handles.
+"""Device memory that processes of one host share through CUDA's IPC handles.
 
 Invariants:
-- A handle is plain fields. Before the driver or torch sees one: it is of our device, of a kind that torch opens with one
-  driver call (no file descriptors to chase), its sizes fit the device, and torch's counter and event are within their bounds.
-- One export is opened once, however many messages name it, and closed when the session ends. Closing is checked: what
-  something still refers to is collected first, so that nothing of the exporting process stays mapped.
-- Reading is ordered: the exporting process has synchronised before it sends, and we have before we answer.
+- A handle is plain fields. Before the driver or torch sees one, it is checked: it is of our device, of a kind
+  that torch opens with one driver call (no file descriptors to pass), its sizes fit the device, and torch's
+  counter and event are within their bounds.
+- One export is opened once, however many messages name it, and closed when the session ends. Closing is
+  checked: references that are left behind are collected first, so that nothing of the exporting process stays
+  mapped.
+- The exporter's reference of torch is released at once: torch would otherwise keep the memory of a closed
+  export until every other process has opened and closed it.
+- Reading is ordered: the exporting process has synchronised before it sends, and the reader before it
+  answers.
 """
 
 import ctypes
@@ -17,36 +22,64 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ....io_struct import CaesuraError, CudaIPCHandle, ErrorCode
+from ..io_struct import CaesuraError, CudaIPCHandle, ErrorCode
 
 _DRIVER_HANDLE_BYTES = 64
 _COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 _COUNTERS_PER_FILE = 10_000
-"""torch's CUDA_IPC_REF_COUNTER_FILE_SIZE; it writes to the counter at ``ref_counter_offset`` without looking."""
+"""torch's CUDA_IPC_REF_COUNTER_FILE_SIZE; it writes to the counter at ``ref_counter_offset`` without looking.
+"""
 
 
 def uuid_of(device: torch.device) -> str:
-    """As ``torch.cuda.get_device_properties`` has it: without the prefix ``GPU-`` of nvidia-smi."""
+    """Return the UUID of a device without the prefix ``GPU-`` of nvidia-smi."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def check_handle(handle: CudaIPCHandle, device_uuid: str, device_bytes: int) -> None:
-    """Everything that can be known before the handle is opened.
-
-    Args:
-        device_uuid: of the engine's device.
-        device_bytes: that device's whole memory.
+def export(memory: Tensor) -> CudaIPCHandle:
+    """Return the handle of ``memory``, which is all of its storage.
 
     Raises:
-        CaesuraError: ``invalid_request``.
+        CaesuraError: ``unsupported`` if torch has allocated it in segments that cannot be exported.
+    """
+    storage: Any = memory.untyped_storage()
+    _, handle, nbytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
+    if len(handle) != _DRIVER_HANDLE_BYTES and handle[1:2] == b"e":
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            "memory in expandable segments cannot be shared: allocate with expandable_segments:False,"
+            " or send from the CPU",
+        )
+    return CudaIPCHandle(
+        device_uuid=uuid_of(memory.device),
+        handle=handle,
+        nbytes=nbytes,
+        offset=offset,
+        ref_counter_handle=counter,
+        ref_counter_offset=counter_offset,
+        event_handle=event,
+        event_sync_required=event_sync,
+    )
+
+
+def check_handle(handle: CudaIPCHandle, device_uuid: str, device_bytes: int) -> None:
+    """Raise ``invalid_request`` unless the handle may be opened.
+
+    Args:
+        device_uuid: UUID of this process's device.
+        device_bytes: size of that device's memory.
     """
     if handle.device_uuid != device_uuid:
-        raise _bad(
-            "device_uuid",
-            handle.device_uuid,
-            f"is not the engine's device, {device_uuid}: export from that one",
-        )
-    _check_kind(handle.handle)
+        problem = f"is not the engine's device, {device_uuid}: export from that one"
+        raise _bad("device_uuid", handle.device_uuid, problem)
+    # torch puts two bytes before the driver's 64 since 2.5: a version, and ``c`` for memory of cudaMalloc.
+    length, kind = len(handle.handle), handle.handle[1:2]
+    if length != _DRIVER_HANDLE_BYTES and not (length == _DRIVER_HANDLE_BYTES + 2 and kind == b"c"):
+        if kind == b"e":
+            problem = "is of an expandable segment: allocate the bucket with expandable_segments:False"
+            raise _bad("handle", "e", problem)
+        raise _bad("handle", length, "bytes are not a handle of cudaMalloc memory")
     if handle.offset + handle.nbytes > device_bytes:
         raise _bad("nbytes", handle.nbytes, f"from byte {handle.offset} on is more than the device has")
     if not _COUNTER_NAME.fullmatch(handle.ref_counter_handle):
@@ -57,36 +90,22 @@ def check_handle(handle: CudaIPCHandle, device_uuid: str, device_bytes: int) -> 
         raise _bad("event_handle", len(handle.event_handle), f"must have {_DRIVER_HANDLE_BYTES} bytes")
 
 
-def _check_kind(handle: bytes) -> None:
-    """64 bytes of cudaIpcMemHandle_t, behind two of torch since 2.5: a version, and ``c`` for cudaMalloc."""
-    if len(handle) == _DRIVER_HANDLE_BYTES or (
-        len(handle) == _DRIVER_HANDLE_BYTES + 2 and handle[1:2] == b"c"
-    ):
-        return
-    if handle[1:2] == b"e":
-        raise _bad(
-            "handle", "e", "is of an expandable segment: allocate the bucket with expandable_segments:False"
-        )
-    raise _bad("handle", len(handle), "bytes are not a handle of cudaMalloc memory")
-
-
 class CudaMemories:
-    """The exports that are open now."""
+    """The exports of other processes that are open now."""
 
     def __init__(self, device: torch.device) -> None:
-        """``device`` is a CUDA device; without an index, the current one."""
+        """Open exports on ``device``, a CUDA device; without an index, the current one."""
         self._device = device
         self._open: dict[CudaIPCHandle, Tensor] = {}
 
     def __len__(self) -> int:
-        """How many are open."""
         return len(self._open)
 
     def view(self, handle: CudaIPCHandle) -> Tensor:
-        """The exported storage: uint8 [handle.nbytes] on the engine's device, until :meth:`close`.
+        """Return the exported storage, uint8 [handle.nbytes], valid until :meth:`close`.
 
         Raises:
-            CaesuraError: ``invalid_request``, it is refused by :func:`check_handle` or by the driver.
+            CaesuraError: ``invalid_request`` if :func:`check_handle` or the driver refuses it.
         """
         if handle not in self._open:
             properties = torch.cuda.get_device_properties(self._device)
@@ -95,7 +114,7 @@ class CudaMemories:
         return self._open[handle]
 
     def close(self) -> None:
-        """Close all of them, also where a reference was left behind in a cycle. Idempotent."""
+        """Close all of them, even if a reference was left behind in a cycle. Idempotent."""
         if not self._open:
             return
         storages = [StorageWeakRef(memory.untyped_storage()) for memory in self._open.values()]
@@ -127,7 +146,10 @@ class CudaMemories:
 
 
 def _bytes_from(pointer: int, offset: int) -> int | None:
-    """Bytes of an opened allocation from ``pointer`` on, ``offset`` bytes into it. None: the driver does not tell."""
+    """Return the bytes of an opened allocation from ``pointer``, which is ``offset`` bytes into it.
+
+    None means that the driver does not tell.
+    """
     base, size = ctypes.c_void_p(), ctypes.c_size_t()
     try:
         query = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2

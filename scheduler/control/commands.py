@@ -1,0 +1,77 @@
+"""The table of commands: message type to the function that carries it out.
+
+A command is a generator function of the engine, the message and its sender. A message type without an entry is not a
+command; ``messaging/dispatcher.py`` answers it directly.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ...io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    ControlRequest,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    FlushCacheReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SendWeightsReqInput,
+    StartProfileReqInput,
+    StopProfileReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+)
+from .distributed_updates import update_from_distributed
+from .memory_occupation import release_memory, resume_memory
+from .operations import Operation
+from .pause import continue_generation, flush, pause
+from .pause_ownership import Sender
+from .process_groups import destroy_group, init_group
+from .profiling import start_profile, stop_profile
+from .weights_checker import check_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..runtime.engine import Engine
+
+COMMANDS: "dict[type[ControlRequest], Callable[[Engine, Any, Sender], Operation]]" = {
+    PauseGenerationReqInput: pause,
+    ContinueGenerationReqInput: continue_generation,
+    FlushCacheReqInput: flush,
+    ReleaseMemoryOccupationReqInput: release_memory,
+    ResumeMemoryOccupationReqInput: resume_memory,
+    WeightsCheckerReqInput: check_weights,
+    StartProfileReqInput: start_profile,
+    StopProfileReqInput: stop_profile,
+    BeginWeightUpdateReqInput: lambda engine, request, sender: engine.updates.begin(request, sender),
+    EndWeightUpdateReqInput: lambda engine, request, sender: engine.updates.end(request, sender),
+    UpdateWeightFromDiskReqInput: lambda engine, request, sender: engine.updates.from_disk(request, sender),
+    UpdateWeightsFromIPCReqInput: lambda engine, request, sender: engine.updates.from_ipc(request, sender),
+    UpdateWeightsFromDistributedReqInput: update_from_distributed,
+    UpdateWeightsFromCheckpointEngineReqInput: lambda engine, request, sender: engine.parameter_server.update(
+        request, sender
+    ),
+    SendWeightsReqInput: lambda engine, request, sender: engine.sending.send(request),
+    InitWeightsUpdateGroupReqInput: init_group,
+    DestroyWeightsUpdateGroupReqInput: destroy_group,
+}
+
+
+def operation(
+    engine: "Engine", client: bytes, message: ControlRequest, buffers: list[memoryview]
+) -> Operation:
+    """Return the operation for ``message`` from the socket ``client``.
+
+    It does nothing until it is first advanced, except that destroying a group ends what waits there.
+    """
+    sender = Sender(client, message.owner)
+    if isinstance(message, UpdateWeightsFromTensorReqInput):
+        return engine.updates.from_tensor(message, sender, buffers)
+    return COMMANDS[type(message)](engine, message, sender)

@@ -1,0 +1,258 @@
+"""The engine's state and its only writer.
+
+The state is three independent facts: generation (running, pausing, paused in a mode), weights (valid, updating, poisoned,
+invalid) and memory (resident, released tags). A step is launched only when they are running, valid and resident.
+docs/reference/states.md says what each command does in each state; a test drives a real engine through every cell of it.
+
+Invariants:
+- The attributes are public to read; only the methods here write them.
+- After a failed update, weights become valid again only by a complete update.
+- The weights epoch and the public label change in :meth:`EngineState.commit_weights` and nowhere else.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from ...io_struct import (
+    CaesuraError,
+    ErrorCode,
+    GenerationState,
+    MemoryTag,
+    PauseGenerationReqInput,
+    PauseMode,
+    PauseTotal,
+    UpdateTotal,
+    WeightsState,
+)
+from ..scheduling.request import WeightStamp
+from .pause_ownership import PauseOwnership, Sender
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState:
+    """Generation, weights and memory, with their totals since start."""
+
+    def __init__(self, engine: "Engine", stamp: WeightStamp, lost: str | None) -> None:
+        """Begin in the state running, valid, resident.
+
+        Args:
+            engine: its parts are used by a commit.
+            stamp: epoch and label of the weights that are loaded.
+            lost: which committed weights could not be restored at this start, or None. Then the weights are invalid,
+                unless the configuration serves the initial ones.
+        """
+        self._engine = engine
+        self.generation: GenerationState = "running"
+        self.pause_mode: PauseMode | None = None
+        """Mode of the pause, or None unless paused."""
+        self.ownership = PauseOwnership()
+        self.weights: WeightsState = "valid"
+        self.weights_detail: str | None = None
+        """Reason why the weights are poisoned or invalid, or None if they are not."""
+        self.stamp = stamp
+        """Epoch and label of the committed weights."""
+        self.released: frozenset[MemoryTag] = frozenset()
+        """Tags whose memory is released."""
+        self.step = 0
+        """Number of the last launched step; 0 before the first."""
+        self._lost = lost
+        self._paused_at: float | None = None
+        self._lease_ended_at: float | None = None
+        self._mode_entered_at = 0.0
+        self._pauses: Counter[PauseMode] = Counter()
+        self._pause_s: dict[PauseMode, float] = {}
+        self._commits: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        if lost is not None and engine.config.on_lost_weights == "serve_initial":
+            logger.error("weights are LOST: %s; the initial weights are served", lost)
+        elif lost is not None:
+            self.weights, self.weights_detail = "invalid", lost
+            logger.error("weights are LOST: %s; nothing is served until a complete update commits", lost)
+
+    @property
+    def may_execute(self) -> bool:
+        """The gate of every step: True if the next step may be launched."""
+        return self.generation == "running" and self.weights == "valid" and not self.released
+
+    def begin_step(self) -> None:
+        """Count the step that the loop is about to execute."""
+        self.step += 1
+
+    # generation
+
+    def begin_pause(self) -> None:
+        """Close the gate for a pause, unless the engine is paused already."""
+        if self.generation == "running":
+            self.generation = "pausing"
+
+    def complete_pause(self, request: PauseGenerationReqInput, sender: Sender) -> None:
+        """Enter the mode of ``request``. A pause of a paused engine changes the mode."""
+        self.generation = "paused"
+        self._enter(request.mode)
+        self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
+        self.ownership.take(sender, request, monotonic())
+
+    def run(self) -> None:
+        """End the pause."""
+        self.generation = "running"
+        self._enter(None)
+        self._paused_at = self._lease_ended_at = None
+        self.ownership.end()
+
+    def renew_lease(self, owner: str | None) -> None:
+        """Renew the pause's lease if ``owner``, the token of a received message, owns the pause."""
+        self.ownership.renew(owner, monotonic())
+
+    def end_lease(self) -> None:
+        """Record that the lease has expired; the pause has no owner any more."""
+        self.ownership.end()
+        self._lease_ended_at = monotonic()
+
+    @property
+    def pause_age_s(self) -> float | None:
+        """Seconds since the pause was acknowledged, or None unless paused."""
+        return None if self._paused_at is None else monotonic() - self._paused_at
+
+    @property
+    def unleased_since(self) -> float | None:
+        """Monotonic time since when the pause has had no lease, or None unless paused without one."""
+        if self._paused_at is None or self.ownership.lease is not None:
+            return None
+        return self._paused_at if self._lease_ended_at is None else self._lease_ended_at
+
+    @property
+    def paused_by(self) -> str:
+        """Description of who has paused, for log lines."""
+        if self.ownership.owner is not None:
+            return f"owner {self.ownership.owner!r}"
+        return (
+            "a client without an owner token"
+            if self._lease_ended_at is None
+            else "an owner whose lease has expired"
+        )
+
+    @property
+    def lease_left_s(self) -> float | None:
+        """Seconds until the pause's lease expires, or None if it has none."""
+        lease = self.ownership.lease
+        return None if lease is None else lease.expires - monotonic()
+
+    def pause_totals(self) -> list[PauseTotal]:
+        """Return number and seconds of pauses since start, by mode."""
+        return [
+            PauseTotal(mode=mode, count=count, seconds=self._seconds_in(mode))
+            for mode, count in self._pauses.items()
+        ]
+
+    def _enter(self, mode: PauseMode | None) -> None:
+        if self.pause_mode is not None:
+            self._pause_s[self.pause_mode] = self._seconds_in(self.pause_mode)
+        if mode is not None and mode != self.pause_mode:
+            self._pauses[mode] += 1
+        self.pause_mode, self._mode_entered_at = mode, monotonic()
+
+    def _seconds_in(self, mode: PauseMode) -> float:
+        lasting = monotonic() - self._mode_entered_at if mode == self.pause_mode else 0.0
+        return self._pause_s.get(mode, 0.0) + lasting
+
+    # weights
+
+    @property
+    def serviceable(self) -> bool:
+        """True if the weights are valid, or will be once the update under way commits."""
+        return self.weights in ("valid", "updating")
+
+    def require_serviceable(self, what: str) -> None:
+        """Raise ``weights_poisoned`` or ``weights_invalid`` if they are; an update under way is no reason."""
+        codes = {"poisoned": ErrorCode.WEIGHTS_POISONED, "invalid": ErrorCode.WEIGHTS_INVALID}
+        if (code := codes.get(self.weights)) is not None:
+            raise CaesuraError(
+                code, f"{what}: weights are {self.weights} ({self.weights_detail}); send a complete update"
+            )
+
+    def require_epoch(self, minimum: int | None) -> None:
+        """Raise ``epoch_behind`` if the weights are older than epoch ``minimum``.
+
+        Initial weights that are served in place of lost ones count as older than every committed epoch.
+        """
+        epoch = self.stamp.epoch
+        if minimum is None or (minimum <= epoch and (self._lost is None or minimum <= 0)):
+            return
+        lost = "" if self._lost is None else f" ({self._lost})"
+        raise CaesuraError(
+            ErrorCode.EPOCH_BEHIND,
+            f"weights epoch is {epoch}{lost}, the request needs {minimum}",
+            weights_epoch=epoch,
+            min_weights_epoch=minimum,
+        )
+
+    def start_writing(self) -> None:
+        """Close the gate for steps until the commit; called before the first byte of an update is written."""
+        if self.weights == "valid":
+            self.weights = "updating"
+
+    def stop_writing(self) -> None:
+        """Open the gate again after an update that ended before its first byte was written."""
+        if self.weights == "updating":
+            self.weights = "valid"
+
+    def poison(self, reason: str) -> None:
+        """Mark the weights as partly overwritten; nothing is served until a complete update commits."""
+        self.weights, self.weights_detail = "poisoned", reason
+        logger.error("weights are POISONED: %s", reason)
+
+    def commit_weights(self, version: str | None, source: str) -> None:
+        """Make the new weights serve: next epoch, and the new label if one was sent. No cached KV is reused after it (I6)."""
+        self._commits[source] += 1
+        label = version if version is not None else self.stamp.version
+        self.stamp = replace(self.stamp, epoch=self.stamp.epoch + 1, version=label)
+        self._engine.cache.commit_epoch(self.stamp.epoch)
+        self._engine.batcher.restart_prefills()
+        self._engine.batcher.mark_stale()
+        self._engine.outputs.set_stamp(self.stamp)
+        self.weights, self.weights_detail = "valid", None
+        if source:  # empty for a session that only changed the label: then the lost weights are still missing
+            self._lost = None
+
+    def count_failed_update(self, source: str) -> None:
+        """Count an update from ``source`` that left the weights poisoned."""
+        self._failures[source] += 1
+
+    def update_totals(self) -> list[UpdateTotal]:
+        """Return numbers of committed and failed weight updates since start, by transport."""
+        return [
+            UpdateTotal(source=source, committed=self._commits[source], failed=self._failures[source])
+            for source in {**self._commits, **self._failures}
+        ]
+
+    # memory
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True if a release of the weights' memory keeps their values."""
+        return self._engine.config.weights_cpu_backup or self._engine.residency.nbytes("weights") == 0
+
+    def require_resident(self, tag: MemoryTag) -> None:
+        """Raise ``memory_released`` if the memory of ``tag`` is released."""
+        if tag in self.released:
+            raise CaesuraError(
+                ErrorCode.MEMORY_RELEASED,
+                f"the memory of {tag} is released: resume it first",
+                released=sorted(self.released),
+            )
+
+    def set_released(self, released: frozenset[MemoryTag]) -> None:
+        """Set the released tags. A release of weights whose values are not kept makes them invalid."""
+        if "weights" in released - self.released and not self.keeps_weights:
+            self.weights = "invalid"
+            self.weights_detail = (
+                "their memory was released without a copy, which --enable-weights-cpu-backup would keep"
+            )
+        self.released = released
