@@ -27,8 +27,8 @@ from caesura.scheduler.execution.forward import SamplingBatch
 from caesura.scheduler.execution.sampler import Sampler, noise
 from caesura.scheduler.kernels import linear, native
 from caesura.scheduler.kernels.attention import PagedAttention, plan_tasks
+from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.elementwise import gate_mul, rms_norm, rope_store
-from caesura.scheduler.kernels.forms import HeadNorms
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
 from caesura.scheduler.runtime.config import PAGE_SIZE

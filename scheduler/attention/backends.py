@@ -22,8 +22,8 @@ from ..cache.pool import MHAPool, MLAPool
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..execution.graphs import scratch_prefill
 from ..execution.staging import StepLimits
-from ..kernels import TORCH, best, trial
-from ..kernels.forms import AttentionForm, FormKind
+from ..kernels import TORCH, best, self_test
+from ..kernels.attention_form import AttentionForm, FormKind
 from ..layers.rotary import rotate
 from ..runtime.config import PAGE_SIZE, EngineConfig
 from ..weights.loaded_model import LoadedModel
@@ -212,7 +212,7 @@ def failure_of(choice: Choice, shape: Shape) -> str | None:
     """
     by = f"{choice.by} {choice.kernels}".rstrip()
     logger.info("trying attention by %s; kernels that are not built yet are compiled now", by)
-    failure = trial.failure(lambda: _differences(choice, shape), _AGREEMENT, "a step with it")
+    failure = self_test.failure(lambda: _differences(choice, shape), _AGREEMENT, "a step with it")
     if failure is not None:
         logger.warning("attention is not computed by %s: %s", by, failure)
     return failure

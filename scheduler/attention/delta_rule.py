@@ -27,8 +27,8 @@ from torch.nn import functional
 from ..cache.state_pool import StatePool, StateShape
 from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, StateSegment, StateStep
 from ..kernels.attention import PagedStep
+from ..kernels.attention_form import PLAIN, AttentionForm
 from ..kernels.delta import NO_STATE, Segments
-from ..kernels.forms import PLAIN, AttentionForm
 
 CHUNK = 64
 """Tokens that prefill computes at a time: the triangular systems grow with its square, the number of steps

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
-from ..kernels.forms import PLAIN, AttentionForm, FormKind
+from ..kernels.attention_form import PLAIN, AttentionForm, FormKind
 from ..runtime.dtypes import torch_name
 from .flashinfer_forms import FormWrappers, Sizes, why_no_kernels
 from .fused_store import fused_store

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import ForwardBatch
-from ..kernels.forms import AttentionForm, FormKind
+from ..kernels.attention_form import AttentionForm, FormKind
 from .page_lists import Lists, PageLists
 
 _SINKS = "BatchAttentionWithAttentionSinkWrapper"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..cache.pool import MLAPool
 from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention
-from ..kernels.forms import PLAIN, AttentionForm
+from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.device_module import nvidia_generation
 from .flashinfer import HostMemory, multiprocessors, why_not_for
 from .mla import LatentBackend

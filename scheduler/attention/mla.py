@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..cache.pool import MLAPool
 from ..execution.forward import ForwardBatch, FusedAttention
-from ..kernels.forms import PLAIN, AttentionForm
+from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cache.pool import MLAPool
 from ..execution.forward import ForwardBatch, FusedAttention
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
-from ..kernels.forms import PLAIN, AttentionForm
+from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from ..runtime.config import PAGE_SIZE
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..execution.forward import ForwardBatch, FusedAttention, KVPool
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
+from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from ..kernels.elementwise import rope_store
-from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from ..memory.workspace import Workspace
 from ..runtime.config import PAGE_SIZE
 

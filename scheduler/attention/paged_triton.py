@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
 from ..kernels import TRITON, best
-from ..kernels.between import Elementwise, elementwise_for
-from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
+from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
+from ..kernels.dispatch import Elementwise, elementwise_for
 from .fused_store import fused_store
 from .sdpa import SdpaBackend
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..execution.forward import ForwardBatch, FusedAttention, KVPool
-from ..kernels.forms import PLAIN, AttentionForm
+from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 

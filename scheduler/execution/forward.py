@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
+from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 
 if TYPE_CHECKING:
     from ..kernels.attention import PagedStep

@@ -20,7 +20,7 @@ from time import monotonic
 import torch
 from torch import Tensor, nn
 
-from ..kernels.trial import failure
+from ..kernels.self_test import failure
 from ..tracing.passes import compiled, fold_constants, tidy
 from ..tracing.tracer import Tracer
 from .family import Embeds, Family

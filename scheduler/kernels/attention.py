@@ -14,7 +14,7 @@ from torch import Tensor
 from ..memory.workspace import Workspace
 from ..runtime.config import PAGE_SIZE
 from . import native
-from .forms import PLAIN, AttentionForm
+from .attention_form import PLAIN, AttentionForm
 from .native import FLOAT, INT, POINTER, SIZE
 
 _TASK_ROWS = 192

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .attention_form import PLAIN, Bend, FormKind
 from .elementwise import BENDS
-from .forms import PLAIN, Bend, FormKind
 from .linear import Scales, holds
 from .native import LayerForm
 

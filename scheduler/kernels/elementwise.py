@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..runtime.config import PAGE_SIZE
 from . import native
-from .forms import Bend, HeadNorms
+from .attention_form import Bend, HeadNorms
 from .native import FLOAT, INT, POINTER, SIZE
 
 _ROW = (POINTER, SIZE)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forms import PLAIN, AttentionForm
+from .attention_form import PLAIN, AttentionForm
 
 _BLOCK = 64
 """Tokens per step of a program: four pages."""

@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from . import trial
-from .forms import Bend, HeadNorms
+from . import self_test
+from .attention_form import Bend, HeadNorms
 from .triton_launch import Launcher
 
 _HEADS = 4
@@ -229,7 +229,7 @@ def why_not(device: torch.device) -> str | None:
     """Return why kernels do not serve on ``device``, or None. Running one tells: it needs a C compiler, a
     driver, a chip.
     """
-    return trial.failure(lambda: _attempt(device), _AGREEMENT, "a kernel in Triton")
+    return self_test.failure(lambda: _attempt(device), _AGREEMENT, "a kernel in Triton")
 
 
 def _attempt(device: torch.device) -> Iterator[float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend
-from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
+from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from .linear import Linear, QKVLinear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot

@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from ..kernels import TORCH, TRITON, best, elementwise
 from ..kernels import experts as kernel
-from ..kernels.between import TritonExperts, elementwise_for, triton_experts_for
-from ..kernels.forms import Bend
+from ..kernels.attention_form import Bend
+from ..kernels.dispatch import TritonExperts, elementwise_for, triton_experts_for
 from ..kernels.linear import packable, storage_shape
 from .fp8_block import Fp8ExpertMatrix
 from .fp8_packed import PackedFp8ExpertMatrix, packs

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..kernels import trial
+from ..kernels import self_test
 from ..memory.device_module import nvidia_generation
 from ..memory.workspace import Workspace
 from . import fp8_scaled
@@ -108,7 +108,7 @@ def _first(
     for capabilities, kind in kinds:
         if major not in capabilities:
             continue
-        failure = trial.failure(partial(attempt, kind, device), _AGREEMENT, "a product with it")
+        failure = self_test.failure(partial(attempt, kind, device), _AGREEMENT, "a product with it")
         if failure is None:
             logger.info("FP8 %s are multiplied by %s", what, kind.by)
             return kind

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from ..kernels import TORCH, TRITON, best
 from ..kernels import experts as kernel
-from ..kernels.between import triton_experts_for
 from ..kernels.decoder_layers import GroupRouting, choosable
+from ..kernels.dispatch import triton_experts_for
 from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from ..execution.forward import AttentionBackend
 from ..kernels import TORCH, TRITON, best
 from ..kernels import linear as kernel
-from ..kernels.between import Latents, latents_for
-from ..kernels.forms import PLAIN
+from ..kernels.attention_form import PLAIN
+from ..kernels.dispatch import Latents, latents_for
 from .fp8_block import Fp8Matrix
 from .linear import Linear, all_fp8, divided
 from .matrix import PackedSlot

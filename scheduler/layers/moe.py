@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..kernels import TORCH, TRITON, best, elementwise
 from ..kernels import experts as kernel
-from ..kernels.between import triton_experts_for
 from ..kernels.decoder_layers import GroupRouting
+from ..kernels.dispatch import triton_experts_for
 from .experts import Experts
 from .linear import Linear
 from .mlp import GatedMLP

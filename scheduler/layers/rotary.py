@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..kernels.between import rotations_for
+from ..kernels.dispatch import rotations_for
 from .parameters import Placement
 
 _BLOCK = 1024

@@ -1,10 +1,10 @@
-"""A checkpoint's config.json, reduced to what the forward pass reads.
+"""The fields of a checkpoint's config.json that the forward pass reads.
 
 Invariants:
-- What the forward would have to do and does not do is refused by field name; nothing is silently ignored that would
-  change a logit.
-- Both spellings are read: transformers 4 (``torch_dtype``, ``rope_theta`` with ``rope_scaling``) and transformers 5
-  (``dtype``, ``rope_parameters``).
+- A feature that the forward would need and does not have is refused by field name; nothing is silently
+  ignored that would change a logit.
+- Both spellings are read: transformers 4 (``torch_dtype``, ``rope_theta`` with ``rope_scaling``) and
+  transformers 5 (``dtype``, ``rope_parameters``).
 - Two equal :class:`ModelConfig` values mean the same forward pass over equal weights.
 """
 
@@ -35,17 +35,17 @@ from .quantization import is_mxfp4, parse_quantization
 from .registry import families
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Of config.json and of generation_config.json, each: a hundred times what models have."""
+"""Largest config.json and generation_config.json: a hundred times what models have."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _NOT_FORWARD = ("eos_token_ids", "dtype", "max_position_embeddings", "num_mtp_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only model."""
+    """Shape of a decoder-only model."""
 
     architecture: str
-    """As in config.json, ``LlamaForCausalLM`` for instance."""
+    """Architecture by the name in config.json, such as ``LlamaForCausalLM``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -55,56 +55,56 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeParameters
-    """Of every layer, but for those with a window where ``local_rope`` says otherwise."""
+    """Rotary parameters of every layer; those with a window have ``local_rope`` if it is there."""
     local_rope: RopeParameters | None
     rotary_dim: int
-    """Elements of a head that are rotated, the first ones."""
+    """Number of rotated elements of a head, the first ones."""
     windows: tuple[int | None, ...]
-    """Positions that a token sees in each layer, itself included. None: all before it."""
+    """Positions that a token sees in each layer, itself included; None means all before it."""
     qk_norm: bool
-    """Queries and keys are normalised, of an architecture whose config says so."""
+    """Queries and keys are normalised, in an architecture whose config says so."""
     attention_scale: float
-    """Multiplies the scores of every layer."""
+    """Factor of the scores of every layer."""
     max_position_embeddings: int
     """Context length, in tokens."""
     tie_word_embeddings: bool
     attention_bias: bool
-    """Qwen2's, which its config does not mention, included."""
+    """True also for Qwen2, whose config does not mention it."""
     eos_token_ids: tuple[int, ...]
-    """Of config.json and generation_config.json, in that order, each once; empty where neither names one."""
+    """Distinct ids of config.json, then of generation_config.json; empty if neither names one."""
     dtype: torch.dtype
-    """What the checkpoint was saved in; float32 where it does not say."""
+    """Dtype of the checkpoint; float32 if it does not say."""
     fp8: Fp8Blocks | None = None
-    """How projections are stored. None: not quantised."""
+    """Storage of projections, or None if they are not quantised."""
     mla: MlaConfig | None = None
-    """None: grouped-query attention."""
+    """Latent attention, or None with grouped-query attention."""
     num_mtp_layers: int = 0
-    """Layers behind the others, for multi-token prediction, whose weights are ignored."""
+    """Number of ignored layers behind the others, for multi-token prediction."""
     moe: MoeConfig | None = None
-    """None: every layer is dense."""
+    """Experts, or None if every layer is dense."""
     delta: DeltaConfig | None = None
-    """None: every layer attends to KV."""
+    """Linear attention, or None if every layer attends to KV."""
     transformers_config: str | None = None
-    """All of the config, as canonical JSON, of a model that is computed by transformers' modules. None: by the engine's own."""
+    """The whole config as canonical JSON if transformers' modules compute the model, or None."""
 
     @property
     def ropes(self) -> tuple[RopeParameters, ...]:
-        """Of each layer."""
+        """Rotary parameters of each layer."""
         local = self.local_rope or self.rope
         return tuple(self.rope if window is None else local for window in self.windows)
 
 
 ModelBackend = Literal["auto", "native", "transformers"]
-"""Whose modules compute a model: the engine's own, or transformers'; ``auto``: the engine's where they can."""
+"""Modules that compute a model: the engine's own, or transformers'; ``auto``: the engine's if they can."""
 
 
 def load_model_config(path: str | Path, backend: ModelBackend = "native") -> ModelConfig:
-    """Read the config.json (and generation_config.json, if any) in folder ``path``; of a multimodal model, what is about its
-    language model.
+    """Read the config.json (and generation_config.json, if any) in folder ``path``, or their language model's
+    part.
 
     Raises:
-        CaesuraError: CHECKPOINT_ERROR when config.json is missing or not valid; UNSUPPORTED_MODEL, with the fields, when
-            it asks for something that the forward does not do.
+        CaesuraError: CHECKPOINT_ERROR, config.json is missing or not valid; UNSUPPORTED_MODEL, with the
+            fields, it asks for something that the forward does not do.
     """
     folder = Path(path)
     require_folder(folder)
@@ -127,7 +127,7 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
 def _parse_instead(
     refused: CaesuraError, config: dict[str, Any], generation: dict[str, Any], source: str
 ) -> ModelConfig:
-    """By transformers, what no model file of the engine serves; the error says both reasons."""
+    """Parse by transformers an architecture that the engine has no file for; the error says both reasons."""
     try:
         return _parse_by_transformers(config, generation, source)
     except CaesuraError as error:
@@ -146,12 +146,12 @@ def _parse_by_transformers(config: dict[str, Any], generation: dict[str, Any], s
 
 
 def _of_transformers() -> ModuleType:
-    """What reads configs by transformers: imported when it is needed, because it imports transformers, and this module."""
+    """Import the module that reads configs by transformers: it imports transformers, and this module."""
     return import_module(".transformers_backend.config", package=__package__)
 
 
 def _elsewhere(folder: Path) -> str:
-    """Where a folder without config.json may have one: that of a Hugging Face cache has a folder for each revision."""
+    """Return a hint where config.json may lie: a Hugging Face cache has a folder for each revision."""
     found = next(
         iter(sorted(folder.glob("snapshots/*/config.json")) or sorted(folder.glob("*/config.json"))), None
     )
@@ -161,7 +161,7 @@ def _elsewhere(folder: Path) -> str:
 def parse_model_config(
     config: dict[str, Any], generation: dict[str, Any] | None = None, *, source: str = "config.json"
 ) -> ModelConfig:
-    """The same from decoded JSON; ``source`` is what errors call it."""
+    """Parse decoded JSON; ``source`` is its name in errors."""
     architecture = _architecture(config)
     family = families()[architecture]
     config = {**family.absent, **config}
@@ -228,9 +228,9 @@ def _scale(config: dict[str, Any], reader: ConfigReader, family: Family, head_di
 
 
 def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Names of the fields in which ``a`` and ``b`` differ and on which the forward pass depends.
+    """Return names of the fields in which ``a`` and ``b`` differ and on which the forward pass depends.
 
-    Weights of ``b`` that are not quantised are no difference: ``a`` quantises what comes.
+    Weights of ``b`` that are not quantised are no difference: ``a`` quantises them.
     """
     if a.transformers_config is not None and b.transformers_config is not None:
         return list(_of_transformers().differing_fields(a.transformers_config, b.transformers_config))
@@ -254,7 +254,8 @@ def _architecture(config: dict[str, Any]) -> str:
     if not isinstance(architecture, str) or architecture not in families():
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
-            f"architecture {architecture!r} is not supported; supported are {', '.join([*families(), *LANGUAGE_MODELS])}",
+            f"architecture {architecture!r} is not supported; supported are "
+            f"{', '.join([*families(), *LANGUAGE_MODELS])}",
             fields=["architectures"],
         )
     return architecture

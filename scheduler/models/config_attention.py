@@ -1,8 +1,9 @@
-"""What the forward pass reads of a config about attention: windows by layer, and rotary embeddings by kind of layer.
+"""Attention fields of a config: windows by layer, and rotary embeddings by kind of layer.
 
 Invariants:
 - A window as wide as the context is none, and neither is one that the config's own switch has turned off.
-- Both spellings are read: a list of layer types with parameters for each (transformers 5), and what led to it before.
+- Both spellings are read: a list of layer types with parameters for each (transformers 5), and its
+  predecessors.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def refused_attention(config: dict[str, Any], family: Family) -> list[str]:
-    """Fields about attention that ask for what the forward does not do."""
+    """Return attention fields that ask for something that the forward does not do."""
     found = [] if _known_types(config, family) else ["layer_types"]
     return found + _refused_rope(config, family)
 
@@ -36,7 +37,7 @@ def _known_types(config: dict[str, Any], family: Family) -> bool:
 def parse_windows(
     config: dict[str, Any], reader: ConfigReader, family: Family, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Positions that a token sees in each layer; None: all before it."""
+    """Return the positions that a token sees in each layer; None means all before it."""
     if family.window == "ignored" or config.get("sliding_window") is None:
         return (None,) * num_layers
     if family.window in ("switched", "upper_layers") and not config.get("use_sliding_window"):
@@ -55,7 +56,7 @@ def parse_windows(
 
 
 def _slides(config: dict[str, Any], reader: ConfigReader, family: Family, num_layers: int) -> list[bool]:
-    """Which layers have the window, where no list of types says so."""
+    """Return True for each layer that has the window, if no list of types says so."""
     if family.window == "upper_layers":
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
@@ -68,7 +69,7 @@ def _slides(config: dict[str, Any], reader: ConfigReader, family: Family, num_la
 
 
 def rope_source(config: dict[str, Any]) -> str:
-    """The field that has the rotary parameters."""
+    """Return the field that has the rotary parameters."""
     return "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
 
 
@@ -99,7 +100,7 @@ def _served(parameters: Any, family: Family) -> bool:
 def parse_ropes(
     config: dict[str, Any], reader: ConfigReader, family: Family
 ) -> tuple[RopeParameters, RopeParameters | None]:
-    """Of all layers; or of those that see everything, and of those with a window."""
+    """Return the rotary parameters of all layers, or of those without and with a window."""
     parameters: dict[str, Any] = config.get(rope_source(config)) or {}
     if family.local_theta is None:
         return _rope(parameters, config, reader, "rope_theta", family.theta), None
@@ -114,7 +115,7 @@ def parse_ropes(
 
 
 def rotary_dim(config: dict[str, Any], reader: ConfigReader, family: Family, head_dim: int) -> int:
-    """Elements of a head that are rotated."""
+    """Return the number of rotated elements of a head."""
     if family.partial_rotary is None:
         return head_dim
     parameters: dict[str, Any] = config.get(rope_source(config)) or {}

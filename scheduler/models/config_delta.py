@@ -1,8 +1,8 @@
-"""What the forward pass reads of a config about layers of linear attention by the gated delta rule.
+"""Linear-attention fields of a config (gated delta rule).
 
 Invariants:
-- Which layers have full attention follows from the list of layer types, or from their interval where there is no list.
-- A model without such layers has no value here at all: what is read elsewhere is then all of it.
+- The layers with full attention follow from the list of layer types, or from their interval without a list.
+- A model without linear attention has no value here at all.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ LINEAR_ATTENTION = "linear_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
-    """The layers of linear attention of a hybrid, and their sizes."""
+    """Linear-attention layers of a hybrid, and their sizes."""
 
     layers: tuple[bool, ...]
-    """Per layer: whether its attention is linear; the others' is full."""
+    """True for each layer with linear attention; the others' is full."""
     key_heads: int
     value_heads: int
     key_size: int
     value_size: int
     kernel: int
-    """Positions that the convolution in front of the rule sees, its own included."""
+    """Positions that the convolution before the rule sees, its own included."""
 
 
 def parse_delta(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> DeltaConfig:
-    """Of Qwen3-Next and Qwen3.5; absent fields are what transformers' config classes take them for."""
+    """Parse a Qwen3-Next or Qwen3.5 config; absent fields have transformers' defaults."""
     types = config.get("layer_types")
     if types is None:
         every = reader.count("full_attention_interval", 4)

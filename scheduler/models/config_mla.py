@@ -1,8 +1,8 @@
-"""What the forward pass reads of a DeepSeek config: latent attention, its rotary embedding, its experts.
+"""DeepSeek fields of a config: latent attention, its rotary embedding, experts.
 
 Invariants:
-- What implementations of these architectures disagree on is refused, not guessed.
-- Absent fields are what transformers' config classes take them for.
+- Fields on whose meaning implementations disagree are refused, not guessed.
+- Absent fields have the defaults of transformers' config classes.
 """
 
 import math
@@ -22,7 +22,7 @@ _V2: dict[str, tuple[object, ...]] = {
     "norm_topk_prob": (False, None),  # implementations differ in whether the scale applies, too
 }
 _V3: dict[str, tuple[object, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-"""Values that the forward does, where there could be others; absent is the first one."""
+"""Supported values of fields that could have others; absent means the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +30,21 @@ class MlaConfig(LatentShape):
     """Multi-head latent attention."""
 
     softmax_scale: float
-    """Factor on the scores, YaRN's included."""
+    """Factor of the scores, YaRN's included."""
 
     @property
     def qk_head_dim(self) -> int:
-        """Elements of a head's query and key."""
+        """Number of elements of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def latent_width(self) -> int:
-        """Elements that a token takes in a layer's KV."""
+        """Number of elements of a token in a layer's KV."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 def parse_mla(config: dict[str, Any], reader: ConfigReader, rope: dict[str, Any]) -> MlaConfig:
-    """Of a DeepSeek config; ``rope`` are its rotary parameters."""
+    """Parse a DeepSeek config with rotary parameters ``rope``."""
     nope, rotated = reader.count("qk_nope_head_dim", 128), reader.count("qk_rope_head_dim", 64)
     interleave = config.get("rope_interleave")
     null = "q_lora_rank" in config and config["q_lora_rank"] is None
@@ -62,7 +62,9 @@ def parse_mla(config: dict[str, Any], reader: ConfigReader, rope: dict[str, Any]
 def parse_yarn(
     rope: dict[str, Any], reader: ConfigReader, theta: float, context: int | None
 ) -> RopeParameters:
-    """YaRN with DeepSeek's two factors; ``context`` is what the config says without naming the original one."""
+    """Parse YaRN with DeepSeek's two factors; ``context`` is the length used if the original one is not
+    named.
+    """
     attention_factor = rope.get("attention_factor")
     if attention_factor is not None:
         attention_factor = reader.positive(rope, "attention_factor")
@@ -85,7 +87,7 @@ def parse_yarn(
 
 
 def _mscale(rope: dict[str, Any], reader: ConfigReader, name: str) -> float:
-    """The magnitude that makes up for a context ``factor`` times as long; 1 without YaRN, or without ``name``."""
+    """Return the magnitude for a context ``factor`` times as long; 1 without YaRN, or without ``name``."""
     if rope.get("rope_type", rope.get("type")) != "yarn":
         return 1.0
     mscale = reader.positive(rope, name) if rope.get(name) else 0.0
@@ -93,7 +95,7 @@ def _mscale(rope: dict[str, Any], reader: ConfigReader, name: str) -> float:
 
 
 def parse_deepseek_v2_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Softmax scores; groups by their best expert, where the config asks for groups."""
+    """Parse softmax scores; groups by their best expert, if the config asks for groups."""
     grouped = config.get("topk_method", "greedy") == "group_limited_greedy"
     width = reader.count("moe_intermediate_size", 1407)
     moe = MoeConfig(
@@ -112,7 +114,7 @@ def parse_deepseek_v2_moe(config: dict[str, Any], reader: ConfigReader, num_laye
 
 
 def parse_deepseek_v3_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Sigmoid scores; a bias decides the choice; groups by the sum of their two best."""
+    """Parse sigmoid scores; a bias decides the choice; groups by the sum of their two best."""
     normalize, width = config.get("norm_topk_prob"), reader.count("moe_intermediate_size", 2048)
     moe = MoeConfig(
         num_experts=reader.count("n_routed_experts", 256),
@@ -133,7 +135,7 @@ def parse_deepseek_v3_moe(config: dict[str, Any], reader: ConfigReader, num_laye
 
 
 def parse_glm4_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Of a ``Glm4MoeForCausalLM``: DeepSeek V3's routing, with defaults of its own."""
+    """Parse ``Glm4MoeForCausalLM``: DeepSeek V3's routing, with defaults of its own."""
     defaults = {
         "n_routed_experts": 128,
         "moe_intermediate_size": 1408,
@@ -146,17 +148,17 @@ def parse_glm4_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int
 
 
 def parse_num_mtp_layers(config: dict[str, Any], reader: ConfigReader) -> int:
-    """Layers of multi-token prediction that the checkpoint carries behind the others; nothing said means none."""
+    """Return the number of ignored layers of multi-token prediction in the checkpoint; 0 if absent."""
     return reader.count_or_zero("num_nextn_predict_layers", 0)
 
 
 def refused_by_v2(config: dict[str, Any]) -> list[str]:
-    """Fields of a DeepSeek V2 config that ask for what the forward does not do."""
+    """Return fields of a DeepSeek V2 config that ask for something that the forward does not do."""
     return _refused(config, _V2)
 
 
 def refused_by_v3(config: dict[str, Any]) -> list[str]:
-    """The same of V3."""
+    """Return the same for V3."""
     return _refused(config, _V3)
 
 

@@ -1,7 +1,7 @@
-"""What the forward pass reads of a config about experts.
+"""Expert fields of a config.
 
 Invariants:
-- One value describes the routing of every architecture with experts; what an architecture does not have is neutral here.
+- One value describes the routing of every architecture with experts; features that one lacks are neutral.
 - Two equal values mean the same routing over equal router logits.
 """
 
@@ -13,40 +13,40 @@ from .config_reader import ConfigReader
 
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig:
-    """The experts of a model, and how a token's are chosen."""
+    """Experts of a model, and how a token's are chosen."""
 
     num_experts: int
-    """Routed ones of a layer."""
+    """Number of routed experts of a layer."""
     top_k: int
-    """Of these, computed for a token."""
+    """Number of experts per token."""
     intermediate_size: int
-    """Of one expert."""
+    """Width of one expert."""
     normalize: bool
-    """Whether the weights of the chosen are divided by their sum."""
+    """Weights of the chosen experts are divided by their sum."""
     sparse_layers: tuple[bool, ...]
-    """Per layer: whether it has experts; others are dense."""
+    """True for each layer with experts; others are dense."""
     shared_size: int = 0
-    """Width of a block that every token goes through. 0: there is none."""
+    """Width of the shared experts; 0 without them."""
     shared_gate: bool = False
-    """Whether what comes out of it is weighted by a sigmoid of the token's own."""
+    """A sigmoid of the token's own weights the shared experts' result."""
     grouped: bool = False
-    """Routed by groups and in float32; the fields below are about that."""
+    """Routing by groups, in float32; the fields below are about that."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """How router logits become scores."""
+    """Function from router logits to scores."""
     num_groups: int = 1
-    """Groups of neighbouring experts, of equal size."""
+    """Number of groups of neighbouring experts, of equal size."""
     top_groups: int = 1
-    """Of these, the ones from which experts are chosen."""
+    """Number of groups from which experts are chosen."""
     group_score: Literal["max", "top2"] = "max"
-    """What a group is chosen by: the best score in it, or the sum of its two best."""
+    """Score of a group: the best in it, or the sum of its two best."""
     routed_scale: float = 1.0
-    """Factor on the weights of the chosen."""
+    """Factor of the weights of the chosen experts."""
     score_bias: bool = False
-    """Whether a learnt bias is added to scores for the choice, and not for the weights."""
+    """A learnt bias is added to scores for the choice, and not for the weights."""
 
 
 def parse_qwen3_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Of a ``Qwen3MoeForCausalLM``; absent fields are what transformers' config class takes them for, here and below."""
+    """Parse ``Qwen3MoeForCausalLM``; absent fields have transformers' defaults, here and below."""
     experts, top_k = _experts(config, reader, 128, 8)
     return MoeConfig(
         num_experts=experts,
@@ -58,7 +58,7 @@ def parse_qwen3_moe(config: dict[str, Any], reader: ConfigReader, num_layers: in
 
 
 def parse_qwen2_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Of a ``Qwen2MoeForCausalLM``: beside the experts a block that every token goes through, with a gate of its own."""
+    """Parse ``Qwen2MoeForCausalLM``: routed experts, and shared ones with a gate."""
     experts, top_k = _experts(config, reader, 60, 4)
     return MoeConfig(
         num_experts=experts,
@@ -72,7 +72,7 @@ def parse_qwen2_moe(config: dict[str, Any], reader: ConfigReader, num_layers: in
 
 
 def parse_qwen3_next(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Of a ``Qwen3NextForCausalLM``: the parts of Qwen2-MoE."""
+    """Parse ``Qwen3NextForCausalLM``: the parts of Qwen2-MoE."""
     experts, top_k = _experts(config, reader, 512, 10)
     return MoeConfig(
         num_experts=experts,
@@ -86,7 +86,7 @@ def parse_qwen3_next(config: dict[str, Any], reader: ConfigReader, num_layers: i
 
 
 def parse_qwen3_5_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Of a ``Qwen3_5MoeForCausalLM``: the same in every layer, weights always divided by their sum."""
+    """Parse ``Qwen3_5MoeForCausalLM``: the same in every layer, weights always divided by their sum."""
     experts, top_k = _experts(config, reader, 256, 8)
     return MoeConfig(
         num_experts=experts,
@@ -100,19 +100,20 @@ def parse_qwen3_5_moe(config: dict[str, Any], reader: ConfigReader, num_layers: 
 
 
 def parse_mixtral(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Of a ``MixtralForCausalLM``."""
     return _all_layers(config, reader, num_layers, 8, 2)
 
 
 def parse_gpt_oss(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Of a ``GptOssForCausalLM``: a softmax over the chosen logits is one over all, divided by the sum of the chosen."""
+    """Parse ``GptOssForCausalLM``: a softmax over the chosen logits is one over all, divided by the chosen
+    ones' sum.
+    """
     return _all_layers(config, reader, num_layers, 128, 4)
 
 
 def _all_layers(
     config: dict[str, Any], reader: ConfigReader, num_layers: int, num_experts: int, most: int
 ) -> MoeConfig:
-    """Every layer has experts, of the width that dense blocks would have."""
+    """Return experts in every layer, of the width that dense blocks would have."""
     experts, top_k = _experts(config, reader, num_experts, most)
     return MoeConfig(
         num_experts=experts,
@@ -124,7 +125,7 @@ def _all_layers(
 
 
 def _experts(config: dict[str, Any], reader: ConfigReader, absent: int, top_absent: int) -> tuple[int, int]:
-    """How many there are, and how many of them a token goes through."""
+    """Return the number of experts, and the number per token."""
     experts, top_k = _num_experts(config, reader, absent), reader.count("num_experts_per_tok", top_absent)
     if top_k > experts:
         raise reader.invalid("num_experts_per_tok", f"= {top_k} of {experts} experts")
@@ -140,7 +141,7 @@ def _qwen_layers(config: dict[str, Any], reader: ConfigReader, num_layers: int) 
 
 
 def _num_experts(config: dict[str, Any], reader: ConfigReader, absent: int) -> int:
-    """transformers 4 writes ``num_experts``, transformers 5 ``num_local_experts``."""
+    """Return ``num_experts`` (transformers 4) or ``num_local_experts`` (transformers 5)."""
     counts = {
         name: reader.count(name)
         for name in ("num_experts", "num_local_experts")

@@ -9,7 +9,7 @@ from ...io_struct import CaesuraError
 from ..runtime.files import checkpoint_error
 
 MAX_COUNT = 2**20
-"""No size of a model is larger, but for these."""
+"""Largest size of a model, but for these."""
 _MAX_COUNTS = {
     "num_hidden_layers": 2**12,
     "num_nextn_predict_layers": 2**12,
@@ -33,31 +33,35 @@ class ConfigReader:
         self._source = source
 
     def with_defaults(self, defaults: dict[str, Any]) -> "ConfigReader":
-        """The same, for fields that are absent."""
+        """Return a reader with defaults for absent fields."""
         return ConfigReader({**defaults, **self._config}, self._source)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; absent or null gives ``default``, or an error without one."""
+        """Return a positive integer; absent or null gives ``default``, or an error without one."""
         return self.integer(self._config.get(name), name, default)
 
     def integer(self, value: object, name: str, default: int | None = None) -> int:
-        """``value``, which field ``name`` has, as a positive integer; null gives ``default``, or an error without one."""
+        """Return ``value`` of field ``name`` as a positive integer; null gives ``default``, or an error
+        without one.
+        """
         value, most = default if value is None else value, _MAX_COUNTS.get(name, MAX_COUNT)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self.invalid(name, f"= {value!r:.40} is not a positive integer of at most {most}")
         return value
 
     def count_or_zero(self, name: str, absent: int) -> int:
-        """An integer that may be 0, which null means, too; ``absent`` where the config lacks it."""
+        """Return an integer that may be 0, as null does; ``absent`` if the config lacks it."""
         value = self._config.get(name, absent)
         return 0 if value is None or value == 0 else self.integer(value, name)
 
     def count_or(self, name: str, absent: int | None, null: int) -> int:
-        """A positive integer; ``absent`` (None: as null) where the config lacks it, ``null`` where it says null."""
+        """Return a positive integer; ``absent`` (None: as null) if the config lacks it, ``null`` for null."""
         return self.count(name, null if name in self._config or absent is None else absent)
 
     def positive(self, where: dict[str, Any], name: str, default: float | None = None) -> float:
-        """A positive number in ``where``, of a size that computes; absent or null gives ``default``, or an error without."""
+        """Return a positive number in ``where``, of a usable size; absent or null gives ``default``, or an
+        error without.
+        """
         value = where.get(name)
         if value is None:
             value = default
@@ -67,5 +71,5 @@ class ConfigReader:
         return float(value)
 
     def invalid(self, field: str, reason: str) -> CaesuraError:
-        """The error for ``field``."""
+        """Return the error for ``field``."""
         return checkpoint_error(self._source, f"is not valid: {field} {reason}")

@@ -1,10 +1,11 @@
 """The decoder that Llama and its relatives share: embedding, blocks of attention and MLP, norm, head.
 
 Invariants:
-- An architecture is this skeleton and its :class:`AttentionShape`; anything more belongs in a file of its own.
-- Names follow the checkpoint (``model.layers.N.self_attn.q_proj.weight``); layers beyond ``num_layers`` are nobody's
-  and thus unexpected, but for those of multi-token prediction where the config counts some.
-- The residual stream is updated in place; of several ranks each has all of it.
+- An architecture is this skeleton and its :class:`AttentionShape`; anything more belongs in a file of its
+  own.
+- Names follow the checkpoint (``model.layers.N.self_attn.q_proj.weight``); tensors of layers beyond
+  ``num_layers`` are unexpected, but for those of multi-token prediction if the config counts some.
+- The residual stream is updated in place; each rank has all of it.
 """
 
 import re
@@ -15,7 +16,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
-from ..kernels.forms import AttentionForm, Bend
+from ..kernels.attention_form import AttentionForm, Bend
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding, OutputHead
 from ..layers.logits_processor import LogitsProcessor
@@ -25,48 +26,50 @@ from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
 from .config import ModelConfig
+from .fused_decoder import FusedDecoder
 from .layered import LayeredModel
 from .multimodal import is_vision_tensor
-from .one_call import OneCall
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Old checkpoints carry it; it follows from the config."""
+"""Name of buffers in old checkpoints that follow from the config."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variants:
-    """What an architecture makes of the skeleton; as it is, it is Llama's."""
+    """Variants of the skeleton; the defaults are Llama's."""
 
     norm_from_one: bool = False
     """The factors of norms are ``1 + weight``."""
     norms_behind: bool = False
-    """Attention and feed-forward block have a norm behind them, too, before they are added to the residual stream."""
+    """Attention and feed-forward block have a norm behind them, too, before they are added to the residual
+    stream.
+    """
     embedding_scale: float = 1.0
-    """Multiplies embeddings on their way in."""
+    """Factor of embeddings."""
 
 
 LLAMA = Variants()
 
 
 class AttentionBlock(Layer, Protocol):
-    """A layer's attention: projections around what the backend does."""
+    """A layer's attention: projections around the backend's."""
 
     @property
     def form(self) -> AttentionForm | None:
-        """What the backend computes over KV. None: the block has a state per sequence instead."""
+        """Attention form over KV, or None if the block has a state per sequence instead."""
         ...
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
-        """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
+        """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
         ...
 
 
 class FeedForward(Layer, Protocol):
-    """A layer's feed-forward block, dense or of experts."""
+    """A layer's feed-forward block, dense or with experts."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden], in fresh memory."""
+        """Map [T, hidden] to [T, hidden], in fresh memory."""
         ...
 
 
@@ -112,7 +115,9 @@ class DecoderLayer:
         rotary: tuple[Tensor, Tensor],
         backend: AttentionBackend,
     ) -> Tensor:
-        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; returns the next update, not yet added."""
+        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update, not yet
+        added.
+        """
         x = self.input_norm.forward(residual) if update is None else self.input_norm.add(update, residual)
         x = self.attention.forward(x, *rotary, backend)
         if self.norms_behind is None:
@@ -122,7 +127,7 @@ class DecoderLayer:
         return behind_mlp.forward(x)
 
     def layers(self) -> tuple[Layer, ...]:
-        """The parts that own parameters."""
+        """Return the parts that own parameters."""
         return (self.input_norm, self.attention, self.mlp_norm, self.mlp, *(self.norms_behind or ()))
 
 
@@ -139,10 +144,9 @@ class DecoderForCausalLM(LayeredModel):
         routing: RoutedExperts | None = None,
         variants: Variants = LLAMA,
     ) -> None:
-        """
-        Args:
-            attention, mlp: the blocks, one per layer.
-            routing: where the ``mlp`` that have experts record which ones they chose. None: there are none.
+        """Args:
+        attention, mlp: the blocks, one per layer.
+        routing: record of the experts that the ``mlp`` choose, or None without experts.
         """
         self.config = config
         self.routing = routing
@@ -177,10 +181,9 @@ class DecoderForCausalLM(LayeredModel):
         rotary = {rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)}
         self._rotary = [rotary[rope] for rope in config.ropes]
         self._logits = LogitsProcessor(project, vocab, place=place)
-        self._kernel = OneCall.of(config, self._layers, self._norm, place)
+        self._kernel = FusedDecoder.of(config, self._layers, self._norm, place)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
         if self._kernel is not None and backend.paged is not None:
             longest = max(batch.kv_lens_host)
             tables = {rotary: rotary.table(longest) for rotary in set(self._rotary)}
@@ -201,7 +204,6 @@ class DecoderForCausalLM(LayeredModel):
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
-        """:meth:`forward`, stopping before each layer."""
         longest = max(batch.kv_lens_host)
         angles = {rotary: rotary.forward(batch.positions, longest) for rotary in set(self._rotary)}
         residual = self._embed.forward(batch.input_ids)
@@ -217,21 +219,18 @@ class DecoderForCausalLM(LayeredModel):
 
     @property
     def in_one_call(self) -> bool:
-        """A compiled kernel computes all layers at once, where the step's attention is compiled, too."""
         return self._kernel is not None
 
     @property
     def forms(self) -> Sequence[AttentionForm]:
-        """Of each layer's attention, where it has KV."""
         forms = (layer.attention.form for layer in self._layers)
         return [form for form in forms if form is not None]
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
         return self._logits.forward(hidden)
 
     def is_skipped(self, name: str) -> bool:
-        """Rotary buffers, layers of multi-token prediction, the copy of a tied head that some checkpoints carry, vision towers."""
+        """Return True for rotary buffers, multi-token prediction, copies of tied heads, and vision towers."""
         if is_vision_tensor(self.config.architecture, name):
             return True
         if name == "lm_head.weight":
@@ -242,7 +241,7 @@ class DecoderForCausalLM(LayeredModel):
         return _ROTARY_BUFFER.fullmatch(name) is not None
 
     def owners(self) -> Iterator[Layer]:
-        """Embedding, layers, norm and head; a tied head owns nothing."""
+        """Yield embedding, layers, norm and head; a tied head owns nothing."""
         yield self._embed
         for layer in self._layers:
             yield from layer.layers()
@@ -252,7 +251,7 @@ class DecoderForCausalLM(LayeredModel):
 
 
 def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:
-    """Ordinary (grouped-query) attention for every layer, with the windows that the config says."""
+    """Return grouped-query attention for every layer, with the config's windows."""
     return [
         Attention(
             f"layers.{i}.attention",
@@ -267,7 +266,7 @@ def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement
 
 
 def dense_mlp(config: ModelConfig, place: Placement, *, bend: Bend = "silu") -> list[GatedMLP]:
-    """The gated block for every layer."""
+    """Return the gated block for every layer."""
     return [
         GatedMLP(
             f"layers.{i}.mlp",
@@ -291,7 +290,7 @@ def attention_shape(
     sinks: bool = False,
     gated: bool = False,
 ) -> AttentionShape:
-    """The config's attention sizes with an architecture's variants."""
+    """Return the config's attention sizes with an architecture's variants."""
     return AttentionShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,

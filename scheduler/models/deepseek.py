@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3 (DeepSeek-AI, 2024, arXiv:2405.04434 and arXiv:2412.19437).
 
-They differ in how experts are chosen and in the order of rotated pairs, which their configs say.
+They differ in the choice of experts and in the order of rotated pairs, which their configs say.
 """
 
 from ..layers.mla import LatentAttention

@@ -1,4 +1,4 @@
-"""What an architecture's config class assumes, and what it may ask for: the part of a config that its model file knows."""
+"""Assumptions of an architecture about its config: the part that only its model file knows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,52 +10,59 @@ from .config_reader import ConfigReader
 
 
 def nothing_refused(config: dict[str, Any]) -> list[str]:
-    """Of an architecture that asks for nothing special."""
+    """Refuse nothing."""
     return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture. A model file names its own in ``FAMILIES``, by the name in config.json, which is that of its class."""
+    """One architecture. A model file lists its own in ``FAMILIES``, by the name in config.json, which is that
+    of its class.
+    """
 
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields that published configs leave out, and none of the fields below stands for."""
+    """Defaults of fields that published configs leave out, and that no field below stands for."""
     num_kv_heads: int | None = None
-    """Where config.json says nothing. None: as many as query heads, which is also what null in a config means."""
+    """Default of the field. None means as many as query heads, which is also what null in a config means."""
     head_dim: int | None = None
-    """None: hidden_size / num_heads, likewise."""
+    """Default of the field. None means hidden_size / num_heads, likewise."""
     attention_bias: bool | None = None
-    """Fixed by the architecture. None: the config decides."""
+    """Value fixed by the architecture, or None if the config decides."""
     window: Literal["ignored", "always", "switched", "upper_layers"] = "ignored"
-    """When ``sliding_window`` is in use: never, where it is set, with ``use_sliding_window``, or with that from layer
-    ``max_window_layers`` on. Where it is, ``layer_types`` names the layers if it is there."""
+    """Use of ``sliding_window``: never, whenever it is set, with ``use_sliding_window``, or with that from
+    layer ``max_window_layers`` on. If it is used, ``layer_types`` names the layers if it is there.
+    """
     full_every: int | None = None
-    """Without ``layer_types``, every so-manieth layer has no window, or as many as ``sliding_window_pattern`` says."""
+    """Without ``layer_types``, every N-th layer uses full attention; N is this value or
+    ``sliding_window_pattern``.
+    """
     theta: float = 10_000.0
-    """Base of the rotary embedding where config.json says nothing."""
+    """Default base of the rotary embedding."""
     local_theta: float | None = None
-    """The same of layers with a window. None: theirs is that of all."""
+    """The same for layers with a window, or None if they have that of all."""
     bias_field: tuple[str, bool] = ("attention_bias", False)
-    """The field that says whether projections of attention have biases, and what its absence means."""
+    """Field that says whether projections of attention have biases, and its default."""
     qk_norm: str | None = None
-    """The field that says whether queries and keys are normalised. None: the model file knows."""
+    """Field that says whether queries and keys are normalised, or None if the model file knows."""
     partial_rotary: float | None = None
-    """``partial_rotary_factor`` where config.json says nothing: the share of a head that is rotated. None: always all of it."""
+    """Default of ``partial_rotary_factor``, the rotated share of a head; None means that always all of it is
+    rotated.
+    """
     query_scalar: float | None = None
-    """Scores are divided by the root of ``query_pre_attn_scalar``, this where it is absent. None: of the head size."""
+    """Default of ``query_pre_attn_scalar``, by whose root scores are divided; None means the head size."""
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
-    """The field that names it, and names of the one that the model file computes."""
+    """Field that names the activation, and the names that the model file computes."""
     tied: bool = False
-    """Whether the head is the embedding where config.json does not say."""
+    """Default of ``tie_word_embeddings``."""
     mtp_layers: bool = False
     """The checkpoint may carry layers for multi-token prediction behind the others, which are skipped."""
     moe: Callable[[dict[str, Any], ConfigReader, int], MoeConfig] | None = None
-    """Reads what is about experts, for a number of layers. None: there are none."""
+    """Parser of the expert fields, given a number of layers; None without experts."""
     mxfp4: bool = False
     """A checkpoint may have its experts in MXFP4."""
     delta: Callable[[dict[str, Any], ConfigReader, int], DeltaConfig] | None = None
-    """Reads what is about layers of linear attention, for a number of layers. None: there are none."""
+    """Parser of the linear-attention fields, given a number of layers; None without linear attention."""
     latent: bool = False
     """Multi-head latent attention: every query head has a key of its own, so the fields above say nothing."""
     refused: Callable[[dict[str, Any]], list[str]] = nothing_refused
-    """Fields of a config that ask for what the model file does not do."""
+    """Function that returns fields of a config which ask for something that the model file does not do."""

@@ -1,9 +1,9 @@
-"""The decoder whose layers attend to KV, or have a state instead."""
+"""Decoder whose layers either attend to KV or have a state."""
 
 from collections.abc import Sequence
 
 from ..cache.state_pool import StateShape
-from ..kernels.forms import AttentionForm
+from ..kernels.attention_form import AttentionForm
 from ..layers.attention import Attention, AttentionShape
 from ..layers.gated_delta import DeltaShape, GatedDelta
 from ..layers.moe import RoutedExperts
@@ -12,11 +12,11 @@ from .config import ModelConfig
 from .decoder import AttentionBlock, DecoderForCausalLM, FeedForward, Variants
 
 _NEXT_TOKENS = "mtp."
-"""What checkpoints call the layers of multi-token prediction, which are ignored."""
+"""Checkpoint name of the ignored layers of multi-token prediction."""
 
 
 def state_shape(config: ModelConfig) -> StateShape:
-    """Of the layers with a state, over all ranks; the config has some."""
+    """Return the state of the linear-attention layers, over all ranks; the config has some."""
     delta = config.delta
     assert delta is not None, "a hybrid has layers of linear attention"
     return StateShape(
@@ -31,7 +31,8 @@ def state_shape(config: ModelConfig) -> StateShape:
 def hybrid_attention(
     config: ModelConfig, shape: AttentionShape, place: Placement, *, by_key_head: bool
 ) -> list[AttentionBlock]:
-    """The block of every layer; those with KV and those with a state are counted apart, as their pools are.
+    """Return the block of every layer; those with KV and those with a state are counted apart, as their pools
+    are.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
@@ -58,7 +59,7 @@ def hybrid_attention(
 
 
 class HybridForCausalLM(DecoderForCausalLM):
-    """All norms count their factors from one; the head of multi-token prediction is ignored."""
+    """Factors of all norms are ``1 + weight``; the head of multi-token prediction is ignored."""
 
     def __init__(
         self,
@@ -73,5 +74,5 @@ class HybridForCausalLM(DecoderForCausalLM):
         super().__init__(config, attention, mlp, place=place, routing=routing, variants=variants)
 
     def is_skipped(self, name: str) -> bool:
-        """As of any decoder, and layers of multi-token prediction."""
+        """Return True also for layers of multi-token prediction."""
         return name.startswith(_NEXT_TOKENS) or super().is_skipped(name)

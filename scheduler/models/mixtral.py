@@ -26,5 +26,5 @@ class MixtralForCausalLM(DecoderForCausalLM):
         super().__init__(config, attention, mlp, place=place, routing=routing)
 
     def own_name(self, name: str) -> str:
-        """transformers 5 calls the block as other families do; its checkpoints do not."""
+        """Take transformers 5's name of the block, which differs from the checkpoint's."""
         return super().own_name(name).replace(".mlp.", ".block_sparse_moe.", 1)

@@ -1,10 +1,11 @@
 """The language model of a multimodal checkpoint: its config, and the names of its tensors.
 
 Invariants:
-- What is served is the language model, the same as from a checkpoint of its own: text alone goes in. Vision towers and projectors
-  are ignored by name.
-- Its tensors are known by the names of a checkpoint of its own; those of the multimodal one are taken as well, in both forms in
-  which they are written (``model.language_model.layers`` by transformers 5, ``language_model.model.layers`` before).
+- The language model is served as from a checkpoint of its own: text alone goes in. Vision towers and
+  projectors are ignored by name.
+- Its tensors are known by the names of a checkpoint of its own; those of the multimodal one are accepted as
+  well, in both forms (``model.language_model.layers`` by transformers 5, ``language_model.model.layers``
+  before).
 """
 
 from typing import Any
@@ -17,10 +18,10 @@ LANGUAGE_MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
-"""Multimodal architecture to that of its language model."""
+"""Language model of each multimodal architecture."""
 
 _OF_ALL = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
-"""Fields that are at the top level of a multimodal config, and count there if they are."""
+"""Fields at the top level of a multimodal config that override the language model's."""
 _MODULES = ("modules_to_not_convert", "ignored_layers")
 """Lists of modules in a ``quantization_config``."""
 _SPELLED = {
@@ -33,7 +34,7 @@ _MULTIMODAL = frozenset(LANGUAGE_MODELS.values())
 
 
 def language_config(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """The config of the language model in ``config``; itself where that is one.
+    """Return the config of the language model in ``config``, which may be one itself.
 
     Raises:
         CaesuraError: CHECKPOINT_ERROR, there is none in it.
@@ -56,7 +57,7 @@ def language_config(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _with_own_names(architecture: str, quantized: dict[str, Any]) -> dict[str, Any]:
-    """With the own names of the modules in its lists."""
+    """Return ``quantized`` with own names of the modules in its lists."""
     return {
         name: [own_name(architecture, module) if isinstance(module, str) else module for module in value]
         if name in _MODULES and isinstance(value, list)
@@ -66,7 +67,7 @@ def _with_own_names(architecture: str, quantized: dict[str, Any]) -> dict[str, A
 
 
 def own_name(architecture: str, name: str) -> str:
-    """Of a tensor or a module, where ``architecture`` is that of a multimodal model's language model; else as it is."""
+    """Return the own name of a tensor or module of a multimodal model's language model."""
     if architecture in _MULTIMODAL:
         for prefix, own in _SPELLED.items():
             if name.startswith(prefix):
@@ -75,5 +76,5 @@ def own_name(architecture: str, name: str) -> str:
 
 
 def is_vision_tensor(architecture: str, name: str) -> bool:
-    """Whether a tensor belongs to a vision tower, or to what projects its output."""
+    """Return True if a tensor belongs to a vision tower, or to the projection of its output."""
     return architecture in _MULTIMODAL and name.removeprefix("model.").startswith(_TOWERS)

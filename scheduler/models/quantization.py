@@ -1,6 +1,6 @@
 """The ``quantization_config`` of a checkpoint: FP8 in blocks, experts in MXFP4, or nothing.
 
-Invariant: every field that is set to something that the engine does not do is refused by name, unknown ones included.
+Invariant: every field with an unsupported value is refused by name, unknown fields included.
 """
 
 import re
@@ -18,7 +18,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "modules_to_convert": ([],),
     "dequantize": (False,),
 }
-"""Field to the values that the engine does; null and absent are the first one."""
+"""Supported values of each field; null and absent mean the first."""
 _SKIPPED = ("modules_to_not_convert", "ignored_layers")
 _MXFP4 = {
     "quant_method": ("mxfp4",),
@@ -28,13 +28,13 @@ _MODULE = re.compile(r"[\w.]+")
 
 
 def is_mxfp4(config: dict[str, Any]) -> bool:
-    """Whether weights are said to be in MXFP4. Which are shows in the checkpoint, by their names."""
+    """Return True if weights are said to be in MXFP4. Their names in the checkpoint show which."""
     stated = config.get("quantization_config")
     return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
 
 
 def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = False) -> Fp8Blocks | None:
-    """What ``config`` says about weights that stay quantised; None: none do.
+    """Return the storage of weights that stay quantised, or None.
 
     Args:
         mxfp4: the architecture reads experts in MXFP4.

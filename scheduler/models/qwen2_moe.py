@@ -15,7 +15,7 @@ FAMILIES = {
 
 
 class Qwen2MoeForCausalLM(DecoderForCausalLM):
-    """Qwen2's attention; beside the experts a block that every token goes through, weighted by a gate."""
+    """Qwen2's attention; routed experts, and shared ones weighted by a gate."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         shape = attention_shape(config, qkv_bias=config.attention_bias)

@@ -11,7 +11,7 @@ FAMILIES = {"Qwen3MoeForCausalLM": Family(num_kv_heads=4, window="switched", moe
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    """Qwen3's attention; layers of experts, and dense ones where the config says so."""
+    """Qwen3's attention; layers of experts, and dense ones if the config says so."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         bias = config.attention_bias

@@ -1,8 +1,10 @@
 """Architecture name to model.
 
 Invariants:
-- Every file of this package that has ``FAMILIES`` is an architecture, or several; nothing else knows which there are.
-- Nothing of ``transformers_backend/`` is imported before a model that it computes, since it imports transformers.
+- Every file of this package that has ``FAMILIES`` is an architecture, or several; no other list of them
+  exists.
+- Nothing of ``transformers_backend/`` is imported before a model that it computes, since it imports
+  transformers.
 """
 
 import pkgutil
@@ -35,12 +37,12 @@ def _modules() -> Mapping[str, ModuleType]:
 
 
 def families() -> Mapping[str, Family]:
-    """Every architecture that there is a file for, by its name in config.json."""
+    """Return every architecture that there is a file for, by its name in config.json."""
     return {name: module.FAMILIES[name] for name, module in _modules().items()}
 
 
 def require_ranks(config: "ModelConfig", ranks: int) -> None:
-    """Refuse what so many ranks cannot divide, before there are any: by its sizes, without memory for its weights.
+    """Refuse sizes that the ranks cannot divide, before workers start, without memory for weights.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL.
@@ -50,7 +52,8 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
     if config.transformers_config is not None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
-            f"{config.architecture} is computed by transformers' modules, which are not divided among ranks: start it with tp = 1",
+            f"{config.architecture} is computed by transformers' modules, which are not divided among "
+            "ranks: start it with tp = 1",
             fields=["architectures"],
             ranks=ranks,
         )
@@ -61,7 +64,8 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
 def build_model(
     config: "ModelConfig", dtype: torch.dtype, device: torch.device, parallel: TensorParallel = SINGLE
 ) -> "CausalLM":
-    """Allocate a model of this config, or this rank's shard of it; its weights hold nothing until they are loaded.
+    """Allocate a model of this config, or this rank's shard of it; its weights have no values until they are
+    loaded.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, the ranks cannot divide it.

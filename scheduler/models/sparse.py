@@ -1,8 +1,8 @@
-"""Feed-forward blocks of models with experts: which layers have them, behind which router, beside what all tokens go through."""
+"""Feed-forward blocks of models with experts: routers, routed experts and shared experts of each layer."""
 
 from dataclasses import dataclass, field
 
-from ..kernels.forms import Bend
+from ..kernels.attention_form import Bend
 from ..layers.experts import ExpertNames, Experts
 from ..layers.grouped_router import GroupedRouter
 from ..layers.mlp import GatedMLP
@@ -15,7 +15,7 @@ from .decoder import FeedForward
 
 @dataclass(frozen=True, kw_only=True)
 class SparseNames:
-    """What a checkpoint calls the parts of a block; as it is, Qwen's and DeepSeek's."""
+    """Checkpoint names of the parts of a block; the defaults are Qwen's and DeepSeek's."""
 
     block: str = "mlp"
     router: str = "gate"
@@ -32,11 +32,11 @@ def sparse_mlp(
     bias: bool = False,
     bend: Bend = "silu",
 ) -> tuple[list[FeedForward], RoutedExperts]:
-    """The block of every layer, and where they record which experts they chose.
+    """Return the block of every layer, and the record of the experts that they choose.
 
     Args:
         bias: routers and experts have biases.
-        bend: of the experts' gates.
+        bend: activation of the experts' gates.
     """
     moe = config.moe
     assert moe is not None, "an architecture with experts has a config of them"

@@ -6,7 +6,7 @@ from support.checkpoints import quantize_fp8
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.kernels import trial
+from caesura.scheduler.kernels import self_test
 from caesura.scheduler.layers import fp8_products
 from caesura.scheduler.layers.experts import Experts
 from caesura.scheduler.layers.linear import Linear
@@ -27,7 +27,7 @@ def kinds(table: tuple) -> list:
 
 def reason_of(kind: fp8_products.Dense | fp8_products.Experts) -> str | None:
     attempt = fp8_products._try_dense if isinstance(kind, fp8_products.Dense) else fp8_products._try_experts
-    return trial.failure(lambda: attempt(kind, DEVICE), fp8_products._AGREEMENT, "a product with it")
+    return self_test.failure(lambda: attempt(kind, DEVICE), fp8_products._AGREEMENT, "a product with it")
 
 
 @pytest.mark.parametrize("kind", kinds(fp8_products._DENSE) + kinds(fp8_products._EXPERTS))

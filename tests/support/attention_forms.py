@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from caesura.scheduler.kernels.forms import AttentionForm
+from caesura.scheduler.kernels.attention_form import AttentionForm
 
 
 def attended(products: Tensor, v: Tensor, start: int, form: AttentionForm, scale: float) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from caesura.scheduler.kernels.forms import HeadNorms
+from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.layers.rotary import rotate
 
 CALLS: list[int] = []

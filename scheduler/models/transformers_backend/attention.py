@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from ...execution.forward import AttentionBackend
-from ...kernels.forms import AttentionForm, HeadNorms
+from ...kernels.attention_form import AttentionForm, HeadNorms
 
 IMPLEMENTATION = "caesura"
 """Name in transformers' table of attention functions."""

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.attention_form import AttentionForm, Bend, HeadNorms
 from ...kernels.elementwise import gate_mul, rope_store
-from ...kernels.forms import AttentionForm, Bend, HeadNorms
 from ...runtime.config import PAGE_SIZE
 from ...tracing.passes import by_position, compiled, drop_unused, makers_of, replace, slice_of, takers_of
 from ...tracing.tracer import Affine, Call, Trace, Value

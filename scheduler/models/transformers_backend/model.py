@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from ...execution.forward import AttentionBackend, ForwardBatch
-from ...kernels.forms import AttentionForm
+from ...kernels.attention_form import AttentionForm
 from ...layers.logits_processor import LogitsProcessor
 from ...layers.parameters import Layer, Placement
 from ..config import ModelConfig

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...kernels.between import Elementwise
+from ...kernels.dispatch import Elementwise
 from .probe import FOREIGN_FAILURES
 
 _ROWS = 5

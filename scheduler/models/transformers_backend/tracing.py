@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...kernels.forms import AttentionForm
+from ...kernels.attention_form import AttentionForm
 from ...tracing.tracer import NotTraceableError, Trace, Tracer, merge
 from .attention import attend
 from .experts import Computed

@@ -15,7 +15,7 @@ from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
-from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
+from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
 from caesura.scheduler.layers import fp8_scaled
 from caesura.scheduler.memory.workspace import Workspace
 

@@ -18,7 +18,7 @@ from caesura.scheduler.attention.flashinfer import FlashInferBackend, why_not
 from caesura.scheduler.attention.page_lists import PageLists, page_lists
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.kernels.forms import PLAIN, AttentionForm, FormKind
+from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm, FormKind
 from caesura.scheduler.runtime.config import EngineConfig
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8

@@ -15,7 +15,7 @@ from torch import Tensor
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.kernels.forms import HeadNorms
+from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
 

@@ -16,7 +16,7 @@ from caesura.scheduler.attention import sdpa
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.execution.forward import ForwardBatch
-from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
+from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
 
 PAGE = 16
 

@@ -19,7 +19,7 @@ from caesura.scheduler.attention import paged_triton
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.kernels.forms import AttentionForm
+from caesura.scheduler.kernels.attention_form import AttentionForm
 
 pytestmark = pytest.mark.long
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
-from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
+from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
 
 DTYPES = native.FLOATS
 SCALE = 0.3
@@ -398,7 +398,7 @@ from test_kernel_attention import Piece, Scene
 import torch
 from support.attention_forms import attended, forms
 from support.kernels import instruction_sets, threads
-from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
+from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
 for isa in instruction_sets():
     for dtype in native.FLOATS:
         for size, group in ((5, 3), (16, 1), (33, 2), (80, 7), (128, 2)):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from caesura.scheduler.kernels import native
+from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.elementwise import gate_mul, rms_norm, rope_store
-from caesura.scheduler.kernels.forms import HeadNorms
 from caesura.scheduler.layers.mlp import bent
 from caesura.scheduler.layers.norm import RMSNorm, normalize
 from caesura.scheduler.layers.parameters import Placement

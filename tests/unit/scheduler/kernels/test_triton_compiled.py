@@ -38,7 +38,7 @@ def gates() -> None:
 
 
 def rotations() -> None:
-    from caesura.scheduler.kernels.forms import HeadNorms
+    from caesura.scheduler.kernels.attention_form import HeadNorms
     from caesura.scheduler.kernels.triton_elementwise import rope_store
 
     for heads, kv_heads, size, norm in [

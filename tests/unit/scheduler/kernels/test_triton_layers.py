@@ -24,8 +24,8 @@ from caesura.scheduler import kernels
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.kernels import between
-from caesura.scheduler.kernels.forms import HeadNorms
+from caesura.scheduler.kernels import dispatch
+from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
 from caesura.scheduler.layers.grouped_router import GroupedRouter
@@ -286,7 +286,7 @@ def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts,
 def served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is built now on the CPU takes the kernels."""
     served = {"elementwise": kernels.TRITON, "experts": kernels.TRITON}
-    for module in (between, experts_module, moe, sys.modules[PagedTritonBackend.__module__]):
+    for module in (dispatch, experts_module, moe, sys.modules[PagedTritonBackend.__module__]):
         monkeypatch.setattr(module, "best", lambda operation, *_: served[operation])
 
 

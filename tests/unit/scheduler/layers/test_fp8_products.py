@@ -11,7 +11,7 @@ from torch import Tensor
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.attention.flashinfer_mla import kernels_of
-from caesura.scheduler.kernels import trial
+from caesura.scheduler.kernels import self_test
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import fp8_block, fp8_products, fp8_scaled
 from caesura.scheduler.layers.experts import Experts
@@ -57,7 +57,7 @@ def capability(monkeypatch):
 
 
 def failure_of(kind, attempt) -> str | None:
-    return trial.failure(lambda: attempt(kind, CPU), fp8_products._AGREEMENT, "a product with it")
+    return self_test.failure(lambda: attempt(kind, CPU), fp8_products._AGREEMENT, "a product with it")
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *EXPERTS], ids=lambda kind: f"{type(kind).__name__}-{kind.by}")

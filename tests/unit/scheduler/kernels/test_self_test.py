@@ -2,7 +2,7 @@
 
 import pytest
 
-from caesura.scheduler.kernels.trial import failure
+from caesura.scheduler.kernels.self_test import failure
 
 NINJA = """Ninja build failed. Ninja output:
 ninja: Entering directory `/root/.cache/flashinfer'

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import TORCH, TRITON, best, elementwise
-from .forms import Bend, HeadNorms
+from .attention_form import Bend, HeadNorms
 
 
 class Elementwise(Protocol):

@@ -1,6 +1,6 @@
-"""A decoder's layers as the kernel takes them that computes all of them in one call, where it can.
+"""The fused decoder: all layers of a model in one call of a compiled kernel, if it can compute them.
 
-Invariant: what a layer computes is said once, in ``layers/``; here it is only asked for.
+Invariant: a layer's computation is defined in ``layers/``; this module only collects the arguments.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,20 @@ Packed = dict[str, Any]
 """Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
 
 
-class OneCall:
+class FusedDecoder:
     """The kernel for one model."""
 
     def __init__(self, kernel: DecoderKernel, experts: Sequence[bool]) -> None:
-        """``experts``: which layers have some."""
+        """``experts``: True for each layer with experts."""
         self.kernel, self._experts = kernel, any(experts)
 
     @classmethod
     def of(
         cls, config: ModelConfig, layers: Sequence["DecoderLayer"], last_norm: RMSNorm, place: Placement
-    ) -> "OneCall | None":
-        """None: there are no compiled kernels, or not for one of the layers, or not for the ranks."""
+    ) -> "FusedDecoder | None":
+        """Return the fused decoder, or None without compiled kernels, or if one of the layers or the ranks do
+        not fit.
+        """
         ranks = place.parallel
         if best("decoder", place.device, place.dtype) == TORCH or (ranks.size > 1 and ranks.compiled is None):
             return None
@@ -66,12 +68,13 @@ class OneCall:
         step: PagedStep,
         routing: RoutedExperts | None,
     ) -> Tensor:
-        """Hidden states of the sampled tokens, [S, hidden], after the final norm, valid until the next call.
+        """Return hidden states of the sampled tokens, [S, hidden], after the final norm, valid until the next
+        call.
 
         Args:
             embedded: [T, hidden]; overwritten.
-            angles: of each layer.
-            routing: where experts are noted. None: a model without any.
+            angles: angles of each layer.
+            routing: record of the experts, or None without experts.
         """
         record = None
         if routing is not None and self._experts:
@@ -117,7 +120,7 @@ def _shape_of(config: ModelConfig, layer: "DecoderLayer", place: Placement) -> L
 
 
 def _eps_of(layer: "DecoderLayer") -> float | None:
-    """Of the norms of heads, or of latents."""
+    """Return the epsilon of the norms of heads, or of latents."""
     attention = layer.attention
     if isinstance(attention, LatentAttention):
         return LATENT_EPS
@@ -125,7 +128,7 @@ def _eps_of(layer: "DecoderLayer") -> float | None:
 
 
 def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind] | None:
-    """None: another kind of layer, or other storage."""
+    """Return a layer's arguments, or None for another kind of layer or storage."""
     attention, block, form = _of_attention(layer.attention), _of_block(layer.mlp), layer.attention.form
     if attention is None or block is None or form is None:
         return None
@@ -140,7 +143,7 @@ def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind] | None:
 
 
 def _of_linear(name: str, linear: Linear) -> Packed | None:
-    """Its weight, and scales. None: it is stored otherwise."""
+    """Return its weight and scales, or None if it is stored otherwise."""
     return None if linear.packed is None else {name: linear.packed, f"{name}_scales": linear.scales}
 
 
@@ -165,7 +168,7 @@ def _of_attention(attention: object) -> Packed | None:
 
 
 def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None] | None:
-    """Tensors, the width of the dense block or of what every token goes through, and experts."""
+    """Return tensors, the width of the dense block or shared experts, and experts."""
     if isinstance(block, GatedMLP):
         gate_up, down = _of_linear("gate_up", block.gate_up), _of_linear("down", block.down)
         if gate_up is None or down is None:
@@ -193,7 +196,7 @@ def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None] | None:
 
 
 def _of_shared(shared: object) -> tuple[Packed, int] | None:
-    """Tensors, and the width: 0 where there is nothing. None: other storage."""
+    """Return tensors and width (0 without shared experts), or None for other storage."""
     if shared is None:
         return {}, 0
     gate: Packed = {}
