@@ -31,9 +31,7 @@ class MoeShape(Shape):
     moe_intermediate_size: int
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Return the share of the tensor that ``tokens`` tokens read: of experts, the chance that one token
-        chose it.
-        """
+        """Return the share of the tensor that ``tokens`` tokens read; experts by chance."""
         return chosen_by(name, tokens, self.num_experts_per_tok / self.num_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -62,9 +60,7 @@ class MoeShape(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridShape(Shape):
-    """Qwen3.5 (text): each fourth layer attends, with gates; the others have linear attention by the gated
-    delta rule.
-    """
+    """Qwen3.5 (text): every fourth layer attends, with gates; the others use the gated delta rule."""
 
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -89,9 +85,7 @@ class HybridShape(Shape):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's states over all layers, in float32, without the few inputs of the
-        convolution.
-        """
+        """Bytes of a sequence's states over all layers in float32, without those of the convolution."""
         state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
         return 4 * state * (self.num_hidden_layers - self.num_hidden_layers // self.full_attention_interval)
 
@@ -175,15 +169,11 @@ class LatentShape:
 
     @property
     def attended_width(self) -> int:
-        """Multiplications of a token with another one in each layer, at least: keys and values may be those
-        of heads.
-        """
+        """Least multiplications of a token with another one in each layer; heads may have more."""
         return self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
 
     def used_by(self, name: str, tokens: int) -> float:
-        """Return the share of the tensor that ``tokens`` tokens read: of experts, the chance that one token
-        chose it.
-        """
+        """Return the share of the tensor that ``tokens`` tokens read; experts by chance."""
         return chosen_by(name, tokens, self.num_experts_per_tok / self.n_routed_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:

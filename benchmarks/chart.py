@@ -95,9 +95,7 @@ def _times(ratio: float) -> str:
 
 
 def panels_by_model(shapes: dict[str, dict[str, Any]]) -> dict[str, list[Panel]]:
-    """Return a row of panels per model, in the order of columns; the cold start of its first shape closes the
-    row.
-    """
+    """Return a row of panels per model; the cold start of its first shape closes the row."""
     rows: dict[str, list[Panel]] = {}
     for model in MODELS:
         row = []

@@ -1,24 +1,21 @@
-"""Has anything become slower? A small fixed workload on a real engine, stage by stage against recorded
-ratios.
+"""Compare a small fixed workload on a real engine with recorded times, stage by stage.
 
-    python benchmarks/check_baselines.py                               # exit status 1 where something is much
-    slower python benchmarks/check_baselines.py --update --reason "new kernel for decode"
+    python benchmarks/check_baselines.py          # exit status 1 if something is much slower
+    python benchmarks/check_baselines.py --update --reason "new kernel for decode"
 
 The workload, on an engine of its own in each round: a start, a rollout on the tiny shape (bfloat16, one
-thread), pause / update from disk / continue in the midst of another, a release and a resume; then images of a
-tiny pipeline, whose text encoders and VAE come and go. What is compared is the time that each of an engine's
-stages took in sum (they are in its status), and each part of the workload from end to end.
+thread), pause, update from disk and continue in the midst of another, a release and a resume; then images of
+a tiny pipeline, whose text encoders and VAE come and go. Compared are the sums of an engine's stages and each
+part of the workload from end to end.
 
 Invariants:
 - Times are compared as ratios to a loop that resembles them (``harness/yardstick.py``), measured before,
   between and after the engines of the same round: a baseline holds on another machine, and on this one while
   others use it.
 - A time beyond :data:`SLOWER` of its baseline is reported, one beyond :data:`FAILS` in every round is a
-  regression, however short its stage is. A stage that has disappeared is one too: nobody would notice
-  otherwise.
-- There are no more rounds once nothing is a regression: what disturbs a time only ever makes it longer.
-- A machine with other instructions than the recorded one has other ratios: there nothing but a lost stage is
-  a regression.
+  regression, and so is a stage that has disappeared. There are no more rounds once nothing is a regression.
+- A machine with other instructions than the recorded one has other ratios: there only a lost stage is a
+  regression.
 - ``--update`` adds to the history what was measured and why that is right; nothing in it is ever changed.
 """
 
@@ -39,6 +36,7 @@ from typing import Any
 
 from checkpoints import SHAPES, write_checkpoint
 from harness.machine import busy_share, describe, machine_facts
+from harness.script import table
 from harness.yardstick import KINDS, Kind, measure_yardsticks
 from rich.console import Console
 from rich.table import Table
@@ -238,14 +236,15 @@ def stage_seconds(client: SchedulerClient) -> dict[str, float]:
 
 
 def as_table(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(title="milliseconds, at the recorded machine's speed, against their baselines")
-    for column in ("time", "baseline", "measured", ""):
-        table.add_column(column, justify="left" if column in ("time", "") else "right")
+    made = table(
+        "milliseconds, at the recorded machine's speed, against their baselines",
+        ["time", "baseline", "measured", ""],
+    )
     for verdict in verdicts:
         figures = ["" if value is None else f"{value:.1f}" for value in (verdict.baseline, verdict.measured)]
         style = "red" if verdict.is_regression else "yellow" if verdict.word == "slower" else None
-        table.add_row(verdict.name, *figures, verdict.word, style=style)
-    return table
+        made.add_row(verdict.name, *figures, verdict.word, style=style)
+    return made
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

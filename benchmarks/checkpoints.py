@@ -28,7 +28,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -132,20 +132,10 @@ class Shape:
 
     def config(self, dtype: str) -> dict[str, Any]:
         """Return ``config.json`` in the form of transformers 4, which all peers read."""
-        return {
+        sizes = {each.name: getattr(self, each.name) for each in fields(Shape)}
+        return sizes | {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            "num_hidden_layers": self.num_hidden_layers,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_id,
-            "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": False,
             "attention_dropout": 0.0,
             "hidden_act": "silu",

@@ -1,30 +1,25 @@
-"""What the collectives of tensor parallelism take between processes of this host: over shared memory, and
-over gloo.
+"""Time of tensor parallelism's collectives between processes, over shared memory and over gloo.
 
 Each rank is a process of one thread. Every operation runs some times in a row, all of them once per round;
-the median and the least of all rounds but the first, in microseconds a call. `gloo's own sum` is torch's
-all-reduce, whose order of additions depends on the number of elements; the engine gathers by gloo and adds in
-the order of ranks.
+printed are the median and the least of all rounds but the first, in microseconds a call. ``gloo's own sum``
+is torch's all-reduce, whose order of additions depends on the number of elements; the engine gathers by gloo
+and adds in the order of ranks.
 
     python benchmarks/collectives.py --ranks 2
 """
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.machine import busy_share, describe, machine_facts
+from harness.script import begin, parser, table, write_json
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from caesura.scheduler.parallel import process_group, shared_memory
@@ -41,36 +36,25 @@ def operations(
     groups: dict[str, TensorParallel], store: Any, rank: int, size: int
 ) -> Iterator[tuple[str, str, Operation]]:
     """Yield the name of each operation, its transport, and a call."""
-    bare = dist.ProcessGroupGloo(PrefixStore("bare", store), rank, size, timedelta(seconds=ANSWER_S))
+    bare: Any = dist.ProcessGroupGloo(PrefixStore("bare", store), rank, size, timedelta(seconds=ANSWER_S))
     for elements in ELEMENTS:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"sum of {elements >> 10} k {str(dtype).removeprefix('torch.')}"
             for way, group in groups.items():
-                yield name, way, _sum(group, torch.zeros(elements, dtype=dtype))
-            yield name, "gloo's own sum", _bare_sum(bare, torch.zeros(elements, dtype=dtype))
+                yield name, way, partial(group.all_reduce, torch.zeros(elements, dtype=dtype))
+            numbers = torch.zeros(elements, dtype=dtype)
+            yield name, "gloo's own sum", partial(_own_sum, bare, numbers)
     part = torch.zeros(ROWS, -(-VOCABULARY // size))
     out = torch.zeros(ROWS, VOCABULARY)
     tokens = torch.zeros(ROWS, dtype=torch.int64)
     for way, group in groups.items():
-        yield f"logits of {ROWS} rows, gathered on all", way, _gather(group, part, out)
-        yield f"{ROWS} tokens from one to all", way, _broadcast(group, tokens)
+        yield f"logits of {ROWS} rows, gathered on all", way, partial(group.all_gather, part, out)
+        yield f"{ROWS} tokens from one to all", way, partial(group.broadcast, tokens, 0)
         yield "barrier", way, group.barrier
 
 
-def _sum(group: TensorParallel, x: Tensor) -> Operation:
-    return lambda: group.all_reduce(x)
-
-
-def _bare_sum(backend: Any, x: Tensor) -> Operation:
-    return lambda: backend.allreduce([x]).wait()
-
-
-def _gather(group: TensorParallel, x: Tensor, out: Tensor) -> Operation:
-    return lambda: group.all_gather(x, out)
-
-
-def _broadcast(group: TensorParallel, x: Tensor) -> Operation:
-    return lambda: group.broadcast(x, 0)
+def _own_sum(bare: Any, numbers: torch.Tensor) -> None:
+    bare.allreduce([numbers]).wait()
 
 
 def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
@@ -134,26 +118,21 @@ def _answer(pipe: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--calls", type=int, default=20, help="in a row")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    facts = machine_facts() | {"busy": round(busy_share(), 2)}
-    times = measure(options.ranks, options.rounds, options.calls)
+    made = parser(__doc__)
+    made.add_argument("--ranks", type=int, default=2)
+    made.add_argument("--rounds", type=int, default=21)
+    made.add_argument("--calls", type=int, default=20, help="in a row")
+    options = made.parse_args()
     console = Console()
-    console.print(describe(facts), f"{facts['busy']:.0%} busy before", highlight=False)
-    table = Table(title=f"{options.ranks} ranks of one thread, µs a call")
-    for heading in ("operation", "over", "median", "least"):
-        table.add_column(heading, justify="right" if heading in ("median", "least") else "left")
+    facts, rows = begin(console), []
+    times = measure(options.ranks, options.rounds, options.calls)
     for (name, way), values in times.items():
         kept = values[1:] or values
-        table.add_row(name, way, f"{statistics.median(kept):.0f}", f"{min(kept):.0f}")
-    console.print(table)
-    if options.json:
-        rows = [{"operation": name, "over": way, "us": values} for (name, way), values in times.items()]
-        options.json.write_text(json.dumps({"machine": facts, "ranks": options.ranks, "times": rows}))
+        rows.append([name, way, f"{statistics.median(kept):.0f}", f"{min(kept):.0f}"])
+    title = f"{options.ranks} ranks of one thread, µs a call"
+    console.print(table(title, ["operation", "over", "median", "least"], rows, words=2))
+    found = [{"operation": name, "over": way, "us": values} for (name, way), values in times.items()]
+    write_json(options.json, {"machine": facts, "ranks": options.ranks, "times": found})
 
 
 if __name__ == "__main__":

@@ -1,30 +1,24 @@
-"""What a trainer spends on an update of 1, 2 and 4 engines of this host, and what that makes of a thousand.
+"""Cost of an update of 1, 2 and 4 engines of this host to its trainer, and a model of a thousand.
 
-Roads: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it
+Routes: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it
 receives, gloo over loopback), ``broadcast`` (one group of all, gloo), ``clone`` (no trainer: an engine sends
-to the others down a chain), and ``crowded``: the chain, while for each engine that is not in it a process
-copies memory. It says what sharing the cores with so many costs a trainer that has nothing to do with them.
-``bare`` is the chain without engines (``harness/bare_chain.py``): what gloo and the kernel make of the same
-bytes here. Columns:
+to the others down a chain), ``crowded`` (the chain, while a process copies memory for each engine that is not
+in it: what sharing the cores costs a trainer) and ``bare`` (the chain without engines,
+``harness/bare_chain.py``). Columns:
 
-    CPU         of the trainer's process, all threads: what an update costs the trainer own         of that,
-    its calling thread: copying into buckets, messages, and handing broadcasts to the backend, whose threads
-    send busy        until the trainer has handed over its last byte (chain), or is back from the call (the
-    others) committed   until every engine serves the new weights sent        bytes that its TCP connections
-    had acknowledged, in copies of the weights (from the kernel's own counters)
+    CPU         time of all threads of the trainer's process
+    own         time of its calling thread: copies into buckets, messages, handing over broadcasts
+    busy        until the trainer has handed over its last byte (chain), or is back from the call (the others)
+    committed   until every engine serves the new weights
+    sent        copies of the weights that its TCP connections had acknowledged, from the kernel's counters
 
-All engines share this machine's cores with the trainer, so ``committed`` grows with their number: they
-compare and copy with the same cores. What says whether the trainer's cost is flat is ``CPU`` and ``sent``.
-Turns are interleaved; medians.
-
-The second table puts the measured cost of a hop into the model of ``harness/fan_out_model.py`` (alone:
-``--hop-ms``).
+All engines share this machine's cores with the trainer, so ``committed`` grows with their number; ``CPU`` and
+``sent`` say if the trainer's cost is flat. Turns are interleaved; medians. The second table puts the measured
+cost of a hop into the model of ``harness/fan_out_model.py`` (alone: ``--hop-ms``).
 
     python benchmarks/fanout.py --turns 7 --json out.json
 """
 
-import argparse
-import json
 import os
 import signal
 import socket
@@ -43,8 +37,7 @@ import torch
 from checkpoints import SHAPES, write_checkpoint
 from harness.bare_chain import BareChain
 from harness.fan_out_model import ROADS, FanOut, best_bucket
-from harness.machine import busy_share, describe, machine_facts
-from harness.report import QUIET
+from harness.script import begin, parser, table, write_json
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -220,9 +213,7 @@ def measure(
 
 
 def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
-    """Return the seconds a broadcast costs on a hop beside its bytes: one per tensor against one for all, the
-    fastest turns.
-    """
+    """Return the seconds a broadcast costs on a hop beside its bytes: one per tensor against one for all."""
     each, all_in_one = Measured(), Measured()
     for turn in range(turns + 1):
         for into, bucket in ((each, 1), (all_in_one, trainer.nbytes)):
@@ -233,18 +224,7 @@ def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
 
 def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
     """Show medians, and the trainer's CPU seconds beside those of one engine."""
-    table = Table(title=f"one update of {nbytes / GB:.2f} GB")
-    for heading in (
-        "road",
-        "engines",
-        "CPU ms",
-        "of one engine",
-        "own ms",
-        "busy ms",
-        "committed ms",
-        "sent",
-    ):
-        table.add_column(heading, justify="left" if heading == "road" else "right")
+    rows = []
     for road, by_number in found.items():
         counted = {number: each for number, each in by_number.items() if each.cpu_s}
         first = statistics.median(counted[min(counted)].cpu_s)
@@ -252,11 +232,10 @@ def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
             cpu = statistics.median(each.cpu_s)
             times = [statistics.median(seconds) for seconds in (each.own_s, each.busy_s, each.committed_s)]
             sent = statistics.median(each.sent_copies)
-            table.add_row(
-                road, str(number), f"{1e3 * cpu:.0f}", f"{cpu / first:.2f}",
-                *(f"{1e3 * seconds:.0f}" for seconds in times), f"{sent:.2f}",
-            )  # fmt: skip
-    return table
+            figures = [f"{1e3 * cpu:.0f}", f"{cpu / first:.2f}", *(f"{1e3 * each:.0f}" for each in times)]
+            rows.append([road, str(number), *figures, f"{sent:.2f}"])
+    headings = "route|engines|CPU ms|of one engine|own ms|busy ms|committed ms|sent"
+    return table(f"one update of {nbytes / GB:.2f} GB", headings.split("|"), rows)
 
 
 def model_table(weights: float, engines: int, link: float, hop_s: float) -> Table:
@@ -264,40 +243,34 @@ def model_table(weights: float, engines: int, link: float, hop_s: float) -> Tabl
     title = (
         f"{engines:,} engines, {weights / GB:.0f} GB, {8 * link / GB:.0f} Gb/s, {1e3 * hop_s:.2f} ms a hop"
     )
-    table = Table(title=title)
-    for heading in ("road", "bucket", "seconds", "copies that leave the trainer"):
-        table.add_column(heading, justify="left" if heading == "road" else "right")
+    rows = []
     best = best_bucket(weights, engines, link, hop_s)
     for road, bucket in (*((road, 64.0 * MIB) for road in ROADS), ("chain", best)):
         update = FanOut(weights=weights, engines=engines, link=link, bucket=bucket, hop_s=hop_s)
         copies = update.trainer_sends(road) / weights
-        table.add_row(road, f"{bucket / MIB:.0f} MiB", f"{update.seconds(road):,.1f}", f"{copies:,.0f}")
-    return table
+        rows.append([road, f"{bucket / MIB:.0f} MiB", f"{update.seconds(road):,.1f}", f"{copies:,.0f}"])
+    return table(title, ["route", "bucket", "seconds", "copies that leave the trainer"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=SIZES, default="dense")
-    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--roads", nargs="+", default=["shared", "chain", "broadcast", "clone"])
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--bucket-mib", type=float, default=8)
-    parser.add_argument("--weights-gb", type=float, default=141.0, help="of the model table: 70B in bfloat16")
-    parser.add_argument("--replicas", type=int, default=1000)
-    parser.add_argument("--link-gbits", type=float, default=400.0)
-    parser.add_argument("--hop-ms", type=float, help="only print the model, with this for a bucket and hop")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--model", choices=SIZES, default="dense")
+    made.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
+    made.add_argument("--roads", nargs="+", default=["shared", "chain", "broadcast", "clone"])
+    made.add_argument("--turns", type=int, default=7)
+    made.add_argument("--bucket-mib", type=float, default=8)
+    made.add_argument("--weights-gb", type=float, default=141.0, help="of the model table: 70B in bfloat16")
+    made.add_argument("--replicas", type=int, default=1000)
+    made.add_argument("--link-gbits", type=float, default=400.0)
+    made.add_argument("--hop-ms", type=float, help="only print the model, with this for a bucket and hop")
+    options = made.parse_args()
     console = Console()
     modelled = (options.weights_gb * GB, options.replicas, options.link_gbits * GB / 8)
     if options.hop_ms is not None:
         console.print(model_table(*modelled, options.hop_ms / 1e3))
         return
     torch.set_num_threads(1)
-    facts, busy = machine_facts(), busy_share()
-    console.print(describe(facts), highlight=False)
-    if busy > QUIET:
-        console.print(f"somebody else uses {100 * busy:.0f} % of the cores")
+    facts = begin(console)
     with tempfile.TemporaryDirectory() as scratch:
         shape = SIZES[options.model]
         folder = write_checkpoint(Path(scratch) / "model", shape, dtype="bfloat16")
@@ -310,18 +283,10 @@ def main() -> None:
             finally:
                 trainer.close()
     console.print(measured_table(found, trainer.nbytes))
-    console.print(model_table(options.weights_gb * GB, options.replicas, options.link_gbits * GB / 8, hop_s))
-    if options.json is not None:
-        document = {
-            "machine": facts,
-            "busy_before": busy,
-            "bytes": trainer.nbytes,
-            "hop_s": hop_s,
-            "roads": {
-                road: {str(n): asdict(each) for n, each in by_n.items()} for road, by_n in found.items()
-            },
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    console.print(model_table(*modelled, hop_s))
+    measured = {road: {str(n): asdict(each) for n, each in by_n.items()} for road, by_n in found.items()}
+    document = {"machine": facts, "bytes": trainer.nbytes, "hop_s": hop_s, "roads": measured}
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

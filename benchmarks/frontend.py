@@ -1,14 +1,13 @@
-"""What the HTTP server costs: the same requests to one engine, through its socket and through the server, in
-turns.
+"""Cost of the HTTP server: the same requests to an engine through its socket and through the server.
 
 256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this
 process; the others go through ``caesura serve --endpoint`` of the same engine: SGLang's ``/generate`` with
-token ids in, text, ids and log-probabilities out, whole or streamed, and OpenAI's ``/v1/completions``. Rounds
-take turns; figures are medians. The load is made by this process, which has the cores in common with engine
-and server, as a trainer would.
+token ids in, text, ids and log-probabilities out, undivided or streamed, and OpenAI's ``/v1/completions``.
+Figures are medians. The load is made by this process, which has the cores in common with engine and server,
+as a trainer would.
 
-A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, where an interpreter
-that has it is given, gets the same requests at ``/v1/completions``.
+A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, given an interpreter
+that has it, gets the same requests at ``/v1/completions``.
 
     python benchmarks/frontend.py --vllm-python /opt/peer-vllm/bin/python --json frontend.json
 """
@@ -22,7 +21,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -35,7 +33,8 @@ from typing import Any
 from checkpoints import write_checkpoint
 from harness import engines
 from harness.http_load import Connection, flood
-from harness.machine import describe, machine_facts
+from harness.script import begin, parser, table, write_json
+from harness.serving import serve
 from harness.workload import WORKLOADS
 from rich.console import Console
 from rich.table import Table
@@ -51,9 +50,7 @@ Prompts = list[list[list[int]]]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer of the model's size: each token beyond the bytes is a short word of its
-    own.
-    """
+    """Write a byte-level tokenizer of the model's size: each token beyond the bytes is a short word."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     merges = []
@@ -122,16 +119,28 @@ async def through(url: str, path: str, requests: Sequence[Sequence[bytes]]) -> f
 
 
 @contextlib.contextmanager
-def serving(
-    command: Sequence[str], environment: dict[str, str] | None, log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server's process and end it with SIGINT."""
+def serving_vllm(model: Path, options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Run vLLM's server; yield its address once it is healthy."""
+    url, log = f"http://127.0.0.1:{options.port}", folder / "vllm.log"
+    environment = engines.vllm(options.vllm_python, options.threads, "auto", folder).environment
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "2"
+    given = {
+        "model": model, "served-model-name": "tiny", "host": "127.0.0.1", "port": options.port,
+        "dtype": "bfloat16", "max-num-seqs": 256, "max-model-len": SHAPE.context_len,
+    }  # fmt: skip
+    command = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--no-enable-log-requests"]
+    command += [text for name, value in given.items() for text in (f"--{name}", str(value))]
     with (
         log.open("wb") as file,
         subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process,
     ):
         try:
-            yield process
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not _is_healthy(url):
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise SystemExit(f"no server at {url}:\n{log.read_text()[-3000:]}")
+                time.sleep(0.2)
+            yield url
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -140,16 +149,13 @@ def serving(
                 process.kill()
 
 
-def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with (
-            contextlib.suppress(urllib.error.URLError, ConnectionError),
-            urllib.request.urlopen(f"{url}/health", timeout=5),  # noqa: S310 (our own address)
-        ):
-            return
-        time.sleep(0.2)
-    raise SystemExit(f"no server at {url}:\n{log.read_text()[-3000:]}")
+def _is_healthy(url: str) -> bool:
+    with (
+        contextlib.suppress(urllib.error.URLError, ConnectionError),
+        urllib.request.urlopen(f"{url}/health", timeout=5),  # noqa: S310 (our own address)
+    ):
+        return True
+    return False
 
 
 async def throughput(
@@ -215,113 +221,71 @@ async def on_caesura(
         return {"tokens_per_s": rates, "pause_ms": await pauses(client, url, options)}
 
 
-def vllm_command(python: str, model: Path, port: int) -> list[str]:
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--served-model-name",
-        "tiny",
-    ]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-num-seqs", "256"]
-    return [*command, "--max-model-len", str(SHAPE.context_len), "--no-enable-log-requests"]
-
-
-def on_vllm(model: Path, options: argparse.Namespace, folder: Path, console: Console) -> list[float]:
+def on_vllm(url: str, options: argparse.Namespace, console: Console) -> list[float]:
     """Return the tokens per second of every round at vLLM's ``/v1/completions``."""
-    port = options.port + 1
-    url, log = f"http://127.0.0.1:{port}", folder / "vllm.log"
-    environment = engines.vllm(options.vllm_python, options.threads, "auto", folder).environment
-    environment["VLLM_CPU_KVCACHE_SPACE"] = "2"
     tokens = options.connections * options.each * NEW_TOKENS
     rates = []
-    with serving(vllm_command(options.vllm_python, model, port), environment, log) as process:
-        wait_until_healthy(url, process, log)
-        for number in range(-1, options.rounds):
-            prompts = make_prompts(options.connections, options.each, 100 * number)
-            rate = tokens / asyncio.run(through(url, "/v1/completions", bodies(prompts, openai_body)))
-            if number >= 0:
-                rates.append(rate)
-                console.print(f"  round {number + 1}: vLLM's /v1/completions: {rate:,.0f} tok/s")
+    for number in range(-1, options.rounds):
+        prompts = make_prompts(options.connections, options.each, 100 * number)
+        rate = tokens / asyncio.run(through(url, "/v1/completions", bodies(prompts, openai_body)))
+        if number >= 0:
+            rates.append(rate)
+            console.print(f"  round {number + 1}: vLLM's /v1/completions: {rate:,.0f} tok/s")
     return rates
 
 
 def report(results: dict[str, Any], options: argparse.Namespace) -> list[Table]:
-    rates = {way: median(values) for way, values in results["tokens_per_s"].items()}
-    first = Table(
-        title=f"{options.connections} requests at once, {PROMPT_TOKENS} in, {NEW_TOKENS} out, tiny shape"
-    )
-    for column in ("way", "tok/s", "of direct", "pairwise"):
-        first.add_column(column, justify="left" if column == "way" else "right")
-    for way, rate in rates.items():
-        pairs = [
-            a / b
-            for a, b in zip(results["tokens_per_s"][way], results["tokens_per_s"]["direct"], strict=False)
-        ]
-        first.add_row(way, f"{rate:,.0f}", f"{rate / rates['direct']:.0%}", f"{median(pairs):.0%}")
-    second = Table(title="pause acknowledged under this load, ms")
-    for column in ("way", "p50", "p90", "max"):
-        second.add_column(column, justify="left" if column == "way" else "right")
+    found: dict[str, list[float]] = results["tokens_per_s"]
+    direct, rates, pauses = found["direct"], [], []
+    for way, values in found.items():
+        pairs = [a / b for a, b in zip(values, direct, strict=False)]
+        rate = median(values)
+        rates.append([way, f"{rate:,.0f}", f"{rate / median(direct):.0%}", f"{median(pairs):.0%}"])
     for way, times in results["pause_ms"].items():
         ordered = sorted(times)
-        second.add_row(
-            way,
-            *(f"{value:.1f}" for value in (median(ordered), ordered[len(ordered) * 9 // 10], ordered[-1])),
-        )
-    return [first, second]
+        figures = (median(ordered), ordered[len(ordered) * 9 // 10], ordered[-1])
+        pauses.append([way, *(f"{value:.1f}" for value in figures)])
+    title = f"{options.connections} requests at once, {PROMPT_TOKENS} in, {NEW_TOKENS} out, tiny shape"
+    return [
+        table(title, ["way", "tok/s", "of direct", "pairwise"], rates),
+        table("pause acknowledged under this load, ms", ["way", "p50", "p90", "max"], pauses),
+    ]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--connections", type=int, default=256)
-    parser.add_argument("--each", type=int, default=2, help="requests per connection and round (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each way (default: 5)")
-    parser.add_argument("--pauses", type=int, default=100, help="of each way (default: 100)")
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="the engine's (default: all cores)"
-    )
-    parser.add_argument("--port", type=int, default=31200)
-    parser.add_argument("--vllm-python", default=os.environ.get("CAESURA_BENCH_VLLM_PYTHON"))
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--connections", type=int, default=256)
+    made.add_argument("--each", type=int, default=2, help="requests per connection and round (default: 2)")
+    made.add_argument("--rounds", type=int, default=5, help="of each way (default: 5)")
+    made.add_argument("--pauses", type=int, default=100, help="of each way (default: 100)")
+    cores = len(os.sched_getaffinity(0))
+    made.add_argument("--threads", type=int, default=cores, help="the engine's (default: all cores)")
+    made.add_argument("--port", type=int, default=31200, help="vLLM's")
+    made.add_argument("--vllm-python", default=os.environ.get("CAESURA_BENCH_VLLM_PYTHON"))
+    return made.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options, console, facts = parse(argv), Console(), machine_facts()
-    console.print(describe(facts), f"engine threads: {options.threads}")
-    url = f"http://127.0.0.1:{options.port}"
-    with tempfile.TemporaryDirectory() as folder:
-        model, log = Path(folder) / "tiny", Path(folder) / "serve.log"
-        write_checkpoint(model, "tiny", seed=0)
+    options, console = parse(argv), Console()
+    facts = begin(console, threads=options.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = write_checkpoint(folder / "tiny", "tiny", seed=0)
         write_tokenizer(model)
         launched = launch_scheduler(
-            str(model),
+            model,
             num_threads=options.threads,
             max_running_requests=options.connections,
             log_level="WARNING",
         )
-        with launched as engine:
-            command = [
-                str(Path(sys.executable).with_name("caesura")),
-                "serve",
-                "--endpoint",
-                engine.endpoint,
-                "--served-model-name",
-                "tiny",
-            ]
-            with serving([*command, "--port", str(options.port)], None, log) as process:
-                wait_until_healthy(url, process, log)
-                results = asyncio.run(on_caesura(engine, url, options, console))
+        with launched as engine, serve(engine.endpoint, "--served-model-name", "tiny") as (url, _):
+            results = asyncio.run(on_caesura(engine, url, options, console))
         if options.vllm_python:
-            results["tokens_per_s"]["vLLM's /v1/completions"] = on_vllm(model, options, Path(folder), console)
-    for table in report(results, options):
-        console.print(table)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"machine": facts, "options": vars(options), **results}, default=str, indent=1)
-        )
+            with serving_vllm(model, options, folder) as url:
+                results["tokens_per_s"]["vLLM's /v1/completions"] = on_vllm(url, options, console)
+    for each in report(results, options):
+        console.print(each)
+    write_json(options.json, {"machine": facts, "options": vars(options), **results})
 
 
 if __name__ == "__main__":

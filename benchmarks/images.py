@@ -15,7 +15,6 @@ components, at their peak and between stages, and what an image and its stages t
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,11 +28,10 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from harness.cycles import ALLOWANCE_MS, distribution
 from harness.image_pipelines import SHAPES, write_pipeline
-from harness.image_residency import STAGES, Occupation, measure_occupation
-from harness.machine import busy_share, describe, machine_facts
+from harness.image_residency import STAGES, measure_occupation
 from harness.process_memory import MB, read_memory
+from harness.script import begin, parser, table, write_json
 from rich.console import Console
-from rich.table import Table
 
 from caesura.client import SchedulerClient, launch_scheduler
 
@@ -220,20 +218,14 @@ def measure_cycles(client: SchedulerClient, pid: int, folder: Path, workload: Wo
 
 
 def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
-    table = Table(
-        "requests", "Caesura, images/s", "diffusers, images/s", "ratio, median of rounds", "least and most"
-    )
+    rows = []
     for way in WAYS:
         ours, theirs = rates[way]["caesura"], rates[way]["diffusers"]
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        table.add_row(
-            way,
-            f"{median(ours):.2f}",
-            f"{median(theirs):.2f}",
-            f"{median(ratios):.2f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-        )
-    console.print(table)
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        rows.append([way, *(f"{median(each):.2f}" for each in (ours, theirs, ratios)), spread])
+    headings = "requests|Caesura, images/s|diffusers, images/s|ratio, median of rounds|least and most"
+    console.print(table(None, headings.split("|"), rows))
     if cycles is None:
         return
     steps = ", ".join(
@@ -251,35 +243,34 @@ def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
     console.print("reserved MB over the cycles: " + " ".join(f"{value:.0f}" for value in cycles.reserved_mb))
 
 
-def occupation_table(console: Console, found: list[Occupation]) -> None:
-    table = Table(
-        "encoders, VAE", "transformer", "peak, MB", "denoising, MB", "idle, MB", "one image, s", "ratio"
-    )
-    times = Table("encoders, VAE", "transformer", *(f"{name}, ms" for name in STAGES))
-    for each in found:
-        sizes = [f"{nbytes / MB:.1f}" for nbytes in (each.peak, each.denoising, each.idle)]
-        ratio = each.seconds / found[0].seconds
-        table.add_row(each.frozen, each.transformer, *sizes, f"{each.seconds:.3f}", f"{ratio:.2f}")
-        times.add_row(each.frozen, each.transformer, *(f"{each.stage_ms[name]:.1f}" for name in STAGES))
-    console.print(table)
-    console.print(times)
-
-
 def residency(options: argparse.Namespace, console: Console) -> None:
-    shape = SHAPES[options.shape]
+    shape, sizes, times = SHAPES[options.shape], [], []
     with tempfile.TemporaryDirectory() as folder:
         path = write_pipeline(Path(folder) / "pipeline", shape)
         found = measure_occupation(path, shape.side, options.threads, options.rounds)
-    occupation_table(console, found)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+    for each in found:
+        names, ratio = [each.frozen, each.transformer], each.seconds / found[0].seconds
+        bytes_ = [f"{nbytes / MB:.1f}" for nbytes in (each.peak, each.denoising, each.idle)]
+        sizes.append([*names, *bytes_, f"{each.seconds:.3f}", f"{ratio:.2f}"])
+        times.append([*names, *(f"{each.stage_ms[name]:.1f}" for name in STAGES)])
+    headings = [
+        "encoders, VAE",
+        "transformer",
+        "peak, MB",
+        "denoising, MB",
+        "idle, MB",
+        "one image, s",
+        "ratio",
+    ]
+    console.print(table(None, headings, sizes, words=2))
+    console.print(table(None, [*headings[:2], *(f"{name}, ms" for name in STAGES)], times, words=2))
+    write_json(options.json, [asdict(each) for each in found])
 
 
 def main() -> None:
     options = parse()
     console = Console()
-    facts, busy = machine_facts(), busy_share()
-    console.print(f"{describe(facts)}; {busy:.0%} busy before", soft_wrap=True)
+    facts = begin(console)
     if options.residency:
         residency(options, console)
         return
@@ -288,12 +279,7 @@ def main() -> None:
     workload = Workload(side=shape.side, images=options.images, rounds=options.rounds)
     with tempfile.TemporaryDirectory() as folder:
         path = write_pipeline(Path(folder) / "pipeline", shape)
-        engine = launch_scheduler(
-            path,
-            dtype="float32",
-            device="cpu",
-            num_threads=options.threads,
-        )
+        engine = launch_scheduler(path, dtype="float32", device="cpu", num_threads=options.threads)
         with engine as client:
             assert engine.pid is not None
             pair: dict[str, Diffusers | Caesura] = {
@@ -305,30 +291,23 @@ def main() -> None:
                 measure_cycles(client, engine.pid, path, workload, options.cycles) if options.cycles else None
             )
     tables(console, rates, cycles)
-    if options.json is not None:
-        found = {"machine": facts, "busy": busy, "options": {**vars(options), "json": str(options.json)}}
-        found |= {"images_per_s": rates, "cycles": None if cycles is None else asdict(cycles)}
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    document = {"machine": facts, "options": vars(options), "images_per_s": rates}
+    write_json(options.json, document | {"cycles": None if cycles is None else asdict(cycles)})
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument("--shape", choices=SHAPES, default="tiny")
+    made.add_argument(
         "--threads", type=int, default=2, help="of each engine, one of which works at a time (2)"
     )
-    parser.add_argument(
-        "--images", type=int, default=24, help="of one round of one way; a multiple of 8 (24)"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
+    made.add_argument("--images", type=int, default=24, help="of one round of one way; a multiple of 8 (24)")
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument(
         "--cycles", type=int, default=1000, help="of pause, update and continue (1000); 0: none"
     )
-    parser.add_argument("--residency", action="store_true", help="bytes on the device by strategy instead")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    return parser.parse_args()
+    made.add_argument("--residency", action="store_true", help="bytes on the device by strategy instead")
+    return made.parse_args()
 
 
 if __name__ == "__main__":

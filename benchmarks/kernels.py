@@ -9,7 +9,6 @@ product, whichever is longer, over the kernel's. Both limits are measured and pr
     python benchmarks/kernels.py --threads 2 --isa avx512bf16 avx2 --operation linear attention
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from harness.machine import describe, machine_facts
+from harness.script import begin, parser, table, write_json
 from rich.console import Console
-from rich.table import Table
 from torch.nn import functional
 
 from caesura.scheduler.cache.pool import MHAPool
@@ -59,6 +57,7 @@ COLD_BYTES = 96 << 20
 CACHE_BYTES = 32 << 20
 """Bytes that a last-level cache may hold: with less, bandwidth limits nothing."""
 
+PEERS = ("F.linear", "oneDNN packed", "torch")
 OPERATIONS = ("linear", "layout", "attention", "elementwise", "sampler")
 
 Run = Callable[[int], object]
@@ -341,60 +340,54 @@ def limits() -> tuple[float, float]:
     return data.nbytes / best["read"], 2 * 2048**3 / best["product"]
 
 
-def add_row(
-    table: Table, case: Case, isas: list[str], times: dict[str, float], limits: tuple[float, float]
-) -> None:
-    """Add the milliseconds of all, and the rates of the last kernel."""
+def row(case: Case, isas: list[str], times: dict[str, float], limits: tuple[float, float]) -> list[str]:
+    """Return the milliseconds of all, and the rates of the last kernel."""
     torch_best = min(times[peer] for peer in case.peers)
     kernel, (bandwidth, rate) = times[isas[-1]], limits
     least = max(case.read_bytes / bandwidth, case.flops / rate)
-    table.add_row(
+    return [
         case.name,
         case.detail,
-        *(f"{1e3 * times[name]:.3f}" if name in times else "-" for name in _peers()),
+        *(f"{1e3 * times[name]:.3f}" if name in times else "-" for name in PEERS),
         *(f"{1e3 * times[isa]:.3f} ({torch_best / times[isa]:.2f}x)" for isa in isas),
         f"{case.read_bytes / kernel / 1e9:.1f}",
         f"{case.flops / kernel / 1e9:.0f}" if case.flops else "-",
         f"{least / kernel:.0%}" if case.flops or case.copies * case.read_bytes >= CACHE_BYTES else "-",
-    )
-
-
-def _peers() -> tuple[str, ...]:
-    return ("F.linear", "oneDNN packed", "torch")
+    ]
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument(
-        "--isa", nargs="+", choices=native.ISAS[1:], help="default: the best this machine has"
-    )
-    parser.add_argument("--operation", nargs="+", default=OPERATIONS, choices=OPERATIONS)
-    parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 1024], help="M of the products"
-    )
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each row of the table")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--threads", type=int, default=torch.get_num_threads())
+    made.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    made.add_argument("--isa", nargs="+", choices=native.ISAS[1:], help="default: the best this machine has")
+    made.add_argument("--operation", nargs="+", default=OPERATIONS, choices=OPERATIONS)
+    sizes = [1, 8, 32, 64, 256, 1024]
+    made.add_argument("--rows", type=int, nargs="+", default=sizes, help="M of the products")
+    made.add_argument("--seconds", type=float, default=0.3, help="for each row of the table")
+    options = made.parse_args()
     if reason := native.why_not():
-        parser.error(f"no compiled kernels: {reason}")
+        made.error(f"no compiled kernels: {reason}")
     torch.set_num_threads(options.threads)
     isas = options.isa or [native.isa()]
     console = Console(width=150)
     bandwidth, rate = limits()
+    facts = begin(console, threads=options.threads)
     console.print(
-        describe(machine_facts()),
-        f"\n{options.threads} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s, torch's product of "
-        f"2048 x 2048 in bfloat16 {rate / 1e9:.0f} GFLOP/s",
+        f"read bandwidth {bandwidth / 1e9:.1f} GB/s, torch's product of 2048 x 2048 in bfloat16 "
+        f"{rate / 1e9:.0f} GFLOP/s"
     )
-    table = Table("operation", "", *_peers(), *isas, "GB/s", "GFLOP/s", "of limit")
+    rows: list[list[str]] = []
+    seconds = []
     for case in cases(options.operation, getattr(torch, options.dtype), options.rows):
         runs = case.peers | {isa: on(isa, case.kernel) for isa in isas}
-        add_row(table, case, isas, in_turn(runs, case.copies, options.seconds), (bandwidth, rate))
-    console.print(table, "ms (times faster than torch's best)")
+        times = in_turn(runs, case.copies, options.seconds)
+        rows.append(row(case, isas, times, (bandwidth, rate)))
+        seconds.append({"name": case.name, "detail": case.detail, **times})
+    headings = ["operation", "", *PEERS, *isas, "GB/s", "GFLOP/s", "of limit"]
+    console.print(table(None, headings, rows, words=2), "ms (times faster than torch's best)")
+    write_json(options.json, {"machine": facts, "seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
-"""The same rollouts by transformers' modules in the engine, beside its own model code where it has some, and
-beside vLLM.
+"""Rollouts by transformers' modules in the engine, beside its own model code and beside vLLM.
 
-Engines of one checkpoint live at a time and generate one after the other, in an order that rotates, so that
-whatever else the machine does meets all of them. Printed are tokens per second of each run, their medians,
-and the medians' ratios.
+Engines of one checkpoint live at a time and generate one after the other in an order that rotates. Printed
+are tokens per second of each run, their medians, and the medians' ratios.
 
-    .venv/bin/python benchmarks/model_backends.py --shape tiny --threads 2 --repeats 5 .venv/bin/python
-    benchmarks/model_backends.py --architecture Olmo2ForCausalLM --vllm-python /opt/peer-vllm/bin/python
+    python benchmarks/model_backends.py --shape tiny --threads 2 --repeats 5
+    python benchmarks/model_backends.py --architecture Olmo2ForCausalLM --vllm-python /opt/vllm/bin/python
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -25,6 +22,7 @@ import torch
 from checkpoints import SHAPES, Shape, write_checkpoint
 from harness import engines
 from harness.peer_process import PeerProcess
+from harness.script import in_turns, parser, write_json
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 
@@ -127,37 +125,25 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         runs = start_all(stack, str(checkpoint), options, Path(folder))
         for run in runs.values():
             run(0)
-        found: dict[str, list[float]] = {name: [] for name in runs}
-        names = list(runs)
-        for repeat in range(options.repeats):
-            turn = repeat % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                found[name].append(runs[name](repeat))
-    return found
+        return in_turns(runs, options.repeats, warm_up=0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shape", choices=sorted(REQUESTS), default="tiny")
-    parser.add_argument("--architecture", default=OWN, help="a class of transformers (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--vllm-python", help="interpreter of an environment with vLLM (benchmarks/README.md)"
-    )
-    parser.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--shape", choices=sorted(REQUESTS), default="tiny")
+    made.add_argument("--architecture", default=OWN, help="a class of transformers (default: %(default)s)")
+    made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--vllm-python", help="interpreter of an environment with vLLM (benchmarks/README.md)")
+    made.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
+    options = made.parse_args()
     found = measure(options)
     medians = {name: statistics.median(values) for name, values in found.items()}
     for name, values in found.items():
         print(f"{name:>12}: {medians[name]:9,.0f} tok/s   ({', '.join(f'{v:,.0f}' for v in values)})")
     for name in medians.keys() - {"transformers"}:
         print(f"transformers / {name}: {medians['transformers'] / medians[name]:.2f}")
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps({**vars(options), "json": None, "tokens_per_second": found}, indent=1)
-        )
+    write_json(options.json, {**vars(options), "tokens_per_second": found})
 
 
 if __name__ == "__main__":

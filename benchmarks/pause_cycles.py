@@ -15,18 +15,17 @@ is what the engine lets such a step take.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from checkpoints import write_checkpoint
 from harness.cycles import (
     QUANTILES,
     TARGET_STEP_S,
@@ -38,8 +37,7 @@ from harness.cycles import (
     verdicts,
 )
 from harness.load import Load
-from harness.machine import busy_share, describe, machine_facts
-from harness.report import QUIET
+from harness.script import begin, parser, table, two_checkpoints, write_json
 from harness.transports import TRANSPORTS, Trainer, Transport
 from harness.workload import WORKLOADS, Workload
 from rich.console import Console
@@ -75,35 +73,18 @@ def chosen_from(allowed: Sequence[str], text: str) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument(
-        "--transports",
-        type=lambda text: chosen_from(TRANSPORTS, text),
-        default=list(TRANSPORTS),
-        help=f"comma-separated (default: {','.join(TRANSPORTS)})",
-    )
-    parser.add_argument(
-        "--modes",
-        type=lambda text: chosen_from(MODES, text),
-        default=list(MODES),
-        help=f"comma-separated (default: {','.join(MODES)})",
-    )
-    parser.add_argument(
-        "--cycles",
-        type=int,
-        default=200,
-        help="of each transport, mode and way to continue (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=1000, help="without pauses, in each mode (default: %(default)s)"
-    )
-    parser.add_argument("--tp", type=int, default=1, help="ranks of the engine (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write every measurement there")
-    options = parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--shape", choices=SHAPES, default="tiny")
+    for name, allowed in (("--transports", TRANSPORTS), ("--modes", MODES)):
+        names = partial(chosen_from, allowed)
+        made.add_argument(name, type=names, default=list(allowed), help=f"default: {','.join(allowed)}")
+    made.add_argument("--cycles", type=int, default=200, help="of each transport, mode and way (%(default)s)")
+    made.add_argument("--steps", type=int, default=1000, help="without pauses, in each mode (%(default)s)")
+    made.add_argument("--tp", type=int, default=1, help="ranks of the engine (%(default)s)")
+    made.add_argument("--threads", type=int, default=1, help="of the engine (%(default)s)")
+    options = made.parse_args(argv)
     if min(options.cycles, options.threads) < 1 or options.steps < 2:
-        parser.error("--cycles and --threads must be at least 1, --steps at least 2")
+        made.error("--cycles and --threads must be at least 1, --steps at least 2")
     return options
 
 
@@ -168,17 +149,12 @@ def report_mode(mode: PauseMode, raw: dict[str, Any]) -> dict[str, Any]:
 def as_table(mode: PauseMode, report: dict[str, Any]) -> Table:
     step = report["step_ms"]
     quantiles = ", ".join(f"{name} {step[name]:.1f}" for name in QUANTILES)
-    table = Table(
-        title=f"{mode}: ms. A step without pauses: {quantiles} (of {step['count']:,})", title_justify="left"
-    )
-    table.add_column("")
-    table.add_column("", no_wrap=True)
-    for title in (*QUANTILES, "cycles", "one step + 2 ms"):
-        table.add_column(title, justify="right")
+    title = f"{mode}: ms. A step without pauses: {quantiles} (of {step['count']:,})"
+    made = table(title, ["", "", *QUANTILES, "cycles", "one step + 2 ms"], words=2)
     for transport, found in report["transports"].items():
         for part, label in LABELS.items():
             row, target = found["ms"][part], found["targets"].get(part)
-            table.add_row(
+            made.add_row(
                 transport if part == "pause" else "",
                 label,
                 *(f"{row[name]:.1f}" for name in QUANTILES),
@@ -186,7 +162,7 @@ def as_table(mode: PauseMode, report: dict[str, Any]) -> Table:
                 "" if target is None else _verdict(target),
                 end_section=part == list(LABELS)[-1],
             )
-    return table
+    return made
 
 
 def _verdict(target: dict[str, Any]) -> str:
@@ -212,11 +188,8 @@ def footnote(modes: dict[str, dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     torch.set_num_threads(1)  # the trainer's
-    console, facts = Console(width=120), machine_facts() | {"threads": options.threads}
-    workload = WORKLOADS[options.shape]
-    console.print(f"{describe(facts)}; threads of the engine: {options.threads}", highlight=False)
-    if (busy := busy_share()) > QUIET:
-        console.print(f"somebody else uses {busy:.0%} of the cores: do not trust these figures")
+    console, workload = Console(width=120), WORKLOADS[options.shape]
+    facts = begin(console, threads=options.threads)
     console.print(
         f"{workload.shape}: {workload.requests} live requests, {workload.prompt_tokens} in, "
         f"{workload.load_new_tokens // 2} to {workload.load_new_tokens} out",
@@ -224,14 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     modes = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folders = [write_checkpoint(Path(scratch) / str(seed), workload.model, seed=seed) for seed in (0, 1)]
+        folders = two_checkpoints(Path(scratch), workload.model)
         for mode in options.modes:
             modes[mode] = report_mode(mode, run_mode(mode, workload, folders, options, console))
             console.print(as_table(mode, modes[mode]))
     console.print(footnote(modes), highlight=False)
-    if options.json is not None:
-        result = {"machine": facts, "shape": workload.shape, "requests": workload.requests, "modes": modes}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    document = {"machine": facts, "shape": workload.shape, "requests": workload.requests, "modes": modes}
+    write_json(options.json, document)
     return 0
 
 

@@ -1,21 +1,17 @@
-"""What ranks change on this host: tokens per second, pauses, and how fast an engine ends when one of them is
-killed.
+"""Tensor-parallel ranks on this host: tokens per second, pauses, and kills of a rank.
 
-Every engine is one of ``KINDS``. The first two parts take them in turn, in an order that rotates, so that
-whatever else the machine does meets all; one engine lives at a time, since idle ranks cost memory only, but
-threads of two engines would share the cores.
+Every engine is one of ``KINDS``. They take turns in an order that rotates; one engine lives at a time, since
+threads of two would share the cores.
 
-    rollouts    the whole batch of the shape; medians of tokens per second, and the ratio to one rank pauses
-    ``pause("in_place")`` at a random phase of a step, under the shape's load; p99 beside that of a step kills
-    SIGKILL of a worker, idle, while stepping and while paused: until a live request is told, and until the
-    process
-                of rank 0 has ended
+- rollouts: the whole batch of the shape; medians of tokens per second, and the ratio to one rank
+- pauses: ``pause("in_place")`` at a random phase of a step, under the shape's load; p99 beside that of a step
+- kills: SIGKILL of a worker, idle, while stepping and while paused, until a live request is told and rank 0
+  has ended
 
     python benchmarks/ranks.py --shape tiny --turns 3 --pauses 200 --kills 20 --json ranks.json
 """
 
 import argparse
-import json
 import os
 import random
 import select
@@ -28,13 +24,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from checkpoints import SHAPES, write_checkpoint
 from harness.cycles import ALLOWANCE_MS, STEPS_BETWEEN, TARGET_STEP_S, distribution
 from harness.load import Load
-from harness.machine import busy_share, describe, machine_facts
+from harness.script import begin, in_turns, parser, table, write_json
 from harness.workload import WORKLOADS, Workload
 from rich.console import Console
 from rich.table import Table
@@ -133,9 +130,7 @@ def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: M
 
 
 def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[float | None, float]:
-    """Return the seconds from SIGKILL of the worker until a live request is told, if any, and until rank 0
-    ends.
-    """
+    """Return the seconds from SIGKILL of the worker until a live request is told, and until rank 0 ends."""
     client, handle = launched.client, None
     (rank,) = client.status().ranks
     if state != "idle":
@@ -165,18 +160,7 @@ def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[f
 
 
 def speed_table(found: dict[str, Measured]) -> Table:
-    table = Table(title="rollouts and pauses")
-    for heading in (
-        "engine",
-        "tok/s",
-        "of one",
-        "step ms p50",
-        "step p99",
-        "pause ms p50",
-        "p99",
-        "step p99 + 2",
-    ):
-        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    rows = []
     first = statistics.median(next(iter(found.values())).tokens_per_s)
     for name, each in found.items():
         tokens = statistics.median(each.tokens_per_s)
@@ -188,56 +172,53 @@ def speed_table(found: dict[str, Measured]) -> Table:
             verdict = "met" if pause["p99"] <= limit else "missed"
             values = (step["p50"], step["p99"], pause["p50"], pause["p99"])
             cells += [*(f"{value:.1f}" for value in values), f"{limit:.1f} {verdict}"]
-        table.add_row(*cells)
-    return table
+        rows.append(cells)
+    headings = "engine|tok/s|of one|step ms p50|step p99|pause ms p50|p99|step p99 + 2"
+    return table("rollouts and pauses", headings.split("|"), rows)
 
 
 def kill_table(found: dict[str, list[tuple[float | None, float]]]) -> Table:
-    table = Table(title="SIGKILL of a worker, ms")
-    for heading in ("state", "kills", "told p50", "told max", "ended p50", "ended max"):
-        table.add_column(heading, justify="left" if heading == "state" else "right")
+    rows = []
     for state, times in found.items():
         told = [1e3 * seconds for seconds, _ in times if seconds is not None]
         ended = [1e3 * seconds for _, seconds in times]
         cells = [f"{statistics.median(values):.0f}" if values else "" for values in (told, ended)]
         worst = [f"{max(values):.0f}" if values else "" for values in (told, ended)]
-        table.add_row(state, str(len(times)), cells[0], worst[0], cells[1], worst[1])
-    return table
+        rows.append([state, str(len(times)), cells[0], worst[0], cells[1], worst[1]])
+    headings = ["state", "kills", "told p50", "told max", "ended p50", "ended max"]
+    return table("SIGKILL of a worker, ms", headings, rows)
 
 
 def measure(folder: Path, workload: Workload, options: argparse.Namespace) -> dict[str, Measured]:
     """Run rollouts and pauses of every kind, turn by turn."""
     found = {name: Measured() for name in options.kinds}
-    for turn in range(options.turns):
-        order = [*options.kinds[turn % len(options.kinds) :], *options.kinds[: turn % len(options.kinds)]]
-        for name in order:
-            with engine(KINDS[name], folder, workload) as launched:
-                rollout(launched, workload, seed=0)
-                speeds = [rollout(launched, workload, seed=1 + turn) for _ in range(workload.rollouts)]
-                found[name].tokens_per_s += speeds
-                if options.pauses:
-                    pauses(launched, workload, -(-options.pauses // options.turns), found[name])
+
+    def turn(name: str, number: int) -> None:
+        with engine(KINDS[name], folder, workload) as launched:
+            rollout(launched, workload, seed=0)
+            speeds = [rollout(launched, workload, seed=1 + number) for _ in range(workload.rollouts)]
+            found[name].tokens_per_s += speeds
+            if options.pauses:
+                pauses(launched, workload, -(-options.pauses // options.turns), found[name])
+
+    in_turns({name: partial(turn, name) for name in options.kinds}, options.turns, warm_up=0)
     return found
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=("tiny", "0.6b"), default="tiny")
-    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
-    parser.add_argument("--turns", type=int, default=3, help="0: only kills")
-    parser.add_argument(
-        "--pauses", type=int, default=200, help="of each kind, in all turns (default: %(default)s)"
-    )
-    parser.add_argument("--kills", type=int, default=20, help="in each state (default: %(default)s)")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--shape", choices=("tiny", "0.6b"), default="tiny")
+    made.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
+    made.add_argument("--turns", type=int, default=3, help="0: only kills")
+    made.add_argument("--pauses", type=int, default=200, help="of each kind, in all turns (%(default)s)")
+    made.add_argument("--kills", type=int, default=20, help="in each state (%(default)s)")
+    return made.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    facts = machine_facts() | {"busy": round(busy_share(), 2)}
     console = Console(width=120)
-    console.print(describe(facts), f"{facts['busy']:.0%} busy before", highlight=False)
+    facts = begin(console)
     workload = WORKLOADS[options.shape]
     killed: dict[str, list[tuple[float | None, float]]] = {state: [] for state in STATES if options.kills}
     with tempfile.TemporaryDirectory() as scratch:
@@ -251,10 +232,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     times.append(kill(launched, workload, state))
     if killed:
         console.print(kill_table(killed))
-    if options.json is not None:
-        kinds = {name: vars(each) for name, each in found.items()}
-        document = {"machine": facts, "shape": options.shape, "kinds": kinds, "killed_s": killed}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    kinds = {name: vars(each) for name, each in found.items()}
+    document = {"machine": facts, "shape": options.shape, "kinds": kinds, "killed_s": killed}
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

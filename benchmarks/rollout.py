@@ -10,7 +10,6 @@ in the page cache.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -24,9 +23,9 @@ from checkpoints import write_checkpoint
 from harness import engines as participants
 from harness.engines import Engine
 from harness.limits import least_seconds, measure_ceilings
-from harness.machine import describe, machine_facts
 from harness.reference import plain_read_and_copy
 from harness.report import footnotes, summarise, table
+from harness.script import begin, parser, write_json
 from harness.workload import WORKLOADS, Workload
 from rich.console import Console
 from rich.text import Text
@@ -41,34 +40,23 @@ LOG_WIDTH = 132
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=(*WORKLOADS, "both", "all"), default="tiny")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores"
-    )
-    parser.add_argument(
-        "--vllm-python",
-        default=os.environ.get("CAESURA_BENCH_VLLM_PYTHON"),
-        help="interpreter of an environment with vLLM (default: $CAESURA_BENCH_VLLM_PYTHON)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16"),
-        default="bfloat16",
-        help="of the checkpoints, and so of all engines (default: %(default)s)",
-    )
-    parser.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
-    parser.add_argument("--transformers-python", default=sys.executable)
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    parser.add_argument("--work-dir", type=Path, help="keep checkpoints and logs here (default: temporary)")
-    options = parser.parse_args(argv)
-    unknown = set(options.engines.split(",")) - set(ENGINES)
-    if unknown:
-        parser.error(f"unknown engines: {', '.join(sorted(unknown))}")
+    made = parser(__doc__)
+    made.add_argument("--shape", choices=(*WORKLOADS, "both", "all"), default="tiny")
+    made.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: %(default)s)")
+    made.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
+    cores = len(os.sched_getaffinity(0))
+    made.add_argument("--threads", type=int, default=cores, help="default: all cores")
+    python, help_ = os.environ.get("CAESURA_BENCH_VLLM_PYTHON"), "interpreter of an environment with vLLM"
+    made.add_argument("--vllm-python", default=python, help=f"{help_} (default: $CAESURA_BENCH_VLLM_PYTHON)")
+    made.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of all engines")
+    made.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
+    made.add_argument("--transformers-python", default=sys.executable)
+    made.add_argument("--work-dir", type=Path, help="keep checkpoints and logs here (default: temporary)")
+    options = made.parse_args(argv)
+    if unknown := set(options.engines.split(",")) - set(ENGINES):
+        made.error(f"unknown engines: {', '.join(sorted(unknown))}")
     if options.repeats < 1 or options.threads < 1:
-        parser.error("--repeats and --threads must be at least 1")
+        made.error("--repeats and --threads must be at least 1")
     return options
 
 
@@ -149,10 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=LOG_WIDTH)
-    facts = machine_facts() | {"threads": options.threads, "dtype": options.dtype}
-    console.print(
-        f"{describe(facts)}; threads per engine: {options.threads}; {options.dtype}", highlight=False
-    )
+    facts = begin(console, threads=options.threads, dtype=options.dtype)
     with tempfile.TemporaryDirectory(prefix="caesura-bench-") as temporary:
         work = options.work_dir or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
@@ -161,8 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         shapes = {"both": ["tiny", "0.6b"], "all": list(WORKLOADS)}.get(options.shape, [options.shape])
         results = [run_shape(WORKLOADS[shape], chosen, options, work, console) for shape in shapes]
-    if options.json:
-        options.json.write_text(json.dumps({"machine": facts, "shapes": results}, indent=1) + "\n")
+    write_json(options.json, {"machine": facts, "shapes": results})
     failed = any(run["error"] for result in results for run in result["runs"])
     return 1 if failed else 0
 

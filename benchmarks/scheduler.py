@@ -1,12 +1,9 @@
-"""What a step costs in Python: the real scheduler, loop, socket and results, over a model that computes
-nothing.
+"""Cost of a step in Python: the real scheduler and socket over a model that computes nothing.
 
     python benchmarks/scheduler.py                 # a decode step by batch size, and how it grows
     python benchmarks/scheduler.py --profile 256   # where the time goes at 256 requests
 
-Everything runs in this process, on one thread; a message goes through a real socket. ``schedule`` builds the
-batch, ``execute`` is the null model, ``process`` records the tokens, ``rest`` is the tick's poll, timers and
-delivery.
+Everything runs in this process, on one thread; a message goes through a real socket.
 """
 
 import argparse
@@ -24,6 +21,7 @@ import numpy as np
 import torch
 import zmq
 from checkpoints import Shape, write_checkpoint
+from harness.script import table
 from rich.console import Console
 from rich.table import Table
 
@@ -183,10 +181,8 @@ def with_tree(tokens: int) -> Measure:
     return measure
 
 
-def table(model: Path) -> Table:
-    result = Table(title="milliseconds of Python per step, null model")
-    for column in ("case", "p50", "p99", "max"):
-        result.add_column(column, justify="left" if column == "case" else "right")
+def measured_table(model: Path) -> Table:
+    rows = []
     cases: list[tuple[str, Measure, dict[str, object]]] = [
         ("decode, 1 request", decode(1), {}),
         ("decode, 64 requests", decode(64), {}),
@@ -204,13 +200,10 @@ def table(model: Path) -> Table:
             bench = Bench(model, Path(folder), **options)
             times = sorted(measure(bench))
             bench.close()
-        result.add_row(
-            name,
-            f"{statistics.median(times):.2f}",
-            f"{times[int(0.99 * len(times))]:.2f}",
-            f"{times[-1]:.2f}",
-        )
-    return result
+        figures = (statistics.median(times), times[int(0.99 * len(times))], times[-1])
+        rows.append([name, *(f"{value:.2f}" for value in figures)])
+    title = "milliseconds of Python per step, null model"
+    return table(title, ["case", "p50", "p99", "max"], rows)
 
 
 def main() -> None:
@@ -223,7 +216,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = write_checkpoint(Path(scratch) / "model", SHAPE, seed=0)
         if options.profile is None:
-            Console(width=100).print(table(model))
+            Console(width=100).print(measured_table(model))
             return
         bench = Bench(model, Path(scratch))
         bench.submit(options.profile, 32, 600)

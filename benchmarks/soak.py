@@ -4,9 +4,9 @@ Scenarios: ``updates`` (memory over updates in place, by every transport), ``emp
 step prevents and costs), ``rollouts`` (three processes over HTTP; rollouts are scored again by transformers).
 Tables are Markdown. ``--read`` makes tables and picture again from what ``--json`` wrote.
 
-    python benchmarks/soak.py updates --updates 1000 --plot docs/images/memory_over_updates.svg python
-    benchmarks/soak.py emptying --cycles 1000 --json soak.json --plot docs/images/memory_soak.svg --markdown
-    soak.md python benchmarks/soak.py rollouts --minutes 30 --plot rollouts.svg
+    python benchmarks/soak.py updates --updates 1000 --plot docs/images/memory_over_updates.svg
+    python benchmarks/soak.py emptying --cycles 1000 --json soak.json --plot docs/images/memory_soak.svg
+    python benchmarks/soak.py rollouts --minutes 30 --plot rollouts.svg
 """
 
 import argparse

@@ -7,9 +7,7 @@ engine adds nothing. Stages are the engine's own figures, summed over all bucket
 message to the last answer, and so contains what the engine waits for the trainer. Turns are interleaved;
 medians.
 
-A model's ``commit`` line is what the commit alone takes: a session is filled, then ``end`` is sent. Its peak
-stands beside what the same derivations cost in fresh tensors (``harness/fresh.py``, measured in this
-process).
+A model's ``commit`` line is what the commit alone takes: a session is filled, then ``end`` is sent.
 
 ``peak`` is how far the engine's resident memory (shared memory included) rose above what it was before the
 update, the largest of all turns; with ipc-shared that is the trainer's own memory, mapped. The target is at
@@ -19,7 +17,6 @@ most ``workspace`` and 5 % of weights and KV. The first turn starts from a trimm
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -30,14 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, LatentShape
-from checkpoints import SHAPES, CheckpointShape, Shape, write_checkpoint
+from architectures import ARCHITECTURES
+from checkpoints import SHAPES, CheckpointShape, Shape
 from harness.bare import BareGloo, BareZeroMQ, copy_seconds
-from harness.fresh import fresh_derivation_bytes
-from harness.machine import busy_share, describe, machine_facts
 from harness.process_memory import MB, read_memory, reset_peak
 from harness.reference import plain_read_and_copy
-from harness.report import QUIET
+from harness.script import begin, parser, table, two_checkpoints, write_json
 from harness.transports import TRANSPORTS, Trainer, Transport
 from rich.console import Console
 from rich.table import Table
@@ -159,8 +154,8 @@ def summarise(result: Measured, total: int, workspace: int) -> dict[str, float]:
     }
 
 
-def measure_commit(client: SchedulerClient, trainer: Trainer, shape: CheckpointShape) -> dict[str, float]:
-    """Measure time and memory of a commit alone, beside derivation into fresh tensors."""
+def measure_commit(client: SchedulerClient, trainer: Trainer) -> dict[str, float]:
+    """Measure the time and the memory of a commit alone."""
     pid, rises, seconds = client.status().pid, [], []
     for turn in range(COMMITS):
         client.begin_weight_update()
@@ -172,16 +167,9 @@ def measure_commit(client: SchedulerClient, trainer: Trainer, shape: CheckpointS
         seconds.append(time.perf_counter() - start)
         rises.append(read_memory(pid).peak - before)
         assert reply.committed
-    latent = shape if isinstance(shape, LatentShape) else None
-    fresh = fresh_derivation_bytes(
-        trainer.weights[0],
-        latent.num_attention_heads if latent else None,
-        latent.qk_nope_head_dim if latent else None,
-    )
     return {
         "commit_ms": 1e3 * statistics.median(seconds),
         "commit_peak_mb": max(rises) / MB,
-        "fresh_peak_mb": fresh / MB,
     }
 
 
@@ -189,10 +177,7 @@ def run_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all transports on one model: sizes in bytes, and a row and every measurement per transport."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folders = [
-            write_checkpoint(scratch / str(seed), MODELS[model], seed=seed, dtype="bfloat16")
-            for seed in (0, 1)
-        ]
+        folders = two_checkpoints(scratch, MODELS[model], dtype="bfloat16")
         client = stack.enter_context(
             launch_scheduler(
                 folders[0],
@@ -210,7 +195,7 @@ def run_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
         return {
             "bytes": sum(sizes),
             "tensors": len(sizes),
-            "commit": measure_commit(client, trainer, MODELS[model]),
+            "commit": measure_commit(client, trainer),
             "weights_and_kv_bytes": memory.weights + memory.kv_cache,
             "rows": {
                 name: summarise(one, sum(sizes), workspace_bytes(name, sizes, options.bucket_bytes))
@@ -221,53 +206,44 @@ def run_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def as_table(model: str, size: dict[str, Any], repeats: int) -> Table:
-    rows, resident = size["rows"], size["weights_and_kv_bytes"]
-    table = Table(
-        title=f"{model}: {size['bytes'] / 1e9:.2f} GB, {size['tensors']} tensors, medians of {repeats}; "
-        f"weights + KV {resident / MB:,.0f} MB, 5 % of it {0.05 * resident / MB:,.0f} MB"
+    rows, resident = size["rows"], size["weights_and_kv_bytes"] / MB
+    title = (
+        f"{model}: {size['bytes'] / 1e9:.2f} GB, {size['tensors']} tensors, medians of {repeats}; "
+        f"weights + KV {resident:,.0f} MB, 5 % of it {0.05 * resident:,.0f} MB"
     )
-    table.add_column("transport")
-    for title in ("update ms", "GB/s", *STAGES, "reference", "of reference", "peak MB", "workspace"):
-        table.add_column(title, justify="right")
-    for name, row in rows.items():
-        table.add_row(
-            name,
-            f"{row['update_ms']:.1f}",
-            f"{row['gb_per_s']:.2f}",
-            *(f"{row[f'{stage}_ms']:.1f}" for stage in STAGES),
-            f"{row['reference_ms']:.1f}",
-            f"{row['of_reference']:.0%}",
-            f"{row['peak_mb']:.1f}",
-            f"{row['workspace_mb']:.0f}",
-        )
-    return table
+    headings = [
+        "transport",
+        "update ms",
+        "GB/s",
+        *STAGES,
+        "reference",
+        "of reference",
+        "peak MB",
+        "workspace",
+    ]
+    formats = {"update_ms": ".1f", "gb_per_s": ".2f", **{f"{stage}_ms": ".1f" for stage in STAGES}}
+    formats |= {"reference_ms": ".1f", "of_reference": ".0%", "peak_mb": ".1f", "workspace_mb": ".0f"}
+    cells = ([name, *(format(row[key], how) for key, how in formats.items())] for name, row in rows.items())
+    return table(title, headings, cells)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["dense"])
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1, help="of the engine, and of the trainer")
-    parser.add_argument("--bucket-bytes", type=int, default=64 << 20, help="what the trainer sends at once")
-    parser.add_argument("--json", type=Path, help="also write every measurement there")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["dense"])
+    made.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    made.add_argument("--repeats", type=int, default=9)
+    made.add_argument("--threads", type=int, default=1, help="of the engine, and of the trainer")
+    made.add_argument("--bucket-bytes", type=int, default=64 << 20, help="what the trainer sends at once")
+    options = made.parse_args()
     torch.set_num_threads(options.threads)
-    console, facts = Console(width=130), machine_facts()
-    console.print(describe(facts))
-    if (busy := busy_share()) > QUIET:
-        console.print(f"somebody else uses {busy:.0%} of the cores: do not trust these figures")
-    models = {}
+    console = Console(width=130)
+    facts, models = begin(console), {}
     for model in options.models:
         models[model] = run_model(model, options)
         console.print(as_table(model, models[model], options.repeats))
         commit = models[model]["commit"]
-        console.print(
-            f"commit {commit['commit_ms']:.1f} ms, peak {commit['commit_peak_mb']:.1f} MB; "
-            f"into fresh tensors {commit['fresh_peak_mb']:.1f} MB"
-        )
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": facts, "models": models}, indent=2) + "\n")
+        console.print(f"commit {commit['commit_ms']:.1f} ms, peak {commit['commit_peak_mb']:.1f} MB")
+    write_json(options.json, {"machine": facts, "models": models})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """One card, one call, no network: everything that a CPU cannot show, in ten minutes.
 
-    python benchmarks/gpu --json gpu.json         # or: make gpu python benchmarks/gpu --smoke
-    # the same code at a toy size on the CPU, which measures nothing python benchmarks/gpu --only versions
-    graphs  # some sections
+    python benchmarks/gpu --json gpu.json         # or: make gpu
+    python benchmarks/gpu --smoke                 # toy sizes on the CPU, which measure nothing
+    python benchmarks/gpu --only versions graphs  # some sections
 
 Makes its own checkpoints of random weights (on the device, into ``--work-dir``; /dev/shm where it is large
 enough), measures what the card can do, and holds the engine against that. Sections in the order in which they

@@ -65,9 +65,7 @@ def profile(run: Run) -> dict[str, Any]:
 
 
 def residency(run: Run) -> dict[str, Any]:
-    """Pause, release and resume; compare the places of the weights and the tokens, and count what was given
-    back.
-    """
+    """Pause, release and resume; compare the weights' places and the tokens, and count freed bytes."""
     with _engine(run, folder=run.small(), cuda_graphs=True) as engine:
         before, places, held = _generate(run, engine, 3), _addresses(engine), _free(run)
         engine.call(PauseGenerationReqInput(mode="abort"))
@@ -112,9 +110,7 @@ def _outputs(run: Run, **options: Any) -> dict[str, Any]:
 
 
 def _generate(run: Run, engine: EngineDriver, batch: int) -> list[Output]:
-    """Generate greedily; between steps take memory, fill it with NaN and give it up, as a learner beside it
-    would.
-    """
+    """Generate greedily; between steps take memory, fill it with NaN and free it, as a learner would."""
     engine.call(FlushCacheReqInput(), max_ticks=MAX_TICKS)
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     ids = []

@@ -45,9 +45,7 @@ def versions(run: Run) -> dict[str, Any]:
 
 
 def plans(run: Run) -> dict[str, Any]:
-    """Try each attention backend with an engine that is told to use it: it serves one request, or says why
-    not.
-    """
+    """Try each attention backend with an engine that is told to use it for one request."""
     found: dict[str, Any] = {}
     for name in ("auto", "flashinfer", "triton", "sdpa"):
         try:

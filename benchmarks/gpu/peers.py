@@ -1,6 +1,4 @@
-"""Sections about other engines on the same card and checkpoint, each in a process of its own, so that the
-card is free again.
-"""
+"""Sections about other engines on the same card and checkpoint, each in a process of its own."""
 
 import json
 import subprocess
@@ -11,26 +9,24 @@ from typing import Any
 
 from gpu.run import Run
 
-HARNESS = Path(__file__).resolve().parents[1] / "harness"
+SCRIPT = Path(__file__).resolve().parents[1] / "harness" / "gpu_peer.py"
 INSTALLED = ("vllm", "sglang")
 
 
 def transformers(run: Run) -> dict[str, Any]:
     """Measure ``generate`` of transformers, and its continuous batching."""
-    return {kind: _peer(run, "gpu_transformers.py", kind) for kind in ("eager", "continuous")}
+    return {kind: _peer(run, kind) for kind in ("eager", "continuous")}
 
 
 def servers(run: Run) -> dict[str, Any]:
     """Measure the rollout of vLLM and SGLang, where they are installed."""
     return {
-        name: _peer(run, "gpu_servers.py", name)
-        if run.on_card and find_spec(name)
-        else {"left_out": "not installed"}
+        name: _peer(run, name) if run.on_card and find_spec(name) else {"left_out": "not installed"}
         for name in INSTALLED
     }
 
 
-def _peer(run: Run, script: str, kind: str) -> dict[str, Any]:
+def _peer(run: Run, kind: str) -> dict[str, Any]:
     plan = run.plan
     options = {
         "kind": kind, "model": str(run.large()), "device": run.device.type, "batches": plan.batches,
@@ -40,7 +36,7 @@ def _peer(run: Run, script: str, kind: str) -> dict[str, Any]:
     }  # fmt: skip
     try:
         done = subprocess.run(
-            [sys.executable, str(HARNESS / script), json.dumps(options)],
+            [sys.executable, str(SCRIPT), json.dumps(options)],
             capture_output=True, text=True, timeout=run.peer_timeout_s, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -119,9 +119,7 @@ class Run:
             raise DeviceLostError(f"after {name}: {error}") from error
 
     def record(self, name: str, value: Any) -> None:
-        """Keep ``value`` and write everything so far; the file is replaced, so that a reader finds a whole
-        one.
-        """
+        """Keep ``value`` and write everything so far; the file is replaced and always complete."""
         self.found[name] = value
         if self._json_path is not None:
             beside = self._json_path.with_name(f".{self._json_path.name}.new")

@@ -99,9 +99,7 @@ class BareGloo:
         self._group = ProcessGroupGloo(store, 0, 2, GLOO_TIMEOUT)
 
     def seconds(self, which: int) -> float:
-        """Return the seconds of one pass over the weights number ``which``, until the last byte is in its
-        place.
-        """
+        """Return the seconds of one pass over the weights number ``which``, up to the last byte."""
         start = time.perf_counter()
         self._start.release()
         for _, bucket in _cut(self._bytes[which], self._bucket_bytes):

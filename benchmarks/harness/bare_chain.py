@@ -1,8 +1,7 @@
-"""A chain without engines: processes that receive buckets over gloo, copy each once and pass it on, and do
-nothing else.
+"""A chain without engines: processes that receive buckets over gloo, copy each once and pass it on.
 
-What its sender spends is what gloo and the kernel's loopback make of the same bytes on this machine, with as
-many receivers on the same cores. The difference to a chain of engines is the engines' and their messages'.
+Its sender spends what gloo and the kernel's loopback make of the same bytes with as many receivers on the
+same cores. The difference to a chain of engines is the engines' and their messages'.
 """
 
 import multiprocessing

@@ -109,9 +109,7 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(cycles: Sequence[Cycle]) -> dict[str, dict[str, float]]:
-    """Return the distribution of each part of a cycle in ms (``steps``: a number), by variant where it
-    matters.
-    """
+    """Return the distribution of each part of a cycle in ms (``steps``: a number)."""
     found = {part: distribution([1e3 * getattr(cycle, part) for cycle in cycles]) for part in COMMON}
     for part in BY_VARIANT:
         for variant in VARIANTS:

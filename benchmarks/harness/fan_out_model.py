@@ -1,9 +1,8 @@
-"""What an update costs a trainer and its engines over links of a given speed, by the road that the weights
-take.
+"""A model of an update over links of a given speed, by the route that the weights take.
 
-Every host has one link, which sends and receives at the same time, ``link`` bytes a second each way. Weights
-go in buckets, which a host passes on when it has all of one; ``hop_s`` is what each bucket costs on each hop
-beside its bytes. All times are in seconds, from the first byte sent to the last engine's last byte.
+Every host has one link, which sends and receives at the same time, ``link`` bytes a second each way. A host
+passes a bucket on when it has all of it; ``hop_s`` is what each bucket costs on each hop beside its bytes.
+Times are in seconds, from the first byte sent to the last engine's last byte.
 """
 
 import math
@@ -36,9 +35,7 @@ class FanOut:
         return self.engines * self.buckets * self.bucket_s
 
     def binomial(self) -> float:
-        """Return the seconds by a binomial tree, as gloo's broadcast: in each round all that have a bucket
-        send it.
-        """
+        """Return the seconds by a binomial tree: in each round all that have a bucket send it."""
         return self.buckets * math.ceil(math.log2(self.engines + 1)) * self.bucket_s
 
     def chain(self) -> float:

@@ -1,8 +1,7 @@
-"""What a device can do, measured, and what a step of a decoder must at least take on it.
+"""Speed of a device, measured, and the least time of a decoder's steps on it.
 
-The limit of a decode step is the time to read what it must read: every weight but the embedding table, of
-which it gathers a few rows, and experts that no row chose, the KV of every row, and its states, which it
-writes as well. The limit of a prefill is the time of its products at the measured peak.
+A decode step must read every weight but the embedding table and experts that no row chose, the KV of every
+row, and its states, which it writes as well. A prefill must compute its products at the measured peak.
 """
 
 import time
@@ -113,9 +112,7 @@ def prefill_flops(shape: AnyShape, prompts: int, length: int) -> float:
 
 
 def least_seconds(workload: Workload, shape: AnyShape, ceilings: Ceilings, itemsize: int = 2) -> float:
-    """Return the seconds that a rollout must take: the products of its prompts, then of every step the longer
-    of reading and products.
-    """
+    """Return the seconds of the prompts' products, then of each step the longer of reading and products."""
     rows = workload.requests * workload.samples
     seconds = prefill_flops(shape, workload.requests, workload.prompt_tokens) / ceilings.flops
     weights, computed = (streamed_weight_bytes(shape, itemsize, count) for count in (rows, 1))

@@ -45,8 +45,7 @@ Arrival = tuple[int, float]
 
 @dataclass(frozen=True)
 class Steady:
-    """Answered with None once every request that was sampling has sampled since, and ``steps`` more steps
-    have arrived.
+    """Answered with None once all sampling requests have sampled and ``steps`` more steps have arrived.
 
     One that was aborted hands its place to its successor; the successor of one that came to its end is new,
     and may wait.
@@ -64,9 +63,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Around:
-    """Answered with the last arrival up to ``step`` since ``Steady`` was asked, and the first ``count`` after
-    it.
-    """
+    """Answered with the last arrival up to ``step`` since the last ``Steady``, and ``count`` after it."""
 
     step: int
     count: int = 1
@@ -142,9 +139,7 @@ class Feeder:
         self._submitted = 0
         self._arrivals: list[Arrival] = []
         self._sampling = set(range(workload.requests))
-        """Slots whose request has sampled, or succeeds one that was aborted; at first all, so that the load
-        gets started.
-        """
+        """Slots whose request has sampled, or succeeds an aborted one; all at the start."""
         self._unseen: set[int] = set()
         self._question: Steady | Steps | Around | None = None
         for slot in range(workload.requests):

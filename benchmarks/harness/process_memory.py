@@ -1,4 +1,4 @@
-"""What another process holds in memory, as Linux counts it."""
+"""Memory of another process, as Linux counts it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,7 @@ class ProcessMemory:
     shared: int
     """Shared memory that it has touched."""
     peak: int
-    """Largest ``resident`` since the last reset, kept by the kernel: nothing is sampled, so nothing is
-    missed.
-    """
+    """Largest ``resident`` since the last reset, kept by the kernel."""
 
 
 def read_memory(pid: int) -> ProcessMemory:

@@ -1,4 +1,4 @@
-"""What the machine itself can do: the floor that a disk update is held against."""
+"""The machine's own speed at reading and copying a checkpoint: the floor of a disk update."""
 
 import os
 import statistics

@@ -1,4 +1,4 @@
-"""Tables for people, and nothing measured here: medians and ratios of what the runs returned.
+"""Tables for people: medians and ratios of what the runs returned.
 
 A ratio above 1 always means that Caesura is better: for a rate it is ours over theirs, for a time theirs over
 ours.
@@ -11,13 +11,11 @@ from typing import Any
 
 from rich.table import Table
 
+from .script import QUIET
 from .workload import Workload
 
 DASH = "–"  # noqa: RUF001 (an en dash is what tables use for "no figure")
 OURS = "Caesura"
-QUIET = 0.1
-"""Share of the cores that other work may take before the figures are called suspect."""
-
 Run = dict[str, Any]
 Values = list[float]
 
@@ -144,9 +142,7 @@ class Note:
 
 
 def footnotes(workload: Workload, runs: Sequence[Run], reference: dict[str, float]) -> list[Note]:
-    """Explain missing figures and what a reader must know to compare, and report everything that looked
-    wrong.
-    """
+    """Explain missing figures and conditions, and report everything that looked wrong."""
     size, floor = reference["bytes"], reference["seconds"]
     notes = [
         Note(

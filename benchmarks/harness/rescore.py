@@ -1,4 +1,4 @@
-"""A rollout's log-probabilities again, by transformers, under the weights that its spans name.
+"""Log-probabilities of a rollout by transformers, under the weights that its spans name.
 
 A token's logits come from the forward of the token before it, on KV that earlier forwards left. After a
 retraction all KV is of the span's own weights; a span marked ``stale_kv`` goes on with the KV of the spans

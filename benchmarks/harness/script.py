@@ -29,9 +29,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def begin(console: Console, **more: Any) -> dict[str, Any]:
-    """Print what the figures are measured on, and a warning if others use it; return the machine's facts and
-    ``more``.
-    """
+    """Print the machine, and a warning if others use it; return its facts and ``more``."""
     facts = machine_facts() | more | {"busy": round(busy_share(), 2)}
     extra = "".join(f"; {name}: {value}" for name, value in more.items())
     console.print(describe(facts) + extra, highlight=False)
@@ -65,9 +63,7 @@ def write_json(path: Path | None, document: Any) -> None:
 
 
 def two_checkpoints(folder: Path, shape: Any, **options: Any) -> list[Path]:
-    """Write checkpoints of seeds 0 and 1 below ``folder``: an engine starts with one and is updated to the
-    other.
-    """
+    """Write checkpoints of seeds 0 and 1 below ``folder``."""
     return [write_checkpoint(folder / str(seed), shape, seed=seed, **options) for seed in (0, 1)]
 
 

@@ -123,9 +123,7 @@ def read_emptyings(path: Path) -> list[float]:
 
 
 def warm_up(client: SchedulerClient, workload: Workload) -> None:
-    """Run the largest batch, as after a retraction of all, then some with prompts like the load's, to their
-    end.
-    """
+    """Run the largest batch, as after a retraction of all, then some with prompts like the load's."""
     longest = replace(workload, prompt_tokens=workload.context_len - 1)
     once = SamplingParams(max_new_tokens=1, ignore_eos=True, seed=1)
     client.generate(input_ids=longest.prompts(seed=0), sampling_params=once)
@@ -137,9 +135,7 @@ def warm_up(client: SchedulerClient, workload: Workload) -> None:
 def soak(
     workload: Workload, folders: Sequence[Path], turns: Iterable[int], cell: Cell, scratch: Path
 ) -> Series:
-    """Run a cycle for each of ``turns`` on an engine of its own; every update is to the other one of
-    ``folders``.
-    """
+    """Run a cycle for each of ``turns`` on an engine of its own; updates alternate between ``folders``."""
     series = Series()
     engine = launch_engine(folders[0], workload, cell, scratch / "emptyings")
     with engine as client, Trainer(client, folders, [cell.transport], cell.bucket_bytes) as trainer:
@@ -170,9 +166,7 @@ def soak(
 def _pause_among_requests(
     client: SchedulerClient, load: Load, workload: Workload, mode: PauseMode
 ) -> PauseGenerationReqOutput:
-    """Pause while requests run; on a busy machine all may end before the pause arrives, which is then taken
-    back.
-    """
+    """Pause while requests run; a pause that finds none, on a busy machine, is taken back."""
     while True:
         present = 0
         while present < workload.requests // 2:  # the load's process may have lagged behind
@@ -190,9 +184,7 @@ def _met(paused: PauseGenerationReqOutput) -> int:
 
 
 def measure_cost(workload: Workload, folder: Path, turns: Iterable[int], cell: Cell, scratch: Path) -> Cost:
-    """Run two cycles in place for each of ``turns`` on one engine, one that empties the cache and one that
-    does not.
-    """
+    """Run two cycles in place for each of ``turns`` on one engine, with and without the step."""
     cost, path = Cost(), scratch / "emptyings"
     with (
         launch_engine(folder, workload, cell, path) as client,
@@ -235,9 +227,7 @@ def _cost_cycle(
 
 
 def growth(values: Sequence[int]) -> dict[str, float]:
-    """Return bytes gained since the tenth value, those of the second half, and least squares' bytes per
-    thousand.
-    """
+    """Return bytes gained since the tenth value, in the second half, and per thousand (least squares)."""
     settled = values[SETTLED - 1 :]
     slope = statistics.linear_regression(range(len(settled)), settled).slope
     return {

@@ -155,9 +155,7 @@ def signed(value: float) -> str:
 
 
 def plot(found: Found, path: Path) -> None:
-    """Draw reserved memory: a column per mode, a row per kind of derivation, with and without the step in
-    each.
-    """
+    """Draw reserved memory with and without the step: a column per mode, a row per kind of derivation."""
     soaks = found["soaks"]
     rows: list[list[Panel]] = []
     for allocations in dict.fromkeys(cell["allocations"] for cell in soaks):

@@ -26,18 +26,14 @@ from caesura.scheduler.models import qwen3
 
 SCRATCH_TENSORS = 32
 SCRATCH_BYTES = (64 << 10, 8 << 20)
-"""Smallest and largest. glibc maps blocks of 128 KB or more one by one, until it has freed one: then only
-still larger ones.
-"""
+"""Smallest and largest; glibc treats blocks below and above 128 KB differently."""
 SURVIVORS, SURVIVOR_BYTES = 128, 64 << 10
 SURVIVORS_REPLACED = 16
 """By each derivation: a survivor outlives eight of them, on average."""
 
 
 class Scratch:
-    """Transient tensors as a careless derivation leaves them: no two alike, freed in another order than made,
-    and small results in between that outlive it.
-    """
+    """Transient tensors of all sizes, freed in another order, and small results that outlive them."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
@@ -77,9 +73,7 @@ class FragmentingQwen3(qwen3.Qwen3ForCausalLM):
 
 
 def time_emptyings(file: IO[bytes]) -> None:
-    """From now on every emptying through ``scheduler/memory/device_cache.py``, a continue's above all, writes
-    its seconds into ``file``, a line each.
-    """
+    """Have every emptying of the device cache write its seconds into ``file``, a line each."""
 
     def timed(device_module: Any = None) -> bool:
         started = time.perf_counter()

@@ -13,12 +13,8 @@ import itertools
 import json
 import os
 import random
-import re
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +29,7 @@ from .pictures import LINE, Panel, draw_grid
 from .process_memory import MB, read_memory
 from .rescore import Rescorer
 from .script import markdown, two_checkpoints
+from .serving import serve
 from .transports import TRANSPORTS, Trainer
 
 MODES: tuple[PauseMode, ...] = ("in_place", "retract", "in_place", "abort")
@@ -41,9 +38,7 @@ VOCAB_SIZE, CONTEXT_LEN, KV_TOKENS = 4096, 512, 16384
 RESCORED_EVERY = 100
 UPDATE_EVERY_S = 1.0
 SETTLED = 0.2
-"""Share of the run after which growth is counted: the stores of answers and the allocators have filled by
-then.
-"""
+"""Share of the run after which growth is counted: stores of answers have filled by then."""
 PROCESSES = ("scheduler", "front end", "trainer")
 
 
@@ -125,23 +120,6 @@ def folder_of(version: str) -> str:
     return "0" if version == "default" else str(int(version) % 2)
 
 
-@contextmanager
-def serve(endpoint: str) -> Iterator[tuple[str, int]]:
-    """Run ``caesura serve`` over a scheduler; yield its address and pid."""
-    command = [sys.executable, "-c", "from caesura.client.cli import main; main()"]
-    command += ["serve", "--endpoint", endpoint, "--port", "0", "--tokenizer", "none"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            address = re.search(r"http://\S+", line)
-            if address is None:
-                raise RuntimeError(f"caesura serve did not start: {line}")
-            yield address[0], process.pid
-        finally:
-            process.terminate()
-
-
 def train(trainer: Trainer, client: Any, pids: dict[str, int], found: Found, until: float) -> None:
     """Pause, update and continue about once a second; runs in a thread of its own."""
     turns = zip(itertools.count(1), itertools.cycle(MODES), itertools.cycle(TRANSPORTS), strict=False)
@@ -171,7 +149,7 @@ async def soak(folders: Sequence[Path], minutes: float) -> Found:
     with (
         engine as client,
         Trainer(client, folders, TRANSPORTS, 4 << 20) as trainer,
-        serve(client.endpoint) as (url, front_pid),
+        serve(client.endpoint, "--tokenizer", "none") as (url, front_pid),
     ):
         pids = dict(zip(PROCESSES, (client.status().pid, front_pid, os.getpid()), strict=True))
         rollouts = Rollouts(url, rescorer, found)
@@ -207,7 +185,8 @@ def report(found: dict[str, Any]) -> str:
         f"After {found['at'][-1] / 60:.0f} minutes:\n\n{markdown(headings.split('|'), rows)}\n"
         f"{found['rollouts']:,} rollouts ({found['endings']}), {found['tokens']:,} tokens; "
         f"updates {found['updates']}; {found['rescored']:,} rollouts with "
-        f"{found['rescored_spans']:,} spans and {found['rescored_tokens']:,} tokens scored again: largest gap {found['largest_gap']:.1e}\n"
+        f"{found['rescored_spans']:,} spans and {found['rescored_tokens']:,} tokens scored again: "
+        f"largest gap {found['largest_gap']:.1e}\n"
     )
 
 

@@ -26,9 +26,7 @@ BUCKET_BYTES = 4 << 20
 FLAT_FROM, FLAT_TURNS = 100, 1000
 """The engine promises at most 2 MB of growth over that many turns, from that turn on."""
 BLOCK = 25
-"""Turns of which the greatest counts for that: readings move by a bucket, which a message may hold for a
-moment.
-"""
+"""Turns of which the greatest counts for that: a message may hold a bucket for a moment."""
 MEMORIES = {"continued": "reserved", "anonymous": "anonymous", "shared": "shared"}
 
 
@@ -84,9 +82,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Draw reserved memory, a column per transport: from zero above, below it the change since the tenth
-    update.
-    """
+    """Draw reserved memory, a column per transport; below it the change since the tenth update."""
     above, below = [], []
     highest = max(max(series["continued"]) for series in found.values()) / MB
     changes = {

@@ -14,9 +14,7 @@ from caesura.client.trainer import SharedTensors, WeightUpdateGroup
 from caesura.io_struct import WeightUpdateReqOutput
 
 Transport = Literal["disk", "tensor", "ipc", "ipc-shared", "distributed"]
-"""``ipc-shared`` is ipc by a trainer that keeps its weights in shared memory; ``ipc`` copies them there
-first.
-"""
+"""``ipc-shared`` is ipc by a trainer whose weights are in shared memory; ``ipc`` copies them there."""
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 Weights = dict[str, torch.Tensor]

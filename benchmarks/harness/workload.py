@@ -1,10 +1,12 @@
-"""What each shape runs: the requests, the load under which pauses are measured, and how often.
+"""Workloads: the requests of each shape, the load under which pauses are measured, and repeats.
 
 Prompts are uniform random ids, drawn anew for every run, so no engine's prefix cache ever helps.
 """
 
 import random
 from dataclasses import dataclass
+
+from architectures import ARCHITECTURES
 
 Prompt = list[int]
 
@@ -60,93 +62,33 @@ class Workload:
         )
 
 
+def _workload(
+    shape: str, model: str, requests: int, prompt_tokens: int, new_tokens: int, **more: int
+) -> Workload:
+    sizes = ARCHITECTURES[model]
+    return Workload(
+        shape=shape,
+        model=model,
+        requests=requests,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        vocab_size=sizes.vocab_size,
+        kv_bytes_per_token=round(2 * sizes.num_hidden_layers * sizes.cached_width),
+        **more,
+    )
+
+
 WORKLOADS = {
-    "tiny": Workload(
-        shape="tiny",
-        model="tiny",
-        requests=64,
-        prompt_tokens=32,
-        new_tokens=128,
-        rollouts=3,
-        pause_cycles=40,
-        updates=5,
-        load_new_tokens=736,
-        vocab_size=4096,
-        kv_bytes_per_token=6 * 2 * 2 * 64 * 2,
-    ),
-    "0.6b": Workload(
-        shape="0.6b",
-        model="0.6b",
-        requests=32,
-        prompt_tokens=128,
-        new_tokens=64,
-        rollouts=1,
-        pause_cycles=10,
-        updates=3,
-        load_new_tokens=256,
-        vocab_size=151936,
-        kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
-    ),
-    "long": Workload(
-        shape="long",
-        model="0.6b",
-        requests=8,
-        prompt_tokens=2000,
-        new_tokens=256,
-        rollouts=1,
-        vocab_size=151936,
-        kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
-    ),
-    "rl": Workload(
-        shape="rl",
-        model="tiny",
-        requests=32,
-        samples=8,
-        prompt_tokens=512,
-        new_tokens=128,
-        rollouts=2,
-        vocab_size=4096,
-        kv_bytes_per_token=6 * 2 * 2 * 64 * 2,
-    ),
-    "rl-0.6b": Workload(
-        shape="rl-0.6b",
-        model="0.6b",
-        requests=4,
-        samples=8,
-        prompt_tokens=512,
-        new_tokens=128,
-        rollouts=1,
-        vocab_size=151936,
-        kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
-    ),
-    "moe": Workload(
-        shape="moe",
-        model="moe-0.2b",
-        requests=32,
-        prompt_tokens=64,
-        new_tokens=64,
-        rollouts=3,
-        vocab_size=32_000,
-        kv_bytes_per_token=8 * 2 * 4 * 64 * 2,
-    ),
-    "hybrid": Workload(
-        shape="hybrid",
-        model="hybrid",
-        requests=32,
-        prompt_tokens=64,
-        new_tokens=64,
-        rollouts=3,
-        vocab_size=32_000,
-        kv_bytes_per_token=2 * 2 * 2 * 64 * 2,
-    ),
-    "mla": Workload(
-        shape="mla",
-        model="mla-0.2b",
-        requests=32,
-        prompt_tokens=64,
-        new_tokens=64,
-        rollouts=1,
-        vocab_size=32_000,
-        kv_bytes_per_token=8 * (256 + 32) * 2,
-    ),
+    each.shape: each
+    for each in (
+        _workload("tiny", "tiny", 64, 32, 128, rollouts=3, pause_cycles=40, updates=5, load_new_tokens=736),
+        _workload("0.6b", "0.6b", 32, 128, 64, rollouts=1, pause_cycles=10, updates=3, load_new_tokens=256),
+        _workload("long", "0.6b", 8, 2000, 256, rollouts=1),
+        _workload("rl", "tiny", 32, 512, 128, rollouts=2, samples=8),
+        _workload("rl-0.6b", "0.6b", 4, 512, 128, rollouts=1, samples=8),
+        _workload("moe", "moe-0.2b", 32, 64, 64, rollouts=3),
+        _workload("hybrid", "hybrid", 32, 64, 64, rollouts=3),
+        _workload("mla", "mla-0.2b", 32, 64, 64, rollouts=1),
+    )
 }
+"""All shapes in bfloat16."""

@@ -1,69 +1,59 @@
 """The Litestar application: all routes of a :class:`FrontEnd`, with one key check and one limit on bodies.
 
-Invariant: a route without an access class is refused to everybody, so a forgotten one cannot open anything.
+Invariant: a route without an access class needs the admin key, so a forgotten one cannot open anything.
 """
+
+from collections.abc import Sequence
 
 from litestar import Litestar
 from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.handlers import HTTPRouteHandler
 
-from .auth import AuthMiddleware
-from .context import Front, FrontEnd, ServeOptions
+from .context import Front, FrontEnd
 from .errors import EXCEPTION_HANDLERS
-from .limits import BodyLimit
+from .middleware import AuthMiddleware, BodyLimit, RoutingKey
 from .openai import chat, completions, images, models
+from .options import ServeOptions
 from .pages import dashboard, metrics
-from .routing import RoutingKey
-from .sglang import (
-    control_routes,
-    generate_routes,
-    info_routes,
-    profile_routes,
-    rollout_routes,
-    update_routes,
-)
-from .vllm import control_routes as vllm_control_routes
-from .vllm import token_routes
+from .sglang import control, generate, info, rollout, tokenize, updates
+from .vllm import control as vllm_control
+from .vllm import tokens
 
-__all__ = ["Front", "FrontEnd", "ServeOptions", "create_app"]
+__all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app"]
 
-_MODULES = (
-    generate_routes,
-    rollout_routes,
-    control_routes,
-    update_routes,
-    profile_routes,
-    info_routes,
-    completions,
-    chat,
-    images,
-    models,
-    token_routes,
-    vllm_control_routes,
-    metrics,
-    dashboard,
-)
+ROUTES: list[HTTPRouteHandler] = [
+    *generate.ROUTES,
+    *rollout.ROUTES,
+    *control.ROUTES,
+    *updates.ROUTES,
+    *info.ROUTES,
+    *tokenize.ROUTES,
+    *completions.ROUTES,
+    *chat.ROUTES,
+    *images.ROUTES,
+    *models.ROUTES,
+    *tokens.ROUTES,
+    *vllm_control.ROUTES,
+    *metrics.ROUTES,
+    *dashboard.ROUTES,
+]
 
 
-def create_app(front: FrontEnd) -> Litestar:
-    """The ASGI application; closing ``front.client`` is its caller's."""
+def create_app(front: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES) -> Litestar:
+    """Return the ASGI application; the caller closes ``front.client``."""
 
     async def provide() -> FrontEnd:
         return front
 
-    several = [] if front.fleet is None else [RoutingKey()]
+    replicas = [] if front.fleet is None else [RoutingKey()]
     return Litestar(
-        route_handlers=_routes(),
+        route_handlers=routes,
         dependencies={"front": Provide(provide)},
-        middleware=[AuthMiddleware(front.options), BodyLimit(front.options), *several],
+        middleware=[AuthMiddleware(front.options), BodyLimit(front.options), *replicas],
         exception_handlers=EXCEPTION_HANDLERS,
         state=State({"front": front}, deep_copy=False),
         openapi_config=None,
         logging_config=None,
-        request_max_body_size=None,  # limits.py does it, by route
+        request_max_body_size=None,  # BodyLimit does it, by route
     )
-
-
-def _routes() -> list[HTTPRouteHandler]:
-    return [route for module in _MODULES for route in module.ROUTES]

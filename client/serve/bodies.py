@@ -1,53 +1,123 @@
-"""Decodes large JSON bodies into structs without blocking the event loop and with bounded memory.
+"""Reading of requests: control bodies, queries, and large bodies of prompts.
 
 Invariants:
-- The decoder lets no other thread run. So a large body is cut up first, which is fast and makes nothing, and then decoded prompt by
-  prompt, by a worker thread.
-- How many prompts there are is bounded before they are made, and so is what stands beside them: a body of empty lists would
-  otherwise take dozens of times its size.
+- Control bodies are read as in SGLang: numbers may be strings, and nulls are left out. Unlike there, unknown
+  keys are refused.
+- The JSON decoder blocks all other threads. A large body of prompts is therefore cut into pieces first, which
+  is fast and makes no objects, and then decoded prompt by prompt in a worker thread.
+- The number of prompts is checked before they are made, and so is the size of everything beside them: a body
+  of empty lists would otherwise take dozens of times its size.
 """
 
 import contextlib
+import logging
 from functools import cache
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from litestar import Request
+from litestar.exceptions import ClientException
 
-from ...io_struct.field_errors import FieldError, field_error
+from ...io_struct.field_errors import FieldError, advice, field_error, fields_of, nearest
 from ...io_struct.generate import TokenId
 from ..connection.request_limits import check_size
 from ..exceptions import InvalidRequest, PromptTooLong
+from .errors import printable
+
+logger = logging.getLogger(__name__)
 
 INLINE = 32 << 10
-"""Bytes of a body that is decoded at once, on the event loop: some hundred microseconds."""
+"""Bytes of the largest body that is decoded on the event loop, which takes some hundred microseconds."""
 MAX_OPTIONS_BYTES = 4 << 20
-"""Of everything in a body that is no prompt."""
+"""Maximum bytes of a body beside its prompts."""
 MAX_OPTION_VALUES = 1 << 17
-"""Lists and objects in that."""
+"""Maximum lists and objects of a body beside its prompts."""
 MAX_PROMPT_TOKENS = 1 << 21
-"""Ids of one prompt that are looked at, whatever the context is."""
+"""Maximum ids of one prompt that are decoded, whatever the context length is."""
+MAX_VALUES = 1 << 18
+"""Maximum lists and objects of a command, which describes as many tensors."""
+MAX_KEYS = 64
+"""Maximum number of different unknown keys that are logged."""
 
+MAX_LABEL = 1024
+"""Maximum characters of a weight version: it comes back with every answer."""
+VISIBLE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+"""Pattern of names that come up in logs and at terminals: they have no control characters."""
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
+
+HTTPRequest = Request[Any, Any, Any]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 _TEXTS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[TokenId])
 _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
+_KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoders raise of a body that is not what it should be."""
+"""Exceptions of decoders for an unreadable body."""
+
+
+class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body or query whose keys must all be known: ``mod`` for ``mode`` would abort requests."""
+
+
+async def read_control(
+    request: HTTPRequest, kind: type[StructT], *, text: bool = False, query: bool = False
+) -> StructT:
+    """Read the body as ``kind``; an empty body is ``{}``.
+
+    Args:
+        text: the body holds texts, which may have any number of brackets.
+        query: the query may have options, too; those of the body take precedence.
+
+    Raises:
+        ClientException: 400; the body is not JSON, a key is unknown, a value cannot be used, or the query has
+            options that nothing would read.
+    """
+    if request.query_params and not query:
+        names = ", ".join(printable(name) for name in request.query_params)
+        raise ClientException(f"the query is not read here: give {names} in the body, a JSON object")
+    raw = await request.body()
+    if len(raw) > INLINE and not text and raw.count(b"[") + raw.count(b"{") > MAX_VALUES:
+        raise ClientException(f"the body has more than {MAX_VALUES} lists and objects")
+    try:
+        fields = msgspec.json.decode(raw) if raw.strip() else None
+        fields = {} if fields is None else fields
+        if not isinstance(fields, dict):
+            raise ClientException("the body must be a JSON object")
+        given = dict(request.query_params) | {
+            name: value for name, value in fields.items() if value is not None
+        }
+        return msgspec.convert(given, kind, strict=False)
+    except UNREADABLE as error:
+        raise ClientException(unreadable(error, raw, kind).sentence) from error
+
+
+def query_of(request: HTTPRequest, kind: type[StructT]) -> StructT:
+    """Read the query string as ``kind``, like a control body.
+
+    Raises:
+        ClientException: 400; a key is unknown or a value cannot be used.
+    """
+    given = dict(request.query_params)
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ClientException(field_error(error, kind, given, whole="the query").sentence) from error
 
 
 def unreadable(error: Exception, raw: bytes, kind: type[msgspec.Struct]) -> FieldError:
-    """What is wrong with the body ``raw``, of which a decoder of ``kind`` has raised one of :data:`UNREADABLE`."""
+    """Explain why a decoder of ``kind`` raised ``error``, one of :data:`UNREADABLE`, for the body ``raw``."""
     if isinstance(error, RecursionError):
         return FieldError("", "the body is nested too deeply")
     if not isinstance(error, msgspec.ValidationError):
-        what = (
+        problem = (
             "is empty"
             if not raw.strip()
             else f"is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
         )
         if raw[8:9] == b"{" and int.from_bytes(raw[:8], "little") < len(raw):
-            what += "; it looks like a safetensors file, whose Content-Type is application/octet-stream"
-        return FieldError("", f"the body {what}")
+            problem += "; it looks like a safetensors file, whose Content-Type is application/octet-stream"
+        return FieldError("", f"the body {problem}")
     given: Any = msgspec.UNSET
     if len(raw) <= INLINE:
         with contextlib.suppress(*UNREADABLE):  # numbers that only a typed decoder reads
@@ -58,14 +128,15 @@ def unreadable(error: Exception, raw: bytes, kind: type[msgspec.Struct]) -> Fiel
 def decode_large(
     raw: bytes, decoder: "msgspec.json.Decoder[StructT]", prompts: dict[str, bytes], max_prompts: int
 ) -> StructT:
-    """``raw`` as ``decoder`` would give it.
+    """Decode ``raw`` with the result of ``decoder``, prompt by prompt.
 
     Args:
-        prompts: fields that hold prompts (a text, texts, ids or lists of ids) → JSON that stands in for them meanwhile.
-        max_prompts: how many there may be.
+        prompts: JSON that stands in for each field that holds prompts (a text, texts, ids or lists of ids)
+            meanwhile.
+        max_prompts: maximum number of prompts.
 
     Raises:
-        InvalidRequest: more than is taken, or values of the wrong kind.
+        InvalidRequest: a limit is exceeded, or a value has the wrong type.
         msgspec.DecodeError, UnicodeDecodeError, RecursionError: as ``decoder``.
     """
     kind: Any = decoder.type
@@ -86,7 +157,7 @@ def decode_large(
 
 @cache
 def _envelope(kind: type[msgspec.Struct]) -> "msgspec.json.Decoder[msgspec.Struct]":
-    """Cuts a body into the values of ``kind``'s fields; what is no field is refused or passed over, as ``kind`` does."""
+    """Return a decoder that cuts a body into the values of ``kind``'s fields, as strict as ``kind`` is."""
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
     strict = kind.__struct_config__.forbid_unknown_fields
     return msgspec.json.Decoder(
@@ -94,32 +165,32 @@ def _envelope(kind: type[msgspec.Struct]) -> "msgspec.json.Decoder[msgspec.Struc
     )
 
 
-def _prompts(field: str, value: bytes, most: int) -> Any:
+def _prompts(field: str, value: bytes, limit: int) -> Any:
     if value[:1] == b'"':
         return msgspec.json.decode(value, type=str)
     first = value[1:1024].lstrip()[:1]
     try:
         if first == b"[":
-            _check_count(field, value.count(b"[") - 1, most)
+            _check_count(field, value.count(b"[") - 1, limit)
             return [_ids(f"{field}[{i}]", bytes(row)) for i, row in enumerate(_ROWS.decode(value))]
         if first == b'"':
-            ends = value.count(b'"') - value.count(b'\\"')  # no fewer than a list of so many texts has
-            _check_count(field, ends // 2, most)
+            quotes = value.count(b'"') - value.count(b'\\"')  # at least those of a list of so many texts
+            _check_count(field, quotes // 2, limit)
             return _TEXTS.decode(value)
         return _ids(field, value)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(_said(error, list[str], field), field=field) from error
+        raise _invalid(error, list[str], field) from error
 
 
-def _said(error: msgspec.DecodeError, kind: Any, field: str) -> str:
+def _invalid(error: msgspec.DecodeError, kind: Any, field: str) -> InvalidRequest:
     if isinstance(error, msgspec.ValidationError):
-        return field_error(error, kind, prefix=field).sentence
-    return f"{field}: {error}"
+        return InvalidRequest(field_error(error, kind, prefix=field).sentence, field=field)
+    return InvalidRequest(f"{field}: {error}", field=field)
 
 
-def _check_count(field: str, count: int, most: int) -> None:
-    if count > most:
-        raise InvalidRequest(f"{count} prompts are over the limit of {most}", field=field)
+def _check_count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{count} prompts are over the limit of {limit}", field=field)
 
 
 def _ids(field: str, value: bytes) -> list[int]:
@@ -133,4 +204,73 @@ def _ids(field: str, value: bytes) -> list[int]:
     try:
         return _IDS.decode(value)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(_said(error, list[TokenId], field), field=field) from error
+        raise _invalid(error, list[TokenId], field) from error
+
+
+class UnknownKeys:
+    """Log of keys that no field of a body has: OpenAI's routes ignore them, and each is logged once.
+
+    Memory and log lines are bounded, whatever clients send. A body without unknown keys makes no objects that
+    grow with it: values are not decoded. Threads may share an object.
+    """
+
+    def __init__(self) -> None:
+        self._named: set[tuple[str, str]] = set()
+        self._lock = Lock()
+
+    def note(self, route: str, body: bytes, kind: type[msgspec.Struct], ignored: frozenset[str]) -> None:
+        """Log the keys of ``body`` that are neither fields of ``kind``, its decoded type, nor ``ignored``.
+
+        Raises:
+            InvalidRequest: a key is not UTF-8, which decoders of ``kind`` do not notice.
+        """
+        try:
+            unknown = _unknown_in(body, kind, ignored)
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        for key in unknown:
+            self._warn(route, key, kind)
+
+    def _warn(self, route: str, key: str, kind: type[msgspec.Struct]) -> None:
+        with self._lock:
+            if (route, key) in self._named or len(self._named) >= MAX_KEYS:
+                return
+            self._named.add((route, key))
+            last = len(self._named) == MAX_KEYS
+        logger.warning(
+            "%s: the key %s is not known and ignored%s; requests with it are not mentioned again%s",
+            route,
+            printable(key),
+            _hint(key, kind),
+            ", nor are further unknown keys" if last else "",
+        )
+
+
+def _hint(key: str, kind: type[msgspec.Struct]) -> str:
+    names = fields_of(kind)
+    if (instead := advice(key, names)) is not None:
+        return f" ({instead})"
+    near = nearest(key, names)
+    return "" if near is None else f" (did you mean {near}?)"
+
+
+def _unknown_in(body: bytes, kind: type[msgspec.Struct], ignored: frozenset[str]) -> list[str]:
+    """Return the unknown keys of ``body``; only the first of a large one, which might have millions."""
+    try:
+        _key_decoder(kind, ignored).decode(body)
+    except msgspec.ValidationError as error:
+        if len(body) > INLINE:
+            return [str(error).partition("`")[2].rpartition("`")[0]]
+        known = ignored.union(kind.__struct_fields__)
+        return [key for key in _KEYS.decode(body) if key not in known]
+    return []
+
+
+@cache
+def _key_decoder(
+    kind: type[msgspec.Struct], ignored: frozenset[str]
+) -> "msgspec.json.Decoder[msgspec.Struct]":
+    """Return a decoder that takes the keys of ``kind`` with any value and refuses others."""
+    names = sorted(ignored.union(kind.__struct_fields__))
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct(f"{kind.__name__}Keys", fields, forbid_unknown_fields=True))

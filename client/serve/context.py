@@ -1,100 +1,40 @@
-"""State that every handler uses: connection, tokenizer manager, settings and counters.
+"""State that every handler uses: connection, tokenizer manager, settings, counters and worker threads.
 
-Invariants: a :class:`ServeOptions` never prints its keys; a :class:`FrontEnd` is made once, before the first request.
+Invariants: a :class:`FrontEnd` is made once, before the first request, and holds no state of the engine, so
+several front ends may serve one. At most :data:`MAX_WAITING` pieces of work wait for a thread; one more is
+refused.
 """
 
-import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from litestar.di import NamedDependency
 
 from ..connection.async_client import AsyncSchedulerClient
+from ..exceptions import QueueFull
 from ..text.tokenizer_manager import TokenizerManager
-from .admission import Admission
-from .health import EngineHealth
-from .pages.last_image import LastImage
-from .unknown_keys import UnknownKeys
-from .workers import Workers
+from .bodies import UnknownKeys
+from .health import Admission, EngineHealth
+from .options import ServeOptions
+from .pictures import LastImage
 
 if TYPE_CHECKING:
     from ..group.replicas import ReplicaFleet
     from .pages.metrics import Metrics
 
 OWNER = "http"
-"""Under which token the front end pauses and sends commands: all HTTP clients count as one owner."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Settings of one front end."""
-
-    host: str = "127.0.0.1"
-    any_host: bool = False
-    """Without keys, the ``Host`` of requests is not checked (``--insecure-bind``)."""
-    port: int = 30000
-    api_key: str | None = field(default=None, repr=False)
-    """Key of user routes. None means that they need none."""
-    admin_key: str | None = field(default=None, repr=False)
-    """Key of admin routes. None means ``api_key``, if there is one."""
-    weights_root: str | None = None
-    """Folder that must contain every ``model_path`` of an update. None means the default of
-    :attr:`update_root`."""
-    enable_memory_saver: bool = False
-    """Release the engine's memory when a client of this server asks for it."""
-    allow_pickled_tensors: bool = False
-    """Read the base64 pickles of ``/update_weights_from_tensor`` (they are parsed, never unpickled)."""
-    max_body_bytes: int = 32 << 20
-    """Maximum size of a request body, except for weight updates."""
-    max_update_bytes: int = 2 << 30
-    """Maximum size of a request body with weights."""
-    max_batch: int = 4096
-    """Maximum number of samples of one request: prompts times ``n``."""
-    incremental_streaming: bool = False
-    """Native streams carry only what is new, instead of everything so far."""
-    served_model_name: str = ""
-    """Empty: ``model_path``."""
-    model_path: str = ""
-    tokenizer_path: str = ""
-    context_length: int = 0
-    makes_images: bool = False
-    """The engine serves a diffusion pipeline, not a language model."""
-    latent_bytes_per_pixel: float = 0.0
-    """Of a latent in a result, for each pixel of its image."""
-    vocab_size: int = 0
-
-    @property
-    def update_root(self) -> str:
-        """The weights root that is enforced; empty: nothing is loaded from disk. By default it is the
-        directory that the model's own folder lies in, or that folder alone where the directory is the root of
-        the file system."""
-        if self.weights_root or not self.model_path:
-            return self.weights_root or ""
-        folder = os.path.realpath(self.model_path)
-        parent = os.path.dirname(folder)
-        return folder if parent == os.path.dirname(parent) else parent
-
-    @property
-    def model_name(self) -> str:
-        """The id of the model for OpenAI clients."""
-        return self.served_model_name or self.model_path
+"""Owner token of the front end's commands: all HTTP clients count as one owner."""
+THREADS = 4
+MAX_WAITING = 256
+SLICE = 32
+"""Pieces of a batch, each well below a millisecond, between two chances for other tasks."""
+T = TypeVar("T")
 
 
 class FrontEnd:
     """Everything that handlers need; ``front: Front`` in a handler's signature."""
-
-    __slots__ = (
-        "admission",
-        "client",
-        "fleet",
-        "health",
-        "last_image",
-        "manager",
-        "metrics",
-        "options",
-        "unknown_keys",
-        "workers",
-    )
 
     def __init__(
         self,
@@ -107,7 +47,7 @@ class FrontEnd:
     ) -> None:
         self.manager = manager
         self.fleet = fleet
-        """The replicas behind ``client``; None: it is one engine's."""
+        """Replicas behind ``client``. None means that it is one engine's."""
         self.client: AsyncSchedulerClient = manager.client if client is None else client
         self.options = options
         self.metrics = metrics
@@ -120,4 +60,36 @@ class FrontEnd:
 
 
 Front = NamedDependency[FrontEnd]
-"""For handlers' signatures."""
+"""Type of the parameter ``front`` of handlers."""
+
+
+class Workers:
+    """Threads for long work, started when they are needed."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="caesura-http")
+        self._held = 0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of ``work``; after a cancellation it still counts until it has ended.
+
+        Raises:
+            QueueFull: too much work is waiting.
+        """
+        if self._held >= THREADS + MAX_WAITING:
+            raise QueueFull(f"{self._held} pieces of text work are waiting; try again later")
+        self._held += 1
+        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        future.add_done_callback(self._release)
+        return await future
+
+    def _release(self, _: object) -> None:
+        self._held -= 1
+
+
+async def in_slices(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield ``items``, letting other tasks run after every :data:`SLICE` of them."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % SLICE == 0:
+            await asyncio.sleep(0)

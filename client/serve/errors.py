@@ -1,8 +1,7 @@
-"""HTTP error responses: SGLang's bodies and status codes.
+"""HTTP error responses: SGLang's bodies and status codes, OpenAI's under ``/v1``.
 
-Invariants: a request that is wrong is 400, never 422; 401 and 403 are keys; 503 means that the engine is not there or
-takes no more, and may be tried again; nothing answers with a traceback or a key. Under ``/v1`` errors have OpenAI's shape,
-but for the native routes that live there.
+Invariants: a request that is wrong is 400, never 422; 401 and 403 are about keys; 503 means that the engine
+is away or takes no more, and that the request may be tried again. No response has a traceback or a key.
 """
 
 import logging
@@ -14,14 +13,15 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.types import ExceptionHandlersMap, Scope, Send
 
-from ...io_struct import CaesuraError, ErrorCode
+from ...io_struct import CaesuraError, ErrorCode, text
 from ...io_struct.field_errors import nearest
 from ..exceptions import RETRYABLE
-from .connections import RETRY_AFTER_S
-from .not_offered import why_not
-from .printable import printable
 
 logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""Value of ``Retry-After`` in every 503."""
+MAX_PRINTED_CHARACTERS = 200
 
 _STATUS: dict[str, int] = {
     ErrorCode.ENGINE_DIED: 503,
@@ -38,49 +38,93 @@ _STATUS: dict[str, int] = {
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.INTERNAL: 500,
 }
-
-_STAYING = frozenset(code for code, status in _STATUS.items() if status == 503) - RETRYABLE
+_PERMANENT = frozenset(code for code, status in _STATUS.items() if status == 503) - RETRYABLE
 """Conditions of the engine that the same request would meet again."""
+_NATIVE_V1 = ("/v1/loads", "/v1/tokenize", "/v1/detokenize")
+
+_ADAPTERS = "there are no LoRA adapters: merge the adapter and send all weights"
+_SESSION = (
+    "weights arrive through SGLang's routes (/update_weights_from_disk, /update_weights_from_tensor, …)"
+)
+_PEERS = (
+    "engines give each other weights in their checkpoint's layout, over their own sockets: call "
+    "clone_weights of caesura.client.trainer"
+)
+_NOT_OFFERED = {
+    "/load_lora_adapter": _ADAPTERS,
+    "/load_lora_adapter_from_tensors": _ADAPTERS,
+    "/unload_lora_adapter": _ADAPTERS,
+    "/v1/load_lora_adapter": _ADAPTERS,
+    "/v1/unload_lora_adapter": _ADAPTERS,
+    "/pull_weights": "the engine writes no checkpoints and applies no deltas: write a complete checkpoint "
+    "under --weights-root and call /update_weights_from_disk (slime: --update-weight-mode full, without "
+    "--update-weight-local-checkpoint-dir)",
+    "/get_weights_by_name": "weights are not read out: compare them with POST /weights_checker",
+    "/init_weights_send_group_for_remote_instance": _PEERS,
+    "/send_weights_to_remote_instance": _PEERS,
+    "/set_internal_state": "options are fixed at start",
+    "/v1/responses": "the Responses API is not served: /v1/chat/completions is",
+    "/v1/images/edits": "images as input are not supported: /v1/images/generations makes them from text",
+    "/v1/images/variations": "images as input are not supported: /v1/images/generations makes them from text",
+    # vLLM's
+    "/sleep": "call POST /release_memory_occupation, SGLang's route",
+    "/wake_up": "call POST /resume_memory_occupation, SGLang's route",
+    "/reset_prefix_cache": "call POST /flush_cache, SGLang's route",
+    "/init_weight_transfer_engine": _SESSION,
+    "/start_weight_update": _SESSION,
+    "/finish_weight_update": _SESSION,
+    "/init_broadcaster": "weights are taken from a folder: POST /update_weights (weight_broadcast.type = "
+    '"filesystem")',
+    "/collective_rpc": "no methods of the engine are called by name",
+}
+"""Routes of SGLang and vLLM that are not served, with the sentence that the 404 says; none of them is a route
+here.
+"""
 
 
 class BodyTooLarge(HTTPException):
-    """More bytes than this route takes."""
+    """The body has more bytes than the route takes."""
 
     status_code = 413
 
 
+def printable(given: str, limit: int = MAX_PRINTED_CHARACTERS) -> str:
+    """Return ``given`` with escapes for what is not visible, cut off after ``limit`` characters."""
+    shown = text.printable(given[:limit])
+    return shown if len(given) <= limit else f"{shown}… ({len(given)} characters)"
+
+
 def status_of(error: CaesuraError) -> int:
-    """The HTTP status of a typed error: 400 unless it is the engine's condition rather than the request's fault."""
-    unknown = (
-        400 if isinstance(error.code, ErrorCode) else 500
-    )  # a code of a newer engine: not the request's fault
+    """Return the HTTP status of a typed error: 400 unless the engine's condition is the reason."""
+    # A code that is not known comes from a newer engine, and is not the request's fault.
+    unknown = 400 if isinstance(error.code, ErrorCode) else 500
     return _STATUS.get(error.code, unknown)
 
 
 def json_response(value: Any, status: int = 200) -> Response[bytes]:
-    """``value`` as JSON, encoded once."""
+    """Return a response with ``value`` as JSON."""
     return json_bytes(msgspec.json.encode(value), status)
 
 
 def json_bytes(encoded: bytes, status: int = 200) -> Response[bytes]:
-    """What is JSON already."""
+    """Return a response with JSON that is already encoded."""
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
     return Response(encoded, status_code=status, media_type="application/json", headers=headers)
 
 
 def error_fields(message: str, code: str | None = None) -> dict[str, Any]:
-    """``message``, the typed code where there is one, and ``retryable`` where the same request may succeed later."""
+    """Return ``message``, ``code`` if given, and ``retryable`` if the same request may succeed later."""
     fields: dict[str, Any] = {"message": message} if code is None else {"message": message, "code": code}
     return {**fields, "retryable": True} if code in RETRYABLE else fields
 
 
-def native_error(message: str, status: int = 400, code: str | None = None) -> Response[bytes]:
-    """``{"error": {"message"}}``, with the typed code beside it where there is one."""
-    return json_response({"error": error_fields(message, code)}, status)
+def native_error(error: CaesuraError) -> Response[bytes]:
+    """Return ``{"error": {"message", "code"}}`` with the status of the error."""
+    return json_response({"error": error_fields(error.message, error.code)}, status_of(error))
 
 
 def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
-    """A failure of the engine's: SGLang's ``ErrorResponse``, and the typed error beside it."""
+    """Return SGLang's ``ErrorResponse`` of a failed engine, with the typed error beside it."""
     body = {
         **error_object(error.message, status, error.code),
         "error": error_fields(error.message, error.code),
@@ -89,29 +133,18 @@ def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
 
 
 def error_object(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """SGLang's ``ErrorResponse``; what may be tried again says so. ``code``: the typed one, where there is one."""
+    """Return SGLang's ``ErrorResponse``; ``code`` is that of the typed error, if there is one."""
     phrase = HTTPStatus(status).phrase
     error = {"object": "error", "message": message, "type": phrase, "param": None, "code": status}
-    return {**error, "retryable": True} if status == 503 and code not in _STAYING else error
+    return {**error, "retryable": True} if status == 503 and code not in _PERMANENT else error
 
 
 def openai_error(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
-
-
-_NATIVE_V1 = ("/v1/loads", "/v1/tokenize", "/v1/detokenize")
-
-
-def _plain_error(scope: Scope, message: str, status: int) -> dict[str, Any]:
-    """An error of whatever is asked for, routes that do not exist included."""
-    path = scope["path"]
-    if path.startswith("/v1/") and path.rstrip("/") not in _NATIVE_V1:
-        return openai_error(message, status, code="invalid_api_key" if status == 401 else None)
-    return error_object(message, status)
 
 
 async def send_error(scope: Scope, send: Send, status: int, message: str) -> None:
@@ -127,8 +160,16 @@ async def send_error(scope: Scope, send: Send, status: int, message: str) -> Non
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+def _plain_error(scope: Scope, message: str, status: int) -> dict[str, Any]:
+    """Return the error body of a path, which need not be a route."""
+    path = scope["path"]
+    if path.startswith("/v1/") and path.rstrip("/") not in _NATIVE_V1:
+        return openai_error(message, status, code="invalid_api_key" if status == 401 else None)
+    return error_object(message, status)
+
+
 def _typed(_: Request[Any, Any, Any], error: CaesuraError) -> Response[bytes]:
-    return native_error(error.message, status_of(error), error.code)
+    return native_error(error)
 
 
 def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
@@ -144,8 +185,8 @@ def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[byt
 
 def _no_route(request: Request[Any, Any, Any]) -> str:
     path = request.scope["path"]
-    if (reason := why_not(path)) is not None:
-        return reason
+    if (reason := _NOT_OFFERED.get(path.rstrip("/"))) is not None:
+        return f"{path.rstrip('/')} is not served: {reason}"
     near = nearest(path, sorted({route.path for route in request.app.routes}))
     return f"there is no route {printable(path)}" + ("" if near is None else f" (did you mean {near}?)")
 

@@ -1,9 +1,9 @@
-"""The generations of one HTTP call, complete or streamed: the common part of SGLang's and OpenAI's routes.
+"""The generations of one HTTP call, complete or streamed: the common part of all generating routes.
 
 Invariants:
 - Every prompt is counted when it begins and once when it ends, however it ends.
-- Nothing is queued here for a slow reader but one chunk: the tokenizer manager joins what is new.
-- Whoever stops reading ends what he did not wait for.
+- Only one chunk is queued here for a slow reader: the tokenizer manager joins what is new.
+- Closing a stream ends the generations that were not read.
 """
 
 import asyncio
@@ -13,18 +13,17 @@ from contextlib import aclosing, contextmanager
 
 from ...io_struct import CaesuraError
 from ..text.tokenizer_manager import Chunk, GenerationRequest, Sample
-from .context import FrontEnd
+from .context import FrontEnd, in_slices
 from .pages.metrics import Metrics
-from .workers import in_slices
 
 _Queue = asyncio.Queue[tuple[int, Chunk | CaesuraError | None]]
 
 
 async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
-    """All samples, prompt by prompt.
+    """Return all samples of each prompt.
 
     Raises:
-        EngineError: of the first that was refused or failed; the others are aborted.
+        EngineError: of the first prompt that was refused or failed; the others are aborted.
     """
     await front.admission.check()
     counts = [_Count(front.metrics) for _ in requests]
@@ -45,10 +44,10 @@ async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[
 async def merged(
     front: FrontEnd, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """The chunks of all prompts as they come, with the prompt's position.
+    """Yield the chunks of all prompts as they come, each with the position of its prompt.
 
     Raises:
-        EngineError: as of :func:`whole`.
+        EngineError: as :func:`whole`.
     """
     await front.admission.check()
     if len(requests) == 1:
@@ -77,28 +76,32 @@ async def merged(
 
 
 async def label_for(front: FrontEnd, samples: Sequence[Sample]) -> str:
-    """The engine's weight version, which samples that ended without a token cannot say themselves; the last one known where the
-    engine has gone meanwhile. Empty where all have tokens."""
+    """Return the engine's weight version, or its last known one, for samples that ended without a token.
+
+    Empty if all have tokens, which say it themselves.
+    """
     if all(sample.output.output_ids for sample in samples):
         return ""
-    status = (await front.metrics.engine.look(front.client)).status
-    return "default" if status is None else status.weight_version
+    label = await _engine_label(front)
+    return "default" if label is None else label
 
 
 @contextmanager
 def asking_label(front: FrontEnd) -> Iterator[Awaitable[str | None]]:
-    """The engine's weight version as of now, asked for beside a generation: it comes before the first token does. None where
-    the engine has never answered."""
+    """Ask for the engine's present weight version beside a generation, whose first token comes later.
 
-    async def ask() -> str | None:
-        status = (await front.metrics.engine.look(front.client)).status
-        return None if status is None else status.weight_version
-
-    task = asyncio.ensure_future(ask())
+    The result is None if the engine has never answered.
+    """
+    task = asyncio.ensure_future(_engine_label(front))
     try:
         yield task
     finally:
         task.cancel()
+
+
+async def _engine_label(front: FrontEnd) -> str | None:
+    status = (await front.metrics.engine.look(front.client)).status
+    return None if status is None else status.weight_version
 
 
 async def _pump(front: FrontEnd, position: int, request: GenerationRequest, queue: _Queue) -> None:
@@ -129,7 +132,7 @@ async def _counted(front: FrontEnd, request: GenerationRequest) -> AsyncGenerato
 
 
 class _Count:
-    """One generation in the metrics, from now until it has ended."""
+    """One generation in the metrics, from now to its end."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -138,18 +141,18 @@ class _Count:
         metrics.request_started()
 
     def heard(self) -> None:
-        """Something was generated."""
+        """Note that something was generated."""
         if self._first is None:
             self._first = time.monotonic() - self._began
 
     def finished(self, samples: Sequence[Sample]) -> None:
-        """All samples have ended."""
+        """Note that all samples have ended."""
         tokens = sum(len(sample.output.output_ids) for sample in samples)
         kinds = {sample.output.finish_reason.type for sample in samples}
         self._end(tokens, next((kind for kind in ("abort", "length") if kind in kinds), "stop"))
 
     def failed(self, error: BaseException) -> None:
-        """It was refused, it failed, or its client left."""
+        """Note that the generation was refused or failed, or that its client left."""
         self._end(0, "error" if isinstance(error, CaesuraError) else "abort")
 
     def _end(self, tokens: int, kind: str) -> None:

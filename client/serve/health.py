@@ -1,32 +1,39 @@
-"""Health checks: whether the engine answers, determined within a second.
+"""Health of the engine, determined within a second; and admission of generations during vLLM's ``/pause``.
 
 Invariants:
-- There is one question to the engine at a time, shared by all who want to know; a late answer counts when it comes.
-- An engine that is gone is not healthy at once. One that is silent is not healthy, unless it has work, in which case it may be
-  computing a long step: then its last answer counts for :data:`BUSY_S`.
+- At most one health probe is in progress, shared by all callers; a late answer counts when it comes.
+- An engine that is gone is unhealthy at once. A silent one is unhealthy, unless it has work, in which case it
+  may be computing a long step: then its last answer counts for :data:`BUSY_S`.
+- A pause that has ended elsewhere (its lease, a client of the socket) refuses no generation, since the engine
+  is asked.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from time import monotonic
 
 from ...io_struct import GetStatusReqOutput
 from ..connection.async_client import AsyncSchedulerClient
-from ..exceptions import TimedOut
+from ..exceptions import Busy, EnginePaused, NotIdle, TimedOut
 
 NOBODY = ""
-"""The owner of what the front end asks by itself, or for a supervisor or a page: it is no sign of life of a trainer."""
+"""Owner of the front end's own questions and those of supervisors and pages, which are no sign of life of a
+trainer.
+"""
 PROBE_S = 0.8
-"""How long an answer is waited for; an engine without a step to compute answers within 0.1 s."""
+"""Seconds to wait for an answer; an engine without a step to compute answers within 0.1 s."""
 BUSY_S = 10.0
-"""How long a working engine may be silent: longer than a step, or than a bucket of weights."""
+"""Seconds that a working engine may be silent: longer than a step, or than a bucket of weights."""
+POLL_S = 0.02
+"""Seconds between two looks at an engine that drains."""
 
 
 class EngineHealth:
-    """Asks the engine of one client."""
+    """Health of the engine of one client."""
 
     def __init__(self, client: AsyncSchedulerClient, has_work: Callable[[], bool]) -> None:
-        """``has_work``: whether something is being generated for this front end."""
+        """``has_work`` returns True while something is being generated for this front end."""
         self._client = client
         self._has_work = has_work
         self._last: GetStatusReqOutput | None = None
@@ -35,10 +42,10 @@ class EngineHealth:
         self._asked_at = 0.0
 
     async def check(self) -> GetStatusReqOutput:
-        """The engine's status, or its last one while it works; within :data:`PROBE_S`.
+        """Return the engine's status within :data:`PROBE_S`; its last one if it works and is silent.
 
         Raises:
-            EngineError: it is gone, or silent without a reason.
+            EngineError: the engine is gone, or silent without a reason.
         """
         probe = self._shared_probe()
         await asyncio.wait({probe}, timeout=PROBE_S)
@@ -50,10 +57,10 @@ class EngineHealth:
         raise TimedOut("the engine does not answer", id="", timeout=PROBE_S)
 
     async def status(self) -> GetStatusReqOutput:
-        """A status of now; a working engine is waited for, one that is known to hang is not.
+        """Return a fresh status, waiting for a working engine but not for one that is known to hang.
 
         Raises:
-            EngineError: it is gone, or does not answer.
+            EngineError: the engine is gone, or does not answer.
         """
         asked = self._probe is not None and not self._probe.done()
         hangs = asked and monotonic() - self._asked_at > BUSY_S
@@ -78,3 +85,66 @@ class EngineHealth:
     def _on_answer(self, probe: "asyncio.Task[GetStatusReqOutput]") -> None:
         if not probe.cancelled() and probe.exception() is None:
             self._last, self._answered_at = probe.result(), monotonic()
+
+
+class Admission:
+    """Refusal of generations from the start of a pause in mode ``abort`` or ``wait`` to its end."""
+
+    def __init__(self, health: EngineHealth) -> None:
+        self._health = health
+        self._pausing: object | None = None  # the call of /pause that drains the engine, or pauses it
+        self._refuses = False  # as long as the engine is paused
+
+    @property
+    def pausing(self) -> bool:
+        """True while a call of ``/pause`` refuses generations."""
+        return self._pausing is not None
+
+    def open(self) -> None:
+        """Admit generations again: during a pause the engine queues them. End a drain in progress."""
+        self._pausing, self._refuses = None, False
+
+    async def check(self) -> None:
+        """Check that a generation may begin.
+
+        Raises:
+            EnginePaused: a pause refuses new generations.
+        """
+        if self._refuses and not self.pausing:
+            self._refuses = (await self._health.status()).generation != "running"
+        if self.pausing or self._refuses:
+            raise EnginePaused("POST /pause refuses new requests until POST /resume")
+
+    @asynccontextmanager
+    async def refusing(self, *, drain: bool) -> AsyncGenerator[None, None]:
+        """Refuse generations inside the block, which pauses the engine, and then until that pause ends.
+
+        Args:
+            drain: wait until every request has ended before the block is entered.
+
+        Raises:
+            Busy: ``/resume`` or another pause came during the drain.
+            NotIdle: the engine is paused, so its requests would never end.
+        """
+        own = self._pausing = object()
+        try:
+            if drain:
+                await self._drain(own)
+            yield
+            self._refuses = True
+        finally:
+            if self._pausing is own:
+                self._pausing = None
+
+    async def _drain(self, own: object) -> None:
+        while True:
+            status = await self._health.status()
+            if not status.running_requests + status.prefilling_requests + status.waiting_requests:
+                return
+            if self._pausing is not own:
+                raise Busy("POST /resume or another pause came before the last request had ended")
+            if status.generation != "running":
+                raise NotIdle(
+                    "the engine is paused, so its requests would never end: call POST /resume first"
+                )
+            await asyncio.sleep(POLL_S)

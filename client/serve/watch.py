@@ -1,11 +1,11 @@
 """Ends the server: after signals, and when the engine has ended for good.
 
 Invariants:
-- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it
-  was started so; a second signal ends that, and the server with it. An engine that ends by itself ends the server with status 1,
-  after every waiting client has got its error.
-- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once. With ``--replicas`` it ends when
-  the last of them has ended for good.
+- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The
+  engine drains if it was started so; a second signal ends that, and the server with it. An engine that ends
+  by itself ends the server with status 1, after every waiting client has got its error.
+- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once. With
+  ``--replicas`` it ends when the last of them has ended for good.
 """
 
 import asyncio
@@ -31,30 +31,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXIT_GRACE_S = 0.3
-"""Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
+"""Seconds between the engine's unexpected end and the server's, in which the errors are sent."""
 TOLD_S, LOOK_S = 5.0, 0.02
-"""How long calls may wait for the lost connection to be noticed, and how often it is looked whether they still do."""
+"""Seconds that calls may take to notice the lost connection, and between two looks at whether they have."""
 DRAIN_S = 5.0
-"""How long generations on an engine that is not ours may go on after a signal, before they are aborted."""
+"""Seconds that generations on an engine that was not started here may go on after a signal, before they are
+aborted.
+"""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What ends the command; SIGHUP not where it was ignored when the command began, as under ``nohup``."""
+    """Return the signals that end the command; SIGHUP not if it was ignored at start, as under ``nohup``."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """A stop signal cancels the start: the command exits with 128 and the signal's number.
+    """Cancel the block at a stop signal: the command exits with 128 and the signal's number.
 
     A second signal does not interrupt the cleanup; a third one has its default action.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
-        came.append(number)
-        if len(came) == 1:
+        received.append(number)
+        if len(received) == 1:
             raise KeyboardInterrupt(number)
         for each in before:
             signal.signal(each, signal.SIG_DFL)
@@ -72,16 +74,16 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 async def unless_stopped(starting: Coroutine[Any, Any, T]) -> T:
-    """What ``starting`` returns; a stop signal meanwhile cancels it. The loop keeps its signal handlers.
+    """Return the result of ``starting``, which a stop signal cancels. The loop keeps its signal handlers.
 
     Raises:
-        KeyboardInterrupt: such a signal came; its number.
+        KeyboardInterrupt: a signal came; the argument is its number.
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(starting)
-    came: list[int] = []
+    received: list[int] = []
 
     def cancel(number: int) -> None:
-        came.append(number)
+        received.append(number)
         task.cancel()
 
     numbers = stop_signals()
@@ -92,13 +94,13 @@ async def unless_stopped(starting: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         for number in numbers:
             loop.remove_signal_handler(number)
-        if came:
-            raise KeyboardInterrupt(came[0]) from None
+        if received:
+            raise KeyboardInterrupt(received[0]) from None
         raise
 
 
 class Watch:
-    """Ends the server on a signal, or when the engine has ended for good."""
+    """Watch over a server, its signals and its engine."""
 
     def __init__(
         self,
@@ -107,16 +109,17 @@ class Watch:
         launched: LaunchedScheduler | Supervisor | ReplicaProcesses | None,
     ) -> None:
         self.status = 0
+        """Exit status of the command."""
         self._server = server
         self._front = front
         self._launched = launched
         self._stopping: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._process = -1
+        self._process = -1  # descriptor of the engine's process
         self._signals: list[signal.Signals] = []
 
     def begin(self) -> None:
-        """From now on."""
+        """Begin to watch."""
         loop = self._loop
         self._signals = stop_signals()
         for number in self._signals:
@@ -128,15 +131,14 @@ class Watch:
             loop.add_reader(self._process, self._on_exit)
 
     def end(self) -> None:
-        """No longer."""
-        loop = asyncio.get_running_loop()
+        """Stop watching."""
         for number in self._signals:
-            loop.remove_signal_handler(number)
+            self._loop.remove_signal_handler(number)
         self._forget_process()
 
     def _forget_process(self) -> None:
         if self._process >= 0:
-            asyncio.get_running_loop().remove_reader(self._process)
+            self._loop.remove_reader(self._process)
             os.close(self._process)
             self._process = -1
 
@@ -149,7 +151,7 @@ class Watch:
         self._stopping = asyncio.ensure_future(self._stop())
 
     async def _stop(self) -> None:
-        """The engine first: it answers every request with what it has."""
+        """End the engine, which answers every request with what it has, then the server."""
         notify("STOPPING=1")
         self._server.stop_accepting()
         if self._front.fleet is not None:
@@ -157,17 +159,16 @@ class Watch:
         if self._launched is not None:
             self._forget_process()
             await asyncio.to_thread(self._launched.close)
-        else:  # the engine stays: what does not end by itself is ended, and answered with what it has
-            asyncio.get_running_loop().call_later(DRAIN_S, self._front.manager.abort_all)
+        else:  # the engine stays: abort what does not end by itself, so that it is answered with what it has
+            self._loop.call_later(DRAIN_S, self._front.manager.abort_all)
         self._server.should_exit = True
 
     def _hear(self, state: State) -> None:
-        """In the supervisor's thread."""
+        """Take a state of a supervised engine, in the supervisor's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended before the engine
             self._loop.call_soon_threadsafe(self._on_state, state)
 
     def _on_state(self, state: State) -> None:
-        """What has become of a supervised engine."""
         if self._stopping is not None:
             return
         if isinstance(state, Down):
@@ -190,7 +191,7 @@ class Watch:
         self._leave_once_told(self._loop.time() + TOLD_S)
 
     def _leave_once_told(self, deadline: float) -> None:
-        """When every call has its error, which tells more than that the server ends, and has had time to be written."""
+        """Leave when every call has its own error, and time to send it."""
         if self._front.client.channel.pending and self._loop.time() < deadline:
             self._loop.call_later(LOOK_S, self._leave_once_told, deadline)
         else:
@@ -198,6 +199,4 @@ class Watch:
 
     def _leave(self) -> None:
         self._server.should_exit = True
-        self._stopping = asyncio.ensure_future(
-            self._front.client.close()
-        )  # whatever still waits gets its error
+        self._stopping = asyncio.ensure_future(self._front.client.close())  # what still waits gets its error

@@ -95,9 +95,7 @@ class History:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of ``summary.json``: rewards are exact shares on held-out words; the gap is over
-        first spans.
-        """
+        """Return the figures of ``summary.json``: exact shares on held-out words; gaps over first spans."""
         pauses = [record.pause_ms for record in self.updates]
         return {
             "reward_first": round(self.evals[0].reward, 4),

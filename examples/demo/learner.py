@@ -101,8 +101,7 @@ class Learner:
         self._ring = VersionRing(model, settings.temperature, size=settings.max_lag + 2)
 
     def warmup_step(self, step: int, rng: random.Random) -> tuple[float, float]:
-        """Run one supervised step on fresh words; return the loss in nats per token and the exact share
-        before it.
+        """Run one supervised step on fresh words; return nats per token and the exact share before it.
 
         The share needs no generation: greedy decoding gives the answer if and only if every token of it is
         the arg-max given the right ones before it.

@@ -55,9 +55,7 @@ class Connect(Message, kw_only=True, frozen=True):
 
 
 class Push(Message, kw_only=True, frozen=True):
-    """Bring the policy as it is now into the engine, as ``version``; everything but disk reads it where it
-    lies.
-    """
+    """Bring the policy as it is now into the engine as ``version``."""
 
     version: int
     flush_cache: bool
@@ -71,9 +69,7 @@ class Initialised(Message, kw_only=True, frozen=True):
 
 
 class WarmupProgress(Message, kw_only=True, frozen=True):
-    """One supervised step: loss in nats per token, and the share of that batch's fresh words that were
-    exactly right.
-    """
+    """One supervised step: loss in nats per token, and the exact share of that batch's fresh words."""
 
     step: int
     loss: float

@@ -81,9 +81,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into two folders in turn: the engine may still hold the last while the next is
-    written.
-    """
+    """Checkpoints in two folders in turn: the engine may still hold the last one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -86,9 +86,7 @@ class WeightSender:
             self._checkpoint = self._write()
 
     def push(self, tensors: NamedTensors, push: Push) -> WeightUpdateReqOutput:
-        """Send what was prepared, ``tensors`` under their checkpoint names, as the version that ``push``
-        names.
-        """
+        """Send what was prepared, ``tensors`` by checkpoint name, as the version that ``push`` names."""
         client = self._client
         version, flush = str(push.version), push.flush_cache
         match self._transport:

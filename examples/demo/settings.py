@@ -62,9 +62,7 @@ class Settings:
     kv_pool_tokens: int = 8192
     engine_threads: int = 1
     replicas: int = 1
-    """Engines that sample; several stand behind one port (``caesura serve --replicas``), and weights reach
-    them by HTTP.
-    """
+    """Engines that sample; several stand behind one port and get their weights by HTTP."""
 
     # Held-out evaluation (engine, greedy)
     eval_every: int = 10

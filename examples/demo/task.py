@@ -92,8 +92,7 @@ def is_exact(word: str, output_ids: Sequence[int]) -> bool:
 
 
 def token_rewards(word: str, output_ids: Sequence[int]) -> list[float]:
-    """Return the trained reward per output token: ``1 / len(answer)`` while everything up to it is right,
-    then 0.
+    """Return the trained reward per output token: ``1 / len(answer)`` while all is right, then 0.
 
     They sum to 1 exactly when :func:`is_exact`. The first wrong token forfeits the rest, so the place where a
     policy fails is the place with the most to gain. (Credit for every right place, whatever came before, does

@@ -58,9 +58,7 @@ def test_a_step_reads_every_weight_once_but_for_a_gathered_table(tied):
 
 
 def test_prefill_counts_each_product_once():
-    """By hand for one layer: projections 8 -> 24 + 12 + 12, 24 -> 8, mlp 3 * 8 * 24, scores and values, head
-    once.
-    """
+    """By hand: projections 8 -> 24 + 12 + 12, 24 -> 8, mlp 3 * 8 * 24, scores and values, head once."""
     made = shape(num_hidden_layers=1, tie_word_embeddings=False)
     weights = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 24
     pairs = 5 * 6 // 2
@@ -84,9 +82,7 @@ def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_an
 
 
 def test_a_hybrid_has_kv_in_each_fourth_layer_and_a_state_in_the_others():
-    """By hand: eight heads of 64 x 64 in six layers, read and written by each row; one pair more in two
-    layers.
-    """
+    """By hand: eight heads of 64 x 64 in six layers, read and written by each row; one pair in two."""
     made, work = ARCHITECTURES["hybrid"], WORKLOADS["hybrid"]
     assert kv_bytes_per_token(made, 2) == work.kv_bytes_per_token
     without, states = replace(made, linear_key_head_dim=1), 4 * 6 * 8 * 64 * 64

@@ -3,16 +3,13 @@ driven.
 """
 
 import argparse
-import dataclasses
 import os
 
 import pytest
 import torch
 import weight_update
-from architectures import ARCHITECTURES
 from checkpoints import SHAPES
 from harness.bare import BareGloo, BareZeroMQ, flat_bytes
-from harness.fresh import absorbed_halves, fresh_derivation_bytes, stacked_experts
 from harness.process_memory import MB, read_memory, reset_peak
 from harness.transports import TRANSPORTS
 
@@ -63,18 +60,3 @@ def test_every_transport_is_measured(monkeypatch):
     assert size["rows"]["tensor"]["peak_mb"] > 1
     assert size["commit"]["commit_ms"] > 0
     assert weight_update.as_table("dense", size, 1).row_count == len(TRANSPORTS)
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-def test_a_derivation_into_fresh_tensors_is_what_the_model_computes_with(fp8):
-    shape = dataclasses.replace(ARCHITECTURES["mla"], num_hidden_layers=2, vocab_size=64, fp8=fp8)
-    tensors = {name: shape.tensor(name, seed=3, dtype=torch.bfloat16) for name in shape.tensor_shapes()}
-    gate_up, down = stacked_experts(tensors)
-    last = tensors["model.layers.1.mlp.experts.15.up_proj.weight"]
-    assert torch.equal(gate_up[15, 256:].float(), last.float())
-    assert down.shape == (16, 512, 256)
-    keys, values, *_ = absorbed_halves(tensors, shape.num_attention_heads, shape.qk_nope_head_dim)
-    assert keys.shape == (16, 64, 256) == values.shape
-    assert 0.01 < keys.float().std() < 0.03  # as large as an unquantised weight
-    taken = fresh_derivation_bytes(tensors, shape.num_attention_heads, shape.qk_nope_head_dim)
-    assert taken > 0.8 * sum(tensor.nbytes for tensor in (gate_up, down))

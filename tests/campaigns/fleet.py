@@ -146,9 +146,7 @@ class RayReplicas:
         self._killed: dict[str, str] = {}
 
     def kill(self, name: str, number: signal.Signals) -> None:
-        """Send ``number`` to the engine, not to its actor, and nothing to the engine that Ray starts in its
-        place.
-        """
+        """Send ``number`` to the engine, not to its actor or to the engine that Ray starts in its place."""
         replica = self._fleet.replica(name)
         if replica is not None and name not in self._killed:
             self._killed[name] = replica.start

@@ -11,19 +11,23 @@ import msgspec
 from litestar.exceptions import ClientException
 
 from caesura.client.exceptions import InvalidRequest, Unsupported
-from caesura.client.serve.exchange import read_control
-from caesura.client.serve.openai import schema
+from caesura.client.serve.bodies import read_control
+from caesura.client.serve.openai.chat import ChatRequest, decode_chat
 from caesura.client.serve.openai.common import common_fields, rids_for, sampling_params
-from caesura.client.serve.openai.completions import _prompts
-from caesura.client.serve.openai.schema import decode_chat, decode_completion
-from caesura.client.serve.sglang import control_schema, generate_schema
-from caesura.client.serve.sglang.generate_schema import decode_body, plan_job
+from caesura.client.serve.openai.completions import CompletionRequest, decode_completion, prompts_of
+from caesura.client.serve.sglang import control as control_routes
+from caesura.client.serve.sglang import generate as generate_routes
+from caesura.client.serve.sglang import tokenize, updates
+from caesura.client.serve.sglang.generate import decode_body, plan_job
 from caesura.client.serve.sglang.tensor_payload import DeviceTensors, Part, read_pickled, read_safetensors
 from caesura.io_struct import CaesuraError, encode
 
 MAX_BATCH = 64
 CONTROL = [
-    getattr(control_schema, name) for name in sorted(dir(control_schema)) if name.endswith(("Body", "Query"))
+    getattr(module, name)
+    for module in (control_routes, tokenize, updates)
+    for name in sorted(dir(module))
+    if name.endswith("Body")
 ]
 
 
@@ -55,7 +59,7 @@ def generate(data: bytes) -> None:
 
 def completion(data: bytes) -> None:
     request = decode_completion(data)
-    prompts = _prompts(request)
+    prompts = prompts_of(request)
     assert prompts
     encode(sampling_params(request, request.max_tokens))
     common_fields(request)
@@ -117,10 +121,10 @@ WORDS = sorted(
     {
         name
         for struct in (
-            generate_schema.GenerateBody,
-            generate_schema.SamplingBody,
-            schema.CompletionRequest,
-            schema.ChatRequest,
+            generate_routes.GenerateBody,
+            generate_routes.SamplingBody,
+            CompletionRequest,
+            ChatRequest,
             *CONTROL,
         )
         for name in struct.__struct_fields__

@@ -11,9 +11,8 @@ from typing import Any
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
-from caesura.client.serve.connections import Connections
 from caesura.client.serve.pages.metrics import Metrics
-from caesura.client.serve.server import Server
+from caesura.client.serve.server import Connections, Server
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import TokenizerManager
 

@@ -1,11 +1,11 @@
 """``/v1/chat/completions``.
 
-Invariants: the conversation becomes a prompt by the model's own template, whose special tokens are the only ones; what the
-model says is one text, tool calls and reasoning included.
+Invariants: the model's own template makes a prompt of the conversation, and only its special tokens are
+added; the answer of the model is one text, tool calls and reasoning included.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from litestar import Response, post
@@ -13,90 +13,179 @@ from litestar.handlers import HTTPRouteHandler
 
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
-from ..bodies import INLINE
+from ..bodies import INLINE, HTTPRequest
 from ..context import Front, FrontEnd
-from ..exchange import HTTPRequest
-from ..modality import makes_tokens
+from ..middleware import makes_tokens
+from .answers import Choice, Job, answer, finish_fields, make_job, token_fields
 from .common import (
     EXCEPTION_HANDLERS,
-    Job,
+    IGNORED_KEYS,
+    NOTHING,
+    REFUSED,
+    CommonRequest,
+    Count,
+    TopCount,
     check_batch,
     check_model,
     common_fields,
-    finish_fields,
-    make_job,
+    decode_request,
     rids_for,
     sampling_params,
-    token_fields,
 )
-from .logprobs import TokenText, chat_logprobs, output_positions
-from .schema import (
-    IGNORED_KEYS,
-    NOTHING,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatRequest,
-    decode_chat,
-)
-from .stream import answer
+from .logprobs import ChatLogprobs, TokenText, chat_logprobs, output_positions
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 
-class ChatForm:
-    """Makes choices of samples and chunks."""
+class ChatRequest(CommonRequest, kw_only=True):
+    """``POST /v1/chat/completions``."""
 
-    def __init__(self, manager: TokenizerManager, request: ChatRequest, prompt_ids: Sequence[int]) -> None:
-        self._request = request
-        self._prompt_ids = prompt_ids
-        self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
-        self._begun: set[int] = set()
+    REFUSED: ClassVar[dict[str, str]] = {
+        **REFUSED,
+        "functions": "superseded by tools",
+        "function_call": "superseded by tools",
+        "audio": "output is text only",
+        "web_search_options": "there is no web search",
+        "chat_template": "the template is the served model's",
+        "continue_final_message": "the final message is always complete",
+    }
 
-    def choice(self, index: int, position: int, sample: Sample) -> ChatChoice:
-        """A finished sample."""
-        logprobs = (
-            chat_logprobs(output_positions(sample.output), self._tokens) if self._request.logprobs else None
-        )
-        return ChatChoice(
-            index=index,
-            message=ChatMessage(content=sample.text),
-            logprobs=logprobs,
-            **finish_fields(sample),
-            **token_fields(self._request, sample.prompt_ids, sample.output.output_ids),
-        )
+    messages: list[dict[str, Any]]
+    """``content`` is a string or text parts."""
+    max_completion_tokens: Count | None = None
+    """Takes precedence over ``max_tokens``. Without both: up to the context length."""
+    logprobs: bool | None = None
+    top_logprobs: TopCount | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Passed to the template; the model's answer stays text."""
+    tool_choice: str | dict[str, Any] | None = None
+    """``auto`` or ``none``, with the same result: the template sees the tools, and no calls are parsed."""
+    reasoning_effort: str | None = None
+    """Passed to the template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the template."""
+    add_generation_prompt: bool | None = None
+    """True by default: the prompt ends where the assistant's answer begins."""
 
-    def chunk(self, index: int, position: int, chunk: Chunk) -> ChatChunkChoice | None:
-        """What is new of a sample; the role comes with its first chunk."""
-        request, delta = self._request, chunk.delta
-        visible = chunk.text or (delta is not None and (request.logprobs or request.return_token_ids))
-        if not visible and chunk.finished is None:
-            return None
-        first = index not in self._begun
-        self._begun.add(index)
-        logprobs: ChatLogprobs | None = None
-        if request.logprobs and delta is not None:
-            logprobs = chat_logprobs(output_positions(delta), self._tokens)
-        return ChatChunkChoice(
-            index=index,
-            delta=ChatDelta(
-                role="assistant" if first else None, content=chunk.text if chunk.text or first else None
-            ),
-            logprobs=logprobs,
-            **(finish_fields(chunk.finished) if chunk.finished is not None else {}),
-            **token_fields(
-                request,
-                self._prompt_ids if first else None,
-                [] if delta is None else delta.output_ids,
-            ),
-        )
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """The assistant's answer."""
+
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Choice, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new of an answer; empty in its last chunk if nothing is."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Choice, kw_only=True):
+    """One answer in a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+_decoder = msgspec.json.Decoder(ChatRequest, strict=False)
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    """Decode a body.
+
+    Raises:
+        InvalidRequest: it is malformed, or a field is refused by name.
+    """
+    return decode_request(_decoder.decode, body, ChatRequest)
+
+
+@post(
+    "/v1/chat/completions",
+    status_code=200,
+    opt={"access": "user", "body": "text"},
+    guards=[makes_tokens],
+    exception_handlers=EXCEPTION_HANDLERS,
+)
+async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
+    """Answer a conversation."""
+    body = await request.body()
+
+    def read() -> ChatRequest:
+        found = decode_chat(body)
+        front.unknown_keys.note("/v1/chat/completions", body, ChatRequest, IGNORED_KEYS)
+        return found
+
+    asked = read() if len(body) <= INLINE else await front.workers.run(read)
+    check_model(front, asked.model)
+    # A template may take any time.
+    job, form = await front.workers.run(lambda: _plan(front, asked))
+    return await answer(request, front, job, form)
+
+
+def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, "ChatForm"]:
+    check_batch(front, request, 1)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    prompt = _prompt(front.manager, request)
+    generation = GenerationRequest(
+        prompt=prompt,
+        rid=rids_for(request, 1, "chatcmpl")[0],
+        sampling_params=sampling_params(request, limit),
+        return_logprob=bool(request.logprobs),
+        top_logprobs_num=request.top_logprobs or 0,
+        **common_fields(request),
+    )
+    kind = "chat.completion.chunk" if request.stream else "chat.completion"
+    job = make_job(front, request, kind, [generation])
+    return job, ChatForm(front.manager, request, prompt)
+
+
+def _prompt(manager: TokenizerManager, request: ChatRequest) -> list[int]:
+    choice = request.tool_choice
+    if choice not in (*NOTHING, "auto", "none"):
+        raise InvalidRequest("tool_choice is not supported beyond auto and none", field="tool_choice")
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    generation_prompt = variables.pop("add_generation_prompt", request.add_generation_prompt)
+    for name in ("self", "messages", "tools", "tokenize"):
+        if name in variables:
+            raise InvalidRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
+    return manager.apply_chat_template(
+        template_messages(request.messages),
+        tools=request.tools or None,
+        add_generation_prompt=generation_prompt is not False,
+        **variables,
+    )
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates know them: content as one text (parts are joined by newlines), arguments of earlier tool calls as
-    objects rather than as JSON in a string.
+    """Return messages in the form that templates know.
+
+    Content becomes one text (parts are joined by newlines), and arguments of earlier tool calls become
+    objects rather than JSON.
 
     Raises:
         InvalidRequest: an unknown role, or content that is not text.
@@ -152,66 +241,52 @@ def _with_object(name: str, function: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(f"{name}.function.arguments is not JSON: {error}", field="messages") from error
 
 
-def _prompt(manager: TokenizerManager, request: ChatRequest) -> list[int]:
-    choice = request.tool_choice
-    if choice not in (*NOTHING, "auto", "none"):
-        raise InvalidRequest("tool_choice is not supported beyond auto and none", field="tool_choice")
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    generation_prompt = variables.pop("add_generation_prompt", request.add_generation_prompt)
-    for name in ("self", "messages", "tools", "tokenize"):
-        if name in variables:
-            raise InvalidRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
-    return manager.apply_chat_template(
-        template_messages(request.messages),
-        tools=request.tools or None,
-        add_generation_prompt=generation_prompt is not False,
-        **variables,
-    )
+class ChatForm:
+    """Makes choices of samples and chunks."""
 
+    def __init__(self, manager: TokenizerManager, request: ChatRequest, prompt_ids: Sequence[int]) -> None:
+        self._request = request
+        self._prompt_ids = prompt_ids
+        self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._begun: set[int] = set()
 
-def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, ChatForm]:
-    check_batch(front, request, 1)
-    if request.top_logprobs and not request.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
-    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    prompt = _prompt(front.manager, request)
-    generation = GenerationRequest(
-        prompt=prompt,
-        rid=rids_for(request, 1, "chatcmpl")[0],
-        sampling_params=sampling_params(request, limit),
-        return_logprob=bool(request.logprobs),
-        top_logprobs_num=request.top_logprobs or 0,
-        **common_fields(request),
-    )
-    kind = "chat.completion.chunk" if request.stream else "chat.completion"
-    job = make_job(front, request, kind, [generation])
-    return job, ChatForm(front.manager, request, prompt)
+    def choice(self, index: int, position: int, sample: Sample) -> ChatChoice:
+        """Return a finished sample."""
+        logprobs = (
+            chat_logprobs(output_positions(sample.output), self._tokens) if self._request.logprobs else None
+        )
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(content=sample.text),
+            logprobs=logprobs,
+            **finish_fields(sample),
+            **token_fields(self._request, sample.prompt_ids, sample.output.output_ids),
+        )
 
-
-@post(
-    "/v1/chat/completions",
-    status_code=200,
-    opt={"access": "user", "body": "text"},
-    guards=[makes_tokens],
-    exception_handlers=EXCEPTION_HANDLERS,
-)
-async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
-    """Answer a conversation."""
-    body = await request.body()
-
-    def read() -> ChatRequest:
-        found = decode_chat(body)
-        front.unknown_keys.note("/v1/chat/completions", body, ChatRequest, IGNORED_KEYS)
-        return found
-
-    asked = read() if len(body) <= INLINE else await front.workers.run(read)
-    check_model(front, asked.model)
-    job, form = await front.workers.run(
-        lambda: _plan(front, asked)
-    )  # how long a template takes, nobody knows
-    return await answer(request, front, job, form)
+    def chunk(self, index: int, position: int, chunk: Chunk) -> ChatChunkChoice | None:
+        """Return what is new of a sample, or None; the role comes with its first chunk."""
+        request, delta = self._request, chunk.delta
+        visible = chunk.text or (delta is not None and (request.logprobs or request.return_token_ids))
+        if not visible and chunk.finished is None:
+            return None
+        first = index not in self._begun
+        self._begun.add(index)
+        logprobs: ChatLogprobs | None = None
+        if request.logprobs and delta is not None:
+            logprobs = chat_logprobs(output_positions(delta), self._tokens)
+        return ChatChunkChoice(
+            index=index,
+            delta=ChatDelta(
+                role="assistant" if first else None, content=chunk.text if chunk.text or first else None
+            ),
+            logprobs=logprobs,
+            **(finish_fields(chunk.finished) if chunk.finished is not None else {}),
+            **token_fields(
+                request,
+                self._prompt_ids if first else None,
+                [] if delta is None else delta.output_ids,
+            ),
+        )
 
 
 ROUTES: list[HTTPRouteHandler] = [chat_completions]

@@ -1,16 +1,19 @@
-"""Common part of completions and chats: from a request to the tokenizer manager's, and from samples to the response.
+"""Common part of requests to the OpenAI routes: fields, refusals, errors.
 
 Invariants:
-- Failures have OpenAI's shape, ``{"error": {message, type, param, code}}``: 400 for the request's fault, 404 for an unknown
-  model, 503 where the engine is not there or takes no more (statuses as of ``errors.py``).
-- The id of an answer is the ``rid`` of its generation, so that ``/abort_request`` can end it.
-- A prompt counts once in the usage, however many samples it has.
+- ``null`` means "not given" for every optional field. Keys that no struct names are ignored, as by the
+  servers that these clients know; the log names each of them once.
+- A field that would change the output and is not supported is listed in :data:`REFUSED` with the reason, and
+  refused by name unless its value asks for nothing (null, false, empty). A field that changes no output is in
+  :data:`IGNORED`.
+- docs/reference/openai.md has a row for every field of the request structs (a test compares them).
+- Errors have OpenAI's form, ``{"error": {message, type, param, code}}``: 400 for the request's fault, 404 for
+  an unknown model, 503 if the engine is away or takes no more.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from litestar import Response
@@ -18,157 +21,195 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
 from ....io_struct import CaesuraError, ErrorCode, SamplingParams, new_id
+from ....io_struct.base import Identifier
 from ....io_struct.field_errors import shown
+from ....io_struct.generate import MAX_SAMPLES, MAX_TOP_LOGPROBS, TokenId
 from ...exceptions import RETRYABLE, InvalidRequest
-from ...text.tokenizer_manager import ENCODE_INLINE, GenerationRequest, Sample
+from ..bodies import UNREADABLE, HTTPRequest, unreadable
 from ..context import FrontEnd
 from ..errors import json_response, openai_error, status_of
-from ..exchange import ClientLeft, HTTPRequest, nobody
-from ..sglang.generate_answer import experts_of
-from .schema import Body, CommonRequest, TokenDetails, Usage
+from ..responses import ClientLeft, client_left
 
-T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0)]
+TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+AnySeed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A seed; OpenAI's clients may send negative ones, which are folded into 63 bits."""
 DEFAULT_MODEL = "default"
-"""What clients of SGLang call whatever is served."""
+"""Name that clients of SGLang give to any served model."""
 MAX_STOP_STRINGS = 32
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+"""Values that ask for nothing."""
 
-_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "input_ids": "prompt"}
-"""The engine's names of fields → OpenAI's."""
+REFUSED = {
+    "json_schema": "constrained decoding is not supported",
+    "regex": "constrained decoding is not supported",
+    "ebnf": "constrained decoding is not supported",
+    "structural_tag": "constrained decoding is not supported",
+    "structured_outputs": "constrained decoding is not supported",
+    "guided_json": "constrained decoding is not supported",
+    "guided_regex": "constrained decoding is not supported",
+    "guided_choice": "constrained decoding is not supported",
+    "guided_grammar": "constrained decoding is not supported",
+    "prompt_logprobs": "echo with logprobs has those of the prompt",
+    "truncate_prompt_tokens": "a prompt that is too long is refused",
+    "allowed_token_ids": "logit_bias raises and lowers tokens",
+    "bad_words": "logit_bias lowers tokens",
+    "stop_regex": "stop by strings or token ids",
+    "custom_logit_processor": "code of clients is not run",
+    "logits_processors": "code of clients is not run",
+    "use_beam_search": "there is no beam search",
+    "lora_path": "there are no adapters",
+    "input_embeds": "prompts are text or token ids",
+    "prompt_embeds": "prompts are text or token ids",
+    "return_hidden_states": "hidden states are not kept",
+    "session_params": "there are no sessions; prefixes are cached by content",
+    "bootstrap_host": "prefill and decode run in one engine",
+    "bootstrap_room": "prefill and decode run in one engine",
+}
+"""Fields of both generating routes that are refused, with the reason."""
+
+IGNORED = {
+    "user": "a label",
+    "metadata": "a label",
+    "store": "nothing is stored",
+    "service_tier": "there is one",
+    "safety_identifier": "a label",
+    "prompt_cache_key": "prefixes are cached by content; cache_salt keeps them apart",
+    "prediction": "would only be faster",
+    "verbosity": "hosted models only",
+    "parallel_tool_calls": "tool calls are not parsed",
+    "separate_reasoning": "reasoning stays in the text",
+    "stream_reasoning": "reasoning stays in the text",
+    "priority": "requests run in the order of their arrival",
+    "session_id": "there is one engine",
+    "request_id": "a label; rid names a generation",
+    "length_penalty": "of beam search",
+    "include_reasoning": "reasoning stays in the text",
+    "custom_params": "for processors of logits, which are refused",
+}
+"""Keys that are ignored, with the reason."""
+IGNORED_KEYS = frozenset(IGNORED)
+if TYPE_CHECKING:
+    _RefusedFields = msgspec.Struct
+else:
+    _RefusedFields = msgspec.defstruct("RefusedFields", [(name, Any, None) for name in REFUSED], kw_only=True)
 
 
-class ModelNotFound(HTTPException):
-    """No such model here."""
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """``stream_options``."""
 
-    status_code = 404
+    include_usage: bool | None = None
+    """One more chunk before the end, without choices, with the usage of the whole request."""
 
 
-def check_model(front: FrontEnd, name: str | None) -> None:
-    """Refuse a model that is not served. Nothing, its name, its folder and ``default`` are it.
+class CommonRequest(_RefusedFields, kw_only=True):
+    """Fields of both generating routes. One with the name of a parameter of the engine goes there."""
+
+    REFUSED: ClassVar[dict[str, str]] = REFUSED
+
+    model: str | None = None
+    """Null or empty: the one that is served."""
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: AnySeed | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    """Bias of the logit of each token id (a string in JSON)."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+
+    # Beyond OpenAI, with SGLang's and vLLM's names
+    rid: Identifier | list[Identifier] | None = None
+    """Name of the generations, for an abort; of several prompts: ``rid_0``, ``rid_1``, … Also the id of the
+    response.
+    """
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Count | None = None
+    min_new_tokens: Count | None = None
+    """The same as ``min_tokens``."""
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    """The same as ``no_stop_trim``."""
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    """Joined to ``cache_salt``."""
+    min_weights_epoch: int | None = None
+    """Refuse on an engine whose weights are older."""
+    return_token_ids: bool | None = None
+    """Return ``token_ids`` in each choice and chunk, and ``prompt_token_ids`` in each choice, in a stream
+    with its first chunk.
+    """
+    return_prompt_token_ids: bool | None = None
+    """Return only the latter."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens ``token_id:17`` in logprobs."""
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Count | None = None
+    return_meta_info: bool | None = None
+    """Return ``meta_info`` of the native route in each finished choice."""
+    response_format: dict[str, Any] | None = None
+    """Only ``{"type": "text"}``."""
+    modalities: list[str] | None = None
+    """Only ``["text"]``."""
+
+
+RequestT = TypeVar("RequestT", bound=CommonRequest)
+
+
+def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: type[RequestT]) -> RequestT:
+    """Decode ``body`` with ``decode``, a decoder of ``kind``.
 
     Raises:
-        ModelNotFound: another name.
+        InvalidRequest: the body is malformed, or a field is refused by name.
     """
-    options = front.options
-    if name and name not in (options.model_name, options.model_path, DEFAULT_MODEL):
-        raise ModelNotFound(f"the model {shown(name)} does not exist; {options.model_name!r} is served")
-
-
-def error_body(error: CaesuraError) -> dict[str, Any]:
-    """OpenAI's error object."""
-    param = str(error.detail.get("field") or "").removeprefix("sampling_params.")
-    code = "context_length_exceeded" if error.code == ErrorCode.PROMPT_TOO_LONG else str(error.code)
-    body = openai_error(error.message, status_of(error), param=_FIELDS.get(param, param) or None, code=code)
-    if error.code in RETRYABLE:
-        body["error"]["retryable"] = True
-    return body
-
-
-def _typed(request: HTTPRequest, error: CaesuraError) -> Response[bytes]:
-    front: FrontEnd = request.app.state.front
-    front.metrics.error(error.code)
-    return json_response(error_body(error), status_of(error))
-
-
-def _http(_: HTTPRequest, error: HTTPException) -> Response[bytes]:
-    missing = {"param": "model", "code": "model_not_found"} if isinstance(error, ModelNotFound) else {}
-    return json_response(openai_error(error.detail, error.status_code, **missing), error.status_code)
-
-
-def _left(_: HTTPRequest, __: ClientLeft) -> Response[bytes]:
-    return nobody()
-
-
-EXCEPTION_HANDLERS: ExceptionHandlersMap = {CaesuraError: _typed, HTTPException: _http, ClientLeft: _left}
-"""For the routes of this surface."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One HTTP request, ready to be generated."""
-
-    id: str
-    object: str
-    """``object`` of the answer, or of a stream's chunks."""
-    model: str
-    requests: list[GenerationRequest]
-    """One for each prompt; choice ``i * samples + j`` is sample ``j`` of prompt ``i``."""
-    samples: int
-    """``n``."""
-    stream: bool
-    include_usage: bool
-    """In a stream."""
-    meta_info: bool
-    """In finished choices."""
-    scored: bool = False
-    """The prompts were to be scored only: the token that was sampled all the same does not count."""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def body(self, choices: list[Any], **fields: Any) -> bytes:
-        """A response or a chunk, encoded; ``fields`` are further ones of :class:`Body`."""
-        if choices and len(self.requests) == 1:
-            fields["prompt_token_ids"] = choices[0].prompt_token_ids
-        return msgspec.json.encode(
-            Body(
-                id=self.id,
-                object=self.object,
-                created=self.created,
-                model=self.model,
-                choices=choices,
-                **fields,
-            )
+    try:
+        request = decode(body)
+    except UNREADABLE as error:
+        raise invalid_body(error, body, kind) from error
+    for name, reason in kind.REFUSED.items():
+        if getattr(request, name) not in NOTHING:
+            raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
+    if request.response_format and request.response_format.get("type") != "text":
+        raise InvalidRequest(
+            "response_format is not supported: constrained decoding is not, only text",
+            field="response_format",
         )
-
-    def index(self, position: int, sample: int) -> int:
-        """The choice that sample ``sample`` of prompt ``position`` is."""
-        return position * self.samples + sample
-
-
-def make_job(
-    front: FrontEnd, request: CommonRequest, kind: str, requests: list[GenerationRequest], **fields: Any
-) -> Job:
-    """``kind``: ``object`` of the answer; ``fields``: further ones of :class:`Job`."""
-    options = request.stream_options
-    return Job(
-        id=request.rid if isinstance(request.rid, str) else str(requests[0].rid),
-        object=kind,
-        model=front.options.model_name,
-        requests=requests,
-        samples=request.n or 1,
-        stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
-        meta_info=bool(request.return_meta_info),
-        **fields,
-    )
+    if request.modalities and request.modalities != ["text"]:
+        raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
+    return request
 
 
-async def planned(front: FrontEnd, text_size: int, plan: Callable[[], T]) -> T:
-    """The result of ``plan``, which tokenizes about ``text_size`` bytes: many in a thread, so that others are served."""
-    return plan() if text_size <= ENCODE_INLINE else await front.workers.run(plan)
+def invalid_body(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> InvalidRequest:
+    """Return the error of an unreadable body; OpenAI's ``param`` is the field of the top level."""
+    wrong = unreadable(error, body, kind)
+    field = re.split(r"[.\[]", wrong.field, maxsplit=1)[0] or None
+    return InvalidRequest(wrong.sentence, field=field)
 
 
 def sampling_params(request: CommonRequest, max_new_tokens: int | None) -> SamplingParams:
-    """The wire's form; ranges are the engine's to check."""
-    given: dict[str, Any] = {
-        "n": request.n,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "min_p": request.min_p,
-        "repetition_penalty": request.repetition_penalty,
-        "frequency_penalty": request.frequency_penalty,
-        "presence_penalty": request.presence_penalty,
-        "min_new_tokens": request.min_new_tokens if request.min_tokens is None else request.min_tokens,
-        "ignore_eos": request.ignore_eos,
-        "stop_token_ids": request.stop_token_ids,
-        "logit_bias": request.logit_bias or None,
-        "seed": None if request.seed is None else request.seed & (2**63 - 1),
-    }
+    """Return the engine's sampling parameters; the engine checks their ranges."""
+    given = {name: getattr(request, name, None) for name in SamplingParams.__struct_fields__}
+    given["logit_bias"] = request.logit_bias or None
+    if request.min_tokens is not None:
+        given["min_new_tokens"] = request.min_tokens
+    if request.seed is not None:
+        given["seed"] = request.seed & (2**63 - 1)
     values = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(max_new_tokens=max_new_tokens, **values)
+    return SamplingParams(**{**values, "max_new_tokens": max_new_tokens})
 
 
 def common_fields(request: CommonRequest) -> dict[str, Any]:
-    """What a :class:`GenerationRequest` takes of either route, but for prompt, rid and logprobs.
+    """Return fields of a :class:`GenerationRequest` of either route, without prompt, rid and logprobs.
 
     Raises:
         InvalidRequest: too many stop strings, or ``stream_options`` without a stream.
@@ -200,16 +241,17 @@ def check_batch(front: FrontEnd, request: CommonRequest, prompts: int) -> None:
     samples = prompts * (request.n or 1)
     if samples > front.options.max_batch:
         raise InvalidRequest(
-            f"{prompts} prompts of {request.n or 1} samples; at most {front.options.max_batch} samples at once",
+            f"{prompts} prompts of {request.n or 1} samples; at most {front.options.max_batch} samples at "
+            "once",
             field="n",
         )
 
 
 def rids_for(request: CommonRequest, prompts: int, prefix: str) -> list[str]:
-    """One name for each prompt: the caller's, or new ones.
+    """Return a name for each prompt: the caller's, or new ones.
 
     Raises:
-        InvalidRequest: a list of another length.
+        InvalidRequest: the caller's list has another length.
     """
     rid = f"{prefix}-{new_id()}" if request.rid is None else request.rid
     if isinstance(rid, str):
@@ -219,63 +261,50 @@ def rids_for(request: CommonRequest, prompts: int, prefix: str) -> list[str]:
     return rid
 
 
-def finish_fields(sample: Sample) -> dict[str, Any]:
-    """``finish_reason`` and ``matched_stop`` of a choice."""
-    reason = sample.output.finish_reason.type
-    return {"finish_reason": reason, "matched_stop": sample.matched if reason == "stop" else None}
+class ModelNotFound(HTTPException):
+    """The model is not served here."""
+
+    status_code = 404
 
 
-def token_fields(
-    request: CommonRequest, prompt_ids: Sequence[int] | None, token_ids: Sequence[int]
-) -> dict[str, Any]:
-    """The token ids of a choice or chunk, as far as asked for. None: those of the prompt have been told."""
-    fields: dict[str, Any] = {}
-    if request.return_token_ids:
-        fields["token_ids"] = token_ids
-    if prompt_ids is not None and (request.return_token_ids or request.return_prompt_token_ids):
-        fields["prompt_token_ids"] = prompt_ids
-    return fields
+def check_model(front: FrontEnd, name: str | None) -> None:
+    """Refuse a model other than the served one, whose names are null, its name, its folder and ``default``.
 
-
-def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> Usage:
-    """The usage of a whole request; ``scored`` as of :class:`Job`."""
-    prompt = cached = completion = 0
-    for sample in samples:
-        completion += len(sample.output.output_ids)
-        if sample.index == 0:
-            prompt += sample.output.prompt_tokens
-            cached += sample.output.cached_tokens
-    if scored:
-        completion = 0
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=TokenDetails(cached_tokens=cached),
-    )
-
-
-def finished_fields(samples: Sequence[Sample], label: str, *, with_spans: bool) -> dict[str, Any]:
-    """``metadata`` and ``sglext`` of finished choices. With one choice their values are its own, with several they are
-    lists in the order of the choices.
-
-    Args:
-        label: the engine's weight version, for samples without a token; ``weight_version`` is the newest of
-            all.
-        with_spans: add ``weight_versions`` to the metadata, as SGLang does. OpenAI's metadata has texts only.
+    Raises:
+        ModelNotFound: another name.
     """
-    spans = [sample.output.weight_versions for sample in samples]
-    last = max((of[-1] for of in spans if of), key=lambda span: span.epoch, default=None)
-    version = label if last is None else last.version
-    metadata: dict[str, Any] = {"weight_version": version}
-    if with_spans:
-        metadata["weight_versions"] = _alone(spans)
-    fields: dict[str, Any] = {"metadata": metadata}
-    if any(sample.output.routed_experts is not None for sample in samples):
-        encoded = [experts_of(sample.output) for sample in samples]
-        fields["sglext"] = {"routed_experts": _alone(encoded)}
-    return fields
+    options = front.options
+    if name and name not in (options.model_name, options.model_path, DEFAULT_MODEL):
+        raise ModelNotFound(f"the model {shown(name)} does not exist; {options.model_name!r} is served")
 
 
-def _alone(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else values
+_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "input_ids": "prompt"}
+"""OpenAI's names of the engine's fields."""
+
+
+def error_body(error: CaesuraError) -> dict[str, Any]:
+    """Return OpenAI's error object."""
+    param = str(error.detail.get("field") or "").removeprefix("sampling_params.")
+    code = "context_length_exceeded" if error.code == ErrorCode.PROMPT_TOO_LONG else str(error.code)
+    body = openai_error(error.message, status_of(error), param=_FIELDS.get(param, param) or None, code=code)
+    if error.code in RETRYABLE:
+        body["error"]["retryable"] = True
+    return body
+
+
+def _typed(request: HTTPRequest, error: CaesuraError) -> Response[bytes]:
+    front: FrontEnd = request.app.state.front
+    front.metrics.error(error.code)
+    return json_response(error_body(error), status_of(error))
+
+
+def _http(_: HTTPRequest, error: HTTPException) -> Response[bytes]:
+    missing = {"param": "model", "code": "model_not_found"} if isinstance(error, ModelNotFound) else {}
+    return json_response(openai_error(error.detail, error.status_code, **missing), error.status_code)
+
+
+def _left(_: HTTPRequest, __: ClientLeft) -> Response[bytes]:
+    return client_left()
+
+
+EXCEPTION_HANDLERS: ExceptionHandlersMap = {CaesuraError: _typed, HTTPException: _http, ClientLeft: _left}

@@ -1,40 +1,173 @@
 """``/v1/completions``.
 
-Invariants: choice ``i * n + j`` is sample ``j`` of prompt ``i``; with ``echo`` every choice begins with its prompt, and its
-logprobs with those of the prompt.
+Invariants: choice ``i * n + j`` is sample ``j`` of prompt ``i``; with ``echo`` every choice begins with its
+prompt, and its logprobs with those of the prompt.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 from litestar import Response, post
 from litestar.handlers import HTTPRouteHandler
 
+from ....io_struct.generate import TokenId
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
-from ..bodies import INLINE
+from ..bodies import INLINE, HTTPRequest, decode_large
 from ..context import Front, FrontEnd
-from ..exchange import HTTPRequest
-from ..modality import makes_tokens
+from ..middleware import makes_tokens
+from .answers import Choice, Job, answer, finish_fields, make_job, planned, token_fields
 from .common import (
     EXCEPTION_HANDLERS,
-    Job,
+    IGNORED_KEYS,
+    REFUSED,
+    CommonRequest,
+    Count,
+    TopCount,
     check_batch,
     check_model,
     common_fields,
-    finish_fields,
-    make_job,
-    planned,
+    decode_request,
     rids_for,
     sampling_params,
-    token_fields,
 )
-from .logprobs import Offsets, TokenText, completion_logprobs, input_positions, output_positions
-from .schema import IGNORED_KEYS, CompletionChoice, CompletionRequest, Logprobs, decode_completion
-from .stream import answer
+from .logprobs import Logprobs, Offsets, TokenText, completion_logprobs, input_positions, output_positions
 
 DEFAULT_MAX_TOKENS = 16
-"""As OpenAI has it for completions."""
+"""OpenAI's default for completions."""
+
+
+class CompletionRequest(CommonRequest, kw_only=True):
+    """``POST /v1/completions``."""
+
+    REFUSED: ClassVar[dict[str, str]] = {**REFUSED, "suffix": "insertion is not supported"}
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    """Text, texts, token ids, or several lists of them."""
+    echo: bool | None = None
+    """Begin each completion with the prompt, with its logprobs if asked for. ``max_tokens`` may then be 0."""
+    logprobs: TopCount | None = None
+    """Number of the most likely tokens at each position, beside the sampled one."""
+    add_special_tokens: bool | None = None
+    """For prompts that are text."""
+    best_of: Count | None = None
+    """At most ``n``: samples are not ranked."""
+    suffix: Any = None
+
+
+class CompletionChoice(Choice, kw_only=True):
+    """One completion, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``abort``."""
+
+
+_decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
+
+
+def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
+    """Decode a body.
+
+    Raises:
+        InvalidRequest: it is malformed, a field is refused by name, or there are more than ``max_batch``
+            prompts.
+    """
+    if len(body) <= INLINE:
+        request = decode_request(_decoder.decode, body, CompletionRequest)
+    else:
+        request = decode_request(
+            lambda raw: decode_large(raw, _decoder, {"prompt": b"[]"}, max_batch), body, CompletionRequest
+        )
+    if (request.best_of or 0) > (request.n or 1):
+        raise InvalidRequest(
+            "best_of above n is not supported: samples are not ranked; ask for all of them with n",
+            field="best_of",
+        )
+    return request
+
+
+@post(
+    "/v1/completions",
+    status_code=200,
+    opt={"access": "user", "body": "prompts"},
+    guards=[makes_tokens],
+    exception_handlers=EXCEPTION_HANDLERS,
+)
+async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
+    """Continue one or several prompts."""
+    body = await request.body()
+    limit = front.options.max_batch
+    large = len(body) > INLINE
+
+    def read() -> CompletionRequest:
+        found = decode_completion(body, limit)
+        front.unknown_keys.note("/v1/completions", body, CompletionRequest, IGNORED_KEYS)
+        return found
+
+    asked = await front.workers.run(read) if large else read()
+    check_model(front, asked.model)
+    if asked.echo and asked.stream and (asked.logprobs is not None or asked.max_tokens == 0):
+        raise InvalidRequest("echo with logprobs or without max_tokens cannot be streamed", field="echo")
+    if asked.max_tokens == 0 and not asked.echo:
+        raise InvalidRequest("max_tokens must be at least 1, unless echo is set", field="max_tokens")
+    tokenizes = large or asked.echo or _tells_prompts(asked)
+    job, form = await planned(front, len(body) if tokenizes else 0, lambda: _plan(front, asked))
+    return await answer(request, front, job, form)
+
+
+def _tells_prompts(request: CompletionRequest) -> bool:
+    """Return True if the first chunk has the ids of the prompts, before the engine has them."""
+    return bool(request.stream and (request.return_token_ids or request.return_prompt_token_ids))
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """Return one entry for each prompt.
+
+    Raises:
+        InvalidRequest: there is none, or the list has different types.
+    """
+    prompt: Any = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) != 1:
+        problem = "is empty" if not prompt else "mixes texts, token ids and lists"
+        raise InvalidRequest(f"prompt {problem}", field="prompt")
+    if kinds == {int}:
+        return [prompt]
+    if kinds == {list} and not all(isinstance(token, int) for item in prompt for token in item):
+        raise InvalidRequest("prompt: a list of lists must contain token ids", field="prompt")
+    return list(prompt)
+
+
+def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, "CompletionForm"]:
+    manager = front.manager
+    prompts = prompts_of(request)
+    check_batch(front, request, len(prompts))
+    special = request.add_special_tokens is not False
+    if _tells_prompts(request):
+        prompts = [
+            manager.tokenize(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    common = {
+        "sampling_params": sampling_params(request, max(limit, 1)),
+        "add_special_tokens": special,
+        "detokenize": manager.tokenizer is not None,
+        "return_logprob": request.logprobs is not None,
+        "top_logprobs_num": request.logprobs or 0,
+        "logprob_start_len": 0 if request.echo and request.logprobs is not None else -1,
+        **common_fields(request),
+    }
+    rids = rids_for(request, len(prompts), "cmpl")
+    requests = [GenerationRequest(prompt=prompt, rid=rid, **common) for prompt, rid in zip(prompts, rids)]
+    job = make_job(front, request, "text_completion", requests, scored=limit == 0)
+    return job, CompletionForm(manager, request, prompts)
 
 
 class CompletionForm:
@@ -58,8 +191,8 @@ class CompletionForm:
         self._offsets: dict[int, Offsets] = {}  # of the choices that have begun
 
     def choice(self, index: int, position: int, sample: Sample) -> CompletionChoice:
-        """A finished sample."""
-        scored = self._request.max_tokens == 0  # one token was sampled all the same; nobody asked for it
+        """Return a finished sample."""
+        scored = self._request.max_tokens == 0  # the token that was sampled all the same is left out
         echo = self._echo[position]
         return CompletionChoice(
             index=index,
@@ -70,7 +203,7 @@ class CompletionForm:
         )
 
     def chunk(self, index: int, position: int, chunk: Chunk) -> CompletionChoice | None:
-        """What is new of a sample; None where that cannot be seen."""
+        """Return what is new of a sample, or None if nothing of it is visible."""
         first = index not in self._offsets
         text = self._echo[position] + chunk.text if first else chunk.text
         wants_tokens = self._request.logprobs is not None or self._request.return_token_ids
@@ -101,102 +234,12 @@ class CompletionForm:
         cut = False
         if self._request.echo:
             positions = [*input_positions(sample.prompt_ids, sample.output), *positions]
-            cut = self._begins_without_space(echo, sample.prompt_ids)
+            skipped = self._tokens.skipped if self._skip_special else frozenset()
+            ids = (token for token in sample.prompt_ids if token not in skipped)
+            first = next(map(self._tokens.data, ids), b"")
+            cut = first.startswith(b" ") and not echo.startswith(" ")
         offsets = Offsets(self._tokens, skip_special_tokens=self._skip_special, leading_space_cut=cut)
         return completion_logprobs(positions, self._tokens, offsets)
-
-    def _begins_without_space(self, text: str, ids: Sequence[int]) -> bool:
-        skipped = self._tokens.skipped if self._skip_special else frozenset()
-        first = next((self._tokens.data(token) for token in ids if token not in skipped), b"")
-        return first.startswith(b" ") and not text.startswith(" ")
-
-
-def _prompts(request: CompletionRequest) -> list[str | list[int]]:
-    """One entry for each prompt.
-
-    Raises:
-        InvalidRequest: none, or a list of different kinds.
-    """
-    prompt: Any = request.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(item) for item in prompt}
-    if len(kinds) != 1:
-        what = "is empty" if not prompt else "mixes texts, token ids and lists"
-        raise InvalidRequest(f"prompt {what}", field="prompt")
-    if kinds == {int}:
-        return [prompt]
-    if kinds == {list} and not all(_are_ids(item) for item in prompt):
-        raise InvalidRequest("prompt: a list of lists must contain token ids", field="prompt")
-    return list(prompt)
-
-
-def _are_ids(item: list[Any]) -> bool:
-    return all(isinstance(token, int) for token in item)
-
-
-def _check_echo(request: CompletionRequest) -> None:
-    if request.echo and request.stream and (request.logprobs is not None or request.max_tokens == 0):
-        raise InvalidRequest("echo with logprobs or without max_tokens cannot be streamed", field="echo")
-    if request.max_tokens == 0 and not request.echo:
-        raise InvalidRequest("max_tokens must be at least 1, unless echo is set", field="max_tokens")
-
-
-def _tells_prompts(request: CompletionRequest) -> bool:
-    """Whether the ids of prompts are needed for the first chunk, before the engine has them."""
-    return bool(request.stream and (request.return_token_ids or request.return_prompt_token_ids))
-
-
-def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, CompletionForm]:
-    manager = front.manager
-    prompts = _prompts(request)
-    check_batch(front, request, len(prompts))
-    special = request.add_special_tokens is not False
-    if _tells_prompts(request):
-        prompts = [
-            manager.tokenize(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    common = {
-        "sampling_params": sampling_params(request, max(limit, 1)),
-        "add_special_tokens": special,
-        "detokenize": manager.tokenizer is not None,
-        "return_logprob": request.logprobs is not None,
-        "top_logprobs_num": request.logprobs or 0,
-        "logprob_start_len": 0 if request.echo and request.logprobs is not None else -1,
-        **common_fields(request),
-    }
-    rids = rids_for(request, len(prompts), "cmpl")
-    requests = [GenerationRequest(prompt=prompt, rid=rid, **common) for prompt, rid in zip(prompts, rids)]
-    job = make_job(front, request, "text_completion", requests, scored=limit == 0)
-    return job, CompletionForm(manager, request, prompts)
-
-
-@post(
-    "/v1/completions",
-    status_code=200,
-    opt={"access": "user", "body": "prompts"},
-    guards=[makes_tokens],
-    exception_handlers=EXCEPTION_HANDLERS,
-)
-async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
-    """Continue one or several prompts."""
-    body = await request.body()
-    most = front.options.max_batch
-    large = len(body) > INLINE
-
-    def read() -> CompletionRequest:
-        found = decode_completion(body, most)
-        front.unknown_keys.note("/v1/completions", body, CompletionRequest, IGNORED_KEYS)
-        return found
-
-    asked = await front.workers.run(read) if large else read()
-    check_model(front, asked.model)
-    _check_echo(asked)
-    tokenizes = large or asked.echo or _tells_prompts(asked)
-    job, form = await planned(front, len(body) if tokenizes else 0, lambda: _plan(front, asked))
-    return await answer(request, front, job, form)
 
 
 ROUTES: list[HTTPRouteHandler] = [completions]

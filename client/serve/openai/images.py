@@ -1,38 +1,40 @@
 """``/v1/images/generations``: images of one prompt from a diffusion policy, as PNG in base64.
 
 Invariants:
-- Image ``i`` has the noise of ``(seed, i)``, without noise between the steps: what ``generate_images`` makes with the same arguments.
-- Fields that would change the picture and are not supported are refused by name; images are never stored, so there are no URLs.
-- A client that leaves aborts its images. An image that was aborted is ``null``, and its ``finish_reason`` says so.
+- Image ``i`` has the noise of ``(seed, i)`` and no noise between the steps: it equals that of
+  ``generate_images`` with the same arguments.
+- Fields that would change the picture and are not supported are refused by name. Images are never stored, so
+  there are no URLs.
+- A client that leaves aborts its images. An image that was aborted is ``null``, and its ``finish_reason``
+  says so.
 """
 
 import re
 from base64 import b64encode
 from collections.abc import Sequence
 from time import time
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, post
 from litestar.handlers import HTTPRouteHandler
 
-from ....io_struct import CaesuraError, FinishReason, SdeParams, WeightVersionSpan, new_id
+from ....io_struct import CaesuraError, SdeParams, WeightVersionSpan, new_id
 from ....io_struct.base import Identifier
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS
 from ...connection.images import ImageOutput
 from ...exceptions import InvalidRequest
-from ..bodies import UNREADABLE, unreadable
+from ..bodies import UNREADABLE, HTTPRequest
 from ..context import Front
-from ..exchange import HTTPRequest, command, unless_left
-from ..modality import makes_images
-from ..png import png_of
-from .common import EXCEPTION_HANDLERS, check_model
-from .schema import NOTHING, AnySeed
+from ..middleware import makes_images
+from ..pictures import png_of
+from ..responses import command, unless_left
+from .common import EXCEPTION_HANDLERS, NOTHING, AnySeed, check_model, invalid_body
 
 MAX_IMAGES = 256
-"""Of one request."""
+"""Maximum images of one request."""
 MAX_PIXELS = 1 << 25
-"""Of all images of one request: 96 MiB before compression, all of which the server holds."""
+"""Maximum pixels of all images of one request: 96 MiB before compression, all of which the server holds."""
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})\Z")
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
@@ -46,26 +48,32 @@ REFUSED = {
     "mask": "images as input are not supported",
     "lora": "there are no adapters",
 }
-"""Field → why a value in it is refused."""
+"""Fields that are refused, with the reason."""
 WITHOUT_EFFECT = {
     "quality": ("auto", "standard"),
     "background": ("auto", "opaque"),
     "output_format": ("png",),
     "output_compression": (100,),
 }
-"""Field → the values that are as if it were left out."""
+"""Fields with the only values that are accepted, which have no effect."""
+IGNORED_KEYS = frozenset({"user", "moderation", "metadata"})
+if TYPE_CHECKING:
+    _OtherFields = msgspec.Struct
+else:
+    _OtherFields = msgspec.defstruct(
+        "OtherFields", [(name, Any, None) for name in (*REFUSED, *WITHOUT_EFFECT)], kw_only=True
+    )
 
 
-class ImageRequestBody(msgspec.Struct, kw_only=True):
-    """``POST /v1/images/generations``. Null means "not given"; keys that are not here are ignored, and named in the log, as on the
-    other OpenAI routes."""
+class ImageRequestBody(_OtherFields, kw_only=True):
+    """``POST /v1/images/generations``. Null means "not given"; unknown keys are ignored and logged."""
 
     prompt: Text
     model: str | None = None
-    """None or empty: the one that is served."""
+    """Null or empty: the one that is served."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)] | None = None
     size: str | None = None
-    """``WIDTHxHEIGHT`` in pixels. None and ``auto``: the engine's default."""
+    """``WIDTHxHEIGHT`` in pixels. Null and ``auto``: the engine's default."""
     response_format: Literal["b64_json", "url"] | None = None
     """``url`` is refused."""
 
@@ -74,48 +82,33 @@ class ImageRequestBody(msgspec.Struct, kw_only=True):
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] | None = None
     guidance_scale: Scale | None = None
     true_cfg_scale: Scale | None = None
-    """Taken before ``guidance_scale`` where both are given."""
+    """Takes precedence over ``guidance_scale``."""
     seed: AnySeed | None = None
-    """Negative ones are folded into 63 bits. None: drawn."""
+    """Null: random."""
     max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     rid: Identifier | None = None
-    """Names the images, for an abort; also the id of the answer."""
+    """Name of the images, for an abort; also the id of the answer."""
     min_weights_epoch: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
 
-    # Refused unless they ask for nothing
-    quality: Any = None
-    background: Any = None
-    output_format: Any = None
-    output_compression: Any = None
-    style: Any = None
-    stream: Any = None
-    partial_images: Any = None
-    image: Any = None
-    mask: Any = None
-    lora: Any = None
+
+_decoder = msgspec.json.Decoder(ImageRequestBody, strict=False)
 
 
-IGNORED_KEYS = frozenset({"user", "moderation", "metadata"})
-"""Labels, and what concerns a hosted service."""
-
-_DECODER = msgspec.json.Decoder(ImageRequestBody, strict=False)
-
-
-class Picture(msgspec.Struct, kw_only=True):
+class ImageData(msgspec.Struct, kw_only=True):
     """One image of an answer."""
 
     b64_json: str | None
-    """A PNG; None of an image that was aborted."""
+    """A PNG; null for an image that was aborted."""
     finish_reason: str
     weight_versions: list[WeightVersionSpan]
-    """Over the steps."""
+    """Spans of steps."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """OpenAI's ``ImagesResponse``, and beyond it the id, the seed and the weights."""
+    """OpenAI's ``ImagesResponse``, with the id, the seed and the weights beside it."""
 
     created: int
-    data: list[Picture]
+    data: list[ImageData]
     size: str
     output_format: str = "png"
     id: str
@@ -125,13 +118,15 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 def decode_body(body: bytes) -> ImageRequestBody:
-    """Raises :class:`InvalidRequest` for what is malformed or refused by name."""
+    """Decode a body.
+
+    Raises:
+        InvalidRequest: it is malformed, or a field is refused by name.
+    """
     try:
-        asked = _DECODER.decode(body)
+        asked = _decoder.decode(body)
     except UNREADABLE as error:
-        wrong = unreadable(error, body, ImageRequestBody)
-        field = re.split(r"[.\[]", wrong.field, maxsplit=1)[0] or None
-        raise InvalidRequest(wrong.sentence, field=field) from error
+        raise invalid_body(error, body, ImageRequestBody) from error
     for name, reason in REFUSED.items():
         if getattr(asked, name) not in (*NOTHING, 0):
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
@@ -150,10 +145,10 @@ def decode_body(body: bytes) -> ImageRequestBody:
 
 
 def options_of(asked: ImageRequestBody) -> dict[str, Any]:
-    """Keywords of ``generate_images``; what the body leaves out has the client's defaults.
+    """Return keywords of ``generate_images``; the client has defaults for what the body leaves out.
 
     Raises:
-        InvalidRequest: a size that is none, or more pixels than one answer has.
+        InvalidRequest: the size is invalid, or the answer would have too many pixels.
     """
     width, height = size_of(asked.size)
     count = asked.n or 1
@@ -180,10 +175,10 @@ def options_of(asked: ImageRequestBody) -> dict[str, Any]:
 
 
 def size_of(size: str | None) -> tuple[int | None, int | None]:
-    """Width and height in pixels; None: the engine's.
+    """Return width and height in pixels; None means the engine's default.
 
     Raises:
-        InvalidRequest: it is no size, or one beyond the wire's limit.
+        InvalidRequest: the size has another form, or is beyond the wire's limit.
     """
     if size is None or size in ("", "auto"):
         return None, None
@@ -205,7 +200,7 @@ def size_of(size: str | None) -> tuple[int | None, int | None]:
     exception_handlers=EXCEPTION_HANDLERS,
 )
 async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Images of one prompt."""
+    """Make images of one prompt."""
     body = await request.body()
     asked = decode_body(body)
     front.unknown_keys.note("/v1/images/generations", body, ImageRequestBody, IGNORED_KEYS)
@@ -216,42 +211,36 @@ async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]
     try:
         made = await unless_left(request, command(front, "image_generations", work))
     except CaesuraError as error:
-        raise _in_terms_of_the_body(error) from error
+        if error.detail.get("field") in ("width", "height"):  # the body has a size
+            error.detail = {**error.detail, "field": "size"}
+        raise
     outputs: list[ImageOutput] = made if isinstance(made, list) else [made]
     front.last_image.keep(outputs)
     encoded = await front.workers.run(lambda: _encoded(rid, outputs))
     return Response(encoded, media_type="application/json")
 
 
-def _in_terms_of_the_body(error: CaesuraError) -> CaesuraError:
-    """``size`` is what the body calls width and height."""
-    if error.detail.get("field") in ("width", "height"):
-        error.detail = {**error.detail, "field": "size"}
-    return error
-
-
 def _encoded(rid: str, outputs: Sequence[ImageOutput]) -> bytes:
     sizes = [each.image.shape for each in outputs if each.image is not None]
     spans = [span for each in outputs for span in each.weight_versions]
     newest = max(spans, key=lambda span: span.epoch, default=None)
+    data = [
+        ImageData(
+            b64_json=None if each.image is None else b64encode(png_of(each.image)).decode(),
+            finish_reason=each.finish_reason.type,
+            weight_versions=each.weight_versions,
+        )
+        for each in outputs
+    ]
     answer = Answer(
         id=rid,
         created=int(time()),
-        data=[_picture(each) for each in outputs],
+        data=data,
         size=f"{sizes[0][1]}x{sizes[0][0]}" if sizes else "",
         seed=outputs[0].seed,
         metadata={"weight_version": None if newest is None else newest.version},
     )
     return msgspec.json.encode(answer)
-
-
-def _picture(output: ImageOutput) -> Picture:
-    reason: FinishReason = output.finish_reason
-    return Picture(
-        b64_json=None if output.image is None else b64encode(png_of(output.image)).decode(),
-        finish_reason=reason.type,
-        weight_versions=output.weight_versions,
-    )
 
 
 ROUTES: list[HTTPRouteHandler] = [generate_images]

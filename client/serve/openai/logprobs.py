@@ -1,8 +1,9 @@
 """Logprobs in OpenAI's format: tokens as text and as bytes, the most likely tokens, text offsets.
 
 Invariants:
-- The bytes of the tokens of an output, joined, are the bytes of its text (special tokens and a leading space apart), also where
-  a character is spread over several tokens. Their texts are not: bytes that are no whole character are written U+FFFD.
+- The bytes of the tokens of an output, joined, are the bytes of its text (except special tokens and a leading
+  space), even if a character is spread over several tokens. Their texts are not: bytes that are no whole
+  character are written U+FFFD.
 - JSON has no infinity: a token that cannot occur has the logprob -9999, as OpenAI's do.
 """
 
@@ -14,16 +15,49 @@ import msgspec
 
 from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
 from ...text.tokenizer import TextTokenizer
-from .schema import ChatLogprobs, ContentLogprob, Logprobs, TokenLogprob
 
 LOWEST = -9999.0
 Position = tuple[int, float | None, Sequence[tuple[float, int]]]
-"""Token id, its logprob (None: the first of a prompt), and logprobs with ids of the most likely tokens."""
+"""Token id, its logprob (None for the first of a prompt), and logprobs with ids of the most likely tokens."""
+
+
+class Logprobs(msgspec.Struct, kw_only=True):
+    """``logprobs`` of a completion: columns over its tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """Characters before each token, counted from the beginning of the choice's text."""
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    """One of several possible tokens of a chat."""
+
+    token: str
+    """Text, with U+FFFD for bytes that are no whole character; ``bytes`` is exact."""
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob, kw_only=True):
+    """One position of a chat."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """``logprobs`` of a chat's choice."""
+
+    content: list[ContentLogprob]
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet, in which byte-level vocabularies are written: printable bytes are themselves, the others are the
-    code points from 256 on, in order (Radford et al. 2019, encoder.py)."""
+    """Return GPT-2's alphabet, in which byte-level vocabularies are written.
+
+    Printable bytes are themselves, the others are the code points from 256 on, in order (Radford et al. 2019,
+    encoder.py).
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -33,7 +67,7 @@ _BYTES = _byte_of_character()
 
 
 class _TokenTable:
-    """Token id → its bytes and its text, looked up once for each id."""
+    """Bytes and text of each token id, looked up once."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -77,42 +111,42 @@ def _table_of(tokenizer: TextTokenizer) -> _TokenTable:
 
 
 class TokenText:
-    """How tokens are written: as text and as bytes, or by their ids."""
+    """Text and bytes of tokens, or their ids in place of the text."""
 
     def __init__(self, tokenizer: TextTokenizer | None, *, as_ids: bool = False) -> None:
-        """``as_ids``: tokens are written ``token_id:17``, as they are without a tokenizer."""
+        """With ``as_ids`` tokens are written ``token_id:17``, as they are without a tokenizer."""
         self._table = None if tokenizer is None else _table_of(tokenizer)
         self._named = None if as_ids else self._table
         self.skipped: frozenset[int] = frozenset() if tokenizer is None else tokenizer.skipped
         """Ids that texts leave out when special tokens are skipped."""
 
     def text(self, token: int) -> str:
-        """How logprobs name a token."""
+        """Return the name of a token in logprobs."""
         return f"token_id:{token}" if self._named is None else self._named[token][1]
 
     def data(self, token: int) -> bytes:
-        """Its exact bytes; none for an id without text."""
+        """Return the exact bytes of a token; none for an id without text."""
         return b"" if self._table is None else self._table[token][0]
 
 
 class Offsets:
-    """Where the tokens of one choice begin in its text, in characters.
+    """Positions in characters at which the tokens of one choice begin in its text.
 
-    A token within a character begins where the character does; what follows a stop string that was cut off begins beyond the
-    end of the text.
+    A token within a character begins where the character does. A token after a stop string that was cut off
+    begins beyond the end of the text.
     """
 
     def __init__(
         self, tokens: TokenText, *, skip_special_tokens: bool, leading_space_cut: bool = False
     ) -> None:
-        """``leading_space_cut``: the text begins without the space that its first token begins with."""
+        """With ``leading_space_cut`` the text begins without the space that its first token begins with."""
         self._tokens = tokens
         self._skipped = tokens.skipped if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._count = -1 if leading_space_cut else 0
 
     def advance(self, token: int) -> int:
-        """The offset of ``token``, which comes next."""
+        """Return the offset of the next token, ``token``."""
         offset = max(self._count, 0)
         if token not in self._skipped:
             self._count += len(self._decoder.decode(self._tokens.data(token)))
@@ -120,12 +154,12 @@ class Offsets:
 
 
 def output_positions(output: GenerateOutput | TokenDelta) -> list[Position]:
-    """The output's tokens, or the new ones of a chunk."""
+    """Return the tokens of an output, or the new ones of a chunk."""
     return _positions(output.output_ids, output.output_logprobs, output.output_top_logprobs)
 
 
 def input_positions(prompt_ids: Sequence[int], output: GenerateOutput) -> list[Position]:
-    """The prompt's tokens, with logprobs from its beginning; none where the sample ended before its prompt was computed."""
+    """Return the tokens of the prompt; none if the sample ended before its prompt was computed."""
     logprobs = output.input_logprobs
     if logprobs is None:
         return []
@@ -142,8 +176,11 @@ def _positions(
 
 
 def completion_logprobs(positions: Iterable[Position], tokens: TokenText, offsets: Offsets) -> Logprobs:
-    """Columns over the positions. Each has the most likely tokens and the sampled one by their text; of several tokens with the
-    same text the most likely stays."""
+    """Return columns over the positions.
+
+    Each position has the most likely tokens and the sampled one by their text; of several tokens with one
+    text the most likely stays.
+    """
     columns = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in positions:
         name = tokens.text(token)
@@ -164,7 +201,7 @@ def completion_logprobs(positions: Iterable[Position], tokens: TokenText, offset
 
 
 def chat_logprobs(positions: Iterable[Position], tokens: TokenText) -> ChatLogprobs:
-    """One entry for each position."""
+    """Return one entry for each position."""
     content = []
     for token, logprob, top in positions:
         others = [

@@ -1,7 +1,7 @@
 """``/v1/models``: the served model.
 
-Invariant: its id never changes while the server runs, not even by an update of the weights from another folder; what the
-weights are is said by their version (``metadata`` of every answer, ``/model_info``).
+Invariant: the id of the model never changes while the server runs, not even by an update of the weights from
+another folder. The version says which weights they are (``metadata`` of every answer, ``/model_info``).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def _card(front: FrontEnd) -> dict[str, Any]:
 
 
 def _modified(model_path: str) -> int:
-    """When the checkpoint was written, in seconds since 1970; 0 where this machine cannot see it."""
+    """Return the time of the checkpoint in seconds since 1970; 0 if this machine cannot see it."""
     for name in ("config.json", "model_index.json"):
         with contextlib.suppress(OSError):
             return int((Path(model_path) / name).stat().st_mtime)
@@ -40,7 +40,7 @@ def _modified(model_path: str) -> int:
 
 @get("/v1/models", opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS, sync_to_thread=False)
 def list_models(front: Front) -> Response[bytes]:
-    """All models: one."""
+    """Return the one model as a list."""
     return json_response({"object": "list", "data": [_card(front)]})
 
 
@@ -51,10 +51,10 @@ def list_models(front: Front) -> Response[bytes]:
     sync_to_thread=False,
 )
 def get_model(front: Front, name: FromPath[str]) -> Response[bytes]:
-    """The model of that name; names may contain slashes.
+    """Return the model of that name, which may contain slashes.
 
     Raises:
-        ModelNotFound: it is not served.
+        ModelNotFound: another model is served.
     """
     # A name that is a path begins with the slash that the route takes off.
     check_model(front, name if name == front.options.model_name else name.removeprefix("/"))

@@ -1,11 +1,12 @@
 """``/dashboard``: a page with live figures of the engine, and the route of its data; ``/`` redirects to it.
 
 Invariants:
-- The page is the same bytes for everybody and says nothing, nor does ``/``: all figures come from ``/dashboard/data``, which
-  needs the key of a user. The key is typed into the page, kept in the browser's session storage, and sent in a header only.
-- The page loads nothing from anywhere but this server, runs no script and applies no style but its own (a policy of hashes
-  says so to the browser), cannot be framed, and inserts what it is told as text.
-- It is answered in every state of the engine, and without the engine: then the last figures stand, with their age.
+- The page is the same bytes for everybody and has no figures: they come from ``/dashboard/data``, which needs
+  the key of a user. The key is typed into the page, kept in the browser's session storage, and sent in a
+  header only.
+- The page loads nothing from any other server, runs no script and applies no style but its own, cannot be
+  framed, and inserts all data as text.
+- It is answered in every state of the engine. Without the engine it shows the last figures, with their age.
 """
 
 from time import time
@@ -19,30 +20,33 @@ from ....io_struct import GetMemoryHistoryReqOutput
 from ...connection.async_control_client import AsyncControlClient
 from ...exceptions import EngineError
 from ...memory_view.text import model_label
+from ..bodies import HTTPRequest, query_of
 from ..context import Front
-from ..exchange import HTTPRequest, query_of
 from ..health import NOBODY
 from .document import PageData, served
-from .engine_metrics import ANSWER_S
+from .engine_watch import ANSWER_S
 
 
 class _DataQuery(msgspec.Struct, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
-    """As far as a page's script counts; below 0 is 0."""
+    """Number of the last memory event that the page has; the bound is that of numbers in scripts, and below 0
+    is 0.
+    """
     since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
+    """Time of the last tick that the page has."""
     image: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
     """Number of the image that the page shows."""
 
 
 @get("/", opt={"access": "open"}, summary="To the page", status_code=307)
 async def root() -> Response[bytes]:
-    """For whoever types the address only; relative, so that it holds behind a prefix too."""
+    """Redirect to the page; relatively, so that it works behind a prefix, too."""
     return Response(b"", media_type=MediaType.TEXT, headers={"location": "dashboard"})
 
 
 @get("/dashboard", opt={"access": "open"}, summary="The engine as a page")
 async def page() -> Response[bytes]:
-    """The page itself, without a figure in it."""
+    """Return the page, without figures."""
     content, policy = served()
     headers = {
         "content-security-policy": policy,
@@ -55,7 +59,7 @@ async def page() -> Response[bytes]:
 
 @get("/dashboard/data", opt={"access": "user"}, summary="What the page shows")
 async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """News: memory events with a number over ``after`` (some of them: see ``more``), ticks later than ``since``, the last image unless it is ``image``."""
+    """Return the next memory events after ``after``, ticks after ``since``, and the last image if new."""
     query = query_of(request, _DataQuery)
     engine = front.metrics.engine
     look = await engine.look(front.client)

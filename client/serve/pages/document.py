@@ -1,9 +1,10 @@
-"""The page about an engine as one document: empty, for the server that feeds it, or with an engine's record inside, as a file.
+"""The page about an engine: without data, for the server that feeds it, or with its record, as a file.
 
 Invariants:
 - Both are the same page with the same script, so a file shows what the server shows.
-- The page runs no script and applies no style but its own (a policy of hashes says so to the browser). A file asks for nothing.
-- What was told stands in a file as JSON without a ``<``, which the script shows as text.
+- The page runs no script and applies no style but its own, which a policy of hashes enforces. A file requests
+  nothing.
+- Data stands in a file as JSON without a ``<``, which the script shows as text.
 - Writing a file needs no package of ``caesura[serve]``.
 """
 
@@ -18,16 +19,33 @@ import msgspec
 
 from ....io_struct import GetMemoryHistoryReqOutput, GetStatusReqOutput
 from ...memory_view.record import MemoryRecord
-from .last_image import Picture
-from .ticks import Tick
 
 FOLDER = Path(__file__).parent / "dashboard_page"
 _SCRIPTS = ("facts.js", "chart.js", "page.js")
 _FILE_POLICY = '<meta http-equiv="Content-Security-Policy" content="{}">'
 
 
+class Tick(msgspec.Struct, array_like=True):
+    """The load at one moment."""
+
+    at: float
+    """Seconds since the epoch."""
+    uptime_s: float
+    generated_tokens: int
+    running: int
+    waiting: int
+    kv_used: int
+    """Tokens whose KV live requests hold."""
+    reserved: int
+    """Bytes that the device allocator holds."""
+    loads: list[int] = []
+    """Samples that each replica has to generate; -1 if it does not serve. Empty without replicas."""
+    gap: bool = False
+    """Nobody knows what the engine did since the tick before."""
+
+
 class Percentiles(msgspec.Struct, kw_only=True, frozen=True):
-    """How long something takes, in seconds, since the start of whoever counts it."""
+    """Percentiles of a duration in seconds, since the start of the process that counts it."""
 
     name: str
     count: int
@@ -40,11 +58,11 @@ class UpdateTimes(msgspec.Struct, kw_only=True, frozen=True):
     """The last weight update by stage."""
 
     at: float
-    """When it was complete, in seconds since the epoch."""
+    """End of the update, in seconds since the epoch."""
     updates: int
-    """Updates that came between two looks, or replicas that were updated; the times are their mean."""
+    """Number of updates between two looks, or of replicas that were updated; the times are their mean."""
     seconds: dict[str, float]
-    """Seconds by stage, in their order."""
+    """Seconds by stage, in the order of the stages."""
 
 
 class ReplicaView(msgspec.Struct, kw_only=True, frozen=True):
@@ -53,33 +71,46 @@ class ReplicaView(msgspec.Struct, kw_only=True, frozen=True):
     name: str
     state: str
     reason: str
-    """Why it does not serve; empty if it does."""
+    """Reason why it does not serve; empty if it does."""
+
+
+class Picture(msgspec.Struct, kw_only=True, frozen=True):
+    """An image, made small."""
+
+    number: int
+    """Number of the answer with images, counted from 1 by this server."""
+    at: float
+    """Time of the answer, in seconds since the epoch."""
+    width: int
+    """Pixels of the image itself."""
+    height: int
+    png: str
+    """The small picture, in base64."""
 
 
 class PageData(msgspec.Struct, kw_only=True):
-    """What the page draws next."""
+    """Data that the page draws next. Times are seconds since the epoch, by the same clock as ``now``."""
 
     now: float
-    """The clock of whoever made this, in seconds since the epoch, as all times here."""
     answered: bool = True
     """False: the engine does not answer, and ``status`` is its last."""
     age_s: float = 0.0
-    """Of ``status``."""
+    """Age of ``status``."""
     throughput: float | None = None
-    """Tokens per second, denoise steps of an image engine. None: nobody has watched."""
+    """Tokens per second, or denoise steps of an image engine. None: nobody has watched."""
     model_name: str = ""
     status: GetStatusReqOutput | None
-    """None: it has never answered."""
+    """None: the engine has never answered."""
     history: GetMemoryHistoryReqOutput | None
     """Memory events after the one that was asked for. None: the engine does not answer."""
     ticks: list[Tick] = []
-    """Load at moments after the one that was asked for."""
+    """Ticks after the time that was asked for."""
     latencies: list[Percentiles] = []
     update: UpdateTimes | None = None
-    """None: there was none since this server began to look."""
+    """None: there was no update since this server began to look."""
     replicas: list[ReplicaView] = []
     image: Picture | None = None
-    """The last image that was made through the server. None: none, or the page has it."""
+    """The last image that was made through the server. None: there is none, or the page has it."""
 
 
 def write_page(record: MemoryRecord, path: Path) -> None:
@@ -97,14 +128,14 @@ def write_page(record: MemoryRecord, path: Path) -> None:
 
 
 def filed(data: PageData) -> bytes:
-    """The page about ``data`` and nothing else."""
-    told = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    return _page(policy=_FILE_POLICY.format(_policy()), data=told)
+    """Return the page with ``data`` inside."""
+    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    return _page(policy=_FILE_POLICY.format(_policy()), data=encoded)
 
 
 @cache
 def served() -> tuple[bytes, str]:
-    """The page without a figure in it, and the policy to send with it."""
+    """Return the page without data, and the policy to send with it."""
     return _page(), f"{_policy()}; connect-src 'self'; frame-ancestors 'none'"
 
 
@@ -124,7 +155,7 @@ def _policy() -> str:
 
 @cache
 def _sources() -> tuple[str, str, str]:
-    """Style, script and what is around them."""
+    """Return style, script and the HTML around them."""
     css, html, *scripts = (
         (FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.html", *_SCRIPTS)
     )

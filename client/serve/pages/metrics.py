@@ -1,32 +1,48 @@
-"""Prometheus metrics: the front end's counters, and ``/metrics``, which adds those of the engine.
+"""Prometheus metrics: ``/metrics``, with the front end's counters and what the engine's status says.
 
 Invariants:
-- Counting costs about a microsecond: plain integers, converted to metrics at a scrape.
+- Counting costs about a microsecond: plain integers, converted to metrics at a scrape. (The histograms of
+  prometheus_client can neither observe a value several times at once nor give percentiles, which the
+  dashboard shows.)
+- Every name begins with :data:`PREFIX` and every series carries ``model_name``, as SGLang's do, so that its
+  dashboards work after one relabelling rule (docs/reference/metrics.md).
 - A scrape is answered even if the engine does not answer: with its last known values, and ``engine_up`` 0.
 - Counters never decrease while their process runs.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from litestar import Request, Response, get
-from litestar.datastructures import State
+import msgspec
+from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from ....io_struct.distribution import Histogram, one_two_five
-from ..connections import Connections
+from ....io_struct import GenerationState, GetStatusReqOutput, MemoryTag, PauseMode, WeightsState
+from ....io_struct.distribution import EPOCHS, SECONDS, Histogram, one_two_five
+from ..bodies import HTTPRequest
 from ..context import Front
+from ..errors import printable
+from ..server import Connections
 from .document import Percentiles
-from .engine_metrics import EngineWatch, Look, engine_families, percentiles
-from .metric_families import Families
+from .engine_watch import EngineWatch, Look, percentiles
 
 if TYPE_CHECKING:
     from ...group.replicas import ReplicaFleet
+
+PREFIX = "caesura:"
+Values = float | Mapping[Any, float]
+"""One value, or values by label (a string) or labels (a tuple of strings)."""
 
 
 class Metrics:
@@ -52,13 +68,13 @@ class Metrics:
         return self._started - self._finished.total()
 
     def request_started(self) -> None:
-        """A generation was accepted; exactly one :meth:`request_finished` must follow."""
+        """Count a generation that was accepted; exactly one :meth:`request_finished` must follow."""
         self._started += 1
 
     def request_finished(
         self, tokens: int, seconds: float, first_token_s: float | None, finish_type: str
     ) -> None:
-        """One generation has finished.
+        """Count a generation that has finished.
 
         Args:
             tokens: number of generated tokens, over all its samples.
@@ -74,89 +90,220 @@ class Metrics:
                 self._inter_token.observe((seconds - first_token_s) / (tokens - 1), tokens - 1)
 
     def control(self, name: str, seconds: float, ok: bool) -> None:
-        """Command ``name`` took ``seconds`` and succeeded or failed."""
+        """Count a command, its duration and its success."""
         key = (name, "ok" if ok else "error")
         self._control[key] += 1
         self._control_s[key] += seconds
 
+    def error(self, code: str) -> None:
+        """Count a response with an error of this code."""
+        self._errors[code] += 1
+
     def latencies(self) -> list[Percentiles]:
-        """Percentiles of what clients of this server waited for, and of what the engine counts."""
+        """Return percentiles of what clients of this server waited for, and of what the engine counts."""
         histograms = {"first token": self._first_token, "between tokens": self._inter_token}
         return percentiles(self.engine.histograms() | histograms)
 
-    def error(self, code: str) -> None:
-        """A response with an error of this code was sent."""
-        self._errors[code] += 1
-
     def families(self, model_name: str, look: Look) -> list[Metric]:
-        """All metric families; ``model_name`` is the served model's name."""
+        """Return all metric families; ``model_name`` is the served model's name."""
         families = Families(model_name)
         engine_families(families, look)
-        families.counter(
-            "engine_restarts", "New engine processes seen since this server began.", self.engine.restarts
-        )
-        self._own(families)
-        return families.found
-
-    def _own(self, families: Families) -> None:
         gauge, counter, histogram = families.gauge, families.counter, families.histogram
+        text = "New engine processes seen since this server began."
+        counter("engine_restarts", text, self.engine.restarts)
         gauge("num_http_reqs", "Generations in progress in the front end.", self.under_way)
         gauge("num_http_connections", "Open connections.", len(self.connections))
         text = "Connections that the server refused or closed, by reason."
         counter("http_connections_ended", text, self.connections.closed, ("reason",))
         counter("http_requests", "Finished generations by finish reason.", self._finished, ("finish_reason",))
-        histogram(
-            "e2e_request_latency_seconds", "Latency of a generation, from arrival to its end.", self._e2e
-        )
-        histogram(
-            "time_to_first_token_seconds", "Time to first token of streamed generations.", self._first_token
-        )
+        text = "Latency of a generation, from arrival to its end."
+        histogram("e2e_request_latency_seconds", text, self._e2e)
+        text = "Time to first token of streamed generations."
+        histogram("time_to_first_token_seconds", text, self._first_token)
         text = "Inter-token latency: the mean of each streamed generation, counted once per token."
         histogram("inter_token_latency_seconds", text, self._inter_token)
         counter("control_calls", "Commands by name and result.", self._control, ("call", "result"))
-        counter(
-            "control_seconds",
-            "Time spent in commands, by name and result.",
-            self._control_s,
-            ("call", "result"),
-        )
+        text = "Time spent in commands, by name and result."
+        counter("control_seconds", text, self._control_s, ("call", "result"))
         counter("errors", "Error responses by code.", self._errors, ("code",))
+        return families.found
 
 
-class _Families(Collector):
-    """Wraps finished families: the library requires a collector."""
+class Families:
+    """Gathers metric families; ``model_name`` becomes a label of every series."""
 
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.found: list[Metric] = []
 
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    def gauge(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
+        """Add values that can rise and fall."""
+        self._add(GaugeMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
 
-    def describe(self) -> Iterable[Metric]:
-        """Empty, which skips the check of names: the registry has no other collector."""
-        return ()
+    def counter(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
+        """Add values that only rise; the name of their series ends in ``_total``."""
+        self._add(CounterMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
+
+    def states(self, name: str, text: str, label: str, states: Sequence[str], now: str | None) -> None:
+        """Add a gauge for each of ``states``: 1 for ``now``, else 0."""
+        self.gauge(name, text, {state: float(state == now) for state in states}, (label,))
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        """Add a distribution of values."""
+        family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
+        buckets, total = histogram.cumulative()
+        family.add_metric((self._model_name,), buckets=buckets, sum_value=total)
+        self.found.append(family)
+
+    def info(self, name: str, text: str, values: dict[str, str]) -> None:
+        """Add text values, as labels of a series with value 1; its name ends in ``_info``."""
+        family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
+        family.add_metric((self._model_name,), values)
+        self.found.append(family)
+
+    def _add(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> None:
+        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+            family.add_metric((self._model_name, *((key,) if isinstance(key, str) else key)), value)
+        self.found.append(family)
 
 
-@get("/metrics", opt={"access": "open"}, summary="Prometheus metrics")
-async def metrics(request: Request[Any, Any, State], front: Front) -> Response[bytes]:
-    """Open to all and never an error: an engine that does not answer shows as ``caesura:engine_up 0``."""
-    look = await front.metrics.engine.look(front.client)
-    registry = CollectorRegistry(auto_describe=False)
-    families = front.metrics.families(front.options.model_name, look)
-    if front.fleet is not None:
-        families += _replicas(front.options.model_name, front.fleet)
-    registry.register(_Families(families))
-    encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    if isinstance(encode, partial) and encode.keywords.get("escaping") == "underscores":
-        # it leaves valid names as they are, but prometheus_client takes the colon from those of samples, and only from those
-        encode = partial(encode, escaping="allow-utf-8")
-    if media_type.startswith("text/"):  # Litestar adds the charset itself; Prometheus refuses a duplicate
-        media_type = media_type.replace("; charset=utf-8", "")
-    return Response(encode(registry), media_type=media_type)
+def engine_families(families: Families, look: Look) -> None:
+    """Add all metrics of ``look``."""
+    text = "1 if the engine answers; if 0, the other metrics show its last known values."
+    families.gauge("engine_up", text, look.answered)
+    if look.status is None:
+        return
+    families.gauge("engine_status_age_seconds", "Age of the engine metrics.", look.age_s)
+    _state(families, look.status)
+    _load(families, look.status, look.throughput)
+    _memory(families, look.status)
+    _totals(families, look.status)
+
+
+def _state(families: Families, status: GetStatusReqOutput) -> None:
+    states, gauge = families.states, families.gauge
+    text = "1 for the current state of generation."
+    states("engine_state", text, "state", get_args(GenerationState), status.generation)
+    text = "1 for the mode of the current pause."
+    states("pause_mode", text, "mode", get_args(PauseMode), status.pause_mode)
+    text = "1 for the current state of the weights."
+    states("weights_state", text, "state", get_args(WeightsState), status.weights)
+    released = {tag: tag in status.released_tags for tag in get_args(MemoryTag)}
+    gauge("memory_released", "1 for each tag whose memory is released.", released, ("tag",))
+    gauge("pause_age_seconds", "Duration of the current pause; 0 if not paused.", status.pause_age_s or 0.0)
+    paused = _holding_kv(status) if status.generation == "paused" else 0
+    gauge("num_paused_reqs", "Requests frozen by a pause, with their KV cache.", paused)
+    gauge("weights_epoch", "Number of committed weight updates.", status.weights_epoch)
+    words = {
+        "weight_version": status.weight_version, "model_path": status.model_path, "dtype": status.dtype,
+        "device": status.device, "engine_version": status.version,
+    }  # fmt: skip
+    words = {name: printable(word, 1024) for name, word in words.items()}
+    families.info("engine", "The model and the engine that serve it.", words)
+
+
+def _load(families: Families, status: GetStatusReqOutput, throughput: float) -> None:
+    gauge = families.gauge
+    if status.images is None:
+        _tokens(families, status, throughput)
+    else:
+        gauge("denoise_throughput", "Denoise steps of samples per second.", throughput)
+        text = "Running samples of an image engine, by the step that each needs next."
+        gauge("image_samples", text, msgspec.structs.asdict(status.images), ("stage",))
+        families.counter("denoise_steps", "Denoise steps of samples.", status.generated_tokens)
+    text = "Running requests: those that hold KV cache, in prefill or decode."
+    gauge("num_running_reqs", text, _holding_kv(status))
+    text = "Running requests whose prefill is not complete."
+    gauge("num_prefilling_reqs", text, status.prefilling_requests)
+    gauge("num_queue_reqs", "Requests in the waiting queue.", status.waiting_requests)
+    gauge("max_running_requests", "Maximum number of running requests.", status.max_running_requests)
+    text = "Seconds since the last step finished; 0 before the first."
+    gauge("step_age_seconds", text, status.last_step_age_s or 0.0)
+    limit = status.step_failures.token_limit
+    if limit is not None:
+        text = "Maximum tokens per step (samples of an image engine), lowered after running out of memory."
+        gauge("step_token_limit", text, limit)
+
+
+def _tokens(families: Families, status: GetStatusReqOutput, throughput: float) -> None:
+    """Add what only language models have."""
+    gauge, counter, kv, totals = families.gauge, families.counter, status.kv, status.totals
+    gauge("gen_throughput", "Generation throughput in tokens per second.", throughput)
+    gauge("num_used_tokens", "KV cache tokens held by running requests.", kv.held)
+    gauge("num_cached_tokens", "KV cache tokens held by the prefix cache alone (evictable).", kv.cached)
+    gauge("max_total_num_tokens", "Size of the KV cache pool in tokens.", kv.total)
+    text = "Fraction of the KV cache pool held by running requests, 0 to 1."
+    gauge("token_usage", text, kv.held / max(kv.total, 1))
+    rate = totals.cached_tokens / max(totals.prompt_tokens, 1)
+    gauge("cache_hit_rate", "Fraction of prompt tokens found in the prefix cache, since start.", rate)
+    counter("generation_tokens", "Generated tokens.", status.generated_tokens)
+    counter("prompt_tokens", "Prompt tokens of requests that have been scheduled.", totals.prompt_tokens)
+    counter("cached_tokens", "Prompt tokens found in the prefix cache.", totals.cached_tokens)
+
+
+def _memory(families: Families, status: GetStatusReqOutput) -> None:
+    memory, gauge = status.device_memory, families.gauge
+    gauge("memory_reserved_bytes", "Bytes reserved by the device allocator.", memory.reserved)
+    gauge("memory_allocated_bytes", "Bytes in use within the reserved memory.", memory.allocated)
+    if memory.available is not None:
+        gauge("memory_available_bytes", "Free bytes on the device.", memory.available)
+    if status.memory_by_tag is not None:
+        text = "Reserved memory by purpose, at the last memory event."
+        gauge("memory_bytes", text, msgspec.structs.asdict(status.memory_by_tag), ("tag",))
+    on_device = {each.name: each.device_bytes for each in status.components}
+    if on_device:
+        text = "Bytes on the device of components that come and go."
+        gauge("component_bytes", text, on_device, ("component",))
+    if (prompts := status.prompt_cache) is not None:
+        gauge("prompt_cache_bytes", "Bytes of encoded prompts that are kept.", prompts.nbytes)
+        families.counter("prompt_cache_hits", "Prompts that were found encoded.", prompts.hits)
+        families.counter("prompt_cache_misses", "Prompts that were encoded.", prompts.misses)
+
+
+def _totals(families: Families, status: GetStatusReqOutput) -> None:
+    counter, totals, failures = families.counter, status.totals, status.step_failures
+    ended = totals.finished_requests
+    counter("num_requests", "Finished samples.", sum(ended.values()))
+    counter("num_aborted_requests", "Aborted samples.", ended.get("abort", 0))
+    counter("finished_requests", "Finished samples by finish reason.", ended, ("finish_reason",))
+    text = "Retractions: times a request's KV cache was freed, to be recomputed."
+    counter("num_retracted_requests", text, status.num_retractions)
+    counter("steps", "Executed steps.", status.step)
+    counter("failed_steps", "Steps that failed.", failures.failed)
+    counter("retried_steps", "Steps that were computed again after a failure.", failures.retried)
+    pauses = {pause.mode: pause.count for pause in totals.pauses}
+    paused_s = {pause.mode: pause.seconds for pause in totals.pauses}
+    counter("pauses", "Pauses by mode.", pauses, ("mode",))
+    counter("pause_seconds", "Time spent paused, including the current pause.", paused_s, ("mode",))
+    updates = {(update.source, "committed"): update.committed for update in totals.updates}
+    updates |= {(update.source, "failed"): update.failed for update in totals.updates}
+    text = "Weight updates by transport and result; a failed one left the weights poisoned."
+    counter("weight_updates", text, updates, ("source", "result"))
+    emptied = {each.place: each.count for each in totals.emptied}
+    returned = {each.place: each.freed_bytes for each in totals.emptied}
+    text = "Times the device allocator's cache was emptied, by place."
+    counter("cache_emptyings", text, emptied, ("place",))
+    text = "Bytes returned to the system by emptying the cache, by place."
+    counter("cache_emptied_bytes", text, returned, ("place",))
+    stages = {stage.name: stage.total_s for stage in status.stages}
+    runs = {stage.name: stage.count for stage in status.stages}
+    counter("stage_seconds", "Time by stage; update.* are the stages of weight updates.", stages, ("stage",))
+    counter("stage_runs", "Runs by stage.", runs, ("stage",))
+    if totals.queue_time.counts:
+        text = "Time of finished samples from arrival to the first scheduled step."
+        families.histogram("queue_time_seconds", text, Histogram(SECONDS, totals.queue_time))
+        text = "Time of finished samples from arrival to the end, in the engine."
+        families.histogram("sample_latency_seconds", text, Histogram(SECONDS, totals.latency_s))
+        text = "Weight commits between the first and the last token of finished samples."
+        families.histogram("sample_staleness_epochs", text, Histogram(EPOCHS, totals.staleness))
+
+
+def _holding_kv(status: GetStatusReqOutput) -> int:
+    return status.running_requests + status.prefilling_requests
 
 
 def _replicas(model_name: str, fleet: "ReplicaFleet") -> list[Metric]:
-    """What only several engines have."""
+    """Return the families that only replicas have."""
     families, members = Families(model_name), fleet.members
     up = {member.name: member.serves for member in members}
     families.gauge("replica_up", "1 for each replica that serves.", up, ("replica",))
@@ -165,6 +312,39 @@ def _replicas(model_name: str, fleet: "ReplicaFleet") -> list[Metric]:
     moved = fleet.dispatcher.moved
     families.counter("moved_requests", "Samples that were continued on another replica.", moved)
     return families.found
+
+
+class _Collected(Collector):
+    """Families that are complete, as the collector that the library requires."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, which skips the check of names: the registry has no other collector."""
+        return ()
+
+
+@get("/metrics", opt={"access": "open"}, summary="Prometheus metrics")
+async def metrics(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Return the metrics, never an error: without an answer of the engine ``caesura:engine_up`` is 0."""
+    look = await front.metrics.engine.look(front.client)
+    registry = CollectorRegistry(auto_describe=False)
+    families = front.metrics.families(front.options.model_name, look)
+    if front.fleet is not None:
+        families += _replicas(front.options.model_name, front.fleet)
+    registry.register(_Collected(families))
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    if isinstance(encode, partial) and encode.keywords.get("escaping") == "underscores":
+        # Valid names should stay as they are, but prometheus_client takes the colon from those of samples,
+        # and only those.
+        encode = partial(encode, escaping="allow-utf-8")
+    if media_type.startswith("text/"):  # Litestar adds the charset itself; Prometheus refuses a duplicate
+        media_type = media_type.replace("; charset=utf-8", "")
+    return Response(encode(registry), media_type=media_type)
 
 
 ROUTES: list[HTTPRouteHandler] = [metrics]

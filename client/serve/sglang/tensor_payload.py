@@ -1,10 +1,10 @@
 """Weights in HTTP bodies: safetensors files, and SGLang's pickles parsed into plain fields.
 
 Invariants:
-- Nothing is unpickled: ``transfer/legacy_pickle.py`` writes down what would have been imported and called, and only the
-  calls named here mean something. What means nothing is refused by its name.
-- What is sent on are byte ranges that lie inside what was received, with the specs that the engine checks again.
-- Shared memory is opened by a name that torch gives (``/torch_…``), must belong to this user, and is copied out.
+- Nothing is unpickled: ``transfer/legacy_pickle.py`` records what would have been imported and called, and
+  only the calls named here have a meaning. All others are refused by name.
+- Only byte ranges inside the received data are sent on, with specs that the engine checks again.
+- Shared memory must have a name that torch gives (``/torch_…``) and belong to this user, and is copied out.
 """
 
 import base64
@@ -31,13 +31,13 @@ from ....transfer.safetensors import (
 from ...exceptions import InvalidRequest, Unsupported
 
 MAX_FRAME_BYTES = 1 << 30
-"""The wire's limit: a tensor goes in a frame of its own."""
+"""Limit of the wire: a tensor goes in a frame of its own."""
 _ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
-"""Other names that torch has for a dtype."""
+"""Further names that torch has for a dtype."""
 
 _SHARED_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
 _SHARED_HEADER = 64
-"""Bytes before the data: torch counts references there."""
+"""Bytes before the data, in which torch counts references."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ Part = Frames | DeviceTensors
 
 
 def dtype_of(name: str) -> str:
-    """safetensors' name of a torch dtype, ``torch.`` before it or not; what is none is for the engine to refuse."""
+    """Return safetensors' name of a torch dtype (``torch.`` is optional), or ``name`` if it is unknown."""
     name = name.removeprefix("torch.")
     return NAMES_BY_TORCH.get(_ALIASES.get(name, name), name)
 
 
 def read_safetensors(body: bytes) -> Frames:
-    """A safetensors file, each tensor a frame, without a copy.
+    """Read a safetensors file, each tensor as a frame, without a copy.
 
     Raises:
         InvalidRequest: it is not one, or does not hold what its header says.
@@ -81,7 +81,7 @@ def read_safetensors(body: bytes) -> Frames:
 
 
 def frames_of(pieces: Iterable[tuple[str, str, list[int], memoryview]]) -> Frames:
-    """Each of ``(name, dtype, shape, bytes)`` as a frame; those of no bytes too."""
+    """Make a frame of each ``(name, dtype, shape, bytes)``, also without bytes."""
     specs: list[TensorSpec] = []
     buffers: list[memoryview] = []
     for name, dtype, shape, data in pieces:
@@ -95,12 +95,13 @@ def frames_of(pieces: Iterable[tuple[str, str, list[int], memoryview]]) -> Frame
 
 
 def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
-    """``serialized_named_tensors``: one part for each place that the tensors lie in.
+    """Read ``serialized_named_tensors``, as one part for each storage of the tensors.
 
     Raises:
-        InvalidRequest: not one payload (this engine is one rank), no base64, or not what SGLang's clients send.
+        InvalidRequest: not exactly one payload (this engine is one rank), no base64, or not what SGLang's
+            clients send.
         Unsupported: tensors that this process cannot reach.
-        CaesuraError: ``malformed_message``, no pickle of plain fields.
+        CaesuraError: ``malformed_message``; it is no pickle of plain fields.
     """
     if len(payloads) != 1:
         raise InvalidRequest(
@@ -120,7 +121,7 @@ def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """Where tensors lie: shared memory of this host by name, or a CUDA allocation."""
+    """The storage of tensors: shared memory of this host by name, or a CUDA allocation."""
 
     nbytes: int
     place: bytes | CudaIPCHandle
@@ -128,7 +129,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Contiguous bytes of a storage."""
+    """A tensor in contiguous bytes of a storage."""
 
     name: str
     dtype: str
@@ -153,7 +154,7 @@ def _parts(tensors: list[_Tensor]) -> Iterator[Part]:
 
 
 def _flattened(message: object) -> list[_Tensor]:
-    """Many tensors in one of bytes; none at all is an empty bucket, which slime sends as padding."""
+    """Read many tensors in one of bytes; an empty bucket, which slime sends as padding, has none."""
     if not isinstance(message, dict) or message.keys() != {"flattened_tensor", "metadata"}:
         _refuse("a flattened bucket must have the keys flattened_tensor and metadata")
     whole, metadata = message["flattened_tensor"], message["metadata"]
@@ -179,7 +180,7 @@ def _flattened(message: object) -> list[_Tensor]:
 
 
 def _named(message: object) -> list[_Tensor]:
-    """``[(name, tensor)]``, each tensor perhaps a pickle of its own, one for each rank."""
+    """Read ``[(name, tensor)]``, where a tensor may be a pickle of its own, one for each rank."""
     if not isinstance(message, (list, tuple)):
         _refuse("named tensors must be a list")
     tensors = []
@@ -205,12 +206,13 @@ def _tensor(name: str, value: object) -> _Tensor:
     if made_by == "rebuild_tensor" and len(args) == 3:
         return _cpu_tensor(name, args[1], args[2])
     raise Unsupported(
-        f"tensor {name!r} is made by {value.function.module}.{made_by}, which is not supported: send a safetensors body"
+        f"tensor {name!r} is made by {value.function.module}.{made_by}, which is not supported: "
+        "send a safetensors body"
     )
 
 
 def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
-    """``rebuild_tensor(class, rebuild_typed_storage(storage, dtype), (offset, size, stride, requires_grad))``."""
+    """Read ``rebuild_tensor(class, rebuild_typed_storage(storage, dtype), (offset, size, stride, ...))``."""
     if not (
         isinstance(typed, Call) and typed.function.name == "rebuild_typed_storage" and len(typed.args) == 2
     ):
@@ -219,8 +221,8 @@ def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
     if not isinstance(storage, Call) or storage.function.name != "rebuild_storage_filename":
         kind = storage.function.name if isinstance(storage, Call) else type(storage).__name__
         raise Unsupported(
-            f"tensor {name!r} is shared by {kind}, which only child processes of the sender can open: send a safetensors body, "
-            'or use torch.multiprocessing.set_sharing_strategy("file_system")'
+            f"tensor {name!r} is shared by {kind}, which only child processes of the sender can open: send a "
+            'safetensors body, or use torch.multiprocessing.set_sharing_strategy("file_system")'
         )
     if len(storage.args) != 4 or not isinstance(metadata, tuple) or len(metadata) != 4:
         _refuse(f"tensor {name!r} is not described in torch's format")
@@ -232,10 +234,10 @@ def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
 
 
 _CUDA_ARGUMENTS = (
-    "class", "size", "stride", "start", "storage_class", "dtype", "device", "handle", "nbytes", "offset", "requires_grad",
-    "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
+    "class", "size", "stride", "start", "storage_class", "dtype", "device", "handle", "nbytes", "offset",
+    "requires_grad", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
 )  # fmt: skip
-"""Of torch's rebuild_cuda_tensor; where they are the same, named as in ``CudaIPCHandle``."""
+"""Arguments of torch's rebuild_cuda_tensor, named as in ``CudaIPCHandle`` if they are there."""
 
 
 def _cuda_tensor(name: str, args: tuple[object, ...]) -> _Tensor:
@@ -244,8 +246,8 @@ def _cuda_tensor(name: str, args: tuple[object, ...]) -> _Tensor:
     found = dict(zip(_CUDA_ARGUMENTS, args, strict=True))
     if not isinstance(found["device"], str):
         raise Unsupported(
-            f"tensor {name!r} identifies its device by an index, which is valid in its process only: SGLang's clients send the "
-            "device's uuid (monkey_patch_torch_reductions)"
+            f"tensor {name!r} identifies its device by an index, which is valid in its process only: "
+            "SGLang's clients send the device's uuid (monkey_patch_torch_reductions)"
         )
     fields = {key: found[key] for key in CudaIPCHandle.__struct_fields__ if key in found}
     try:
@@ -262,7 +264,7 @@ def _cuda_tensor(name: str, args: tuple[object, ...]) -> _Tensor:
 def _inside(
     name: str, place: _Storage, dtype: str, itemsize: int, start: object, size: object, stride: object
 ) -> _Tensor:
-    """A tensor of torch's view of a storage, in elements; it must be contiguous and lie inside."""
+    """Return the tensor of a view of a storage, in elements; it must be contiguous and lie inside."""
     shape, strides = _ints(size), _ints(stride)
     if len(shape) != len(strides):
         _refuse(f"tensor {name!r} has {len(shape)} lengths and {len(strides)} strides")
@@ -304,7 +306,7 @@ def _natural(value: object) -> int:
 
 
 def _read_shared(name: bytes, nbytes: int) -> bytes:
-    """The data of one of torch's shared memory files."""
+    """Return the data of one of torch's shared memory files."""
     if nbytes == 0:
         return b""
     try:

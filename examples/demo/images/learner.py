@@ -47,9 +47,7 @@ class Step:
     """Measurements of one update."""
 
     gap: float
-    """Largest difference between the engine's log-probability of a step and the learner's under the same
-    weights.
-    """
+    """Largest difference between the engine's and the learner's log-probability of a step."""
     clipped: float
     """Share of ratios outside of the clip range."""
     kl: float
@@ -78,9 +76,7 @@ class Learner:
             self._versions.popitem(last=False)
 
     def verify(self, batch: Batch) -> float:
-        """Return the largest difference to the engine's log-probabilities, each step under the weights that
-        made it.
-        """
+        """Return the largest difference to the engine's log-probabilities under each step's own weights."""
         gaps = [torch.zeros(())]
         with torch.no_grad():
             for version in batch.versions.unique().tolist():
@@ -131,9 +127,7 @@ class Learner:
         return ((groups - groups.mean(1, keepdim=True)) / scale).flatten()
 
     def _accumulate(self, batch: Batch, advantages: Tensor, pairs: Tensor, count: int) -> tuple[float, float]:
-        """Add the gradient of the mean over ``count`` pairs, of which these are some; (number clipped, sum of
-        divergences).
-        """
+        """Add these pairs' part of the gradient; return the number clipped and the sum of divergences."""
         settings = self._settings
         rows, steps = pairs.unbind(1)
         logprobs, mean, std = self._steps(self.transformer, batch, rows, steps)

@@ -100,9 +100,7 @@ def _text_encoder(vocab_size: int, seed: int) -> CLIPTextModelWithProjection:
 
 
 def _tokenizer() -> CLIPTokenizer:
-    """Return CLIP's tokenizer with one token for each word of the prompts: a list of merges builds every
-    word.
-    """
+    """Return CLIP's tokenizer with one token for each word: a list of merges builds every word."""
     vocab = {_START: 0, _PAD: 1, _END: 2}
     merges: Any = []
     words = ["a", *COLOURS, *FILL]

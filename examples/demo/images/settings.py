@@ -38,13 +38,9 @@ class ImageSettings:
     lr_final: float = 0.3
     """Share of ``lr`` at the last update; linear in between."""
     clip: float = 2e-3
-    """Clip range of the ratio of probabilities, which are means over the elements of a latent: hence so
-    small.
-    """
+    """Clip range of the ratio of probabilities, small as these are means over a latent's elements."""
     kl: float = 0.03
-    """Weight of the divergence from the first policy. Without it the colours are learnt and the shapes are
-    lost.
-    """
+    """Weight of the divergence from the first policy, without which the shapes are lost."""
     advantage_floor: float = 0.05
     """Added to the standard deviation of a group's rewards."""
     chunk: int = 240
@@ -70,9 +66,7 @@ class ImageSettings:
 
     @property
     def sigmas(self) -> list[float]:
-        """Return equally spaced noise levels: a grid that ends near 0 makes the last log-probabilities
-        useless.
-        """
+        """Return equally spaced noise levels: near 0 the log-probabilities would be useless."""
         return [1 - step / self.steps for step in range(self.steps)]
 
     def as_dict(self) -> dict[str, Any]:

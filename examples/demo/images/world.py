@@ -60,15 +60,11 @@ class Measures:
     """Measures of n pictures, float32 [n] each."""
 
     reward: Tensor
-    """0 to 1: how near colour and shape are to the prompt's, less where the shape is very small or very
-    large.
-    """
+    """0 to 1: nearness of colour and shape to the prompt's, less for very small or large shapes."""
     right_colour: Tensor
     """1 where the nearest colour of all is the prompt's."""
     right_shape: Tensor
-    """1 where the nearest shape of all is the prompt's, judged by the share of its bounding box that it
-    covers.
-    """
+    """1 where the nearest shape, by the share of its bounding box that it covers, is the prompt's."""
 
 
 def measure(pictures: Tensor, prompts: list[str]) -> Measures:

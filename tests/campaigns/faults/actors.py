@@ -281,9 +281,7 @@ def _write(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _private_disk(folder: Path, nbytes: int) -> bool:
-    """Mount a small tmpfs at ``folder`` in a mount namespace of this process; False where that is not
-    allowed.
-    """
+    """Mount a small tmpfs at ``folder`` in a mount namespace; return False if that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:
         return False

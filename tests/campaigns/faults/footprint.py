@@ -74,9 +74,7 @@ def _waits_in(pid: int, task: str) -> str:
 def wait_until_within(
     baseline: Footprint, pid: int, seconds: float, meanwhile: Callable[[], object]
 ) -> list[str]:
-    """What ``pid`` still holds over ``baseline`` after at most ``seconds``; sockets of dead peers close a
-    little later.
-    """
+    """Return what ``pid`` still holds over ``baseline`` after at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while (over := footprint(pid).over(baseline)) and time.monotonic() < deadline:
         meanwhile()

@@ -111,9 +111,7 @@ class SuccessorShape:
 
 
 def successors(seed: int) -> tuple[int, ...]:
-    """What follows each token under version number ``seed``: one cycle through all tokens, the ids of
-    beginning and end apart.
-    """
+    """Return the successor of each token under version ``seed``: one cycle through all but special tokens."""
     order = list(range(FIRST_TOKEN, VOCAB))
     random.Random(f"successors {seed}").shuffle(order)
     found = list(range(VOCAB))

@@ -19,9 +19,7 @@ from caesura.io_struct import ErrorReply, GenerateReqOutput, StreamDelta
 
 Harm = Literal["lost", "doubled", "stuck", "torn", "leaked", "failed"]
 HARMS: tuple[Harm, ...] = get_args(Harm)
-"""``failed`` is what fits nowhere else: an engine that died, a status without an answer, an error that has no
-type.
-"""
+"""Kinds of broken promises; ``failed`` is what fits nowhere else."""
 
 
 class Successors(Protocol):
@@ -153,9 +151,7 @@ class Ledger:
         return sorted({rid for (rid, _), account in self._accounts.items() if not account.ends})
 
     def close(self, *, alive: int) -> list[Problem]:
-        """All problems; the time of what is still open is up, and the engine has ``alive`` requests. The
-        ledger is empty again.
-        """
+        """Return all problems and empty the ledger; requests that are still open are overdue."""
         for account, result in self._results:
             tokens = np.frombuffer(result.output_ids, "<i4").tolist()
             self._problems += check_tokens(

@@ -171,9 +171,7 @@ class Life:
             raise Gone(error.message) from error
 
     def heal(self) -> list[Problem]:
-        """Back to running, with valid weights of a known version and everything resident; what was wrong on
-        the way.
-        """
+        """Bring the engine back to running, valid and resident; return what was wrong on the way."""
         problems: list[Problem] = []
         deadline, patience = time.monotonic() + DEADLINE_S, time.monotonic() + HEALING_S
         while not healthy(status := self.status()):
@@ -219,9 +217,7 @@ class Life:
         set_clock(self._clock, offset_s)
 
     def leave_groups(self) -> None:
-        """As a successor does: the engine keeps the process group of a dead trainer until then
-        (docs/reference/lifecycle.md).
-        """
+        """Destroy the process groups of dead trainers, as a successor does (docs/reference/lifecycle.md)."""
         with suppress(GroupError):
             self.client.destroy_weights_update_group(timeout=DEADLINE_S)
 

@@ -85,9 +85,7 @@ def client_descriptors(scene: Scene) -> None:
 
 @kind("engine-descriptors", 4)
 def engine_descriptors(scene: Scene) -> None:
-    """More connections come than the engine may have descriptors, while somebody works with it; they never
-    say a word.
-    """
+    """Open more silent connections than the engine may have descriptors while an actor works with it."""
     actor = scene.somebody()
     scene.meet(actor)
     with contextlib.ExitStack() as crowd:
@@ -142,9 +140,7 @@ def _change(how: str, file: Path, other: Path, scene: Scene) -> None:
 
 
 def _name_truly(scene: Scene, label: str) -> None:
-    """What is served under ``label`` is whichever version was whole when the engine read it; its checksum
-    tells.
-    """
+    """Learn by checksum which version is served under ``label``: the one complete when it was read."""
     life = scene.life
     status = life.status()
     if status.weight_version != label:

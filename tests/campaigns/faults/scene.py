@@ -31,9 +31,7 @@ PHASES = {
 """Where a fault may meet an errand; a phase that stands twice is met twice as often."""
 UPDATING = ("update", "release", "write", "http-update")
 DELAYS_S = (0.0001, 0.1)
-"""After the beginning of a phase, evenly by their logarithms: phases last from under a millisecond to tenths
-of a second.
-"""
+"""Seconds after the beginning of a phase, drawn evenly by their logarithms."""
 HOLDS_S = (0.05, 0.2, 0.5, 2.5)
 """How long something stands still; the longest is longer than leases and sessions last."""
 HOLD_WEIGHTS = (4, 4, 2, 1)

@@ -1,15 +1,14 @@
-"""Would the tests notice? Small changes are made in a copy of the tree, one at a time, and the nearest tests
-are run.
+"""Mutation testing: make small changes in a copy of the tree, one at a time, and run the nearest tests.
 
-    make mutation MUTATION_ARGS="--per-module 40 --seed 1 --json mutants.json" make mutation
-    MUTATION_ARGS="--module scheduler/scheduling/output_processor.py --again mutants.json"   # its survivors
+    make mutation MUTATION_ARGS="--per-module 40 --seed 1 --json mutants.json"
+    make mutation MUTATION_ARGS="--module scheduler/cache/manager.py --again mutants.json"   # its survivors
 
 Changes are cosmic-ray's (operators, comparisons, numbers, booleans, loops, exceptions, negated conditions),
-drawn by seed. Left out of the draw by rule: annotations, decorators, type aliases, tests of TYPE_CHECKING,
-signatures but for defaults. A first run finds out which test executes which line; a mutant meets the tests
-that execute its statement, the module's own ones first and the fastest of these first, then the wider ones,
-and is killed by the first that fails or does not end. ``equivalents.json`` lists changes that cannot change
-anything that a caller sees, each with the reason. The score is killed / (drawn - equivalent).
+drawn by seed. Never drawn: annotations, decorators, type aliases, tests of TYPE_CHECKING, signatures but for
+defaults. A first run finds out which test executes which line; a mutant meets the tests that execute its
+statement, the module's own ones first and the fastest of these first, then the wider ones, and is killed by
+the first that fails or does not end. ``equivalents.json`` lists changes that no caller can see, each with the
+reason. The score is killed / (drawn - equivalent).
 
 Invariants:
 - The work tree is never written to.

@@ -37,9 +37,7 @@ PRELOADED = (
     *(f"transformers.models.{name}.modeling_{name}"
       for name in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")),
 )  # fmt: skip
-"""What tests import, and what pytest does; without transformers a run of one small test takes four times as
-long.
-"""
+"""Modules that tests and pytest import, and that take long."""
 NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
 
 

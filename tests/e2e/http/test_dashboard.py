@@ -26,8 +26,8 @@ from support.waiting import eventually
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.memory_view import fetch
-from caesura.client.serve.auth import AuthMiddleware
 from caesura.client.serve.context import FrontEnd, ServeOptions
+from caesura.client.serve.middleware import AuthMiddleware
 from caesura.client.serve.pages import dashboard, metrics
 from caesura.client.serve.pages.metrics import Metrics
 

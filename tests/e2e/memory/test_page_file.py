@@ -15,8 +15,7 @@ from support.browser import browsing, chromium
 from support.fake_scheduler import memory_event
 from support.memory_records import MIB, cycles, record_of
 
-from caesura.client.serve.pages.document import PageData, ReplicaView, filed, write_page
-from caesura.client.serve.pages.ticks import Tick
+from caesura.client.serve.pages.document import PageData, ReplicaView, Tick, filed, write_page
 from caesura.io_struct import GetMemoryHistoryReqOutput, MemoryStretch
 
 pytestmark = browsing

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_scheduler import status_reply
 
-from caesura.client.serve.pages import engine_metrics, ticks
-from caesura.client.serve.pages.engine_metrics import EngineWatch, percentiles
-from caesura.client.serve.pages.ticks import GAP_S, TICK_S, TICKS, Tick, Ticks
+from caesura.client.serve.pages import engine_watch
+from caesura.client.serve.pages.document import Tick
+from caesura.client.serve.pages.engine_watch import GAP_S, TICK_S, TICKS, EngineWatch, Ticks, percentiles
 from caesura.io_struct import EngineTotals, GetStatusReqInput, StageStatus, UpdateTotal
 from caesura.io_struct.distribution import Histogram, one_two_five
 
@@ -59,7 +59,7 @@ class Scripted:
     ],
 )  # fmt: skip
 def test_throughput_is_of_the_engines_last_second(seen, throughput, monkeypatch):
-    monkeypatch.setattr(engine_metrics, "FRESH_S", 0.0)
+    monkeypatch.setattr(engine_watch, "FRESH_S", 0.0)
 
     async def ask():
         watch, client = EngineWatch(), Scripted(*seen)
@@ -76,8 +76,8 @@ def test_throughput_is_of_the_engines_last_second(seen, throughput, monkeypatch)
 
 
 def test_ticks_come_while_nobody_asks(monkeypatch):
-    monkeypatch.setattr(engine_metrics, "FRESH_S", 0.0)
-    monkeypatch.setattr(engine_metrics, "TICK_S", 0.0)
+    monkeypatch.setattr(engine_watch, "FRESH_S", 0.0)
+    monkeypatch.setattr(engine_watch, "TICK_S", 0.0)
 
     async def ask():
         watch, client = EngineWatch(), Scripted(*((float(n), 100 * n, 1) for n in range(1, 6)))
@@ -110,7 +110,7 @@ def test_ticks_reach_back_to_the_start_and_stay_bounded(count, missing):
 
 
 def test_a_gap_stays_where_its_tick_is_thinned(monkeypatch):
-    monkeypatch.setattr(ticks, "TICKS", 4)
+    monkeypatch.setattr(engine_watch, "TICKS", 4)
     for at in range(1, 60):
         kept = Ticks()
         for number in range(60):
@@ -129,7 +129,7 @@ def stages(**seconds):
 
 
 def test_an_update_is_shown_by_stage_once_the_engine_runs_again(monkeypatch):
-    monkeypatch.setattr(engine_metrics, "FRESH_S", 0.0)
+    monkeypatch.setattr(engine_watch, "FRESH_S", 0.0)
     status = msgspec.structs.replace(status_reply(GetStatusReqInput()), generation="running")
 
     def after(commits, generation, **seconds):

@@ -1,6 +1,7 @@
 """Who may call what, and how much may be sent: over every route of the application."""
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from litestar.testing import TestClient
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.connection import link
-from caesura.client.serve import app as app_module
-from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
-from caesura.client.serve.auth import ACCESS_CLASSES
+from caesura.client.serve.app import ROUTES, FrontEnd, ServeOptions, create_app
+from caesura.client.serve.middleware import ACCESS_CLASSES
 from caesura.client.serve.pages.metrics import Metrics
 from caesura.client.text.tokenizer_manager import TokenizerManager
 
@@ -50,9 +50,11 @@ def front(**options: Any) -> FrontEnd:
     )
 
 
-def client_of(served: FrontEnd, **options: Any) -> TestClient[Litestar]:
+def client_of(
+    served: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES, **options: Any
+) -> TestClient[Litestar]:
     """A client of an application that closes its engine's connection when it ends."""
-    app = create_app(served)
+    app = create_app(served, routes)
     app.on_shutdown.append(served.client.close)
     return TestClient(app, **{"base_url": "http://127.0.0.1", **options})
 
@@ -235,13 +237,12 @@ def test_keys_are_in_no_text_of_the_options():
             assert "secret" not in response.text
 
 
-def test_a_route_without_a_class_is_closed(monkeypatch):
+def test_a_route_without_a_class_is_closed():
     @post("/forgotten", status_code=200)
     async def forgotten() -> Response[bytes]:
         return Response(b"x", media_type="text/plain")
 
-    monkeypatch.setattr(app_module, "_routes", lambda: [forgotten])
-    with client_of(front(api_key="u", admin_key="a")) as client:
+    with client_of(front(api_key="u", admin_key="a"), [forgotten]) as client:
         assert client.post("/forgotten", headers={"authorization": "Bearer u"}).status_code == 401
         assert client.post("/forgotten", headers={"authorization": "Bearer a"}).status_code == 200
 
@@ -262,13 +263,12 @@ def test_bodies_are_bounded_announced_or_not():
         assert client.post(path, content=pieces(), headers=headers).status_code == 413
 
 
-def test_a_defect_tells_nothing(monkeypatch, caplog):
+def test_a_defect_tells_nothing(caplog):
     @post("/broken", status_code=200, opt={"access": "open"})
     async def broken(request: Request[Any, Any, Any]) -> Response[bytes]:
         raise ValueError("inner-detail")
 
-    monkeypatch.setattr(app_module, "_routes", lambda: [broken])
-    with client_of(front(), raise_server_exceptions=False) as client:
+    with client_of(front(), [broken], raise_server_exceptions=False) as client:
         response = client.post("/broken")
     assert response.status_code == 500
     assert "inner-detail" not in response.text

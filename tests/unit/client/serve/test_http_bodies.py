@@ -16,11 +16,11 @@ from support.tokenizers import make_byte_level
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.exceptions import InvalidRequest, QueueFull
-from caesura.client.serve import bodies, workers
+from caesura.client.serve import bodies, context
 from caesura.client.serve.bodies import decode_large
-from caesura.client.serve.openai.schema import CompletionRequest
-from caesura.client.serve.sglang.generate_schema import GenerateBody
-from caesura.client.serve.workers import Workers
+from caesura.client.serve.context import Workers
+from caesura.client.serve.openai.completions import CompletionRequest
+from caesura.client.serve.sglang.generate import GenerateBody
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import START_SLICE, GenerationRequest, TokenizerManager
 from caesura.io_struct import SamplingParams
@@ -166,7 +166,7 @@ def test_a_large_batch_is_answered_in_order(tmp_path):
 
 
 def test_workers_refuse_what_would_wait_too_long(monkeypatch):
-    monkeypatch.setattr(workers, "MAX_WAITING", 2)
+    monkeypatch.setattr(context, "MAX_WAITING", 2)
 
     async def run() -> None:
         crew, release = Workers(), asyncio.Event()
@@ -175,7 +175,7 @@ def test_workers_refuse_what_would_wait_too_long(monkeypatch):
         def wait() -> None:
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
 
-        tasks = [asyncio.ensure_future(crew.run(wait)) for _ in range(workers.THREADS + 2)]
+        tasks = [asyncio.ensure_future(crew.run(wait)) for _ in range(context.THREADS + 2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
             await crew.run(wait)

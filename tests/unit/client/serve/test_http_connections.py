@@ -11,7 +11,7 @@ from support.fake_scheduler import FakeScheduler, answer, echo
 from support.http_server import Listening, listening
 from support.waiting import PATIENCE_S, eventually
 
-from caesura.client.serve.connections import MAX_PIPELINED, Connections, Deadlines
+from caesura.client.serve.server import MAX_PIPELINED, Connections, Deadlines
 from caesura.io_struct import GenerateReqInput, Message, Request
 
 SOON = Deadlines(

@@ -22,11 +22,10 @@ from support.tokenizers import make_byte_level
 from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import AsyncSchedulerClient
-from caesura.client.serve import app as app_module
 from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
-from caesura.client.serve.connections import MAX_HEAD_BYTES
+from caesura.client.serve.errors import printable
 from caesura.client.serve.pages.metrics import Metrics
-from caesura.client.serve.printable import printable
+from caesura.client.serve.server import MAX_HEAD_BYTES
 from caesura.client.text import chat_template
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import TokenizerManager
@@ -227,15 +226,14 @@ def test_what_is_logged_of_a_client_can_do_nothing_to_a_terminal():
     assert printable("x" * 1000) == "x" * 200 + "… (1000 characters)"
 
 
-def test_a_defect_is_logged_with_a_printable_path(monkeypatch, caplog):
+def test_a_defect_is_logged_with_a_printable_path(caplog):
     @get("/broken/{name:str}", opt={"access": "open"})
     async def broken(name: FromPath[str]) -> Response[bytes]:
         raise ValueError("x")
 
-    monkeypatch.setattr(app_module, "_routes", lambda: [broken])
     client = AsyncSchedulerClient("ipc:///tmp/caesura-there-is-nothing-here.sock", connect_timeout=0.0)
     front = FrontEnd(manager=TokenizerManager(client, None), options=ServeOptions(), metrics=Metrics())
-    app = create_app(front)
+    app = create_app(front, [broken])
     app.on_shutdown.append(client.close)
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as http:
         assert http.get("/broken/%1b%5b2J%0d%0a").status_code == 500

@@ -10,8 +10,8 @@ from safetensors.numpy import save
 from support.fake_scheduler import FakeScheduler
 from support.http_server import listening
 
-from caesura.client.serve.openai.schema import CompletionRequest
-from caesura.client.serve.unknown_keys import MAX_KEYS, UnknownKeys
+from caesura.client.serve.bodies import MAX_KEYS, UnknownKeys
+from caesura.client.serve.openai.completions import CompletionRequest
 from caesura.io_struct import UpdateWeightFromDiskReqInput
 
 LABEL = "must be a string of at most 1024 characters without control characters, an integer or null"
@@ -216,7 +216,7 @@ def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog)
     for path, sent in bodies.items():
         for body in sent:
             assert post(server, path, body)[0] == 404
-    said = [each.getMessage() for each in caplog.records if each.name.endswith("unknown_keys")]
+    said = [each.getMessage() for each in caplog.records if each.name.endswith("serve.bodies")]
     of_asked = [
         "the key max_tokenz is not known and ignored (did you mean max_tokens?); requests with it are not mentioned again",
         "the key \\x1b[2Jlonger is not known and ignored; requests with it are not mentioned again",

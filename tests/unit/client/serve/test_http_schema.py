@@ -16,13 +16,12 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
 from caesura.client.serve.pages.metrics import Metrics
-from caesura.client.serve.sglang import control_schema as control
-from caesura.client.serve.sglang import generate_routes, rollout_routes
-from caesura.client.serve.sglang import generate_schema as schema
-from caesura.client.serve.sglang.generate_answer import routed_experts
-from caesura.client.serve.sglang.update_routes import allowed_path
-from caesura.client.serve.vllm import control_routes as vllm_control_routes
-from caesura.client.serve.vllm import token_routes
+from caesura.client.serve.sglang import control, rollout, tokenize, updates
+from caesura.client.serve.sglang import generate as schema
+from caesura.client.serve.sglang.generate import routed_experts
+from caesura.client.serve.sglang.updates import allowed_path
+from caesura.client.serve.vllm import control as vllm_control
+from caesura.client.serve.vllm import tokens
 from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
 from caesura.io_struct import RoutedExperts, SamplingParams
 
@@ -30,30 +29,30 @@ DOCS = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
 DOCUMENTED = {
     "`/generate`": schema.GenerateBody,
     "`sampling_params`": schema.SamplingBody,
-    "`/abort_request`": generate_routes.AbortBody,
+    "`/abort_request`": schema.AbortBody,
     "`/pause_generation`": control.PauseBody,
     "`/continue_generation`": control.ContinueBody,
     "`/release_memory_occupation`, `/resume_memory_occupation`": control.TagsBody,
-    "`/update_weight_version`": control.VersionBody,
-    "`/weights_checker`": control.CheckerBody,
-    "`/post_process_weights`": control.PostProcessBody,
-    "all updates": control.UpdateBody,
-    "`/update_weights_from_disk`": control.DiskBody,
-    "`/init_weights_update_group`": control.InitGroupBody,
-    "`/destroy_weights_update_group`": control.DestroyGroupBody,
-    "`/update_weights_from_distributed`": control.DistributedBody,
-    "`/update_weights_from_tensor` (JSON)": control.TensorBody,
-    "`/update_weights_from_ipc`": control.ParameterServerBody,
-    "`/begin_weight_update`": control.BeginBody,
-    "`/end_weight_update`": control.EndBody,
+    "`/update_weight_version`": updates.VersionBody,
+    "`/weights_checker`": updates.CheckerBody,
+    "`/post_process_weights`": updates.PostProcessBody,
+    "all updates": updates.UpdateBody,
+    "`/update_weights_from_disk`": updates.DiskBody,
+    "`/init_weights_update_group`": updates.InitGroupBody,
+    "`/destroy_weights_update_group`": updates.DestroyGroupBody,
+    "`/update_weights_from_distributed`": updates.DistributedBody,
+    "`/update_weights_from_tensor` (JSON)": updates.TensorBody,
+    "`/update_weights_from_ipc`": updates.ParameterServerBody,
+    "`/begin_weight_update`": updates.BeginBody,
+    "`/end_weight_update`": updates.EndBody,
     "`/start_profile`": control.StartProfileBody,
-    "`/rollout/generate`": rollout_routes.RolloutBody,
+    "`/rollout/generate`": rollout.RolloutBody,
     "`/stop_profile`": control.StopProfileBody,
-    "`/tokenize`": control.TokenizeBody,
-    "`/detokenize`": control.DetokenizeBody,
-    "`/inference/v1/generate`": token_routes.TokensBody,
-    "`/update_weights`": vllm_control_routes.WeightsBody,
-    "`/pause`": vllm_control_routes.PauseOptions,
+    "`/tokenize`": tokenize.TokenizeBody,
+    "`/detokenize`": tokenize.DetokenizeBody,
+    "`/inference/v1/generate`": tokens.TokensBody,
+    "`/update_weights`": vllm_control.WeightsBody,
+    "`/pause`": vllm_control.PauseOptions,
 }
 
 
@@ -88,8 +87,8 @@ def own_fields(name: str) -> list[msgspec.inspect.Field]:
     """Those of a body that its own table has: what all updates take stands in one for all."""
     info = msgspec.inspect.type_info(DOCUMENTED[name])
     assert isinstance(info, msgspec.inspect.StructType)
-    general = control.UpdateBody.__struct_fields__
-    if name == "all updates" or not issubclass(DOCUMENTED[name], control.UpdateBody):
+    general = updates.UpdateBody.__struct_fields__
+    if name == "all updates" or not issubclass(DOCUMENTED[name], updates.UpdateBody):
         general = ()
     return [field for field in info.fields if field.name not in general]
 
@@ -141,7 +140,7 @@ def test_the_page_has_no_other_tables_of_fields():
         ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
         ("`/start_profile`", control.StartProfileBody.REFUSED, ("profile_prefix",)),
         ("`/stop_profile`", (), ("num_steps", "start_step")),
-        ("`/inference/v1/generate`", token_routes.REFUSED, ("priority", "return_token_ids")),
+        ("`/inference/v1/generate`", tokens.REFUSED, ("priority", "return_token_ids")),
     ],
 )
 def test_the_page_says_what_the_code_does(name, refused, ignored):

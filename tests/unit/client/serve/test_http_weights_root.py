@@ -7,7 +7,7 @@ import pytest
 
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve.context import ServeOptions
-from caesura.client.serve.sglang.update_routes import allowed_path
+from caesura.client.serve.sglang.updates import allowed_path
 
 NAMES = (
     "config.json",

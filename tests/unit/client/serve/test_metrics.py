@@ -18,11 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.fake_scheduler import FakeScheduler, answer, memory_event, status_reply
 
 from caesura.client import AsyncSchedulerClient
-from caesura.client.serve.auth import AuthMiddleware
 from caesura.client.serve.context import FrontEnd, ServeOptions
-from caesura.client.serve.pages import dashboard, document, engine_metrics, metrics
-from caesura.client.serve.pages.metric_families import PREFIX
-from caesura.client.serve.pages.metrics import Metrics
+from caesura.client.serve.middleware import AuthMiddleware
+from caesura.client.serve.pages import dashboard, document, engine_watch, metrics
+from caesura.client.serve.pages.metrics import PREFIX, Metrics
 from caesura.io_struct import (
     ComponentStatus,
     Distribution,
@@ -245,8 +244,8 @@ def test_all_who_ask_at_once_cost_the_engine_one_status(tmp_path):
 
 
 def test_an_engine_that_is_gone_leaves_its_last_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_metrics, "FRESH_S", 0.0)
-    monkeypatch.setattr(engine_metrics, "ANSWER_S", 0.2)
+    monkeypatch.setattr(engine_watch, "FRESH_S", 0.0)
+    monkeypatch.setattr(engine_watch, "ANSWER_S", 0.2)
 
     async def ask():
         async with served(tmp_path) as it:
@@ -261,7 +260,7 @@ def test_an_engine_that_is_gone_leaves_its_last_figures(tmp_path, monkeypatch):
 
 
 def test_an_engine_that_never_answered_is_down_and_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_metrics, "ANSWER_S", 0.1)
+    monkeypatch.setattr(engine_watch, "ANSWER_S", 0.1)
 
     async def ask():
         async with served(tmp_path, handler=lambda request: []) as it:

@@ -6,9 +6,8 @@ from support.fake_scheduler import finished, floats
 from support.tokenizers import make_byte_level, make_sentencepiece
 
 from caesura.client.connection.results import TokenDelta, decode_output
-from caesura.client.serve.openai.chat import ChatForm
-from caesura.client.serve.openai.completions import CompletionForm
-from caesura.client.serve.openai.schema import decode_chat, decode_completion
+from caesura.client.serve.openai.chat import ChatForm, decode_chat
+from caesura.client.serve.openai.completions import CompletionForm, decode_completion
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import Chunk, Sample, TokenizerManager
 

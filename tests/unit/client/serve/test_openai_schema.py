@@ -9,19 +9,18 @@ import pytest
 import caesura
 from caesura.client import InvalidRequest
 from caesura.client.serve.openai import images
-from caesura.client.serve.openai.chat import template_messages
-from caesura.client.serve.openai.common import common_fields, rids_for, sampling_params
-from caesura.client.serve.openai.schema import (
+from caesura.client.serve.openai.chat import ChatRequest, decode_chat, template_messages
+from caesura.client.serve.openai.common import (
     IGNORED,
-    REFUSED,
-    ChatRequest,
     CommonRequest,
-    CompletionRequest,
-    decode_chat,
-    decode_completion,
+    common_fields,
+    rids_for,
+    sampling_params,
 )
+from caesura.client.serve.openai.completions import CompletionRequest, decode_completion
 from caesura.io_struct import SamplingParams
 
+REFUSED = ChatRequest.REFUSED | CompletionRequest.REFUSED
 DOCS = Path(caesura.__file__).parent / "docs" / "reference" / "openai.md"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 

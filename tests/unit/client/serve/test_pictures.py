@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from caesura.client.connection.images import ImageTensor
-from caesura.client.serve.pages.last_image import LONGEST, LastImage
-from caesura.client.serve.png import png_of, shrunk
+from caesura.client.serve.pictures import LONGEST, LastImage, png_of
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -30,18 +29,25 @@ def test_a_png_holds_the_pixels(shape):
     assert opened(png_of(made)) == (shape[::-1], made.data)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (160, 160), (161, 10), (1, 500), (1000, 333)])
-def test_a_small_picture_has_every_kth_pixel(shape):
-    made = image(*shape)
-    small = shrunk(made, LONGEST)
-    step = -(-max(shape) // LONGEST)
-    whole = Image.frombytes("RGB", shape[::-1], made.data)
-    assert max(small.shape[:2]) <= LONGEST
-    found = Image.frombytes("RGB", (small.shape[1], small.shape[0]), small.data)
-    assert found.size == (-(-shape[1] // step), -(-shape[0] // step))
-    for y in range(found.height):
-        for x in range(found.width):
-            assert found.getpixel((x, y)) == whole.getpixel((x * step, y * step))
+@pytest.mark.parametrize(
+    ("shape", "small"),
+    [
+        ((1, 1), (1, 1)),
+        ((160, 160), (160, 160)),
+        ((80, 320), (40, 160)),
+        ((1, 500), (1, 160)),
+        ((1000, 500), (160, 80)),
+    ],
+)
+def test_a_small_picture_fits_and_looks_alike(shape, small):
+    height, width = shape
+    row = b"\xff\0\0" * (width // 2) + b"\0\0\xff" * (width - width // 2)  # red, then blue
+    size, data = opened(png_of(ImageTensor("U8", (*shape, 3), row * height), LONGEST))
+    assert size == small[::-1]
+    found = Image.frombytes("RGB", size, data)
+    middle = size[1] // 2
+    assert found.getpixel((size[0] - 1, middle)) == (0, 0, 255)
+    assert width == 1 or found.getpixel((0, middle)) == (255, 0, 0)
 
 
 def test_the_last_image_is_told_once_and_replaced():

@@ -9,7 +9,7 @@ import pytest
 from caesura.client.connection.images import ImageOutput, ImageTensor
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve.context import FrontEnd, ServeOptions
-from caesura.client.serve.sglang import rollout_routes
+from caesura.client.serve.sglang import rollout
 from caesura.io_struct import FinishReason
 
 SIDE, STEPS = 1024, 28
@@ -46,18 +46,18 @@ def output_with(**embeds: ImageTensor) -> ImageOutput:
 def run(engine: Engine, latent_bytes_per_pixel: float = 1.0, **fields: Any) -> Any:
     options = ServeOptions(latent_bytes_per_pixel=latent_bytes_per_pixel)
     front = cast(FrontEnd, SimpleNamespace(client=engine, options=options))
-    body = rollout_routes.RolloutBody(
+    body = rollout.RolloutBody(
         prompt="a", seed=0, width=SIDE, height=SIDE, num_inference_steps=STEPS, **fields
     )
-    return asyncio.run(rollout_routes._outputs(front, body, "r"))
+    return asyncio.run(rollout._outputs(front, body, "r"))
 
 
 @pytest.mark.parametrize("per_pixel", [0.25, 1.0, 4.0])
 def test_latents_count_what_this_engines_have(per_pixel):
     """One output more than what fits is refused before the engine is asked for any."""
     each = IMAGE + int((STEPS + 1) * per_pixel * SIDE * SIDE)
-    most = rollout_routes.MAX_ANSWER_BYTES // each
-    engine = Engine(embeds=rollout_routes.MAX_ANSWER_BYTES + 1)
+    most = rollout.MAX_ANSWER_BYTES // each
+    engine = Engine(embeds=rollout.MAX_ANSWER_BYTES + 1)
     with pytest.raises(InvalidRequest, match=f"with their latents {(most + 1) * each} bytes"):
         run(engine, per_pixel, num_outputs_per_prompt=most + 1)
     assert engine.asked == []
@@ -75,7 +75,7 @@ def test_a_window_of_returned_steps_counts_its_latents_alone():
 
 
 def test_bytes_that_come_are_counted_whatever_they_are_and_the_other_outputs_are_aborted(monkeypatch):
-    monkeypatch.setattr(rollout_routes, "MAX_ANSWER_BYTES", 4 * IMAGE)
+    monkeypatch.setattr(rollout, "MAX_ANSWER_BYTES", 4 * IMAGE)
     engine = Engine(embeds=4 * IMAGE + 1)
     with pytest.raises(InvalidRequest, match="have more than") as raised:
         run(engine, num_outputs_per_prompt=3, rollout=False)
@@ -84,7 +84,7 @@ def test_bytes_that_come_are_counted_whatever_they_are_and_the_other_outputs_are
 
 
 def test_as_many_bytes_as_there_may_be_are_answered(monkeypatch):
-    monkeypatch.setattr(rollout_routes, "MAX_ANSWER_BYTES", 4 * IMAGE)
+    monkeypatch.setattr(rollout, "MAX_ANSWER_BYTES", 4 * IMAGE)
     seeds, (found,) = run(Engine(embeds=4 * IMAGE), num_outputs_per_prompt=1, rollout=False)
     assert seeds == [0]
     assert len(found.embeds["prompt_embeds"].data) == 4 * IMAGE

@@ -3,9 +3,9 @@
 The routes and their answers are those of vLLM 0.33 and prime-rl 0.8.0 (src/prime_rl/utils/client.py,
 src/prime_rl/inference/vllm/server.py).
 
-Invariants: each command is one of SGLang's routes or several; what another try cannot mend is 4xx, which
-prime-rl does not repeat. A pause that clears the cache leaves no KV of the weights before, neither a
-request's nor the prefix cache's.
+Invariants: each command is one of SGLang's routes or several. An error that a retry cannot mend is 4xx, which
+prime-rl does not repeat. A pause that clears the cache leaves no KV of earlier weights, neither a request's
+nor the prefix cache's.
 """
 
 from collections.abc import Coroutine
@@ -17,11 +17,11 @@ from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError
 from ...exceptions import Unsupported, WeightMismatch
+from ..bodies import HTTPRequest, Strict, read_control
 from ..context import Front, FrontEnd
-from ..errors import json_response, native_error, status_of
-from ..exchange import ClientLeft, HTTPRequest, command, nobody, read_control, unless_left
-from ..sglang.control_schema import DiskBody, Strict
-from ..sglang.update_routes import from_disk, uncommitted
+from ..errors import json_response
+from ..responses import ClientLeft, client_left, command, unless_left
+from ..sglang.updates import DiskBody, from_disk, uncommitted
 
 
 class PauseOptions(Strict, kw_only=True):
@@ -29,13 +29,7 @@ class PauseOptions(Strict, kw_only=True):
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
-    """With ``keep`` also the KV of the requests, which are computed again."""
-
-
-class WeightsBody(Strict, kw_only=True):
-    """``/update_weights``."""
-
-    weight_dir: str | None = None
+    """With ``keep`` also the KV of the requests, which is computed again."""
 
 
 @post("/pause", status_code=200, opt={"access": "admin"})
@@ -48,7 +42,7 @@ async def pause(request: HTTPRequest, front: Front) -> Response[bytes]:
     try:
         return await unless_left(request, answer)
     except ClientLeft:
-        return nobody()
+        return client_left()
 
 
 async def _pause(front: FrontEnd, options: PauseOptions) -> None:
@@ -62,9 +56,14 @@ async def _pause(front: FrontEnd, options: PauseOptions) -> None:
         await front.client.flush_cache()
 
 
+async def _answer(front: FrontEnd, name: str, work: Coroutine[Any, Any, Any], status: str) -> Response[bytes]:
+    await command(front, name, work)
+    return json_response({"status": status})
+
+
 @get("/is_paused", opt={"access": "user"})
 async def is_paused(front: Front) -> Response[bytes]:
-    """True also while the last requests are waited for."""
+    """Return true also while the last requests are waited for."""
     paused = front.admission.pausing or (await front.health.status()).generation != "running"
     return json_response({"is_paused": paused})
 
@@ -76,21 +75,30 @@ async def resume(front: Front) -> Response[bytes]:
     return await _answer(front, "continue_generation", front.client.continue_generation(), "resumed")
 
 
+class WeightsBody(Strict, kw_only=True):
+    """``/update_weights``."""
+
+    weight_dir: str | None = None
+
+
 @post("/update_weights", status_code=200, opt={"access": "admin"})
 async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Load a checkpoint folder in place, under the folder's name as label. Requests keep their KV; the prefix cache of the
-    weights before is not used any more."""
+    """Load a checkpoint folder in place, under the folder's name as label.
+
+    Requests keep their KV; the prefix cache of earlier weights is not used any more.
+    """
     body = await read_control(request, WeightsBody)
 
     async def work() -> None:
         if body.weight_dir is None:
             raise Unsupported(
-                'weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "filesystem")',
+                "weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "
+                '"filesystem")',
                 field="weight_dir",
             )
         label = PurePath(body.weight_dir).name
-        wire = DiskBody(model_path=body.weight_dir, weight_version=label, flush_cache=False)
-        reply = await from_disk(front, wire)
+        given = DiskBody(model_path=body.weight_dir, weight_version=label, flush_cache=False)
+        reply = await from_disk(front, given)
         if not reply.committed:
             raise WeightMismatch(uncommitted(reply))
 
@@ -99,20 +107,12 @@ async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
 
 @get("/liveness", opt={"access": "open"})
 async def liveness(front: Front) -> Response[bytes]:
-    """200 while the engine answers, paused or not."""
+    """Answer 200 while the engine answers, paused or not."""
     try:
         await front.health.check()
     except CaesuraError:
         return json_response({"status": "engine_unresponsive"}, 503)
     return json_response({"status": "ok"})
-
-
-async def _answer(front: FrontEnd, name: str, work: Coroutine[Any, Any, Any], status: str) -> Response[bytes]:
-    try:
-        await command(front, name, work)
-    except CaesuraError as error:
-        return native_error(error.message, status_of(error), error.code)
-    return json_response({"status": status})
 
 
 ROUTES: list[HTTPRouteHandler] = [pause, is_paused, resume, update_weights, liveness]

@@ -1,12 +1,13 @@
 """SGLang's ``/rollout/generate``: trajectories of a diffusion policy, JSON in, msgpack out.
 
 Invariants:
-- A body is refused by the engine or answered with one element for each output; a client that leaves aborts them, and so does an
-  output that fails.
-- The outputs that the server holds for one request have a bound: images and latents before anything is computed, and all bytes as
-  they come.
+- A body is refused by the engine or answered with one element for each output. If a client leaves or an
+  output fails, all are aborted.
+- The outputs that the server holds for one request are bounded: images and latents before anything is
+  computed, and all bytes as they come.
 - Output ``i`` has the noise of ``seed + i``, as in SGLang, so that each can be made again alone.
-- A tensor is ``{"__tensor__": true, "data", "shape", "dtype"}``, where ``data`` is a safetensors file with the one tensor ``t``.
+- A tensor is ``{"__tensor__": true, "data", "shape", "dtype"}``, where ``data`` is a safetensors file with
+  the one tensor ``t``.
 """
 
 import asyncio
@@ -22,28 +23,27 @@ from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEP
 from ....transfer.safetensors import DTYPES, file_of_one
 from ...connection.images import ImageOutput, ImageTensor
 from ...exceptions import InvalidRequest, Unsupported
+from ..bodies import HTTPRequest, Strict, read_control
 from ..context import Front, FrontEnd
-from ..exchange import ClientLeft, HTTPRequest, command, nobody, read_control, unless_left
-from ..modality import makes_images
-from .control_schema import Strict
-from .generate_routes import refused
+from ..middleware import makes_images
+from ..responses import ClientLeft, client_left, command, unless_left
+from .generate import refused
 
 MAX_OUTPUTS = 256
-"""Of one request."""
+"""Maximum outputs of one request."""
 MAX_SEED = (1 << 63) - 1 - MAX_OUTPUTS
 MAX_ANSWER_BYTES = 1 << 30
-"""Of all outputs of one request, which the server holds until the last has come."""
+"""Maximum bytes of all outputs of one request, which the server holds until the last has come."""
 
 Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
 Steps = Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)]
 
 _DEFAULTS = GenerateImagesReqInput()
 _IMAGE_BYTES_PER_PIXEL = 3
-_SIDE, _STEPS = _DEFAULTS.width, _DEFAULTS.num_inference_steps
 
 
 class ExtraParams(Strict, kw_only=True):
-    """``extra_sampling_params``: what Caesura has beyond SGLang's own fields."""
+    """``extra_sampling_params``: parameters beyond SGLang's own fields."""
 
     sigmas: Annotated[list[float], msgspec.Meta(min_length=1, max_length=MAX_STEPS)] | None = None
     shift: float | None = None
@@ -62,7 +62,7 @@ class RolloutBody(Strict, kw_only=True):
     num_outputs_per_prompt: Annotated[int, msgspec.Meta(ge=1, le=MAX_OUTPUTS)] = 1
     guidance_scale: float | None = None
     true_cfg_scale: float | None = None
-    """Taken before ``guidance_scale`` where both are given."""
+    """Takes precedence over ``guidance_scale``."""
     extra_sampling_params: ExtraParams | None = None
 
     rollout: bool = True
@@ -87,13 +87,13 @@ class RolloutBody(Strict, kw_only=True):
 
     @property
     def scale(self) -> float | None:
-        """Of guidance. None: the engine's default."""
+        """Scale of guidance. None means the engine's default."""
         return self.guidance_scale if self.true_cfg_scale is None else self.true_cfg_scale
 
 
 @post("/rollout/generate", status_code=200, opt={"access": "user", "body": "prompts"}, guards=[makes_images])
 async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Images of one prompt, with what a trainer needs of their trajectories."""
+    """Make images of one prompt, with what a trainer needs of their trajectories."""
     body = await read_control(request, RolloutBody, text=True)
     rid = new_id()
     try:
@@ -102,17 +102,12 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
             request, command(front, "rollout_generate", _outputs(front, body, rid))
         )
     except ClientLeft:
-        return nobody()
+        return client_left()
     except CaesuraError as error:
         return refused(front, error)
     front.last_image.keep(outputs)
     encoded = await front.workers.run(lambda: _encoded(body, rid, seeds, outputs))
     return Response(encoded, media_type="application/msgpack")
-
-
-def _encoded(body: RolloutBody, rid: str, seeds: list[int], outputs: list[ImageOutput]) -> bytes:
-    answers = [_answer(body, rid, seed, each) for seed, each in zip(seeds, outputs, strict=True)]
-    return msgspec.msgpack.encode(answers)
 
 
 async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[int], list[ImageOutput]]:
@@ -122,13 +117,26 @@ async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[i
     _require_small(body, options, front.options.latent_bytes_per_pixel)
     first = secrets.randbelow(MAX_SEED) if body.seed is None else body.seed
     seeds = [first + number for number in range(body.num_outputs_per_prompt)]
-    held = _Held()
+    held = 0
+
+    async def one(number: int, seed: int) -> ImageOutput:
+        nonlocal held
+        output: ImageOutput = await front.client.generate_images(
+            body.prompt, rid=f"{rid}_{number}", seed=seed, **options
+        )
+        tensors = (output.image, output.latents, output.final_latents, *output.embeds.values())
+        held += sum(len(each.data) for each in tensors if each is not None)
+        if held > MAX_ANSWER_BYTES:
+            raise InvalidRequest(
+                f"num_outputs_per_prompt: the outputs have more than {MAX_ANSWER_BYTES} bytes, the most in "
+                "one answer",
+                field="num_outputs_per_prompt",
+            )
+        return output
+
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_one(front, body.prompt, f"{rid}_{number}", seed, options, held))
-                for number, seed in enumerate(seeds)
-            ]
+            tasks = [group.create_task(one(number, seed)) for number, seed in enumerate(seeds)]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return seeds, [task.result() for task in tasks]
@@ -136,10 +144,12 @@ async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[i
 
 def _require_small(body: RolloutBody, options: dict[str, Any], latent_bytes_per_pixel: float) -> None:
     """Refuse images and latents that would fill the server's memory."""
-    steps = len(options["sigmas"]) if "sigmas" in options else options.get("num_inference_steps", _STEPS)
+    steps = options.get("num_inference_steps", _DEFAULTS.num_inference_steps)
+    if "sigmas" in options:
+        steps = len(options["sigmas"])
     asked = options.get("return_steps", [])
     kept = steps + 1 if asked is None else min(2 * len(asked), steps + 1)
-    width, height = options.get("width", _SIDE), options.get("height", _SIDE)
+    width, height = options.get("width", _DEFAULTS.width), options.get("height", _DEFAULTS.width)
     pixels = body.num_outputs_per_prompt * width * height
     nbytes = int(pixels * (_IMAGE_BYTES_PER_PIXEL + kept * latent_bytes_per_pixel))
     if nbytes > MAX_ANSWER_BYTES:
@@ -150,37 +160,8 @@ def _require_small(body: RolloutBody, options: dict[str, Any], latent_bytes_per_
         )
 
 
-class _Held:
-    """The bytes of the outputs that have come for one request, whatever they are made of."""
-
-    def __init__(self) -> None:
-        self._nbytes = 0
-
-    def add(self, output: ImageOutput) -> None:
-        """Count one more.
-
-        Raises:
-            InvalidRequest: with it they are more than one answer may have.
-        """
-        tensors = (output.image, output.latents, output.final_latents, *output.embeds.values())
-        self._nbytes += sum(len(each.data) for each in tensors if each is not None)
-        if self._nbytes > MAX_ANSWER_BYTES:
-            raise InvalidRequest(
-                f"num_outputs_per_prompt: the outputs have more than {MAX_ANSWER_BYTES} bytes, the most in one answer",
-                field="num_outputs_per_prompt",
-            )
-
-
-async def _one(
-    front: FrontEnd, prompt: str, rid: str, seed: int, options: dict[str, Any], held: _Held
-) -> ImageOutput:
-    output: ImageOutput = await front.client.generate_images(prompt, rid=rid, seed=seed, **options)
-    held.add(output)
-    return output
-
-
 def _options(body: RolloutBody) -> dict[str, Any]:
-    """Keywords of ``generate_images``; what the body leaves out has the client's defaults."""
+    """Return keywords of ``generate_images``; the client has defaults for what the body leaves out."""
     extra = body.extra_sampling_params or ExtraParams()
     given = {
         "negative_prompt": body.negative_prompt,
@@ -207,8 +188,13 @@ def _options(body: RolloutBody) -> dict[str, Any]:
     return options
 
 
+def _encoded(body: RolloutBody, rid: str, seeds: list[int], outputs: list[ImageOutput]) -> bytes:
+    answers = [_answer(body, rid, seed, each) for seed, each in zip(seeds, outputs, strict=True)]
+    return msgspec.msgpack.encode(answers)
+
+
 def _answer(body: RolloutBody, rid: str, seed: int, output: ImageOutput) -> dict[str, Any]:
-    """One output: SGLang's keys, then Caesura's own, ``finish_reason`` and ``weight_versions``."""
+    """Return one output: SGLang's keys, then Caesura's own, ``finish_reason`` and ``weight_versions``."""
     rolled = body.rollout
     env = rolled and body.rollout_return_denoising_env
     trajectory = rolled and body.rollout_return_dit_trajectory
@@ -239,14 +225,11 @@ def _debug(output: ImageOutput) -> dict[str, Any]:
 
 
 def _environment(body: RolloutBody, output: ImageOutput) -> dict[str, Any]:
-    negative = {
-        name.removeprefix("negative_"): _tensor(each)
-        for name, each in output.embeds.items()
-        if name.startswith("negative_")
-    }
-    positive = {
-        name: _tensor(each) for name, each in output.embeds.items() if not name.startswith("negative_")
-    }
+    positive: dict[str, Any] = {}
+    negative: dict[str, Any] = {}
+    for name, each in output.embeds.items():
+        kind = negative if name.startswith("negative_") else positive
+        kind[name.removeprefix("negative_")] = _tensor(each)
     return {
         "image_kwargs": None,
         "pos_cond_kwargs": positive,

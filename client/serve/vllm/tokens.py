@@ -3,16 +3,16 @@
 Request and answer are as prime-rl's client (``renderers.client``, 0.1.12) sends and reads them.
 
 Invariants:
-- ``sampling_params`` are read as the fields of ``/v1/completions``, which has vLLM's names; they are honoured, ignored and refused
-  as there. Without ``max_tokens`` a sample may fill the context.
-- ``prompt_logprobs`` and ``logprob_token_ids`` are read here. Stop strings cut the tokens, since there is no
-  text.
+- ``sampling_params`` are read as the fields of ``/v1/completions``, which has vLLM's names: they are
+  honoured, ignored and refused in the same way, except ``prompt_logprobs`` and ``logprob_token_ids``. Without
+  ``max_tokens`` a sample may fill the context.
+- Stop strings cut the tokens, since there is no text.
 - Tokens are named ``token_id:17`` in logprobs, and each output token has one.
 - In ``routed_experts`` the key ``data`` comes first: the client cuts it out of the raw answer.
 """
 
 import base64
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from litestar import Response, post
@@ -23,30 +23,33 @@ from ....io_struct.generate import TokenId
 from ...connection.results import GenerateOutput
 from ...exceptions import InvalidRequest, Unsupported
 from ...text.tokenizer_manager import GenerationRequest, Sample
-from ..bodies import INLINE, UNREADABLE, decode_large, unreadable
+from ..bodies import INLINE, UNREADABLE, HTTPRequest, decode_large, unreadable
 from ..context import Front, FrontEnd
-from ..exchange import HTTPRequest, unless_left
 from ..generations import whole
-from ..modality import makes_tokens
+from ..middleware import makes_tokens
+from ..openai.answers import Usage, usage_of
 from ..openai.common import (
     EXCEPTION_HANDLERS,
+    IGNORED_KEYS,
+    NOTHING,
+    TopCount,
     check_batch,
     check_model,
     common_fields,
     rids_for,
     sampling_params,
-    usage_of,
 )
-from ..openai.logprobs import LOWEST, Position, TokenText, chat_logprobs, input_positions, output_positions
-from ..openai.schema import (
-    IGNORED_KEYS,
-    NOTHING,
+from ..openai.completions import CompletionRequest, decode_completion
+from ..openai.logprobs import (
+    LOWEST,
     ChatLogprobs,
-    CompletionRequest,
-    TopCount,
-    Usage,
-    decode_completion,
+    Position,
+    TokenText,
+    chat_logprobs,
+    input_positions,
+    output_positions,
 )
+from ..responses import unless_left
 
 PATH = "/inference/v1/generate"
 REFUSED = {
@@ -58,35 +61,33 @@ REFUSED = {
     "reasoning_ended": "answers are tokens",
 }
 _BY_IDS = TokenText(None)
+if TYPE_CHECKING:
+    _RefusedFields = msgspec.Struct
+else:
+    _RefusedFields = msgspec.defstruct("RefusedFields", [(name, Any, None) for name in REFUSED], kw_only=True)
 
 
-class TokensBody(msgspec.Struct, kw_only=True):
+class TokensBody(_RefusedFields, kw_only=True):
     """``/inference/v1/generate``."""
 
     token_ids: list[TokenId]
-    sampling_params: dict[str, Any] = {}
+    sampling_params: dict[str, Any] = {}  # noqa: RUF012  (a struct copies it)
     model: str | None = None
     cache_salt: str | None = None
     request_id: str | None = None
-    """Names the generation, for an abort."""
+    """Name of the generation, for an abort."""
     priority: Any = None
     """Ignored: requests run in the order of their arrival."""
     return_token_ids: Any = None
-    """Ignored: they always are."""
-    features: Any = None
-    content_parts: Any = None
-    kv_transfer_params: Any = None
-    stream: Any = None
+    """Ignored: they are always returned."""
     output_mode: Literal["tokens"] = "tokens"
-    parse_context: Any = None
-    reasoning_ended: Any = None
 
 
 class LogprobsAsked(msgspec.Struct, kw_only=True):
     """The fields of ``sampling_params`` that ``/v1/completions`` does not have, or refuses."""
 
     prompt_logprobs: TopCount | None = None
-    """Number of the likeliest tokens at each position of the prompt, beside its own."""
+    """Number of the most likely tokens at each position of the prompt, beside its own."""
     logprob_token_ids: list[TokenId] = []
     """Tokens whose logprobs are wanted at each position of the output."""
 
@@ -96,10 +97,10 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
 
     logprob: float
     rank: int | None
-    """Place among all tokens, from 1. None: beyond the likeliest that were asked for."""
+    """Rank among all tokens, from 1. Null: beyond the most likely ones that were asked for."""
 
 
-class RoutedExpertsOf(msgspec.Struct, kw_only=True):
+class RoutedExpertsData(msgspec.Struct, kw_only=True):
     """Experts of the tokens from ``start`` on, [rows, layers, experts per token]."""
 
     data: str
@@ -117,7 +118,7 @@ class TokenChoice(msgspec.Struct, kw_only=True):
     finish_reason: str
     stop_reason: int | str | None
     """Token id or stop string that ended the sample."""
-    routed_experts: RoutedExpertsOf | None
+    routed_experts: RoutedExpertsData | None
 
 
 class TokensAnswer(msgspec.Struct, kw_only=True):
@@ -133,10 +134,10 @@ _DECODER = msgspec.json.Decoder(TokensBody, strict=False)
 
 
 def _read(front: FrontEnd, raw: bytes) -> tuple[TokensBody, CompletionRequest, LogprobsAsked]:
-    """The body, its sampling parameters, and those of them that only this route has.
+    """Decode the body, its sampling parameters, and those of them that only this route has.
 
     Raises:
-        InvalidRequest: malformed, or refused by name.
+        InvalidRequest: the body is malformed, or a field is refused by name.
     """
     try:
         large = len(raw) > INLINE
@@ -154,7 +155,7 @@ def _read(front: FrontEnd, raw: bytes) -> tuple[TokensBody, CompletionRequest, L
         given["routed_experts_start_len"] = start
     named = {"model": body.model, "rid": body.request_id, "cache_salt": body.cache_salt}
     given |= {name: value for name, value in named.items() if value is not None}
-    given |= {"prompt": [], "stream": False, "echo": False}  # the prompt stays where it has been decoded
+    given |= {"prompt": [], "stream": False, "echo": False}  # the prompt is decoded already
     parameters = msgspec.json.encode(given)
     asked = decode_completion(parameters)
     front.unknown_keys.note(PATH, parameters, CompletionRequest, IGNORED_KEYS)
@@ -191,8 +192,8 @@ def _request(asked: CompletionRequest, token_ids: list[int], logprobs: LogprobsA
     )
 
 
-def _of_output(output: GenerateOutput, asked: CompletionRequest, given: bool) -> ChatLogprobs | None:
-    """Each token with the likeliest ones and those of ``logprob_token_ids``, if there are ``given`` ones."""
+def _output_logprobs(output: GenerateOutput, asked: CompletionRequest, given: bool) -> ChatLogprobs | None:
+    """Return each token with the most likely ones and, if ``given``, ``logprob_token_ids``."""
     if asked.logprobs is None and not given:
         return None
     positions: list[Position] = []
@@ -215,7 +216,7 @@ def _choice(sample: Sample, logprobs: ChatLogprobs | None) -> TokenChoice:
         stop_reason=sample.matched,
         routed_experts=None
         if routed is None
-        else RoutedExpertsOf(
+        else RoutedExpertsData(
             data=base64.b64encode(routed.data).decode(),
             shape=list(routed.shape),
             start=routed.start,
@@ -224,8 +225,8 @@ def _choice(sample: Sample, logprobs: ChatLogprobs | None) -> TokenChoice:
     )
 
 
-def _of_prompt(sample: Sample, count: int) -> list[dict[str, PromptLogprob] | None]:
-    """The prompt's tokens, each before the ``count`` likeliest ones at its position."""
+def _prompt_logprobs(sample: Sample, count: int) -> list[dict[str, PromptLogprob] | None]:
+    """Return the prompt's tokens, each before the ``count`` most likely ones at its position."""
     found: list[dict[str, PromptLogprob] | None] = []
     for token, logprob, top in input_positions(sample.prompt_ids, sample.output):
         if logprob is None:
@@ -246,10 +247,10 @@ async def _generated(
     answer = TokensAnswer(
         request_id=str(request.rid),
         choices=[
-            _choice(sample, _of_output(sample.output, asked, bool(logprobs.logprob_token_ids)))
+            _choice(sample, _output_logprobs(sample.output, asked, bool(logprobs.logprob_token_ids)))
             for sample in samples
         ],
-        prompt_logprobs=None if count is None else _of_prompt(samples[0], count),
+        prompt_logprobs=None if count is None else _prompt_logprobs(samples[0], count),
         usage=usage_of(samples),
     )
     return Response(msgspec.json.encode(answer), media_type="application/json", status_code=200)

@@ -1,0 +1,203 @@
+"""Checks of every request before its handler: keys, size of the body, modality, routing key.
+
+Invariants:
+- Keys are checked here only, in constant time, and appear in no log, error or answer.
+- Every route has ``opt={"access": "open" | "user" | "admin"}``; without one it counts as ``admin``. ``admin``
+  (whatever changes the engine) needs the admin key; if none is set, the API key; if neither is set, nothing
+  (a server without keys binds loopback only, or was started with ``--insecure-bind``). ``user`` needs the API
+  key if one is set; the admin key is accepted as well.
+- A web page of another origin cannot use a server without keys through a browser, not even if its name has
+  been made to point at this machine (DNS rebinding): such a request must name this machine, or the address
+  that the server listens on.
+- A body over its limit is refused while it arrives, or before if its length is announced; it is never held
+  whole. A route without ``opt["body"]`` has the smallest limit.
+"""
+
+import hmac
+from typing import Any
+from urllib.parse import urlsplit
+
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
+from litestar.middleware import ASGIMiddleware
+from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send
+
+from ..exceptions import Unsupported
+from ..group.router import current_routing_key, routed_by
+from .context import FrontEnd
+from .errors import BodyTooLarge, send_error
+from .options import ServeOptions, is_loopback
+from .server import RESERVED
+
+ACCESS_CLASSES = frozenset({"open", "user", "admin"})
+MAX_COMMAND_BYTES = 1 << 20
+MAX_SPECS_BYTES = 16 << 20
+"""Size of the names and shapes of a hundred thousand tensors."""
+MAX_TEXT_BYTES = 4 << 20
+"""Size of conversations and other texts, which are decoded in one piece while nothing else runs."""
+_GENERATING = ("prompts", "text")
+_BINARY_TYPES = ("application/octet-stream", "application/x-safetensors")
+_ROUTING_KEY = b"x-smg-routing-key"
+"""Header of sglang-router and its successor smg."""
+
+
+class AuthMiddleware(ASGIMiddleware):
+    """Answers 401 or 403 if the caller may not use the route."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        api, admin = (key.encode() if key else b"" for key in (options.api_key, options.admin_key))
+        self._user_keys = [key for key in (api, admin) if key] if api else []
+        self._admin_keys = [key for key in (admin or api,) if key]
+        self._host = None if options.insecure_bind else options.host.lower()
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await next_app(scope, receive, send)
+        else:
+            await send_error(scope, send, *refusal)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        access = scope["route_handler"].opt.get("access", "admin")
+        if access == "open":
+            return None
+        keys = self._user_keys if access == "user" else self._admin_keys
+        headers = dict(scope["headers"])
+        if keys:
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            given = token.strip() if scheme.lower() == b"bearer" else b""
+            if not any([hmac.compare_digest(given, key) for key in keys]):  # noqa: C419 (constant time)
+                return 401, "Unauthorized"
+        elif _from_other_site(headers):
+            return 403, "Forbidden: this server has no key, so pages of other sites may not use it"
+        elif not self._is_named(headers.get(b"host")):
+            return 403, "Forbidden: this server has no key, so requests must name it as this machine (Host)"
+        return None
+
+    def _is_named(self, host: bytes | None) -> bool:
+        """Return True if ``Host`` names this machine or the address listened on; every browser sends one."""
+        if host is None or self._host is None:
+            return True
+        name = _hostname("//" + host.decode("latin-1"))
+        return name is not None and (is_loopback(name) or name == self._host)
+
+
+def _from_other_site(headers: dict[bytes, bytes]) -> bool:
+    """Return True if a browser sent the request for a page that is not this machine's own."""
+    if headers.get(b"sec-fetch-site", b"none") == b"cross-site":
+        return True
+    origin = headers.get(b"origin")
+    if origin is None:
+        return False
+    host = _hostname(origin.decode("latin-1"))
+    return host is None or not is_loopback(host)
+
+
+def _hostname(url: str) -> str | None:
+    """Return the host in lower case, without brackets and port, or None."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+class BodyLimit(ASGIMiddleware):
+    """Answers 413 to a body over the limit of its route, by ``opt["body"]``.
+
+    That is ``prompts``, ``text``, ``specs``, ``weights``, or missing. On a connection over the maximum
+    number, generating routes are answered 503.
+
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        limit = options.max_body_bytes
+        self._limits = {
+            "prompts": limit,
+            "weights": limit,
+            "text": min(limit, MAX_TEXT_BYTES),
+            "specs": min(limit, MAX_SPECS_BYTES),
+        }
+        self._command = min(limit, MAX_COMMAND_BYTES)
+        self._binary = options.max_update_bytes
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        kind = scope["route_handler"].opt.get("body", "")
+        if kind in _GENERATING and RESERVED in (scope.get("extensions") or ()):
+            await send_error(scope, send, 503, "too many connections: only commands are answered")
+            return
+        limit = self._limits.get(kind, self._command)
+        announced = b"0"
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                announced = value
+            elif kind == "weights" and name == b"content-type" and is_binary(value.decode("latin-1")):
+                limit = self._binary
+        if not announced.isdigit() or len(announced) > 18 or int(announced) > limit:
+            length = announced[:32].decode("latin-1")
+            await send_error(scope, send, 413, f"a body of {length} bytes is over the limit of {limit}")
+            return
+        received = 0
+
+        async def counted() -> HTTPReceiveMessage:
+            nonlocal received
+            message: HTTPReceiveMessage = await receive()  # type: ignore[assignment]
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > limit:
+                    raise BodyTooLarge(f"a body is over the limit of {limit} bytes")
+            return message
+
+        await next_app(scope, counted, send)
+
+
+def is_binary(content_type: str) -> bool:
+    """Return True if a body of this type is a safetensors file rather than JSON."""
+    return content_type.partition(";")[0].strip().lower() in _BINARY_TYPES
+
+
+class RoutingKey(ASGIMiddleware):
+    """Routes all generations of a request with the header ``X-SMG-Routing-Key`` to the engine of that key."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        key = next((value for name, value in scope["headers"] if name == _ROUTING_KEY), b"")
+        with routed_by(key.decode("latin-1") or None):
+            await next_app(scope, receive, send)
+
+
+def routing_key(given: object) -> str | None:
+    """Return the key of the header, else ``given`` if it is a text or a number."""
+    own = str(given) if isinstance(given, str | int) else ""
+    return current_routing_key() or own or None
+
+
+def makes_tokens(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    """Guard a route that needs a language model; it runs before the body is read.
+
+    Raises:
+        Unsupported: the engine makes images.
+    """
+    if _front(connection).options.makes_images:
+        raise Unsupported(
+            f"{min(handler.paths)} needs a language model, and this engine makes images: "
+            "call /v1/images/generations or /rollout/generate",
+            field="model",
+        )
+
+
+def makes_images(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    """Guard a route that needs a diffusion pipeline; it runs before the body is read.
+
+    Raises:
+        Unsupported: the engine makes tokens.
+    """
+    if not _front(connection).options.makes_images:
+        raise Unsupported(
+            f"{min(handler.paths)} needs a diffusion pipeline to make an image, and this engine serves a "
+            "language model: call /generate, /v1/completions or /v1/chat/completions",
+            field="model",
+        )
+
+
+def _front(connection: ASGIConnection[Any, Any, Any, Any]) -> FrontEnd:
+    found: FrontEnd = connection.app.state.front
+    return found

@@ -1,0 +1,291 @@
+"""Common part of the answers of completions and chats: choices, usage, and server-sent events.
+
+Invariants:
+- The id of an answer is the ``rid`` of its generation, so that ``/abort_request`` can end it.
+- A prompt counts once in the usage, however many samples it has.
+- A stream's first event is made before its answer begins: an immediate refusal has its HTTP status, a later
+  failure is an event with OpenAI's error object. Either way the stream ends with ``[DONE]``.
+- A client that leaves ends its generations.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from litestar import Response
+from msgspec import UNSET, UnsetType
+
+from ....io_struct import CaesuraError, WeightVersionSpan
+from ...text.tokenizer_manager import ENCODE_INLINE, Chunk, GenerationRequest, Sample
+from ..bodies import HTTPRequest
+from ..context import FrontEnd, in_slices
+from ..generations import label_for, merged, whole
+from ..responses import events, unless_left
+from ..sglang.generate import DONE, experts_of, meta_info
+from .common import CommonRequest, error_body
+
+T = TypeVar("T")
+
+
+class TokenDetails(msgspec.Struct, kw_only=True):
+    """``prompt_tokens_details``."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens of a whole request; a prompt counts once, however many samples it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """Fields of all choices and chunks beyond OpenAI's. All are absent unless asked for."""
+
+    matched_stop: int | str | UnsetType | None = UNSET
+    """The token id or the stop string that ended the choice, null if it ended otherwise, absent before."""
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
+    """Spans of tokens by the weights that sampled them, of a finished choice."""
+    meta_info: dict[str, Any] | UnsetType = UNSET
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """A response, or a chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | None = None
+    metadata: dict[str, Any] | UnsetType = UNSET
+    """``weight_version`` of finished choices, and with ``return_meta_info`` SGLang's ``weight_versions``."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """Those of the choices, if there is one prompt."""
+    sglext: dict[str, Any] | UnsetType = UNSET
+    """``routed_experts``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One HTTP request, ready to be generated."""
+
+    id: str
+    object: str
+    """``object`` of the answer, or of a stream's chunks."""
+    model: str
+    requests: list[GenerationRequest]
+    """One for each prompt; choice ``i * samples + j`` is sample ``j`` of prompt ``i``."""
+    samples: int
+    """``n``."""
+    stream: bool
+    include_usage: bool
+    """The stream ends with the usage."""
+    meta_info: bool
+    """Finished choices have ``meta_info``."""
+    scored: bool = False
+    """The prompts are only scored: the token that is sampled all the same does not count."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, choices: list[Any], **fields: Any) -> bytes:
+        """Return a response or a chunk, encoded; ``fields`` are further ones of :class:`Body`."""
+        if choices and len(self.requests) == 1:
+            fields["prompt_token_ids"] = choices[0].prompt_token_ids
+        return msgspec.json.encode(
+            Body(
+                id=self.id,
+                object=self.object,
+                created=self.created,
+                model=self.model,
+                choices=choices,
+                **fields,
+            )
+        )
+
+    def index(self, position: int, sample: int) -> int:
+        """Return the number of the choice that is sample ``sample`` of prompt ``position``."""
+        return position * self.samples + sample
+
+
+def make_job(
+    front: FrontEnd, request: CommonRequest, kind: str, requests: list[GenerationRequest], **fields: Any
+) -> Job:
+    """Make a job, whose answer has ``object`` = ``kind``; ``fields`` are further ones of :class:`Job`."""
+    options = request.stream_options
+    return Job(
+        id=request.rid if isinstance(request.rid, str) else str(requests[0].rid),
+        object=kind,
+        model=front.options.model_name,
+        requests=requests,
+        samples=request.n or 1,
+        stream=bool(request.stream),
+        include_usage=bool(options and options.include_usage),
+        meta_info=bool(request.return_meta_info),
+        **fields,
+    )
+
+
+async def planned(front: FrontEnd, text_size: int, plan: Callable[[], T]) -> T:
+    """Return the result of ``plan``, in a thread if it tokenizes many bytes (about ``text_size``)."""
+    return plan() if text_size <= ENCODE_INLINE else await front.workers.run(plan)
+
+
+def finish_fields(sample: Sample) -> dict[str, Any]:
+    """Return ``finish_reason`` and ``matched_stop`` of a choice."""
+    reason = sample.output.finish_reason.type
+    return {"finish_reason": reason, "matched_stop": sample.matched if reason == "stop" else None}
+
+
+def token_fields(
+    request: CommonRequest, prompt_ids: Sequence[int] | None, token_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Return the token ids of a choice or chunk, as far as asked for.
+
+    ``prompt_ids`` None means that an earlier chunk had them.
+    """
+    fields: dict[str, Any] = {}
+    if request.return_token_ids:
+        fields["token_ids"] = token_ids
+    if prompt_ids is not None and (request.return_token_ids or request.return_prompt_token_ids):
+        fields["prompt_token_ids"] = prompt_ids
+    return fields
+
+
+def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> Usage:
+    """Return the usage of a whole request; ``scored`` as in :class:`Job`."""
+    prompt = cached = completion = 0
+    for sample in samples:
+        completion += len(sample.output.output_ids)
+        if sample.index == 0:
+            prompt += sample.output.prompt_tokens
+            cached += sample.output.cached_tokens
+    if scored:
+        completion = 0
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=TokenDetails(cached_tokens=cached),
+    )
+
+
+def finished_fields(samples: Sequence[Sample], label: str, *, with_spans: bool) -> dict[str, Any]:
+    """Return ``metadata`` and ``sglext`` of finished choices, with lists of values if there are several.
+
+    Args:
+        label: the engine's weight version, for samples without a token; ``weight_version`` is the newest of
+            all.
+        with_spans: add ``weight_versions`` to the metadata, as SGLang does. OpenAI's metadata has texts only.
+    """
+    spans = [sample.output.weight_versions for sample in samples]
+    last = max((each[-1] for each in spans if each), key=lambda span: span.epoch, default=None)
+    version = label if last is None else last.version
+    metadata: dict[str, Any] = {"weight_version": version}
+    if with_spans:
+        metadata["weight_versions"] = _alone(spans)
+    fields: dict[str, Any] = {"metadata": metadata}
+    if any(sample.output.routed_experts is not None for sample in samples):
+        encoded = [experts_of(sample.output) for sample in samples]
+        fields["sglext"] = {"routed_experts": _alone(encoded)}
+    return fields
+
+
+def _alone(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+class Form(Protocol):
+    """Turns samples into choices. ``index`` is the number of the choice, ``position`` that of its prompt."""
+
+    def choice(self, index: int, position: int, sample: Sample) -> Choice:
+        """Return a finished sample."""
+
+    def chunk(self, index: int, position: int, chunk: Chunk) -> Choice | None:
+        """Return what is new of a sample; None if that is not visible, but never for its last chunk."""
+
+
+async def answer(request: HTTPRequest, front: FrontEnd, job: Job, form: Form) -> Response[Any]:
+    """Generate, and answer in full or as a stream.
+
+    Raises:
+        EngineError: refused, or failed before the answer began.
+        ClientLeft: the client has disconnected.
+    """
+    if not job.stream:
+        return await unless_left(request, _whole(front, job, form))
+    frames = _frames(front, job, form)
+    try:
+        first = await unless_left(request, anext(frames))
+    except BaseException:
+        await frames.aclose()
+        raise
+    return events(_guarded(front, first, frames))
+
+
+async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
+    results = await whole(front, job.requests)
+    flat = [sample for samples in results for sample in samples]
+    label = await label_for(front, flat)
+    choices = []
+    pairs = ((position, sample) for position, samples in enumerate(results) for sample in samples)
+    async for position, sample in in_slices(pairs):
+        choice = form.choice(job.index(position, sample.index), position, sample)
+        choices.append(_finished(job, choice, position, sample, label))
+    body = job.body(
+        choices,
+        usage=usage_of(flat, scored=job.scored),
+        **finished_fields(flat, label, with_spans=job.meta_info),
+    )
+    return Response(body, media_type="application/json", status_code=200)
+
+
+async def _guarded(
+    front: FrontEnd, first: bytes, rest: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(rest):
+            yield first
+            async for frame in rest:
+                yield frame
+    except CaesuraError as error:
+        front.metrics.error(error.code)
+        yield _frame(msgspec.json.encode(error_body(error)))
+        yield DONE
+
+
+async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes, None]:
+    finished: list[Sample] = []
+    async with aclosing(merged(front, job.requests)) as chunks:
+        async for position, chunk in chunks:
+            choice = form.chunk(job.index(position, chunk.index), position, chunk)
+            if chunk.finished is not None and choice is not None:
+                finished.append(chunk.finished)
+                label = await label_for(front, [chunk.finished])
+                _finished(job, choice, position, chunk.finished, label)
+                yield _frame(
+                    job.body([choice], **finished_fields([chunk.finished], label, with_spans=job.meta_info))
+                )
+            elif choice is not None:
+                yield _frame(job.body([choice]))
+    if job.include_usage:
+        yield _frame(job.body([], usage=usage_of(finished)))
+    yield DONE
+
+
+def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: str) -> Choice:
+    choice.weight_versions = sample.output.weight_versions
+    if job.meta_info:
+        choice.meta_info = meta_info(sample, job.requests[position], label, None)
+    return choice
+
+
+def _frame(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

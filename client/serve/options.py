@@ -1,0 +1,288 @@
+"""Options of ``caesura serve``: its command line, keys, address and TLS.
+
+Invariants:
+- Each option of the command line is stated once, as a field of :class:`CommandLine`.
+- Keys come from files or the environment, never from the command line. No child process inherits them, and no
+  repr shows them.
+- An address beyond loopback needs an API key, or ``--insecure-bind``.
+- Invalid files are reported before anything starts; nothing asks for a password at a terminal.
+"""
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+
+API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
+OPEN_TO_ALL = (
+    "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to "
+    "any address and have files under --weights-root read"
+)
+"""What anyone who reaches a server without keys can do; for the help and the warning at start."""
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+def _option(default: Any, text: str, kind: Any = None, **more: Any) -> Any:
+    """Return a field that is an option of the command line: its default, help text and click type."""
+    return field(default=default, metadata={"help": text, "type": kind, **more})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """Values of the command line. Its options are generated from these fields, in their order."""
+
+    model: str | None = _option(
+        None, "Hugging Face model folder. Required unless --endpoint is given.", click.Path()
+    )
+    replicas: int = _option(
+        1,
+        "Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, else "
+        "a part of the CPU threads. A request goes to the least loaded one, a command to all, and one that dies "
+        "is restarted.",
+        click.IntRange(1),
+    )
+    endpoint: str | None = _option(None, "Address of a running scheduler to serve, instead of starting one.")
+    curve_server_key: str | None = _option(
+        None,
+        "The scheduler's CURVE public key, or a file that contains it; needed for a scheduler with keys.",
+        envvar=SERVER_KEY_VARIABLE,
+    )
+    curve_client_key_file: str | None = _option(
+        None,
+        "File with this server's CURVE key pair; needed for a scheduler with keys.",
+        envvar=CLIENT_KEY_VARIABLE,
+    )
+    host: str = _option(
+        "127.0.0.1", "Address to listen on. Beyond loopback it needs --api-key-file or --insecure-bind."
+    )
+    port: int = _option(30000, "Port to listen on; 0: any free port.", click.IntRange(0, 65535))
+    api_key_file: str | None = _option(
+        None,
+        f"File with the API key that clients must send.  [env: {API_KEY} (the key itself)]",
+        click.Path(),
+    )
+    admin_key_file: str | None = _option(
+        None,
+        "File with the key for routes that change the engine (pause, update, ...).  "
+        f"[env: {ADMIN_KEY} (the key itself)]",
+        click.Path(),
+    )
+    insecure_bind: bool = _option(
+        False,
+        "Allow listening beyond loopback without an API key. Anyone who can reach the port can then "
+        f"{OPEN_TO_ALL}. For private networks only.",
+    )
+    ssl_certfile: str | None = _option(None, "Certificate for HTTPS, in PEM format.", click.Path())
+    ssl_keyfile: str | None = _option(
+        None,
+        "Private key of the certificate, in PEM format, unless --ssl-certfile contains it.",
+        click.Path(),
+    )
+    ssl_keyfile_password_file: str | None = _option(
+        None, "File with the password of the private key.", click.Path()
+    )
+    ssl_ca_certs: str | None = _option(
+        None,
+        "CA certificates in PEM format. Clients must present a certificate signed by one of them.",
+        click.Path(),
+    )
+    weights_root: str | None = _option(
+        None,
+        "Weight updates from disk must be in this folder.  "
+        "[default: the parent folder of the model, unless that is /]",
+        click.Path(),
+    )
+    enable_memory_saver: bool = _option(
+        False,
+        "Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as "
+        "colocated trainers do.",
+    )
+    allow_pickled_tensors: bool = _option(
+        False, "Accept weights in SGLang's pickle format. They are parsed, never unpickled."
+    )
+    incremental_streaming: bool = _option(
+        False,
+        "Send only new text and tokens in each event of a /generate stream, not the whole output so far.",
+    )
+    served_model_name: str = _option("", "Model name in the OpenAI API.  [default: the model path]")
+    tokenizer: str | None = _option(
+        None, 'Tokenizer folder; "none": token ids only.  [default: the model folder]', click.Path()
+    )
+    max_body_bytes: int = _option(32 << 20, "Maximum size of a request body.", click.IntRange(1))
+    max_update_bytes: int = _option(
+        2 << 30, "Maximum size of a request body with weights.", click.IntRange(1)
+    )
+    max_batch: int = _option(
+        4096, "Maximum number of samples in one request: prompts times n.", click.IntRange(1)
+    )
+    max_connections: int = _option(
+        4096, "Maximum number of connections; lower if the limit on open files is.", click.IntRange(1)
+    )
+    startup_timeout: float = _option(600.0, "Maximum seconds for the scheduler to become ready.", float)
+    restart: bool = _option(False, "Restart the scheduler when it dies or hangs.")
+
+    # Options that `caesura supervise` shares: restart_options and log_format_option
+    max_restarts: int = 5
+    restart_window: float = 600.0
+    hang_timeout: float = 120.0
+    log_format: str = "text"
+
+
+def command_line_options(command: CommandT) -> CommandT:
+    """Decorate a click command with the options of :class:`CommandLine`."""
+    for each in reversed(fields(CommandLine)):
+        if each.metadata:
+            given: dict[str, Any] = {"is_flag": True} if each.default is False else dict(each.metadata)
+            command = click.option(
+                "--" + each.name.replace("_", "-"),
+                **{**given, "help": each.metadata["help"]},
+                default=each.default,
+                show_default=each.default not in (None, "", False),
+            )(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(CommandLine):
+    """Settings of one front end: the command line, the keys, and what the engine has said about its model."""
+
+    api_key: str | None = field(default=None, repr=False)
+    """Key of user routes. None means that they need none."""
+    admin_key: str | None = field(default=None, repr=False)
+    """Key of admin routes. None means ``api_key``, if there is one."""
+    model_path: str = ""
+    """Folder of the served model."""
+    tokenizer_path: str = ""
+    """Folder of the tokenizer; empty without one."""
+    context_length: int = 0
+    makes_images: bool = False
+    """The engine serves a diffusion pipeline, not a language model."""
+    latent_bytes_per_pixel: float = 0.0
+    """Bytes of a latent in a result, for each pixel of its image."""
+    vocab_size: int = 0
+
+    @property
+    def update_root(self) -> str:
+        """The weights root that is enforced; empty if nothing is loaded from disk.
+
+        By default it is the parent of the model's own folder, or that folder alone if its parent is the root
+        of the file system.
+        """
+        if self.weights_root or not self.model_path:
+            return self.weights_root or ""
+        folder = os.path.realpath(self.model_path)
+        parent = os.path.dirname(folder)
+        return folder if parent == os.path.dirname(parent) else parent
+
+    @property
+    def model_name(self) -> str:
+        """The id of the model for OpenAI clients."""
+        return self.served_model_name or self.model_path
+
+
+def take_key(variable: str, file: str | None) -> str | None:
+    """Return the key in ``file``, else in the environment variable, which is removed; None without either.
+
+    Raises:
+        click.UsageError: the file cannot be read, or the key is empty.
+    """
+    key = os.environ.pop(variable, None)
+    if file is not None:
+        try:
+            key = Path(file).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:  # an error must not quote the file
+            reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+            raise click.UsageError(f"cannot read the key file {file}: {reason}") from None
+    if key is None:
+        return None
+    key = key.strip()
+    if not key:
+        raise click.UsageError(f"the key in {file or variable} is empty")
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if ``host`` names this machine only."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def check_host(host: str, api_key: str | None, *, insecure: bool) -> None:
+    """Refuse to listen where others can connect without a key.
+
+    Raises:
+        click.UsageError: ``host`` is beyond loopback, without an API key and without ``insecure``.
+    """
+    if not is_loopback(host) and api_key is None and not insecure:
+        raise click.UsageError(
+            f"--host {host} can be reached from other machines: it needs --api-key-file (or {API_KEY}) and "
+            "preferably an admin key, or --insecure-bind, which gives full access to anyone who can reach it"
+        )
+
+
+def warn(host: str, api_key: str | None, tls: ssl.SSLContext | None) -> None:
+    """Warn on stderr about what others can do or read."""
+    if is_loopback(host) or (api_key is not None and tls is not None):
+        return
+    if api_key is None:
+        risk = f"no API key: anyone who can reach it can {OPEN_TO_ALL}"
+    else:
+        risk = "no TLS: keys, prompts and outputs are sent unencrypted"
+    click.echo(f"warning: insecure: {host} can be reached from other machines, and there is {risk}", err=True)
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to the address but does not listen yet.
+
+    Raises:
+        click.ClickException: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        other = "; give another --port (0: any free one)" if error.errno == errno.EADDRINUSE else ""
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}{other}") from error
+    bound.set_inheritable(False)
+    return bound
+
+
+def tls_context(options: CommandLine) -> ssl.SSLContext | None:
+    """Return the TLS context, for TLS 1.2 or later, or None without a certificate.
+
+    Raises:
+        click.UsageError: a file is missing, unreadable or does not fit.
+    """
+    certfile, keyfile, ca_certs = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
+    password_file = options.ssl_keyfile_password_file
+    if certfile is None:
+        if keyfile or password_file or ca_certs:
+            raise click.UsageError("TLS needs --ssl-certfile")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        password = "" if password_file is None else Path(password_file).read_text("utf-8").strip()
+        context.load_cert_chain(certfile, keyfile, password=lambda: password)
+        if ca_certs is not None:
+            context.load_verify_locations(ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ValueError) as error:  # ssl's are OSErrors
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        names = ", ".join(name for name in (certfile, keyfile, password_file, ca_certs) if name)
+        raise click.UsageError(f"TLS cannot be set up with {names}: {reason}") from error
+    return context

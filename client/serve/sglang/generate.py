@@ -1,0 +1,797 @@
+"""``/generate`` and ``/abort_request`` as SGLang's clients know them: bodies, routes, answers, streams.
+
+Invariants:
+- A field that would change the result and is not supported is refused by name; one that only hints is
+  ignored. Keys that are no field are refused, at the top level (where SGLang ignores them, and
+  ``max_new_tokens`` would have no effect) as in ``sampling_params``. The groups of fields are those of
+  ``docs/reference/http.md``; a test compares.
+- ``null`` means "left out" wherever it is not a value of its own (``max_new_tokens: null`` is "no limit").
+- Everything that goes to the engine with every prompt is bounded before it is copied for each of them.
+- An aborted sample is an ordinary answer with what it had. A client that leaves aborts its generations. The
+  samples of a stream share one bounded queue, so a slow reader holds back no memory.
+- Lists over tokens have one entry for each output id, also of aborted samples.
+- A cumulative event is appended to, not encoded again, so the JSON of a stream costs what its tokens cost.
+"""
+
+import base64
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from litestar import Response, post, route
+from litestar.handlers import HTTPRouteHandler
+
+from ....io_struct import CaesuraError, RoutedExperts, SamplingMask, SamplingParams
+from ....io_struct.base import MAX_ID_LENGTH
+from ....io_struct.field_errors import FieldError, field_error, other_name
+from ....io_struct.generate import GREEDY_BELOW, MAX_SAMPLES, Seed, TokenId
+from ...connection.prompts import is_single
+from ...connection.request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
+from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
+from ...exceptions import RETRYABLE, InvalidRequest
+from ...group.router import routed_by
+from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from ..bodies import INLINE, UNREADABLE, VISIBLE, HTTPRequest, Strict, decode_large, read_control, unreadable
+from ..context import SLICE, Front, FrontEnd, in_slices
+from ..errors import engine_error, json_bytes, native_error, status_of
+from ..generations import asking_label, label_for, merged, whole
+from ..middleware import makes_tokens, routing_key
+from ..responses import ClientLeft, client_left, command, events, unless_left
+
+MAX_STOP_STRINGS = 32
+"""SGLang's limit."""
+MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS
+"""Maximum characters of the different stop strings of one call, whose prompts may each have their own."""
+
+Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH, pattern=VISIBLE)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+ExpertsDtype = Literal["int32", "uint8"]
+LogprobsMode = Literal["selected", "support"]
+Texts = Callable[[int], str | None]
+"""Function that returns the text of one token."""
+_encode = msgspec.json.encode
+
+REFUSED = (
+    "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data",
+    "lora_path", "lora_id", "custom_logit_processor", "session_params", "return_hidden_states",
+    "return_entropy", "return_indexer_topk", "require_reasoning",
+)  # fmt: skip
+"""Fields of the top level that are refused unless they are null, false or empty."""
+IGNORED = (
+    "log_metrics", "no_logs", "custom_labels", "priority", "bootstrap_host",
+    "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "model", "background", "conversation_id",
+    "modalities", "validation_time", "return_bytes",
+)  # fmt: skip
+"""Fields of the top level that are accepted and ignored."""
+REFUSED_SAMPLING = (
+    "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width", "watermark",
+)  # fmt: skip
+IGNORED_SAMPLING = ("stream_interval",)
+
+
+if TYPE_CHECKING:
+    _OtherSampling = Strict
+    _OtherFields = Strict
+else:
+    _OtherSampling, _OtherFields = (
+        msgspec.defstruct("OtherFields", [(name, Any, None) for name in names], bases=(Strict,), kw_only=True)
+        for names in (REFUSED_SAMPLING, (*REFUSED, *IGNORED))
+    )
+
+
+class SamplingBody(_OtherSampling, kw_only=True):
+    """``sampling_params`` with SGLang's names and defaults. Fields with the engine's names go there."""
+
+    max_new_tokens: int | None = 128
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    n: Samples | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: Seed | None = None
+    custom_params: dict[str, Any] | None = None
+    stream_interval: int | None = None
+
+
+class GenerateBody(_OtherFields, kw_only=True):
+    """The top level. ``X | list`` fields take one value for all prompts, or a list of one each."""
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] | None = None
+    rid: Name | list[Name] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[TokenId | list[TokenId]] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_sampling_mask: bool | list[bool] | None = None
+    sampling_logprobs_mode: LogprobsMode | list[LogprobsMode | None] | None = None
+    return_routed_experts: bool | list[bool] | None = None
+    routed_experts_start_len: Count = 0
+    routed_experts_dtype: ExpertsDtype | None = None
+    cache_salt: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+    min_weights_epoch: int | None = None
+    routing_key: Any = None
+    session_id: Any = None
+
+
+_decoder = msgspec.json.Decoder(GenerateBody)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeRequest(GenerationRequest):
+    """A prompt of ``/generate``, and the form of its sampling mask."""
+
+    top_p_token_ids: bool = False
+    """slime's form: arrays in base64, and the logprobs of output tokens are those under the sampling
+    distribution.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The content of one call of ``/generate``."""
+
+    requests: list[NativeRequest]
+    stream: bool
+    as_list: bool
+    """The answer is a list: a batch, or more than one sample."""
+    text_in_logprobs: bool
+    prompt_token_ids: bool
+    experts_dtype: ExpertsDtype
+    routing_key: Any
+    """Requests of one key, a text or a number, go to one of several engines; any other value is no key."""
+
+
+def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
+    """Decode the body of a request.
+
+    Raises:
+        InvalidRequest: it is not JSON or nested too deeply, a value is of the wrong type or range, a sampling
+            parameter is unknown, or a field is refused.
+    """
+    try:
+        if len(raw) <= INLINE:
+            body = _decoder.decode(raw)
+        else:
+            body = decode_large(raw, _decoder, {"text": b'""', "input_ids": b"[]"}, max_batch)
+    except UNREADABLE as error:
+        wrong = _misplaced(unreadable(error, raw, GenerateBody))
+        raise InvalidRequest(wrong.sentence, **({"field": wrong.field} if wrong.field else {})) from error
+    _refuse(body, REFUSED, "")
+    return body
+
+
+def _misplaced(wrong: FieldError) -> FieldError:
+    """Return ``wrong``, or where its field belongs: sampling parameters are often misplaced."""
+    names = SamplingBody.__struct_fields__
+    name = wrong.field
+    if name in GenerateBody.__struct_fields__ or "." in name or "[" in name:
+        return wrong
+    meant = name if name in names else other_name(name, names)
+    if meant is None:
+        return wrong
+    return FieldError(name, f"{name} is not known here: give sampling_params.{meant}")
+
+
+def _refuse(fields: msgspec.Struct, names: Sequence[str], prefix: str) -> None:
+    for name in names:
+        if getattr(fields, name):
+            raise InvalidRequest(f"{prefix}{name} is not supported", field=name)
+
+
+def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
+    """Make one request of each prompt.
+
+    Raises:
+        InvalidRequest: no prompt, lists of different lengths, duplicate rids, more than ``max_batch`` samples
+            in all, a field over its size.
+    """
+    prompts, single = _prompts(body)
+    count = len(prompts)
+    if count > max_batch:
+        raise InvalidRequest(f"{count} prompts are over the limit of {max_batch}", field="input_ids")
+    params = _each("sampling_params", body.sampling_params, count)
+    shared: dict[int, dict[str, Any]] = {}
+    for each in params:
+        if id(each) not in shared:
+            shared[id(each)] = sampling_fields(each or SamplingBody())
+    different = {tuple(fields["stop"]) for fields in shared.values()}
+    size = sum(map(characters, different))
+    check_size("stop", size, MAX_STOP_CHARACTERS_IN_ALL, "characters of different prompts' stop strings")
+    sampling = [shared[id(each)] for each in params]
+    samples = sum(fields["sampling_params"].n for fields in sampling)
+    if samples > max_batch:
+        raise InvalidRequest(f"n: {samples} samples are over the limit of {max_batch}", field="n")
+    columns = _columns(body, count, single)
+    masks = _each("return_sampling_mask", body.return_sampling_mask, count, False)
+    _check_logprobs_mode(body, masks, count)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        mask = bool(masks[i]) or sampling[i]["top_p_token_ids"]
+        fields = {**sampling[i], **{name: column[i] for name, column in columns.items()}}
+        requests.append(
+            NativeRequest(
+                prompt=prompt,
+                detokenize=detokenize,
+                return_sampling_mask=mask,
+                return_sampled_logprob=mask,
+                **fields,
+            )
+        )
+    if body.stream and any(request.return_sampling_mask for request in requests):
+        raise InvalidRequest("stream: sampling masks come with whole answers only", field="stream")
+    return Job(
+        requests=requests,
+        stream=bool(body.stream),
+        as_list=not single or samples > 1,
+        text_in_logprobs=bool(body.return_text_in_logprobs),
+        prompt_token_ids=bool(body.return_prompt_token_ids),
+        experts_dtype=body.routed_experts_dtype or "int32",
+        routing_key=body.routing_key or body.session_id,
+    )
+
+
+def _check_logprobs_mode(body: GenerateBody, masks: list[bool], count: int) -> None:
+    modes = _each("sampling_logprobs_mode", body.sampling_logprobs_mode, count)
+    for mask, mode in zip(masks, modes, strict=True):
+        if mode == "support":
+            raise InvalidRequest(
+                'sampling_logprobs_mode "support" is not supported: logprobs are those of the sampled '
+                'tokens, "selected"',
+                field="sampling_logprobs_mode",
+            )
+        if mode is not None and not mask:
+            raise InvalidRequest(
+                "sampling_logprobs_mode needs return_sampling_mask", field="sampling_logprobs_mode"
+            )
+
+
+def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
+    """Return the prompts, and True if the caller passed one rather than a list of them."""
+    if body.input_ids is None:
+        if body.text is None:
+            raise InvalidRequest("either text or input_ids is needed", field="text")
+        if body.text == []:
+            raise InvalidRequest("text is an empty list: there is no prompt", field="text")
+        return ([body.text], True) if isinstance(body.text, str) else (list(body.text), False)
+    one = is_single(body.input_ids)
+    if len(set(map(type, body.input_ids))) > 1:
+        raise InvalidRequest(
+            "input_ids must be one list of integers, or a list of such lists", field="input_ids"
+        )
+    prompts = [body.input_ids] if one else list(body.input_ids)
+    if body.text is None:
+        return prompts, one
+    # The ids are taken, and the text decides the shape of the answer.
+    texts = 1 if isinstance(body.text, str) else len(body.text)
+    if texts != len(prompts):
+        raise InvalidRequest(f"{texts} texts beside {len(prompts)} input_ids", field="text")
+    return prompts, isinstance(body.text, str)
+
+
+def _columns(body: GenerateBody, count: int, single: bool) -> dict[str, list[Any]]:
+    """Return the values of fields, one for each prompt."""
+    columns = {
+        "rid": _rids(body.rid, count, single),
+        "return_logprob": _each("return_logprob", body.return_logprob, count, False),
+        "return_routed_experts": _each("return_routed_experts", body.return_routed_experts, count, False),
+        "routed_experts_start_len": [body.routed_experts_start_len] * count,
+        "cache_salt": _salts(body, count),
+        "min_weights_epoch": [body.min_weights_epoch] * count,
+    }
+    if any(columns["return_logprob"]):
+        ids = body.token_ids_logprob
+        nested = bool(ids) and not isinstance(ids[0], int) if ids else False
+        columns |= {
+            "logprob_start_len": _each("logprob_start_len", body.logprob_start_len, count, -1),
+            "top_logprobs_num": _each("top_logprobs_num", body.top_logprobs_num, count, 0),
+            "token_ids_logprob": _each("token_ids_logprob", ids, count) if nested else [ids] * count,
+        }
+    return columns
+
+
+def _each(name: str, value: Any, count: int, default: Any = None) -> list[Any]:
+    if not isinstance(value, list):
+        return [default if value is None else value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{len(value)} {name} for {count} prompts", field=name, value=len(value))
+    return value
+
+
+def _rids(rid: str | list[str] | None, count: int, single: bool) -> list[str | None]:
+    """Return the request id of each prompt; None where the engine's client makes one."""
+    if isinstance(rid, list):
+        rids = [each or None for each in _each("rid", rid, count)]
+    elif not rid:
+        return [None] * count
+    else:
+        rids = [rid] if single else [f"{rid}_{i}" for i in range(count)]
+    given = [each for each in rids if each is not None]
+    if len(set(given)) < len(given):
+        raise InvalidRequest("Duplicate request ID detected", field="rid")
+    return rids
+
+
+def _salts(body: GenerateBody, count: int) -> list[str]:
+    """Return the salt of each prompt: ``cache_salt`` and ``extra_key``, whose sizes count together."""
+    salts = _each("cache_salt", body.cache_salt, count, "")
+    if body.extra_key is None:
+        return salts
+    keys = _each("extra_key", body.extra_key, count, "")
+    for name, values in (("cache_salt", salts), ("extra_key", keys)):
+        check_size(name, max(map(len, values)), MAX_SALT_CHARACTERS, "characters")
+    return [f"{salt}\n{key}" if key else salt for salt, key in zip(salts, keys, strict=True)]
+
+
+def sampling_fields(body: SamplingBody) -> dict[str, Any]:
+    """Return the fields of a :class:`GenerationRequest` that ``sampling_params`` decides.
+
+    Raises:
+        InvalidRequest: a refused parameter is given, or a value is not of its type.
+    """
+    _refuse(body, REFUSED_SAMPLING, "sampling_params.")
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"{len(stop)} stop strings are over the limit of {MAX_STOP_STRINGS}", field="stop"
+        )
+    check_size("stop", characters(stop), MAX_STOP_CHARACTERS, "characters in all")
+    scored = body.max_new_tokens == 0  # the engine samples at least one token
+    given = {name: getattr(body, name, None) for name in SamplingParams.__struct_fields__}
+    given |= {"logit_bias": bias_of(body.logit_bias) if body.logit_bias else None, "seed": body.sampling_seed}
+    wire = {name: value for name, value in given.items() if value is not None}
+    wire["max_new_tokens"] = 1 if scored else body.max_new_tokens
+    text = {
+        "no_stop_trim": body.no_stop_trim,
+        "skip_special_tokens": body.skip_special_tokens,
+        "spaces_between_special_tokens": body.spaces_between_special_tokens,
+    }
+    return {
+        "sampling_params": SamplingParams(**wire),
+        "scored": scored,
+        "top_p_token_ids": _wants_top_p_token_ids(body),
+        "stop": [each for each in stop if each],
+        **{name: value for name, value in text.items() if value is not None},
+    }
+
+
+def _wants_top_p_token_ids(body: SamplingBody) -> bool:
+    """Return True if slime asks for the tokens that filters keep, and there are filters."""
+    filtered = (
+        (body.top_p or 1.0) < 1.0
+        or (body.top_k or -1) > 0
+        or (body.min_p or 0.0) > 0.0
+        or (body.temperature is not None and body.temperature < GREEDY_BELOW)
+    )
+    return filtered and bool((body.custom_params or {}).get("return_top_p_token_ids"))
+
+
+def bias_of(given: dict[str, float]) -> dict[int, float]:
+    """Return ``logit_bias`` with token ids as keys: JSON has text keys only."""
+    try:
+        return msgspec.convert(given, dict[TokenId, float], str_keys=True)
+    except msgspec.ValidationError as error:
+        sentence = field_error(error, dict[TokenId, float], prefix="logit_bias").sentence
+        raise InvalidRequest(sentence, field="logit_bias") from error
+
+
+@route(
+    "/generate",
+    http_method=["POST", "PUT"],
+    status_code=200,
+    opt={"access": "user", "body": "prompts"},
+    guards=[makes_tokens],
+)
+async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
+    """Generate for one or many prompts, as one answer or as a stream of events."""
+    try:
+        job = await _planned(front, await request.body())
+        with routed_by(routing_key(job.routing_key)):
+            return await (_streamed if job.stream else _whole)(request, front, job)
+    except ClientLeft:
+        return client_left()
+    except CaesuraError as error:
+        return refused(front, error)
+
+
+async def _planned(front: FrontEnd, raw: bytes) -> Job:
+    """Plan the job of a body; large bodies and batches in a worker thread."""
+    limit, detokenize = front.options.max_batch, front.manager.tokenizer is not None
+    if len(raw) > INLINE:
+        return await front.workers.run(
+            lambda: plan_job(decode_body(raw, limit), max_batch=limit, detokenize=detokenize)
+        )
+    body = decode_body(raw, limit)
+
+    def plan() -> Job:
+        return plan_job(body, max_batch=limit, detokenize=detokenize)
+
+    many = isinstance(body.text, list) and len(body.text) > SLICE
+    rows = body.input_ids or []
+    many |= len(rows) > SLICE and isinstance(rows[0], list)
+    return await front.workers.run(plan) if many else plan()
+
+
+def refused(front: FrontEnd, error: CaesuraError) -> Response[bytes]:
+    """Answer that a generation failed, in the two forms that SGLang has for it."""
+    front.metrics.error(error.code)
+    status = status_of(error)
+    return native_error(error) if status == 400 else engine_error(error, status)
+
+
+def _answer(front: FrontEnd, job: Job) -> "Answer":
+    return Answer(
+        texts=token_texts(front.manager, job.text_in_logprobs),
+        with_text=front.manager.tokenizer is not None,
+        prompt_token_ids=job.prompt_token_ids,
+        experts_dtype=job.experts_dtype,
+    )
+
+
+async def _whole(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[bytes]:
+    found = await unless_left(request, whole(front, job.requests))
+    answer = _answer(front, job)
+    answer.label = await label_for(front, [sample for samples in found for sample in samples])
+    pairs = ((sample, each) for samples, each in zip(found, job.requests, strict=True) for sample in samples)
+    body = [_encode(answer.of(sample, each)) async for sample, each in in_slices(pairs)]
+    return json_bytes(b"[" + b",".join(body) + b"]" if job.as_list else body[0])
+
+
+async def _streamed(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[Any]:
+    frames = _frames(front, job)
+    try:
+        first = await unless_left(request, anext(frames))  # a refusal is an answer of its own, not an event
+    except BaseException:
+        await frames.aclose()
+        raise
+    return events(_all_of(front, first, frames))
+
+
+async def _all_of(
+    front: FrontEnd, first: bytes, frames: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(frames):
+        yield first
+        try:
+            async for frame in frames:
+                yield frame
+        except CaesuraError as error:
+            front.metrics.error(error.code)
+            status, retryable = status_of(error), error.code in RETRYABLE
+            kind = "invalid_request_error" if status < 500 else "server_error"
+            body = {"message": error.message, "type": kind, "code": status, "retryable": retryable}
+            yield _frame({"error": body})
+        yield DONE
+
+
+async def _frames(front: FrontEnd, job: Job) -> AsyncGenerator[bytes, None]:
+    answer = _answer(front, job)
+    offsets = [0]
+    for each in job.requests:
+        offsets.append(offsets[-1] + each.sampling_params.n)
+    writers: dict[int, EventWriter] = {}
+    with asking_label(front) as label:
+        async with contextlib.aclosing(merged(front, job.requests)) as chunks:
+            async for prompt, chunk in chunks:
+                sample = offsets[prompt] + chunk.index
+                writer = writers.get(sample)
+                if writer is None:
+                    index = sample if job.as_list else None
+                    writer = EventWriter(
+                        answer, job.requests[prompt], index, front.options.incremental_streaming
+                    )
+                    writers[sample] = writer
+                if chunk.finished is None:
+                    answer.label_at_begin = await label
+                else:
+                    answer.label = answer.label or await label_for(front, [chunk.finished])
+                yield writer.event(chunk)
+
+
+def token_texts(manager: TokenizerManager, wanted: bool) -> Texts | None:
+    """Return the function for the third entry of a logprob; None fills it with null."""
+    if not wanted or manager.tokenizer is None:
+        return None
+    known: dict[int, str] = {}
+
+    def text_of(token: int) -> str:
+        if token not in known:
+            known[token] = manager.detokenize([token], skip_special_tokens=False)
+        return known[token]
+
+    return text_of
+
+
+def triples(logprobs: list[float] | list[float | None], ids: list[int], texts: Texts | None) -> list[Any]:
+    """Return ``[logprob, token id, text]`` for each token."""
+    words = itertools.repeat(None) if texts is None else map(texts, ids)
+    return list(zip(logprobs, ids, words, strict=False))
+
+
+def rows(values: TokenLogprobs, texts: Texts | None) -> Iterator[list[Any]]:
+    """Yield the triples of each position."""
+    for position in range(len(values)):
+        pairs = values.at(position)
+        yield triples([value for value, _ in pairs], [token for _, token in pairs], texts)
+
+
+def experts_of(output: GenerateOutput, dtype: ExpertsDtype = "int32") -> str | None:
+    """Return :func:`routed_experts` of a sample, or None.
+
+    None means that they were not asked for, or that no token was sampled: then those of the prompt are not
+    known either, and clients take any text for theirs.
+    """
+    if output.routed_experts is None or not output.output_ids:
+        return None
+    return routed_experts(output.routed_experts, dtype)
+
+
+def routed_experts(routed: RoutedExperts, dtype: ExpertsDtype = "int32") -> str:
+    """Return little-endian [rows, layers, experts per token] in base64.
+
+    Raises:
+        InvalidRequest: ``uint8`` for a model of more than 256 experts.
+    """
+    if dtype == "uint8":
+        if routed.dtype != "U8":
+            raise InvalidRequest(
+                "routed_experts_dtype uint8: the model has more than 256 experts",
+                field="routed_experts_dtype",
+            )
+        return base64.b64encode(routed.data).decode()
+    size = routed.itemsize
+    wide = bytearray(len(routed.data) // size * 4)
+    for place in range(size):  # the lowest bytes; the others are zero
+        wide[place::4] = routed.data[place::size]
+    return base64.b64encode(wide).decode()
+
+
+def finish_reason(sample: Sample) -> dict[str, Any]:
+    """Return SGLang's form of the finish reason."""
+    reason = sample.output.finish_reason
+    if reason.type == "stop":
+        return {"type": "stop", "matched": sample.matched}
+    if reason.type == "length":
+        return {"type": "length", "length": reason.length}
+    return {"type": "abort", "message": reason.message or "Aborted", "status_code": None, "err_type": None}
+
+
+def meta_info(
+    sample: Sample,
+    request: GenerationRequest,
+    label: str,
+    texts: Texts | None,
+    experts_dtype: ExpertsDtype = "int32",
+) -> dict[str, Any]:
+    """Return all but the tokens of a finished sample; ``label`` is the version of one without tokens."""
+    output = sample.output
+    spans = output.weight_versions
+    meta: dict[str, Any] = {
+        "id": sample.rid,
+        "finish_reason": finish_reason(sample),
+        "prompt_tokens": output.prompt_tokens,
+        "weight_version": spans[-1].version if spans else label,
+        "weight_versions": spans,
+        "num_retractions": output.num_retractions,
+        "reasoning_tokens": 0,
+        "completion_tokens": len(output.output_ids),
+        "cached_tokens": output.cached_tokens,
+        "cached_tokens_details": None,
+        "dp_rank": 0,
+        "seed": output.seed,
+        "queue_time": output.queue_time,
+        "e2e_latency": output.e2e_latency,
+        "response_sent_to_client_ts": time.time(),
+    }
+    if request.return_logprob:
+        delta = output.as_delta()
+        if _as_slime(request):
+            delta = replace(delta, output_logprobs=output.sampled_logprobs)
+        _add_output_logprobs(meta, delta, texts)
+        _add_input_logprobs(meta, sample, request, texts)
+    if output.sampling_mask is not None:
+        _add_sampling_mask(meta, output, output.sampling_mask, request)
+    if output.routed_experts is not None:
+        meta["routed_experts"] = experts_of(output, experts_dtype)
+        meta["routed_experts_start_len"] = request.routed_experts_start_len
+    return meta
+
+
+def _as_slime(request: GenerationRequest) -> bool:
+    return isinstance(request, NativeRequest) and request.top_p_token_ids
+
+
+def _add_sampling_mask(
+    meta: dict[str, Any], output: GenerateOutput, mask: SamplingMask, request: GenerationRequest
+) -> None:
+    """Add the mask in slime's form or SGLang's; slime reads a missing key as "no tokens"."""
+    if not _as_slime(request):
+        meta["output_token_sampling_mask"] = [mask.at(position) for position in range(len(mask))]
+        meta["output_token_sampling_logprobs"] = output.sampled_logprobs
+        meta["output_token_sampling_mask_length"] = len(mask)
+    elif len(mask):
+        meta["top_p_token_ids"] = base64.b64encode(mask.ids).decode()
+        meta["top_p_token_offsets"] = base64.b64encode(mask.offsets).decode()
+
+
+def _add_output_logprobs(meta: dict[str, Any], delta: TokenDelta, texts: Texts | None) -> None:
+    logprobs = delta.output_logprobs or []
+    meta["output_token_logprobs"] = triples(logprobs, delta.output_ids, texts)
+    meta["output_token_logprobs_length"] = len(logprobs)
+    if delta.output_top_logprobs is not None:
+        meta["output_top_logprobs"] = list(rows(delta.output_top_logprobs, texts))
+    if delta.output_token_ids_logprobs is not None:
+        meta["output_token_ids_logprobs"] = list(rows(delta.output_token_ids_logprobs, texts))
+
+
+def _add_input_logprobs(
+    meta: dict[str, Any], sample: Sample, request: GenerationRequest, texts: Texts | None
+) -> None:
+    output: GenerateOutput = sample.output
+    values = output.input_logprobs or []
+    ids = sample.prompt_ids[request.logprob_start_len :] if values else []
+    meta["input_token_logprobs"] = triples(values, ids, texts)
+    for name, further in (
+        ("input_top_logprobs", output.input_top_logprobs),
+        ("input_token_ids_logprobs", output.input_token_ids_logprobs),
+    ):
+        if further is not None:
+            meta[name] = [None, *rows(further, texts)]
+
+
+@dataclass(slots=True)
+class Answer:
+    """The form of the samples of one call."""
+
+    texts: Texts | None
+    with_text: bool
+    prompt_token_ids: bool
+    label: str = ""
+    """The engine's weight version, if a sample without tokens needs it."""
+    label_at_begin: str | None = None
+    """The same when a stream began, for its events before the last. None means unknown."""
+    experts_dtype: ExpertsDtype = "int32"
+
+    def of(self, sample: Sample, request: GenerationRequest) -> dict[str, Any]:
+        """Return one finished sample."""
+        answer: dict[str, Any] = {"text": sample.text} if self.with_text else {}
+        answer["output_ids"] = sample.output.output_ids
+        answer["meta_info"] = self.meta_of(sample, request)
+        if self.prompt_token_ids:
+            answer["prompt_token_ids"] = sample.prompt_ids
+        return answer
+
+    def meta_of(self, sample: Sample, request: GenerationRequest) -> dict[str, Any]:
+        """Return ``meta_info`` of one finished sample."""
+        return meta_info(sample, request, self.label, self.texts, self.experts_dtype)
+
+
+@dataclass(slots=True)
+class EventWriter:
+    """The events of one sample's stream."""
+
+    answer: Answer
+    request: GenerationRequest
+    index: int | None
+    """Position of the sample in the call. None means that it is the only one."""
+    incremental: bool
+    text: bytearray = field(default_factory=bytearray)
+    ids: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+    further: dict[str, bytearray] = field(default_factory=dict)
+    count: int = 0
+
+    def event(self, chunk: Chunk) -> bytes:
+        """Return the event of ``chunk``."""
+        if chunk.finished is not None and not self.incremental:
+            body = self.answer.of(chunk.finished, self.request)
+            return _frame(body if self.index is None else {**body, "index": self.index})
+        if self.incremental:
+            for buffer in (self.text, self.ids, self.logprobs, *self.further.values()):
+                buffer.clear()
+        self._take(chunk)
+        return self._written(chunk)
+
+    def _take(self, chunk: Chunk) -> None:
+        self.text += _encode(chunk.text)[1:-1]
+        delta = chunk.delta
+        if delta is None:
+            return
+        self.count += len(delta.output_ids)
+        _append(self.ids, delta.output_ids)
+        if self.request.return_logprob:
+            texts = self.answer.texts
+            _append(self.logprobs, triples(delta.output_logprobs or [], delta.output_ids, texts))
+            for name, further in (
+                ("output_top_logprobs", delta.output_top_logprobs),
+                ("output_token_ids_logprobs", delta.output_token_ids_logprobs),
+            ):
+                if further is not None:
+                    _append(self.further.setdefault(name, bytearray()), list(rows(further, texts)))
+
+    def _written(self, chunk: Chunk) -> bytes:
+        meta = self._meta(chunk)
+        parts: list[bytes | bytearray] = [b"data: {"]
+        if self.answer.with_text:
+            parts += [b'"text":"', self.text, b'",']
+        parts += [b'"output_ids":[', self.ids, b'],"meta_info":', _encode(meta)[:-1]]
+        if self.request.return_logprob:
+            parts += [b',"output_token_logprobs":[', self.logprobs, b"]"]
+            for name, buffer in self.further.items():
+                parts += [f',"{name}":['.encode(), buffer, b"]"]
+        parts.append(b"}}\n\n" if self.index is None else b'},"index":%d}\n\n' % self.index)
+        return b"".join(parts)
+
+    def _meta(self, chunk: Chunk) -> dict[str, Any]:
+        if chunk.finished is not None:
+            meta = self.answer.meta_of(chunk.finished, self.request)
+            for name in ("output_token_logprobs", *self.further):
+                meta.pop(name, None)
+            return meta
+        meta = {
+            "id": chunk.rid,
+            "finish_reason": None,
+            "prompt_tokens": chunk.prompt_tokens,
+            "completion_tokens": self.count,
+            "weight_version": self.answer.label_at_begin,
+            "cached_tokens": None,
+        }
+        return {**meta, "output_token_logprobs_length": self.count} if self.request.return_logprob else meta
+
+
+def _append(buffer: bytearray, items: list[Any]) -> None:
+    if items:
+        if buffer:
+            buffer += b","
+        buffer += _encode(items)[1:-1]
+
+
+def _frame(value: Any) -> bytes:
+    return b"data: %b\n\n" % _encode(value)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class AbortBody(Strict, kw_only=True):
+    """``/abort_request``."""
+
+    rid: str = ""
+    abort_all: bool = False
+    # accepted and ignored
+    abort_message: str = ""
+    finished_reason: dict[str, Any] | None = None
+
+
+@post("/abort_request", status_code=200, opt={"access": "user"})
+async def abort_request(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Abort one generation by its exact rid, or all. An empty or unknown rid is no error."""
+    body = await read_control(request, AbortBody)
+    if body.rid or body.abort_all:
+        work = front.client.abort(None if body.abort_all else body.rid, abort_all=body.abort_all)
+        await command(front, "abort_request", work)
+    return Response(b"", media_type="text/plain")
+
+
+ROUTES: list[HTTPRouteHandler] = [generate, abort_request]

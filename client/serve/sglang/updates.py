@@ -1,0 +1,557 @@
+"""SGLang's routes for weights: updates, update groups, sessions, version labels, checks.
+
+Invariants:
+- Sessions are optional. A call belongs to a session only if it names it, in the header ``X-Caesura-Session``
+  or in the body: the front end stores none.
+- An update is answered when its bytes are no longer needed, and its text speaks of success only after a
+  commit (I14).
+- Paths must be under the weights root after resolving symbolic links, and so must the files. Pickles are read
+  only if enabled at start.
+- The engine goes on with an update whose HTTP client disconnects.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from litestar import Response, post, route
+from litestar.exceptions import ClientException
+from litestar.handlers import HTTPRouteHandler
+
+from ....io_struct import (
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    CaesuraError,
+    ControlRequest,
+    EndWeightUpdateReqInput,
+    ErrorCode,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightUpdateReqOutput,
+)
+from ....io_struct.base import MAX_ID_LENGTH
+from ....io_struct.control import PositiveDuration
+from ....io_struct.field_errors import shown
+from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_GROUP_NAME
+from ...connection.options import label, update_fields
+from ...exceptions import InvalidRequest, NoSession, Unsupported
+from ..bodies import HTTPRequest, Label, Strict, query_of, read_control
+from ..context import Front, FrontEnd
+from ..errors import json_response, printable
+from ..middleware import is_binary
+from ..options import ServeOptions
+from ..responses import Outcome, command, failure, succeed
+from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetensors
+
+SESSION_HEADER = "X-Caesura-Session"
+Selector = Literal["target", "all"]
+SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+Version = Label | int
+"""A weight version; a number, such as a step counter, becomes text."""
+_CHECKPOINT_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+"""Files that are read beside the safetensors files; an index can name no others."""
+_FLATTENED: Literal["flattened_bucket"] = "flattened_bucket"
+
+
+class InSession(Strict, kw_only=True):
+    """A body that may name a weight session."""
+
+    session_id: SessionId | None = None
+    """Caesura's own: the session of the call; the header ``X-Caesura-Session`` says the same. Null: the
+    implicit one of HTTP clients.
+    """
+
+
+BodyT = TypeVar("BodyT", bound=InSession)
+
+
+def bound(request: HTTPRequest, body: BodyT) -> BodyT:
+    """Return ``body``, which now names the session that the request's header names, if any.
+
+    Raises:
+        InvalidRequest: the body names another.
+    """
+    name = request.headers.get(SESSION_HEADER)
+    if name is None:
+        return body
+    if body.session_id not in (None, name) or not 0 < len(name) <= MAX_ID_LENGTH:
+        raise InvalidRequest(
+            f"{SESSION_HEADER} must be a session id, and equal to session_id if both are given",
+            field="session_id",
+        )
+    body.session_id = name
+    return body
+
+
+class UpdateBody(InSession, kw_only=True):
+    """Options of every update."""
+
+    flush_cache: bool = True
+    torch_empty_cache: bool = False
+    weight_version: Version | None = None
+    abort_all_requests: bool = False
+    component: Label | None = None
+    """Caesura's own: the component of a diffusion pipeline that is written. Null: its transformer."""
+
+    def options(self) -> dict[str, Any]:
+        """Return these fields for the wire."""
+        return update_fields({name: getattr(self, name) for name in UpdateBody.__struct_fields__})
+
+
+async def _sent(
+    front: FrontEnd, request: ControlRequest, buffers: Sequence[memoryview] = ()
+) -> WeightUpdateReqOutput:
+    """Return the reply to ``request``; the engine goes on if the HTTP client leaves."""
+    reply: WeightUpdateReqOutput = await asyncio.shield(
+        front.client.start(request, WeightUpdateReqOutput, buffers)
+    )
+    return reply
+
+
+def _online(body: UpdateBody) -> Outcome:
+    done = "Succeeded to update parameter online."
+    version = body.weight_version
+    return outcome(done if version is None else f"{done} Weight version updated to {version}.")
+
+
+def outcome(done: str) -> Outcome:
+    """Return the function that makes the message of an update: ``done`` only after a commit (I14)."""
+    return lambda reply: done if reply is not None and reply.committed else uncommitted(reply)
+
+
+def uncommitted(reply: WeightUpdateReqOutput | None) -> str:
+    """Return the message of an update that has neither failed nor committed. None: it had no tensors."""
+    if reply is None:
+        return "The call has no tensors: nothing was written."
+    if reply.session_id is None:
+        return (
+            f"Written, not committed: the weights are {reply.weights} until every parameter of the model "
+            "has been written."
+        )
+    return (
+        f"Written, not committed yet: session {reply.session_id} is open. /end_weight_update commits it; "
+        "if it was not begun, /continue_generation, /flush_cache and the last parameter do, too."
+    )
+
+
+def _check_load_format(name: str | None, *known: str) -> str | None:
+    """Return ``name`` if it is None or one of ``known``.
+
+    Raises:
+        Unsupported: another one, such as the import path of a trainer's loader.
+    """
+    if name is None or name in known:
+        return name
+    raise Unsupported(
+        f"load_format {printable(name)} is not supported: null, {' or '.join(known)}; loaders that a trainer "
+        "names (an import path) are not run",
+        field="load_format",
+        value=name,
+    )
+
+
+class DiskBody(UpdateBody, kw_only=True):
+    """``/update_weights_from_disk``."""
+
+    model_path: str
+    load_format: str | None = None
+    # accepted and ignored
+    is_async: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    # refused unless empty
+    manifest: Any = None
+
+
+@post("/update_weights_from_disk", status_code=200, opt={"access": "admin"})
+async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Load a checkpoint folder in place."""
+    body = bound(request, await read_control(request, DiskBody))
+    message = outcome("Succeeded to update model weights.")
+    work = from_disk(front, body)
+    return await succeed(front, "update_weights_from_disk", message, work, num_paused_requests=0)
+
+
+async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
+    """Update the weights from a folder.
+
+    Raises:
+        CaesuraError: the folder may not be read, an option is not supported, or the engine refuses.
+    """
+    if body.manifest:
+        raise Unsupported("manifest is not supported")
+    _check_load_format(body.load_format, "auto", "safetensors")
+    path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
+    wire = UpdateWeightFromDiskReqInput(model_path=path, load_format=body.load_format, **body.options())
+    return await _sent(front, wire)
+
+
+def allowed_path(path: str, options: ServeOptions) -> str:
+    """Return ``path`` with its links resolved.
+
+    The scheduler opens the files later and follows links then: anyone who can write under the root can still
+    put a link there in between. A link that is there already is refused.
+
+    Raises:
+        InvalidRequest: the folder or a file of the checkpoint is outside the weights root, or ``path`` is no
+            path at all.
+    """
+    root = options.update_root
+    if not root:
+        raise InvalidRequest(
+            "this server loads no weights from disk (--weights-root)", field="model_path", value=path
+        )
+    try:
+        real, real_root = os.path.realpath(path), os.path.realpath(root)
+    except ValueError as error:  # a null byte
+        raise InvalidRequest(f"model_path is not a valid path: {error}", field="model_path") from error
+    root_text = f"{printable(real_root)}, the folder that this server loads weights from (--weights-root)"
+    if not _lies_under(real, real_root):
+        raise InvalidRequest(
+            f"model_path = {shown(path)} is outside {root_text}", field="model_path", value=path
+        )
+    for name in _checkpoint_files(real):
+        if not _lies_under(os.path.realpath(os.path.join(real, name)), real_root):
+            raise InvalidRequest(
+                f"{printable(name)} in model_path is a link out of {root_text}",
+                field="model_path",
+                value=path,
+            )
+    return real
+
+
+def _lies_under(path: str, root: str) -> bool:
+    return os.path.commonpath([path, root]) == root
+
+
+def _checkpoint_files(folder: str) -> list[str]:
+    """Return the names of the files that are read of a checkpoint; none is in a subfolder."""
+    try:
+        with os.scandir(folder) as entries:
+            return [e.name for e in entries if e.name in _CHECKPOINT_FILES or e.name.endswith(".safetensors")]
+    except OSError:  # the scheduler says what is wrong with it
+        return []
+
+
+class DistributedBody(UpdateBody, kw_only=True):
+    """``/update_weights_from_distributed``."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: Label = DEFAULT_GROUP_NAME
+    load_format: str | None = None
+    selector: Selector = "all"
+
+
+@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin", "body": "specs"})
+async def update_weights_from_distributed(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Receive what rank 0 of a group broadcasts meanwhile: the body has names, dtypes and shapes only."""
+    body = bound(request, await read_control(request, DistributedBody))
+
+    async def update() -> WeightUpdateReqOutput:
+        flattened = _check_load_format(body.load_format, _FLATTENED) is not None
+        if not len(body.names) == len(body.dtypes) == len(body.shapes):
+            raise InvalidRequest("names, dtypes and shapes have different lengths", field="names")
+        described = zip(body.names, body.dtypes, body.shapes, strict=True)
+        wire = UpdateWeightsFromDistributedReqInput(
+            specs=[TensorSpec(name=n, dtype=dtype_of(dtype), shape=shape) for n, dtype, shape in described],
+            group_name=body.group_name,
+            load_format=_FLATTENED if flattened else None,
+            **body.options(),
+        )
+        return await _sent(front, wire)
+
+    return await succeed(front, "update_weights_from_distributed", _online(body), update())
+
+
+class TensorBody(UpdateBody, kw_only=True):
+    """``/update_weights_from_tensor`` as JSON: pickles in base64, one for each tensor-parallel rank."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    selector: Selector = "all"
+    # accepted and ignored
+    disable_draft_model: bool = False
+    """Sent by SGLang before ``selector``."""
+
+
+@post("/update_weights_from_tensor", status_code=200, opt={"access": "admin", "body": "weights"})
+async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Take a safetensors file as body, with options in the query, or SGLang's pickles in JSON."""
+    body: UpdateBody
+    if is_binary(request.content_type[0]):
+        body = bound(request, query_of(request, UpdateBody))
+        work = _binary(front, request, body)
+    else:
+        body = bound(request, await read_control(request, TensorBody))
+        work = _pickled(front, body)
+    return await succeed(front, "update_weights_from_tensor", _online(body), work)
+
+
+async def _binary(front: FrontEnd, request: HTTPRequest, body: UpdateBody) -> WeightUpdateReqOutput | None:
+    return await _part(front, read_safetensors(await request.body()), body.options())
+
+
+async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput | None:
+    if not front.options.allow_pickled_tensors:
+        raise Unsupported(
+            "pickled tensors are off: start with --allow-pickled-tensors, or send a safetensors file as "
+            "application/octet-stream"
+        )
+    flattened = _check_load_format(body.load_format, "direct", _FLATTENED) == _FLATTENED
+    parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
+    if not parts:
+        return None  # a bucket without tensors, which slime sends as padding
+    if len(parts) == 1 or body.session_id is not None or not await _commits_by_itself(front):
+        return await _joined(front, parts, body.options())
+    async with front.client.weight_update(weight_version=body.weight_version) as session:
+        await _joined(front, parts, {**body.options(), "session_id": session.opened.session_id})
+    return session.result
+
+
+async def _joined(front: FrontEnd, parts: Sequence[Part], options: dict[str, Any]) -> WeightUpdateReqOutput:
+    """Send all parts in one session: that of ``options``, or that of the first reply."""
+    named = dict(options)
+    for part in parts:
+        reply = await _part(front, part, named)
+        named["session_id"] = reply.session_id
+    return reply
+
+
+async def _commits_by_itself(front: FrontEnd) -> bool:
+    """Return True if each call would be a commit of its own, so that several need a session."""
+    status = await front.client.status()
+    return status.session is None and status.generation == "running" and status.weights == "valid"
+
+
+async def _part(front: FrontEnd, part: Part, options: dict[str, Any]) -> WeightUpdateReqOutput:
+    if isinstance(part, Frames):
+        return await _sent(front, UpdateWeightsFromTensorReqInput(specs=part.specs, **options), part.buffers)
+    return await _sent(front, UpdateWeightsFromIPCReqInput(handle=part.handle, specs=part.specs, **options))
+
+
+class ParameterServerBody(UpdateBody, kw_only=True):
+    """``/update_weights_from_ipc``."""
+
+    zmq_handles: dict[str, str]
+    timeout_s: PositiveDuration = 300.0
+    """Caesura's own: maximum seconds of silence of the server."""
+
+
+@post("/update_weights_from_ipc", status_code=200, opt={"access": "admin"})
+async def update_weights_from_ipc(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Let a checkpoint-engine parameter server drive an update."""
+    body = bound(request, await read_control(request, ParameterServerBody))
+    wire = UpdateWeightsFromCheckpointEngineReqInput(
+        zmq_handles=body.zmq_handles, timeout_s=body.timeout_s, **body.options()
+    )
+    return await succeed(front, "update_weights_from_ipc", _online(body), _sent(front, wire))
+
+
+class InitGroupBody(Strict, kw_only=True):
+    """``/init_weights_update_group``."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: Label = DEFAULT_GROUP_NAME
+    backend: Literal["nccl", "gloo"] | None = None
+    timeout_s: PositiveDuration = 60.0
+    """Caesura's own: maximum seconds to wait for the other ranks."""
+    broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S
+    """Caesura's own: maximum seconds to wait for each broadcast."""
+
+    # accepted and ignored
+    pp_rank: int | None = None
+    """AReaL's."""
+
+
+@post("/init_weights_update_group", status_code=200, opt={"access": "admin"})
+async def init_weights_update_group(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Join a trainer's process group; answered when every rank has joined."""
+    body = await read_control(request, InitGroupBody)
+    given = msgspec.structs.asdict(body)
+    del given["pp_rank"]
+    work = front.client.init_weights_update_group(**given)
+    message = "Succeeded to initialize custom process group."
+    return await succeed(front, "init_weights_update_group", message, work)
+
+
+class DestroyGroupBody(Strict, kw_only=True):
+    """``/destroy_weights_update_group``."""
+
+    group_name: Label = DEFAULT_GROUP_NAME
+
+
+@post("/destroy_weights_update_group", status_code=200, opt={"access": "admin"})
+async def destroy_weights_update_group(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Leave a group; one that does not exist is 400."""
+    body = await read_control(request, DestroyGroupBody)
+    work = front.client.destroy_weights_update_group(body.group_name)
+    message = "Succeeded to destroy custom process group."
+    return await succeed(front, "destroy_weights_update_group", message, work)
+
+
+class BeginBody(Strict, kw_only=True):
+    """``/begin_weight_update``."""
+
+    selector: Selector = "all"
+    deadline_s: PositiveDuration | None = None
+    """Caesura's own: abort the session after so many seconds."""
+
+
+@post("/begin_weight_update", status_code=200, opt={"access": "admin"})
+async def begin_weight_update(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Open a session: the calls that name it are committed together at its end."""
+    body = await read_control(request, BeginBody)
+
+    async def begin() -> BeginWeightUpdateReqOutput:
+        # Not the client's method: the client would take the session for its own, and HTTP clients share the
+        # client.
+        wire = BeginWeightUpdateReqInput(deadline_s=body.deadline_s)
+        opened: BeginWeightUpdateReqOutput = await asyncio.shield(
+            front.client.start(wire, BeginWeightUpdateReqOutput)
+        )
+        return opened
+
+    return await succeed(front, "begin_weight_update", "Success", begin())
+
+
+class EndBody(InSession, kw_only=True):
+    """``/end_weight_update``."""
+
+    commit: bool = True
+    """Caesura's own: false aborts the session."""
+    weight_version: Version | None = None
+    """Caesura's own: the new label."""
+    force: bool = False
+    """Caesura's own: abort whatever session is open, with ``commit`` false."""
+
+
+@post("/end_weight_update", status_code=200, opt={"access": "admin"})
+async def end_weight_update(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Commit the session, or abort it."""
+    body = bound(request, await read_control(request, EndBody))
+    wire = EndWeightUpdateReqInput(
+        commit=body.commit,
+        session_id=body.session_id,
+        force=body.force,
+        weight_version=label(body.weight_version),
+    )
+    return await succeed(front, "end_weight_update", _ended, _sent(front, wire))
+
+
+def _ended(reply: WeightUpdateReqOutput) -> str:
+    return (
+        "Success" if reply.committed else f"Aborted, nothing is committed: the weights are {reply.weights}."
+    )
+
+
+class VersionBody(InSession, kw_only=True):
+    """``/update_weight_version``. A session is refused, as the call commits by itself."""
+
+    new_version: Version
+    abort_all_requests: bool = True
+
+
+@post("/update_weight_version", status_code=200, opt={"access": "admin"})
+async def update_weight_version(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Give the present weights another label: a commit of its own, in which nothing is written."""
+    body = bound(request, await read_control(request, VersionBody))
+    try:
+        await command(front, "update_weight_version", _relabel(front, body))
+    except CaesuraError as error:
+        return failure(error)
+    message = f"Weight version updated to {body.new_version}"
+    return json_response({"success": True, "message": message, "new_version": str(body.new_version)})
+
+
+async def _relabel(front: FrontEnd, body: VersionBody) -> None:
+    if body.session_id is not None:  # if it is open, the session below is refused
+        session = (await front.client.status()).session
+        if session is None or session.session_id != body.session_id:
+            raise NoSession(f"the weight session {body.session_id} is not open")
+    async with front.client.weight_update(weight_version=body.new_version):
+        if body.abort_all_requests:
+            status = await front.client.status()
+            if status.weights != "valid":  # the commit would be refused, with the requests gone
+                raise CaesuraError(
+                    ErrorCode.WEIGHT_MISMATCH, f"the weights are {status.weights}: update all of them first"
+                )
+            await front.client.abort(abort_all=True)
+
+
+class CheckerBody(Strict, kw_only=True):
+    """``/weights_checker``."""
+
+    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
+    selector: Selector = "all"
+    # accepted and ignored
+    allow_quant_error: bool = False
+    # refused unless empty
+    skip_tensor_list: list[str] | None = None
+
+
+@route("/weights_checker", http_method=["GET", "POST"], status_code=200, opt={"access": "admin"})
+async def weights_checker(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Return checksums of the weights, or compare them with those of an earlier snapshot."""
+    body = await read_control(request, CheckerBody)
+    if body.skip_tensor_list:
+        raise ClientException("skip_tensor_list is not supported")
+    try:
+        reply = await command(front, "weights_checker", front.client.check_weights(body.action))
+    except CaesuraError as error:
+        return failure(error)
+    if body.action == "compare" and reply.changed:
+        message = f"{len(reply.changed)} tensors differ from the snapshot"
+        return json_response({"success": False, "message": message, "changed": reply.changed}, 400)
+    answer: dict[str, object] = {"success": True, "message": "Success."}
+    if body.action == "checksum":
+        place = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_rank": 0, "dp_size": 1}
+        rank = {
+            "checksums": reply.checksums,
+            "per_gpu_checksum": reply.total,
+            "parallelism_info": [place],
+        }
+        answer |= {"ranks": [rank], "per_engine_checksum": reply.total}
+    return json_response(answer)
+
+
+class PostProcessBody(Strict, kw_only=True):
+    """``/post_process_weights``, of slime's patches."""
+
+    # accepted and ignored
+    restore_weights_before_load: bool = False
+    post_process_quantization: bool = False
+
+
+@post("/post_process_weights", status_code=200, opt={"access": "admin"})
+async def post_process_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Do nothing: weights are laid out while they are written, and derived from once, at commit."""
+    await read_control(request, PostProcessBody)
+    message = "Nothing to do: layouts and derived tensors are made when an update commits."
+    return await succeed(front, "post_process_weights", message, asyncio.sleep(0))
+
+
+ROUTES: list[HTTPRouteHandler] = [
+    update_weights_from_disk,
+    update_weights_from_distributed,
+    update_weights_from_tensor,
+    update_weights_from_ipc,
+    init_weights_update_group,
+    destroy_weights_update_group,
+    begin_weight_update,
+    end_weight_update,
+    update_weight_version,
+    weights_checker,
+    post_process_weights,
+]
