@@ -18,6 +18,7 @@ from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEng
 from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
+from ..weights.components import chosen
 from ..weights.source import BufferSource, SharedMemory
 from ..weights.transports.checkpoint_engine import (
     Bucket,
@@ -55,20 +56,18 @@ class ParameterServerUpdates:
     def update(self, request: UpdateWeightsFromCheckpointEngineReqInput, sender: Sender) -> Operation:
         """Connect to the server of this engine's device, and load its buckets until it is done."""
         engine = self._engine
-        engine.sessions.session_for_call(request, sender, _ROUTE)
+        engine.sessions.find(request, sender, _ROUTE)
         stages, started = engine.updates.profiler(), monotonic()
         conversation = self._connect(request)
         feed = Feed(conversation.turns(), engine.wakeup.set)
         memory = SharedMemoryMaps(engine.config.device)
         try:
             opening = yield from self._next(feed, None)
-            session = engine.updates.join_session(request, sender, _ROUTE)
-            work = self._load_all(opening, feed, memory, session, stages)
-            return (
-                yield from engine.updates.run_and_commit(
-                    request.id, session, stages, started, work, is_last_call=True
-                )
-            )
+            found = engine.sessions.find(request, sender, _ROUTE)  # again, because time has passed
+            session = engine.updates.join(found, request, sender, _ROUTE)
+            with engine.updates.call(session):
+                yield from self._load_all(opening, feed, memory, session, stages)
+                return (yield from engine.updates.finish(request.id, session, stages, started, last=True))
         except BaseException as error:
             conversation.refuse(str(error) or "the update was cancelled")
             raise
@@ -150,7 +149,9 @@ class ParameterServerUpdates:
         engine = self._engine
         buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
         memory_of = SharedMemory(opening.handle, opening.start, opening.nbytes)
-        source, _ = engine.updates.open_checked(
-            lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of), session, session.component
+        source, _ = engine.updates.check(
+            lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of),
+            session,
+            chosen(engine.model.components, session.component),
         )
-        yield from engine.updates.load(source, session, stages)
+        yield from engine.updates.write(source, session, stages)

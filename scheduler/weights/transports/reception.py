@@ -16,11 +16,11 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ....io_struct import CaesuraError
-from ...memory.device_module import DeviceEvent
 from ...runtime.background import Feed
 from ..upload import WriteStream
 
@@ -48,7 +48,7 @@ class Received:
 
     broadcasts: list[Tensor]
     """uint8, one for each."""
-    arrived: DeviceEvent | None
+    arrived: torch.Event | None
     """None: they have."""
 
 
@@ -90,7 +90,7 @@ def broadcasts(
     backend: Any,
     plans: Sequence[Plan],
     buffers: Sequence[Tensor],
-    written: Sequence[DeviceEvent | None],
+    written: Sequence[torch.Event | None],
     stream: WriteStream | None,
     timeout: timedelta,
     relay: "Relays | None" = None,
@@ -130,7 +130,7 @@ class Reception:
     def __init__(
         self,
         feed: Feed[Received],
-        written: list[DeviceEvent | None],
+        written: list[torch.Event | None],
         stream: WriteStream | None,
         *,
         timeout_s: float,

@@ -11,10 +11,10 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....io_struct import CaesuraError
-from ...memory.device_module import DeviceEvent
 from ...runtime.background import Task
 from ..upload import WriteStream
 from .reception import GRACE_S, broadcast_options
@@ -96,7 +96,7 @@ class Transmission:
             raise self._broken(f"a broadcast failed: {_first_line(error)}") from error
         return True
 
-    def _broadcast(self, view: Tensor, filled: DeviceEvent | None) -> None:
+    def _broadcast(self, view: Tensor, filled: torch.Event | None) -> None:
         """In the thread."""
         if self._stream is None or filled is None:
             self._backend.broadcast([view], self._options).wait()
