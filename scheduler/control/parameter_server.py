@@ -1,10 +1,13 @@
-"""Weight updates driven by a parameter server: the server sends buckets, the engine loads each one and replies.
+"""Weight updates driven by a parameter server: the server sends buckets, the engine loads each one and
+replies.
 
 Invariants:
-- One exchange is one weight session. It commits after the server's second None, and the server gets its last reply after the
-  commit. Tensors that the server did not send keep their values; poisoned or invalid weights still need every parameter.
-- Generation goes on until the first bucket has arrived. While the server is silent the loop sleeps or generates, and status
-  and abort are answered. Commands that change the engine wait until the update ends, as with any update.
+- One exchange is one weight session. It commits after the server's second None, and the server gets its last
+  reply after the commit. Tensors that the server did not send keep their values; poisoned or invalid weights
+  still need every parameter.
+- Generation goes on until the first bucket has arrived. While the server is silent the loop sleeps or
+  generates, and status and abort are answered. Commands that change the engine wait until the update ends, as
+  with any update.
 - The server's buffer is mapped from its first message until its first None, or until a failure.
 """
 
@@ -49,7 +52,9 @@ class ParameterServerUpdates:
         self._conversation: Conversation | None = None
 
     def close(self) -> None:
-        """End the conversation with the last server, which may still be waiting for the error of its failed update."""
+        """End the conversation with the last server, which may still be waiting for the error of its failed
+        update.
+        """
         if self._conversation is not None:
             self._conversation.close()
 
@@ -72,7 +77,8 @@ class ParameterServerUpdates:
             conversation.refuse(str(error) or "the update was cancelled")
             raise
         finally:
-            feed.release()  # lets the thread reply to the current message: success after a commit, else the refusal
+            # Lets the thread reply to the current message: success after a commit, else the refusal
+            feed.release()
             memory.close()
 
     def _connect(self, request: UpdateWeightsFromCheckpointEngineReqInput) -> Conversation:

@@ -26,13 +26,13 @@ from .request import Conditioning, ImageRequest
 from .scheduler_step import problem_of
 
 MAX_RESULT_BYTES = 128 << 20
-"""Of the latents that one result holds."""
+"""Most bytes of the latents of one result."""
 MAX_GUIDANCE = 1000.0
-"""Of ``guidance_scale``: with more, latents leave float32 before a defect could be told from it."""
+"""Largest ``guidance_scale``: with more, latents leave float32 before a defect could be told from it."""
 MAX_NOISE_LEVEL = 100.0
-"""Of ``sde.noise_level``, likewise."""
+"""Largest ``sde.noise_level``, for the same reason."""
 MAX_EMBED_TOKENS = 2 * MAX_IDS
-"""Of ``prompt_embeds``: more than text or ids can make. A step takes time with their square, and nothing stops it."""
+"""Most tokens of ``prompt_embeds``: more than text or ids make. A step takes time with their square."""
 _NEGATIVE = "negative_"
 _IMAGE_CHANNELS = 3
 
@@ -64,8 +64,8 @@ class ImageAdmission:
         """Check a message and make its samples; changes no state.
 
         Raises:
-            CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a size or a prompt that this
-                machine is too small for.
+            CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a
+                size or a prompt that this machine is too small for.
         """
         require_room(message.n, waiting, self._max_waiting)
         _check_numbers(message)
@@ -174,7 +174,7 @@ class ImageAdmission:
     def _ids(
         self, text: str | None, ids: list[list[int]] | None, field: str, message: GenerateImagesReqInput
     ) -> list[list[int]] | None:
-        """Of a prompt that is text or ids; None if it is neither."""
+        """Return the ids of a prompt that is text or ids, or None."""
         family, longest = self._family, message.max_sequence_length
         value: object = longest
         if ids is not None:
@@ -187,7 +187,7 @@ class ImageAdmission:
         return ids
 
     def _tokens(self, embeds: Embeds | None, ids: list[list[int]] | None, longest: int) -> int:
-        """Of the embeddings that the transformer is given."""
+        """Return the tokens of the embeddings that the transformer is given."""
         if embeds is not None:
             return len(embeds["prompt_embeds"])
         assert ids is not None, "a prompt has one form"
@@ -196,7 +196,7 @@ class ImageAdmission:
     def _embeds(
         self, specs: Sequence[TensorSpec], buffers: list[memoryview]
     ) -> tuple[Embeds | None, Embeds | None]:
-        """Embeddings that came with the message, and those of guidance; None where there are none."""
+        """Return embeddings that came with the message, and those of guidance, or None."""
         family, found = self._family, {}
         if len(buffers) != len({spec.buffer for spec in specs}):
             raise invalid("tensors", len(specs), f"describe not all of {len(buffers)} frames, or more")
@@ -220,7 +220,7 @@ class ImageAdmission:
         return found or None, negative or None
 
     def _check_shape(self, spec: TensorSpec) -> None:
-        """Of a whole embedding: pieces are for weights."""
+        """Refuse a tensor that is no whole embedding which the transformer takes."""
         family, name, shape = self._family, spec.name, tuple(spec.shape)
         plain = name.removeprefix(_NEGATIVE)
         if plain not in family.embed_names:
@@ -248,10 +248,10 @@ class ImageAdmission:
 
 
 def _check_numbers(message: GenerateImagesReqInput) -> None:
-    sde = message.sde
+    sde, guidance, shift = message.sde, message.guidance_scale, message.shift
     problems = (
-        ("guidance_scale", message.guidance_scale, f"must be in [0, {MAX_GUIDANCE:g}]", 0.0 <= message.guidance_scale <= MAX_GUIDANCE),
-        ("shift", message.shift, "must be finite and above 0", message.shift is None or 0.0 < message.shift < math.inf),
+        ("guidance_scale", guidance, f"must be in [0, {MAX_GUIDANCE:g}]", 0.0 <= guidance <= MAX_GUIDANCE),
+        ("shift", shift, "must be finite and above 0", shift is None or 0.0 < shift < math.inf),
         ("sde.noise_level", sde.noise_level, f"must be in [0, {MAX_NOISE_LEVEL:g}], and at most 1 for cps",
          0.0 <= sde.noise_level <= (1.0 if sde.type == "cps" else MAX_NOISE_LEVEL)),
     )  # fmt: skip
@@ -279,7 +279,7 @@ def _kept_steps(
 
 
 def _places(kept: frozenset[int]) -> int:
-    """Latents that are kept: before and after each of these steps."""
+    """Return the number of latents before and after each of these steps."""
     return len({place for step in kept for place in (step, step + 1)})
 
 

@@ -1,17 +1,20 @@
-"""Schedules the steps of images: prompts are encoded, latents denoised, images decoded, each as a step of its own.
+"""Schedules the steps of images: prompts are encoded, latents denoised, images decoded, each as a step of its
+own.
 
-One denoise step advances samples of one *bucket* (shape of the latents, shapes of the embeddings, guidance) by one place in
-their own grids. They may be at different places, and join or leave between two steps. Buckets take turns.
+One denoise step advances samples of one *bucket* (shape of the latents, shapes of the embeddings, guidance)
+by one place in their own grids. They may be at different places, and join or leave between two steps. Buckets
+take turns.
 
 Invariants:
-- A step ends quickly: it is one call of the transformer, of the VAE for a few images, or of the text encoders for a few
-  prompts. A pause waits for one of these.
-- Decoding goes first, since it ends samples; then encoding, since samples wait for it; then the bucket that was served
-  longest ago.
-- First come, first served, also for samples that were retracted. Some wait though more may run: what samples hold together
-  is limited (``memory_limit.py``).
+- A step ends quickly: it is one call of the transformer, of the VAE for a few images, or of the text encoders
+  for a few prompts. A pause waits for one of these.
+- Decoding goes first, since it ends samples; then encoding, since samples wait for it; then the bucket that
+  was served longest ago.
+- First come, first served, also for samples that were retracted. Some wait though more may run: what samples
+  hold together is limited (``memory_limit.py``).
 - If a call raises, every sample stays where it was.
-- A prompt that is kept (``prompt_cache.py``) is not encoded again, and of equal prompts that wait together one is.
+- A prompt that is kept (``prompt_cache.py``) is not encoded again, and of equal prompts that wait together
+  one is.
 """
 
 import logging
@@ -32,10 +35,13 @@ logger = logging.getLogger(__name__)
 ENCODED_PROMPTS = 16
 """Most prompts of an encoding step, those of guidance included."""
 ENCODED_TOKENS = 8192
-"""Most tokens of an encoding step of several prompts, over all encoders: attention takes time and memory with their square."""
+"""Most tokens of an encoding step of several prompts, over all encoders: attention takes time and memory with
+their square.
+"""
 DECODED_IMAGES = 2
-"""Most images of a decoding step: a VAE's activations are the largest, and a pause waits no longer for them than for a
-denoising step of as many samples."""
+"""Most images of a decoding step: a VAE's activations are the largest, and a pause waits no longer for them
+than for a denoising step of as many samples.
+"""
 RAISE_AFTER = 32
 """Full steps after which a limit that memory has set is doubled."""
 
@@ -59,7 +65,9 @@ class ImageBatch:
 
 
 class ImageBatcher:
-    """Owns the running samples and builds steps from them and from the queue; a :class:`~..stepping.StepBatcher`."""
+    """Owns the running samples and builds steps from them and from the queue; a
+    :class:`~..stepping.StepBatcher`.
+    """
 
     prompt_tokens = cached_tokens = prefilled_tokens = 0
 
@@ -159,7 +167,9 @@ class ImageBatcher:
         self._in_flight = None
 
     def halve(self, batch: ImageBatch) -> bool:
-        """Limit steps to half the samples of ``batch``; False if its only one has run out of memory alone before."""
+        """Limit steps to half the samples of ``batch``; False if its only one has run out of memory alone
+        before.
+        """
         if len(batch.samples) == 1:
             if batch.samples[0].failed_alone:
                 return False
@@ -186,7 +196,9 @@ class ImageBatcher:
         return count
 
     def restart_prefills(self) -> int:
-        """Encode again, after a commit that changed a text encoder, the prompts none of whose samples is under way."""
+        """Encode again, after a commit that changed a text encoder, the prompts none of whose samples is
+        under way.
+        """
         if not self._encoders_changed():
             return 0
         self.prompts.encoders_changed()

@@ -1,12 +1,14 @@
 """The memory that samples hold between their steps, and how much of it they hold together.
 
 Invariants:
-- A sample counts from its start with all that it may hold until its end: its latent, the latents that its request keeps, its
-  image, and the embeddings of its prompt. So none that has started waits for memory, and a pause may last.
+- A sample counts from its start with all that it may hold until its end: its latent, the latents that its
+  request keeps, its image, and the embeddings of its prompt. So none that has started waits for memory, and a
+  pause may last.
 - Embeddings belong to the samples of a request together, and count once.
-- Where samples run, another starts only if it fits beside them; if none does, the first that waits starts, whatever it takes.
-- Embeddings that a client has sent are there before its request starts: those that do not fit beside those of other requests
-  are refused.
+- Where samples run, another starts only if it fits beside them; if none does, the first that waits starts,
+  whatever it takes.
+- Embeddings that a client has sent are there before its request starts: those that do not fit beside those of
+  other requests are refused.
 """
 
 from collections.abc import Iterable
@@ -16,7 +18,9 @@ from ..memory.device_module import DeviceModule, free_and_total
 from .request import ImageRequest
 
 SENT_SHARE = 0.5
-"""Part of the limit on the device that embeddings may take which requests have sent, whether they wait or run."""
+"""Part of the limit on the device that embeddings may take which requests have sent, whether they wait or
+run.
+"""
 
 
 class MemoryLimit:
@@ -39,7 +43,9 @@ class MemoryLimit:
     def of_free_memory(
         cls, device: DeviceModule, host: DeviceModule, fraction: float, *, kept_free: int, on_host: bool
     ) -> "MemoryLimit":
-        """Return a limit of ``fraction`` of what is free now, without ``kept_free`` bytes of the device for components."""
+        """Return a limit of ``fraction`` of what is free now, without ``kept_free`` bytes of the device for
+        components.
+        """
         return cls(_share(device, fraction, kept_free), None if on_host else _share(host, fraction, 0))
 
     def allows(self, running: Iterable[ImageRequest], sample: ImageRequest) -> bool:

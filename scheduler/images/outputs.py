@@ -1,11 +1,11 @@
 """Records the output of steps of images, and builds the results of samples.
 
 Invariants:
-- I2: a result has a log-probability for each of its step indices, a latent for each of its latent indices, and spans that
-  cover its steps; what was not made is not there.
+- I2: a result has a log-probability for each of its step indices, a latent for each of its latent indices,
+  and spans that cover its steps; what was not made is not there.
 - A step is recorded for all of its samples or for none of them.
-- A result is a copy in memory of its own: it may be stored long after its sample has gone, and must keep nothing else alive,
-  nor lie between the large blocks that steps take and free.
+- A result is a copy in memory of its own: it may be stored long after its sample has gone, and must keep
+  nothing else alive, nor lie between the large blocks that steps take and free.
 """
 
 import logging
@@ -137,7 +137,9 @@ _NO_CONDITIONING = Conditioning(None, None, 0, guided=False)
 
 
 def _on_host(sample: ImageRequest, output: DenoisedOnHost, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the latents before and after a step that the request keeps; what an earlier step copied is not copied again."""
+    """Return the latents before and after a step that the request keeps; what an earlier step copied is not
+    copied again.
+    """
     if output.log_probs[row] is None:
         return _NOTHING, _NOTHING
     before = sample.latents.get(sample.step)

@@ -1,9 +1,11 @@
 """Encoded prompts, kept for the requests that come with them again.
 
 Invariants:
-- An entry is found under everything that its embeddings follow from: the token ids for each encoder, the length of the request, and
-  the epoch of the text encoders. The epoch rises when an update has written one of them; what was kept before is gone then.
-- Kept bytes never exceed the limit; what was used longest ago goes first. Nobody changes embeddings, so samples and entries share them.
+- An entry is found under everything that its embeddings follow from: the token ids for each encoder, the
+  length of the request, and the epoch of the text encoders. The epoch rises when an update has written one of
+  them; what was kept before is gone then.
+- Kept bytes never exceed the limit; what was used longest ago goes first. Nobody changes embeddings, so
+  samples and entries share them.
 """
 
 import hashlib
@@ -23,7 +25,6 @@ class PromptCache:
     """A cache of embeddings, those of prompts and of negative prompts alike, where they were computed."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """``limit_bytes`` 0: nothing is kept."""
         self.limit_bytes = limit_bytes
         self.nbytes = 0
         self.hits = self.misses = 0
@@ -35,12 +36,12 @@ class PromptCache:
         return len(self._entries)
 
     def keys(self, conditioning: Conditioning) -> set[_Key]:
-        """Of what is still to be encoded of ``conditioning``."""
+        """Return the keys of what is still to be encoded of ``conditioning``."""
         longest = conditioning.max_sequence_length
         return {self._key(ids, longest) for ids in conditioning.unencoded}
 
     def fill(self, conditioning: Conditioning) -> bool:
-        """Give ``conditioning`` what is kept; whether it has all then."""
+        """Give ``conditioning`` what is kept; return True if it has all then."""
         longest = conditioning.max_sequence_length
         if conditioning.embeds is None:
             conditioning.embeds = self._find(conditioning.ids, longest)
@@ -49,7 +50,7 @@ class PromptCache:
         return conditioning.is_ready
 
     def keep(self, conditioning: Conditioning) -> None:
-        """A step has encoded ``conditioning``, or the part of it that was not there."""
+        """Keep what a step has encoded of ``conditioning``."""
         for ids, embeds in (
             (conditioning.ids, conditioning.embeds),
             (conditioning.negative_ids, conditioning.negative),
@@ -62,7 +63,7 @@ class PromptCache:
                 self._add(key, embeds)
 
     def encoders_changed(self) -> None:
-        """An update has written a text encoder."""
+        """Drop what was encoded: an update has written a text encoder."""
         self._epoch += 1
         self.clear()
 
@@ -72,7 +73,6 @@ class PromptCache:
         self.nbytes = 0
 
     def status(self) -> PromptCacheStatus:
-        """As of now."""
         return PromptCacheStatus(
             entries=len(self),
             nbytes=self.nbytes,

@@ -1,8 +1,10 @@
 """Executes the steps of images on the device.
 
 Invariants:
-- Latents are float32 and stay on the device from step to step; what a trajectory keeps is copied to the host when a step is fetched.
-- The first denoise step of a sample makes its initial latent: standard normal noise of the family's latent shape.
+- Latents are float32 and stay on the device from step to step; what a trajectory keeps is copied to the host
+  when a step is fetched.
+- The first denoise step of a sample makes its initial latent: standard normal noise of the family's latent
+  shape.
 - Guidance is one batch: the rows of the negative prompts first, as in the pipelines of diffusers.
 - Nothing approximates: no cache of the transformer's activations, no skipped step.
 """
@@ -27,15 +29,15 @@ from .scheduler_step import INITIAL, Coefficients, advance, coefficients, log_pr
 from .traced_module import TracedModule, traced_decode, traced_velocity
 
 ALONE = 1 << 15
-"""Elements between two operations up to which one thread computes a step: torch shares no elementwise operation of fewer."""
+"""Elements of an operation up to which one thread computes a step: torch shares none of fewer."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Denoised:
-    """What a denoise step made, row by row."""
+    """Results of a denoise step, row by row."""
 
     before: Tensor
-    """float32 [rows, …] on the device: what the step began with."""
+    """Latents before the step, float32 [rows, …] on the device."""
     after: Tensor
     rows: list[Coefficients]
     log_probs: list[Tensor | None]
@@ -46,7 +48,7 @@ class Denoised:
 
 @dataclass(slots=True, kw_only=True)
 class DenoisedOnHost:
-    """The same, fetched."""
+    """A denoise step, fetched."""
 
     before: list[Tensor]
     after: list[Tensor]
@@ -65,8 +67,6 @@ class Encoded:
 
 @dataclass(slots=True)
 class Decoded:
-    """Images of a decoding step."""
-
     images: np.ndarray
     """uint8 [rows, height, width, 3]"""
 
@@ -142,16 +142,15 @@ class ImageRunner:
             return Launched(self._denoise(batch.samples))
 
     def synchronize(self) -> None:
-        """Steps run on the current stream."""
         if self._streams is not None:
             self._streams.current_stream().synchronize()
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """Everything of this engine is on the current stream."""
+        """Do nothing: all work of this engine is on the current stream."""
         return nullcontext()
 
     def _encode(self, prompts: list[Conditioning]) -> Encoded:
-        """The prompts and those of guidance in one batch: they have ids of the same lengths."""
+        """Encode the prompts and those of guidance in one batch: they have ids of the same lengths."""
         family, longest = self._family, prompts[0].max_sequence_length
         rows = [(conditioning, conditioning.ids) for conditioning in prompts if conditioning.embeds is None]
         negative = [
@@ -201,7 +200,7 @@ class ImageRunner:
         return noise_of(sample.seed, sample.index, INITIAL, sample.shape).to(self._device)
 
     def _guided(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
-        """Of each row, guided where the bucket is."""
+        """Return the velocity of each row, guided where the bucket is."""
         family, size = self._family, samples[0].size
         sigma = torch.from_numpy(np.stack([sample.sigmas[sample.step] for sample in samples])).to(
             self._device
@@ -229,7 +228,7 @@ def _stacked(embeds: list[Embeds | None]) -> Embeds:
 
 
 def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
-    """One copy for all, since each would wait for the device."""
+    """Copy all at once, since each copy would wait for the device."""
     known = [each for each in scalars if each is not None]
     values = iter(torch.stack(known).tolist() if known else [])
     return [None if each is None else next(values) for each in scalars]
@@ -239,8 +238,9 @@ def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
 def step_threads(family: Family, batch: ImageBatch) -> Iterator[None]:
     """Within the block, torch computes with one thread if ``batch`` is small, whenever it is made.
 
-    Every parallel region of a step ends when its last thread is done. Where a step is a hundred small operations, handing
-    them out takes as long as sharing them saves, and whoever else wants a core holds up every one of them.
+    Every parallel region of a step ends when its last thread is done. Where a step is a hundred small
+    operations, handing them out takes as long as sharing them saves, and whoever else wants a core holds up
+    every one of them.
     """
     threads = torch.get_num_threads()
     if threads == 1 or _elements(family, batch) > ALONE:
@@ -254,7 +254,7 @@ def step_threads(family: Family, batch: ImageBatch) -> Iterator[None]:
 
 
 def _elements(family: Family, batch: ImageBatch) -> int:
-    """Return about what one operation hands to the next at the widest: image tokens, or the VAE's last block."""
+    """Return about the most elements between two operations: image tokens, or the VAE's last block."""
     if batch.kind == "encode":
         return 2 * ALONE  # nobody has looked at those, and prompts are kept
     first, rows = batch.samples[0], len(batch.samples)

@@ -1,6 +1,7 @@
 """The end of a sample, whatever a sample is: tokens, or an image.
 
-Invariant I1: a sample is finished here and nowhere else, once, with exactly one terminal result for its client.
+Invariant I1: a sample is finished here and nowhere else, once, with exactly one terminal result for its
+client.
 """
 
 import logging
@@ -33,7 +34,7 @@ class Outputs(ABC, Generic[SampleT]):
         on_finished: Callable[[SampleT, Any], None],
         stamp: WeightStamp,
     ) -> None:
-        """``on_finished`` is called once for each sample, with its result, after what it held was released."""
+        """``on_finished`` is called once for each sample, with its result, after its memory was released."""
         self.generated_tokens = 0
         """Tokens, or denoised steps of samples, since the engine's start."""
         self.finished: Counter[str] = Counter()

@@ -1,9 +1,9 @@
 """Recovery from a failed step: which requests end, and which tokens are computed again.
 
 A step may fail while it is built, launched or fetched, or while its output is processed. There are two kinds
-of failure. Out of memory is no request's fault: the step is rolled back, and its tokens or samples are computed again in
-steps of half the size (decoding rows first, prompts later if both do not fit). Only a step of a single one
-that fails twice ends its request. Any other failure ends the requests of its step.
+of failure. Out of memory is no request's fault: the step is rolled back, and its tokens or samples are
+computed again in steps of half the size (decoding rows first, prompts later if both do not fit). Only a step
+of a single one that fails twice ends its request. Any other failure ends the requests of its step.
 
 Invariants:
 - A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV
@@ -124,7 +124,9 @@ class Recovery:
 
     @contextmanager
     def output_processing(self, batch: Any, number: int) -> Iterator[None]:
-        """Process the output of ``batch`` in the block; an exception ends its requests, since some may have changed."""
+        """Process the output of ``batch`` in the block; an exception ends its requests, since some may have
+        changed.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001  an unforeseen error: the other requests must go on

@@ -1,10 +1,13 @@
-"""The broadcasts of one update: a thread receives them into two buffers, the loop writes from the one while the other fills.
+"""The broadcasts of one update: a thread receives them into two buffers, the loop writes from the one while
+the other fills.
 
 Invariants:
-- A buffer is received into again after what was written from it: on the host when the loop has released it, on a device after
-  the event that the loop then gives. The loop never waits for either.
-- Each broadcast has a timeout. Where the backend's does not hold (NCCL looking for its ranks), the loop gives the group up.
-- Small tensors share a buffer on a device: their broadcasts are entered one behind the other and waited for together.
+- A buffer is received into again after what was written from it: on the host when the loop has released it,
+  on a device after the event that the loop then gives. The loop never waits for either.
+- Each broadcast has a timeout. Where the backend's does not hold (NCCL looking for its ranks), the loop gives
+  the group up.
+- Small tensors share a buffer on a device: their broadcasts are entered one behind the other and waited for
+  together.
 """
 
 import threading
@@ -25,7 +28,9 @@ from ...runtime.background import Feed
 from ..upload import WriteStream
 
 SHARED_BYTES = 32 << 20
-"""What broadcasts fill of a buffer on a device before they are waited for: torch looks for the end once in a millisecond."""
+"""What broadcasts fill of a buffer on a device before they are waited for: torch looks for the end once in a
+millisecond.
+"""
 GRACE_S = 2.0
 """For the backend's own timeout to be reported."""
 _ALIGN = 256
@@ -95,7 +100,9 @@ def broadcasts(
     timeout: timedelta,
     relay: "Relays | None" = None,
 ) -> Iterator[Received]:
-    """In a thread: fill ``buffers`` in turn, each after what was ``written`` from it, and ``relay`` what has arrived."""
+    """In a thread: fill ``buffers`` in turn, each after what was ``written`` from it, and ``relay`` what has
+    arrived.
+    """
     options = broadcast_options(timeout)
     works: deque[Any] = deque()
     try:
@@ -119,7 +126,8 @@ def broadcasts(
                 relay.settle(0)
                 relay.settle(1)
     finally:
-        # The traceback of a broadcast that failed keeps this frame, and would keep the backend's threads and sockets.
+        # The traceback of a broadcast that failed keeps this frame, and would keep the backend's threads and
+        # sockets.
         works.clear()
         del backend
 
@@ -157,7 +165,8 @@ class Reception:
         self._timer: threading.Timer | None = None
 
     def take(self) -> Tensor | None:
-        """The bytes of the next broadcast, valid until the one after it is asked for; None: it has not come yet.
+        """The bytes of the next broadcast, valid until the one after it is asked for; None: it has not come
+        yet.
 
         Raises:
             CaesuraError: ``group_error``, it failed or did not come in time; the group is dead.
@@ -180,7 +189,9 @@ class Reception:
         return self._ready.popleft()
 
     def is_over(self) -> bool:
-        """Whether the thread has relayed everything, too; asked when all have been taken. Raises as :meth:`take`."""
+        """Whether the thread has relayed everything, too; asked when all have been taken. Raises as
+        :meth:`take`.
+        """
         self._release()
         if self._feed.ended:
             return True

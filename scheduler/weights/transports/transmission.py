@@ -1,8 +1,10 @@
 """The broadcasts that this engine sends as rank 0: its own weights, or what it relays while it is received.
 
 Invariants:
-- A buffer is filled again after its broadcast has ended on every rank that it reaches directly. The loop waits for none of them.
-- Each broadcast has a timeout. A relay that fails is over, and says so; it never fails the reception that it serves.
+- A buffer is filled again after its broadcast has ended on every rank that it reaches directly. The loop
+  waits for none of them.
+- Each broadcast has a timeout. A relay that fails is over, and says so; it never fails the reception that it
+  serves.
 - What a thread is given, it broadcasts and nothing else: the bytes of weights are read by the loop.
 """
 
