@@ -9,15 +9,13 @@ from ..io_struct import (
     TensorSpec,
     WeightVersionSpan,
 )
-from .connection.async_client import AsyncSchedulerClient
+from .connection.async_client import AsyncGenerationHandle, AsyncSchedulerClient
 from .connection.async_control_client import AsyncControlClient
-from .connection.async_handle import AsyncGenerationHandle
 from .connection.control_client import ControlClient
-from .connection.handle import GenerationHandle
 from .connection.images import ImageOutput, ImageTensor
 from .connection.options import WeightUpdate
 from .connection.results import GenerateOutput, TokenDelta, TokenLogprobs
-from .connection.scheduler_client import SchedulerClient
+from .connection.scheduler_client import GenerationHandle, SchedulerClient
 from .exceptions import (
     AnswerForgotten,
     Busy,

@@ -1,8 +1,8 @@
 """The ``caesura`` command: control of an engine from a terminal.
 
-Every verb prints one table, or with ``--json`` the reply as it came over the wire. A typed error is one line on stderr
-and exit status 1; a wrong command line is exit status 2. What others chose (owners, labels, paths) is shown as text: it
-can neither move the cursor nor style anything.
+Every verb prints one table, or with ``--json`` the reply as it came over the wire. A typed error is one line
+on stderr and exit status 1; a wrong command line is exit status 2. What others chose (owners, labels, paths)
+is shown as text: it can neither move the cursor nor style anything.
 """
 
 import os
@@ -41,7 +41,7 @@ def cli() -> None:
 
 
 def _key_option(name: str, variable: str, text: str) -> Callable[[Command], Command]:
-    """An option that every verb hands to its client, and does nothing else with."""
+    """Return an option that every verb hands to its client unread."""
 
     def keep(context: click.Context, option: click.Parameter, value: str | None) -> None:
         context.ensure_object(dict)[option.name] = value
@@ -55,19 +55,20 @@ def _endpoint(_: click.Context, __: click.Parameter, value: str | None) -> str:
     """Where the scheduler is; a verb cannot do without."""
     if value is None:
         raise click.UsageError(
-            f"which scheduler? Give --endpoint, or set {ENDPOINT_VARIABLE}, to its address: ipc://PATH or tcp://HOST:PORT, as "
+            f"which scheduler? Give --endpoint, or set {ENDPOINT_VARIABLE}, to its address: "
+            "ipc://PATH or tcp://HOST:PORT, as "
             "given to `caesura scheduler --endpoint`"
         )
     return value
 
 
 def _client(endpoint: str) -> SchedulerClient:
-    """A client with the keys of the command line."""
+    """Return a client with the keys of the command line."""
     return SchedulerClient(endpoint, **click.get_current_context().ensure_object(dict))
 
 
 def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
-    """The options of every verb that speaks to a running engine."""
+    """Add the options of every verb that speaks to a running engine."""
 
     def decorate(command: Command) -> Command:
         options = (
@@ -141,14 +142,16 @@ def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
     type=click.Choice(["abort", "retract", "in_place"]),
     default="abort",
     show_default=True,
-    help="abort: end all requests; retract: free their KV cache and requeue them; in_place: freeze them with their KV cache.",
+    help="abort: end all requests; retract: free their KV cache and requeue them; "
+    "in_place: freeze them with their KV cache.",
 )
 @click.option("--owner", help="Owner of the pause; continue then needs the same --owner, or --force.")
 @click.option(
     "--lease",
     "lease_s",
     type=click.FloatRange(0.0, MAX_DURATION_S, min_open=True),
-    help="Seconds after which the pause ends unless another command with the same --owner comes. Without it the pause lasts until "
+    help="Seconds after which the pause ends unless another command with the same --owner comes. "
+    "Without it the pause lasts until "
     "`caesura continue`.",
 )
 @click.option(
@@ -156,7 +159,8 @@ def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
     type=click.Choice(["continue", "abort", "stay"]),
     default="continue",
     show_default=True,
-    help="What then happens: generation continues; all requests are aborted and the pause stays; or it stays, without an owner.",
+    help="What then happens: generation continues; all requests are aborted and the pause stays; "
+    "or it stays, without an owner.",
 )
 def pause(
     endpoint: str,
@@ -237,7 +241,8 @@ def flush(
 @click.option(
     "--flush-cache/--no-flush-cache",
     default=True,
-    help="Flush the prefix cache; if running, requests are recomputed with the new weights. With --no-flush-cache they keep their KV cache.",
+    help="Flush the prefix cache; if running, requests are recomputed with the new weights. "
+    "With --no-flush-cache they keep their KV cache.",
 )
 @click.option("--torch-empty-cache", is_flag=True, help="Empty the device allocator's cache afterwards.")
 @click.option("--abort-all-requests", is_flag=True, help="Abort all requests first.")
@@ -299,7 +304,8 @@ def profile(
     with_stack: bool,
     record_shapes: bool,
 ) -> None:
-    """Record a trace of the engine's next steps with torch's profiler; prints its file, for chrome://tracing or Perfetto.
+    """Record a trace of the engine's next steps with torch's profiler; prints its file, for chrome://tracing
+    or Perfetto.
 
     The file is written by the engine, on its machine. An idle engine makes no steps: send it requests.
     """

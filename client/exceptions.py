@@ -1,9 +1,10 @@
 """One exception class per error code, so that callers catch what they can act on.
 
 Invariants:
-- Every code of :class:`~caesura.io_struct.ErrorCode` has exactly one class here (checked at import); an unknown code
-  from a newer engine becomes :class:`InternalError`, whose ``code`` is then that text.
-- ``detail`` carries the engine's numbers untouched; its keys are listed beside each code in ``io_struct/errors.py``.
+- Every code of :class:`~caesura.io_struct.ErrorCode` has exactly one class here (checked at import); an
+  unknown code from a newer engine becomes :class:`InternalError`, whose ``code`` is then that text.
+- ``detail`` carries the engine's numbers untouched; its keys are listed beside each code in
+  ``io_struct/errors.py``.
 """
 # ruff: noqa: N818  (the names say what happened, as the codes do; the common base carries the suffix)
 
@@ -41,7 +42,8 @@ class EngineError(CaesuraError):
     """Base of all errors that a client raises.
 
     Attributes:
-        error_code: the code of this class; ``code`` differs from it only for an unknown code of a newer engine.
+        error_code: the code of this class; ``code`` differs from it only for an unknown code of a newer
+            engine.
         output: the partial result of a generation that failed after its start; else None.
         outputs: all known results of that request's samples, including the failed one.
     """
@@ -55,7 +57,9 @@ class EngineError(CaesuraError):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later. False if it may have been executed already (:class:`TimedOut`)."""
+        """Whether the same call may succeed later. False if it may have been executed already
+        (:class:`TimedOut`).
+        """
         return self.code in RETRYABLE
 
 
@@ -162,7 +166,9 @@ class WeightsPoisoned(EngineError):
 
 
 class WeightsInvalid(EngineError):
-    """The weights were released and not loaded again, or lost in a restart; a complete update makes them valid again."""
+    """The weights were released and not loaded again, or lost in a restart; a complete update makes them
+    valid again.
+    """
 
     error_code = ErrorCode.WEIGHTS_INVALID
 
@@ -193,7 +199,8 @@ class PartialUpdate(GroupError):
         """``names``: of all engines, for people."""
         first = min(errors)
         super().__init__(
-            f"{len(errors)} of {len(names)} engines did not take the update, first {names[first]}: {errors[first]}"
+            f"{len(errors)} of {len(names)} engines did not take the update, "
+            f"first {names[first]}: {errors[first]}"
         )
         self.replies = replies
         self.errors = errors
@@ -281,7 +288,8 @@ class TimedOut(EngineError, TimeoutError):
     """No reply within the caller's timeout. The command may still complete.
 
     Attributes:
-        message_id: pass it as ``message_id=`` with the same arguments to attach to the command or its stored answer.
+        message_id: pass it as ``message_id=`` with the same arguments to attach to the command or its stored
+            answer.
     """
 
     error_code = ErrorCode.TIMED_OUT
@@ -298,7 +306,7 @@ assert set(_CLASSES) == set(ErrorCode), f"codes without a class: {set(ErrorCode)
 
 
 def error_for(code: str, message: str, detail: dict[str, Any] | None = None) -> EngineError:
-    """The exception for ``code``, not raised; :class:`InternalError` for an unknown code."""
+    """Return the exception for ``code``; :class:`InternalError` for an unknown code."""
     known = _CODES.get(code, ErrorCode.INTERNAL)
     error = _CLASSES[known](message)
     if code and known != code:

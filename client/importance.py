@@ -1,7 +1,8 @@
-"""What a trainer makes of the spans and log-probabilities of a sample: importance weights per token, and its age in epochs.
+"""What a trainer makes of the spans and log-probabilities of a sample: importance weights per token, and its
+age in epochs.
 
-Invariant: a token's weight compares the learner with the weights that sampled this token, which its span names; the version of
-the other tokens of the sample does not matter.
+Invariant: a token's weight compares the learner with the weights that sampled this token, which its span
+names; the version of the other tokens of the sample does not matter.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,23 +25,27 @@ def importance_weights(
     mask_stale_kv: bool = False,
     clip_max: float = 2.0,
 ) -> list[float]:
-    """Per token: the learner's probability over that of the policy that sampled it, truncated at ``clip_max``.
+    """Per token: the learner's probability over that of the policy that sampled it, truncated at
+    ``clip_max``.
 
-    The weights correct for every difference between the two, that of the version included, because each sampling
-    log-probability was recorded under the weights that its span names (truncated importance sampling: Espeholt et al.,
-    2018, arXiv:1802.01561).
+    The weights correct for every difference between the two, that of the version included, because each
+    sampling log-probability was recorded under the weights that its span names (truncated importance
+    sampling: Espeholt et al., 2018, arXiv:1802.01561).
 
     Args:
         learner_logprobs: [tokens], at the sampling temperature.
         sampling_logprobs: [tokens], the ``output_logprobs`` of the sample.
-        spans: the ``weight_versions`` of the sample; needed only with ``max_staleness`` and ``mask_stale_kv``.
+        spans: the ``weight_versions`` of the sample; needed only with ``max_staleness`` and
+            ``mask_stale_kv``.
         epoch: the learner's weights epoch.
         max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0. None: however old.
-        mask_stale_kv: tokens sampled with KV cache of older weights (``stale_kv`` of their span) get weight 0.
+        mask_stale_kv: tokens sampled with KV cache of older weights (``stale_kv`` of their span) get weight
+            0.
         clip_max: the largest weight.
 
     Raises:
-        ValueError: lengths differ, a span ends beyond the last token, or ``max_staleness`` comes without ``epoch``.
+        ValueError: lengths differ, a span ends beyond the last token, or ``max_staleness`` comes without
+            ``epoch``.
     """
     if len(learner_logprobs) != len(sampling_logprobs):
         raise ValueError(f"{len(learner_logprobs)} learner logprobs, {len(sampling_logprobs)} of the sampler")
@@ -63,7 +68,9 @@ def masked_tokens(
     max_staleness: int | None,
     mask_stale_kv: bool,
 ) -> Iterator[slice]:
-    """Tokens of a sample of ``count`` that get weight 0; arguments and errors are those of :func:`importance_weights`."""
+    """Tokens of a sample of ``count`` that get weight 0; arguments and errors are those of
+    :func:`importance_weights`.
+    """
     if max_staleness is not None and epoch is None:
         raise ValueError("max_staleness needs the learner's epoch")
     for span in spans:
@@ -75,5 +82,5 @@ def masked_tokens(
 
 
 def oldest_epoch(output: GenerateOutput) -> int:
-    """The weights epoch of the oldest token of a sample; -1 for a sample without tokens."""
+    """Return the weights epoch of the oldest token of a sample; -1 for a sample without tokens."""
     return min((span.epoch for span in output.weight_versions), default=-1)

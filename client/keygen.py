@@ -1,7 +1,7 @@
 """``caesura keygen``: key pairs of an engine and its clients, as files.
 
-Invariants: no file is ever overwritten, and when one is there already none is written; all are readable by their owner
-alone; public keys of clients lie in a folder of their own, which is what the engine is given.
+Invariants: no file is ever overwritten, and when one is there already none is written; all are readable by
+their owner alone; public keys of clients lie in a folder of their own, which is what the engine is given.
 """
 
 import os
@@ -41,7 +41,9 @@ def keygen(directory: Path, names: tuple[str, ...]) -> None:
             file.write(text)
         click.echo(f"wrote {path}")
     engine, public, first = (
-        directory / (SERVER + SECRET_SUFFIX), directory / (SERVER + PUBLIC_SUFFIX), directory / (names[0] + SECRET_SUFFIX)
+        directory / (SERVER + SECRET_SUFFIX),
+        directory / (SERVER + PUBLIC_SUFFIX),
+        directory / (names[0] + SECRET_SUFFIX),
     )  # fmt: skip
     click.echo(f"\nengine: --curve-secret-key-file {engine} --curve-authorized-clients {directory / CLIENTS}")
     click.echo(f"client: --curve-server-key {public} --curve-client-key-file {first}")

@@ -1,6 +1,7 @@
 """The status of an engine as rows of a table, for people.
 
-Invariant: an engine that makes images is told of in samples, stages and denoise steps, any other in tokens and KV.
+Invariant: an engine that makes images is told of in samples, stages and denoise steps, any other in tokens
+and KV.
 """
 
 from collections.abc import Iterable
@@ -54,7 +55,8 @@ def status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
     yield (
         "device",
         (
-            f"{status.device}: {memory.reserved / MIB:.1f} MiB reserved, {memory.allocated / MIB:.1f} allocated, "
+            f"{status.device}: {memory.reserved / MIB:.1f} MiB reserved, "
+            f"{memory.allocated / MIB:.1f} allocated, "
             f"{available} available; weights {memory.weights / MIB:.1f}"
             + ("" if status.images is not None else f", KV {memory.kv_cache / MIB:.1f}")
         ),
@@ -69,7 +71,7 @@ def status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
 
 
 def _requests(status: GetStatusReqOutput) -> str:
-    """Samples by what they are doing."""
+    """Return the samples by what they are doing."""
     load = status.images
     if load is None:
         running = f"{status.running_requests} running, {status.prefilling_requests} prefilling"
@@ -88,7 +90,7 @@ def _pause(status: GetStatusReqOutput) -> str:
 
 
 def _kernels(status: GetStatusReqOutput) -> str:
-    """What serves which operations, each of them named once."""
+    """Return what serves which operations, each of them named once."""
     operations: dict[str, list[str]] = {}
     for operation, name in status.kernels.items():
         operations.setdefault(name, []).append(operation)

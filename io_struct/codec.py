@@ -158,15 +158,17 @@ _type_only = msgspec.msgpack.Decoder(_TypeOnly)
 
 
 def encode(message: Message) -> bytes:
-    """The header frame of ``message``; raises ``OverflowError`` or ``UnicodeEncodeError`` for values that no wire can hold."""
+    """Return the header frame of ``message``; raises ``OverflowError`` or ``UnicodeEncodeError`` for values
+    that no wire can hold.
+    """
     return _encoder.encode(message)
 
 
 def encode_reply(message: Message) -> bytes:
-    """The header frame of an answer, which must not fail for what it quotes.
+    """Return the header frame of an answer, which must not fail for what it quotes.
 
-    Text that UTF-8 cannot hold (file names) is escaped, integers of more than 64 bits (what a client asked for, multiplied)
-    become text.
+    Text that UTF-8 cannot hold (file names) is escaped, integers of more than 64 bits (what a client asked
+    for, multiplied) become text.
     """
     try:
         return _encoder.encode(message)
@@ -191,8 +193,8 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
     """Decode a header that a client sent.
 
     Raises:
-        CaesuraError: ``malformed_message``, or ``out_of_memory`` where there is none for it now; with ``detail["id"]`` set where
-            the frame had a readable id.
+        CaesuraError: ``malformed_message``, or ``out_of_memory`` where there is none for it now; with
+            ``detail["id"]`` set where the frame had a readable id.
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise CaesuraError(
@@ -212,7 +214,7 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
 
 
 def _malformed(frame: bytes | memoryview, error: Exception) -> CaesuraError:
-    """What ``error`` says of ``frame``: the field and what is valid there, where the message's type is known."""
+    """Say what ``error`` means for ``frame``: the field and what is valid there, if the type is known."""
     name = _readable(_type_only, frame, _TypeOnly()).type
     kind = _KINDS.get(name)
     if kind is None or not isinstance(error, msgspec.ValidationError):
@@ -251,7 +253,7 @@ class UnreadReply(msgspec.Struct):
     """:class:`BatchTokenOutput`: the terminal results, each to be read by itself."""
 
     def results(self) -> Iterator[GenerateReqOutput | str]:
-        """The terminal results, or the rid of one that cannot be read (empty: nor can that)."""
+        """Return the terminal results, or the rid of one that cannot be read (empty: nor can that)."""
         for raw in self.finished:
             try:
                 yield _result.decode(raw)
@@ -272,12 +274,16 @@ _result = msgspec.msgpack.Decoder(GenerateReqOutput)
 
 
 def salvage_reply(frame: bytes | memoryview) -> UnreadReply:
-    """What can be said of a frame that :func:`decode_reply` refuses: empty fields where it is no message at all."""
+    """Return what can be said of a frame that :func:`decode_reply` refuses: empty fields where it is no
+    message at all.
+    """
     return _readable(_unread, frame, UnreadReply())
 
 
 def readable_id(frame: bytes | memoryview) -> str:
-    """The id of a frame that is msgpack but not a valid message, so that the error finds its caller; else ``""``."""
+    """Return the id of a frame that is msgpack but not a valid message, so that the error finds its caller;
+    else ``""``.
+    """
     return "" if len(frame) > MAX_HEADER_BYTES else _readable(_id_only, frame, _IdOnly()).id
 
 

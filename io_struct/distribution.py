@@ -1,4 +1,4 @@
-"""Histograms: counts of values by bucket, as engines report them and front ends pass them on to Prometheus."""
+"""Histograms: counts of values by bucket, as engines report them and front ends export them."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ EPOCHS = tuple(map(float, range(9)))
 class Distribution(ReplyRecord, kw_only=True, frozen=True):
     """Counts of values by bucket. The buckets have inclusive upper bounds, and the last bucket has none.
 
-    Bounds of durations: 1, 2 and 5 times each power of ten from 1 ms to 1,000 s. Bounds of staleness: 0 to 8 epochs.
+    Bounds of durations: 1, 2 and 5 times each power of ten from 1 ms to 1,000 s. Bounds of staleness: 0 to 8
+    epochs.
     """
 
     counts: list[int] = []
@@ -36,7 +37,7 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float], counted: Distribution | None = None) -> None:
-        """``bounds`` are inclusive upper bounds, ascending; ``counted`` has one count for each and one more."""
+        """``bounds`` are ascending inclusive upper bounds; ``counted`` has one count more."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1) if counted is None else list(counted.counts)
         self._sum = 0.0 if counted is None else counted.sum
@@ -64,7 +65,8 @@ class Histogram:
         return found, self._sum
 
     def quantile(self, share: float) -> float | None:
-        """Return the value below which ``share`` of all values are, interpolated within its bucket; None without values.
+        """Return the value below which ``share`` of all values are, interpolated within its bucket; None
+        without values.
 
         In the last bucket, which has no upper bound, it is the highest bound.
         """

@@ -1,8 +1,8 @@
 """What msgspec says of a value that does not fit its type, as a sentence for a person.
 
 Invariants:
-- The sentence names the field as its sender wrote it (``sampling_params.n``), what was given where that is known, and what
-  is valid. What is quoted of the value is short, whatever its size.
+- The sentence names the field as its sender wrote it (``sampling_params.n``), what was given where that is
+  known, and what is valid. What is quoted of the value is short, whatever its size.
 - Only refused values come here; types are looked at once each.
 """
 
@@ -79,7 +79,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "enable_prefix_caching": ("prefix_cache",),
     "enable_deterministic_inference": ("deterministic",),
 }
-"""What other engines call a field, where its spelling alone would not lead to ours; the first that there is counts."""
+"""What other engines call a field, where its spelling alone would not lead to ours; the first that there is
+counts.
+"""
 _GREEDY = "temperature = 0 decodes greedily, any other samples"
 _TEXT = (
     "it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
@@ -131,10 +133,11 @@ def field_error(
     prefix: str = "",
     beside: Sequence[str] = (),
 ) -> FieldError:
-    """What ``error`` means, which was raised for a value of type ``kind``.
+    """Say what ``error`` means, which was raised for a value of type ``kind``.
 
     Args:
-        given: the value that was refused, as plain objects; without it the sentence does not repeat what was given.
+        given: the value that was refused, as plain objects; without it the sentence does not repeat what was
+            given.
         whole: what the value as such is called.
         prefix: where it stands in what its sender wrote, as ``"sampling_params"``.
         beside: names of what stands next to it there.
@@ -170,7 +173,8 @@ def field_error(
 
 
 def unknown_name(name: str, names: Sequence[str], beside: Sequence[str] = (), *, place: str = "") -> str:
-    """The end of a sentence that begins with a name that is none of ``names``: what to do instead, or the nearest, and all.
+    """Return the end of a sentence that begins with a name that is none of ``names``: what to do instead, or
+    the nearest, and all.
 
     Args:
         beside: what stands next to these names, which are those of ``place``.
@@ -188,7 +192,7 @@ def unknown_name(name: str, names: Sequence[str], beside: Sequence[str] = (), *,
 
 
 def advice(name: str, names: Sequence[str]) -> str | None:
-    """What to do instead of giving ``name`` next to ``names``, where no other name is the answer."""
+    """Say what to do instead of giving ``name`` next to ``names``, where no other name is the answer."""
     field, instead = _ADVICE.get(name, ("", ""))
     return instead if field in names else None
 
@@ -226,13 +230,15 @@ def shown(value: Any) -> str:
 
 
 def one_of(choices: Sequence[str]) -> str:
-    """``a, b or c``."""
+    """Return ``a, b or c``."""
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def fields_of(kind: type[msgspec.Struct]) -> list[str]:
-    """Names of the fields of ``kind``, but for those that take anything: they are there to be refused by name."""
+    """Names of the fields of ``kind``, but for those that take anything: they are there to be refused by
+    name.
+    """
     return _names_in([_info(kind)])
 
 
@@ -247,7 +253,7 @@ def _info(kind: Any) -> inspect.Type:
 
 
 def _parts(text: str) -> tuple[str, str, bool]:
-    """What is wrong, the path to it without its ``$``, and whether a key is meant."""
+    """Return what is wrong, the path to it without its ``$``, and True if a key is meant."""
     problem, _, tail = text.rpartition(" - at ")
     place = _PLACE.fullmatch(tail)
     if not problem or place is None:
@@ -268,7 +274,7 @@ def _dotted(prefix: str, path: str) -> str:
 
 
 def _at(kind: inspect.Type, steps: Sequence[str | int | None]) -> list[inspect.Type]:
-    """What may stand at the end of ``steps``, unions taken apart."""
+    """Return the types at the end of ``steps``, unions taken apart."""
     types = _alternatives(kind)
     for step in steps:
         types = [
@@ -294,7 +300,7 @@ def _below(kind: inspect.Type, step: str | int | None) -> list[inspect.Type]:
 
 
 def _wanted(types: Sequence[inspect.Type]) -> str:
-    """What is valid, in words; empty where they would say nothing."""
+    """Return what is valid, in words; empty if they would say nothing."""
     words = list(dict.fromkeys(word for each in types for word in _in_words(each)))
     words.sort(key=lambda word: word == "null")  # it stands last
     return one_of(words) if words else ""

@@ -10,7 +10,9 @@ Version = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class HelloReqInput(Request, kw_only=True):
-    """The first message of a client on a connection. Another major version is refused as ``version_mismatch``."""
+    """The first message of a client on a connection. Another major version is refused as
+    ``version_mismatch``.
+    """
 
     wire_major: Version
     """Major version of the client's wire; must equal the engine's."""
@@ -28,8 +30,9 @@ class HelloReqOutput(Reply, kw_only=True):
     wire_minor: int
     """Minor version of the engine's wire; may be higher or lower than the client's."""
     incarnation: str
-    """Random id of this start of the engine. A client that sees another one than before talks to a new process, which
-    knows nothing of earlier requests."""
+    """Random id of this start of the engine. A client that sees another one than before talks to a new
+    process, which knows nothing of earlier requests.
+    """
     version: str
     """Version of the engine's software."""
     pid: int

@@ -1,4 +1,4 @@
-"""Scoring: logprobs of given tokens under the reference model, a second checkpoint that an engine can load."""
+"""Scoring: logprobs of given tokens under the reference model, a second checkpoint of an engine."""
 
 from typing import Annotated
 
@@ -13,16 +13,19 @@ MAX_SEQUENCES = 65536
 
 
 class ScoreReqInput(Request, kw_only=True):
-    """Compute logprobs under the reference model; the policy is not involved. ``unsupported`` by an engine without a
-    reference model."""
+    """Compute logprobs under the reference model; the policy is not involved. ``unsupported`` by an engine
+    without a reference model.
+    """
 
     input_ids: Annotated[list[list[TokenId]], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
     """The sequences, each with prompt and output."""
     start: list[Annotated[int, msgspec.Meta(ge=1)]]
-    """For each sequence: position of the first token to score, usually the length of its prompt; at most the length
-    of the sequence. The token at position 0 has no logprob."""
+    """For each sequence: position of the first token to score, usually the length of its prompt; at most the
+    length of the sequence. The token at position 0 has no logprob.
+    """
     temperature: float = 1.0
-    """Logits are divided by it, as in sampling; below 1e-6 they are used as they are, as in greedy decoding."""
+    """Logits are divided by it, as in sampling; below 1e-6 they are used as they are, as in greedy decoding.
+    """
 
 
 class ScoreReqOutput(Reply, kw_only=True):
@@ -39,8 +42,9 @@ class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
     model_path: str
     """Its checkpoint folder."""
     residency: Residency
-    """Where its weights are: always on the device (``resident``), only during scoring (``offload``), or during
-    scoring layer by layer (``layerwise``)."""
+    """Where its weights are: always on the device (``resident``), only during scoring (``offload``), or
+    during scoring layer by layer (``layerwise``).
+    """
     weights: int
     """Size of its weights in bytes."""
     device_bytes: int

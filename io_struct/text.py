@@ -1,8 +1,10 @@
-"""Text from a peer, made safe for a terminal: it cannot move a cursor, colour, start a line or hide what follows."""
+"""Text from a peer, made safe for a terminal: it cannot move a cursor, colour, start a line or hide what
+follows.
+"""
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with unprintable characters as escapes: ``\x1b``, ``\n``, ``\u202e``, lone surrogates."""
+    r"""Return ``text`` with unprintable characters escaped: ``\x1b``, ``\n``, ``\u202e``, lone surrogates."""
     if text.isprintable():
         return text
     return "".join(

@@ -1,12 +1,14 @@
-"""Parses pickles of foreign protocols into plain fields; imports and calls in them are recorded, never executed.
+"""Parses pickles of foreign protocols into plain fields; imports and calls in them are recorded, never
+executed.
 
 Invariants:
-- Nothing named in a message is imported, looked up, called or given an attribute. Python's unpickler is not used at all:
-  even with a harmless ``find_class`` it takes 64 GiB for one memo index. This is a stack machine for the opcodes that
-  picklers emit since protocol 2; every other opcode is refused.
-- The result is finite and small: no cycles, at most :data:`MAX_DEPTH` levels, at most :data:`MAX_VALUES` values counted
-  as often as they occur: walking it or comparing it is safe. A container that lies in another one is closed, and
-  dictionary keys are text, so neither cycles nor shared tuples can be built to blow up later.
+- Nothing named in a message is imported, looked up, called or given an attribute. Python's unpickler is not
+  used at all: even with a harmless ``find_class`` it takes 64 GiB for one memo index. This is a stack machine
+  for the opcodes that picklers emit since protocol 2; every other opcode is refused.
+- The result is finite and small: no cycles, at most :data:`MAX_DEPTH` levels, at most :data:`MAX_VALUES`
+  values counted as often as they occur: walking it or comparing it is safe. A container that lies in another
+  one is closed, and dictionary keys are text, so neither cycles nor shared tuples can be built to blow up
+  later.
 - Work and memory are proportional to the message, which is bounded.
 - Every failure is a :class:`CaesuraError` ``malformed_message``.
 """
@@ -46,7 +48,8 @@ class Call:
 
 
 def parse(data: bytes) -> object:
-    """The one object in ``data``: None, bool, int, float, str, bytes, list, tuple, dict, :class:`Global`, :class:`Call`.
+    """The one object in ``data``: None, bool, int, float, str, bytes, list, tuple, dict, :class:`Global`,
+    :class:`Call`.
 
     Raises:
         CaesuraError: ``malformed_message``, it is not a pickle of such an object within the limits above.
@@ -211,7 +214,9 @@ class _Machine:
 
 
 def _hold(container: _Node, items: list[_Node]) -> None:
-    """``items`` become part of ``container``: from now on they do not change, and neither does a closed container."""
+    """``items`` become part of ``container``: from now on they do not change, and neither does a closed
+    container.
+    """
     for item in items:
         item.closed = True
         container.size += item.size

@@ -1,8 +1,9 @@
 """The header of a safetensors file, read and written, and the names of dtypes, which are the wire's, too.
 
 Invariants:
-- Nothing is believed: a header's length is compared with a limit and with what is there before anybody reads it, and its
-  tensors cover the data behind it without gap or overlap, each as many bytes as its shape and dtype say.
+- Nothing is believed: a header's length is compared with a limit and with what is there before anybody reads
+  it, and its tensors cover the data behind it without gap or overlap, each as many bytes as its shape and
+  dtype say.
 
 The format is described at https://huggingface.co/docs/safetensors.
 """
@@ -87,7 +88,8 @@ _entry = msgspec.json.Decoder(_Entry)
 
 
 def header_length(prefix: bytes, size: int, limit: int = MAX_HEADER_BYTES) -> int:
-    """Bytes of the header that follows ``prefix``, the first :data:`LENGTH_BYTES` of a file of ``size`` bytes.
+    """Bytes of the header that follows ``prefix``, the first :data:`LENGTH_BYTES` of a file of ``size``
+    bytes.
 
     Raises:
         SafetensorsError: there is no such header, or it is over ``limit``.

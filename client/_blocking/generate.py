@@ -1,11 +1,11 @@
 """Writes the blocking clients from the asyncio ones, so that there is one client to keep.
 
-Invariants: what is written differs from its source in ``async`` and ``await``, in names, and in words of docstrings, and says
-nothing of asyncio. What cannot be the same in both (who drives the socket, how somebody waits) is written by hand, behind the
-same names, in ``channel.py`` and ``async_channel.py``.
+Invariants: what is written differs from its source in ``async`` and ``await``, in names, and in words of
+docstrings, and says nothing of asyncio. What cannot be the same in both (who drives the socket, how somebody
+waits) is written by hand, behind the same names, in ``channel.py`` and ``async_channel.py``.
 
-Run ``python client/_blocking/generate.py`` after a change of a source; with ``--check`` nothing is written, and the exit status
-says whether all is up to date.
+Run ``python client/_blocking/generate.py`` after a change of a source; with ``--check`` nothing is written,
+and the exit status says whether all is up to date.
 """
 
 import re
@@ -19,34 +19,30 @@ import unasync
 CLIENT = Path(__file__).parents[1]
 COMMAND = "python client/_blocking/generate.py"
 SOURCES = {
-    "connection/async_command_client.py": "connection/command_client.py",
     "connection/async_control_client.py": "connection/control_client.py",
     "connection/async_client.py": "connection/scheduler_client.py",
-    "connection/async_handle.py": "connection/handle.py",
     "trainer/async_driving.py": "trainer/driving.py",
 }
 """What is written by hand, and what becomes of it."""
 WORDS = {
-    "AsyncCommandClient": "CommandClient",
     "AsyncControlClient": "ControlClient",
     "AsyncGenerationHandle": "GenerationHandle",
     "AsyncSchedulerClient": "SchedulerClient",
     "LoopClient": "ThreadClient",
     "async_channel": "channel",
-    "async_command_client": "command_client",
     "async_control_client": "control_client",
     "async_driving": "driving",
-    "async_handle": "handle",
     "``async for`` yields": "Iterating yields",
     "for coroutines of one event loop": "for any number of threads",
 }
 """Names, and words of docstrings. unasync knows those of the language, such as ``__aenter__``."""
 LEFT_OVER = re.compile(r"[Aa]sync|\bawait\b|[Cc]oroutine|[Ee]vent loop|\bLoop|\bSync[A-Z]")
-"""What would be wrong in a blocking module; ``Sync…`` is what unasync makes of names that it does not know."""
+"""What would be wrong in a blocking module; ``Sync…`` is what unasync makes of names that it does not know.
+"""
 
 
 def generate(name: str, source: str) -> str:
-    """The blocking module of ``source``, the text of ``SOURCES``' file ``name``.
+    """Return the blocking module of ``source``, the text of ``SOURCES``' file ``name``.
 
     Raises:
         ValueError: something of asyncio would be left.
@@ -54,7 +50,7 @@ def generate(name: str, source: str) -> str:
     text = without_async(words_replaced(source))
     if found := LEFT_OVER.search(text):
         raise ValueError(f"{name}: {found[0]!r} has no blocking form: put it behind a name of the channels")
-    return formatted(SOURCES[name], f"# Generated from {name} by `{COMMAND}`: change that file.\n{text}")
+    return formatted(SOURCES[name], f"# Generated from {name} by `{COMMAND}`: edit that file.\n{text}")
 
 
 def words_replaced(source: str) -> str:
@@ -64,7 +60,7 @@ def words_replaced(source: str) -> str:
 
 
 def without_async(source: str) -> str:
-    """What unasync, which rewrites files, makes of ``source``."""
+    """Return ``source`` as unasync, which rewrites files, leaves it."""
     with tempfile.TemporaryDirectory() as folder:
         before, after = Path(folder, "before", "module.py"), Path(folder, "after", "module.py")
         before.parent.mkdir()

@@ -1,11 +1,12 @@
-"""The socket of an asyncio client, driven by its event loop, and how coroutines wait for what comes. Has the names of channel.py
-that the two kinds of clients share.
+"""The socket of an asyncio client, driven by its event loop, and how coroutines wait for what comes. Has the
+names of channel.py that the two kinds of clients share.
 
 Invariants:
 - Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
-- Before a request is registered, a connection that has gone meanwhile is reported: the request is not lost with it.
-- libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten the
-  signal), drains the socket until it is empty.
+- Before a request is registered, a connection that has gone meanwhile is reported: the request is not lost
+  with it.
+- libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten
+  the signal), drains the socket until it is empty.
 - Giving up waiting, by a timeout or a cancellation, leaves what was waited for as it is.
 """
 
@@ -17,13 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...io_struct import AbortReq, AbortReqOutput, GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
-from .connection import Connection, Generation, Sink
-from .curve import ClientKeys
+from .connection import Connection, Generation, ImageGeneration, Sink
 from .endpoints import check_endpoint
 from .fork import Process
-from .images import ImageGeneration
 from .link import Frames, Link
-from .options import ConnectionOptions, channel_options
+from .options import ChannelOptions, ConnectionOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
@@ -38,7 +37,7 @@ MAX_SLEEP_S = 3600.0
 
 
 async def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
-    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    """Return the future's result, or raise TimedOut after ``timeout`` seconds (None: no limit)."""
     await asyncio.wait([future], timeout=timeout)
     if not future.done():
         raise timed_out(message_id, timeout)
@@ -51,7 +50,7 @@ async def wait_for_all(futures: Sequence[Result], timeout: float | None) -> None
 
 
 async def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenDelta | None:
-    """The next delta, None at the end of the stream, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    """Return the next delta, or None at the end of the stream; TimedOut after ``timeout`` seconds."""
     try:
         async with asyncio.timeout(timeout):
             return await deltas.get()
@@ -60,29 +59,18 @@ async def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> 
 
 
 async def run(work: Callable[[], Any]) -> Any:
-    """What ``work()`` returns. It may block, so it has a thread: the loop goes on."""
+    """Call ``work`` in a thread, since it may block, and return its result."""
     return await asyncio.to_thread(work)
 
 
 class LoopChannel:
     """Requests in from coroutines, answers out through the loop's futures. Connects at the first request."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        connect_timeout: float | None,
-        waits_for_engine: bool = True,
-        keepalive_timeout: float | None,
-        keys: ClientKeys | None = None,
-    ) -> None:
+    def __init__(self, endpoint: str, options: ChannelOptions) -> None:
         check_endpoint(endpoint)
         self._process = Process("client")
         self._endpoint = endpoint
-        self._connect_timeout = connect_timeout
-        self._waits_for_engine = waits_for_engine
-        self._keepalive_timeout = keepalive_timeout
-        self._keys = keys
+        self._options = options
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
@@ -141,13 +129,14 @@ class LoopChannel:
         return future
 
     def refuse(self, error: EngineError | None) -> None:
-        """From now on every new request raises ``error``; None: no longer. For who knows that the engine is away for a
-        while. What is pending is the link's to fail, after what the engine had still sent."""
+        """From now on every new request raises ``error``; None: no longer. For who knows that the engine is
+        away for a while. What is pending is the link's to fail, after what the engine had still sent.
+        """
         if self._connection.failure is self._refusal:
             self._connection.failure = self._refusal = error
 
     def close(self) -> None:
-        """Close the socket and fail what is pending. Idempotent; in a forked child there is nothing to close."""
+        """Close the socket and fail what is pending. Idempotent; without effect in a forked child."""
         if not self._process.is_here:
             return
         if self._connection.failure is self._refusal:
@@ -199,11 +188,8 @@ class LoopChannel:
 
         return Link(
             self._endpoint,
-            connect_timeout=self._connect_timeout,
-            waits_for_engine=self._waits_for_engine,
-            keepalive_timeout=self._keepalive_timeout,
+            self._options,
             pending=lambda: self._connection.pending > 0,
-            keys=self._keys,
             receive=self._connection.receive,
             lost=self._on_lost,
             watch=watch,
@@ -218,7 +204,9 @@ class LoopChannel:
         self._set_timer(self._link.deadline)
 
     def _set_timer(self, deadline: float | None) -> None:
-        """Wake up at ``deadline`` at the latest: a timer that comes earlier is left alone, most deadlines only move on."""
+        """Wake up at ``deadline`` at the latest: a timer that comes earlier is left alone, most deadlines
+        only move on.
+        """
         now = time.monotonic()
         if self._timer is not None:
             if deadline is None or now < self._wakes_at <= deadline:
@@ -241,8 +229,9 @@ class LoopChannel:
 
 
 class Channel(Protocol):
-    """What an asyncio client needs of whatever answers its requests: one engine, or several behind one door. The methods are
-    those of :class:`LoopChannel`."""
+    """What an asyncio client needs of whatever answers its requests: one engine, or several behind one door.
+    The methods are those of :class:`LoopChannel`.
+    """
 
     @property
     def incarnation(self) -> str | None: ...
@@ -276,5 +265,5 @@ class LoopClient:
         return self._channel
 
     def _opened(self, connection: ConnectionOptions) -> Channel:
-        """The channel of a new client; nothing is connected before the first request."""
-        return LoopChannel(self.endpoint, **channel_options(connection))
+        """Make the channel of a new client; nothing is connected before the first request."""
+        return LoopChannel(self.endpoint, ChannelOptions.of(connection))

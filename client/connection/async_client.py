@@ -1,13 +1,13 @@
-"""``AsyncSchedulerClient``: generation, scoring and all commands of an engine, for coroutines of one event loop.
+"""``AsyncSchedulerClient``: generation, scoring and all commands, for coroutines of one event loop.
 
-Invariants: those of :class:`~.async_control_client.AsyncControlClient`. A ``generate`` that fails or is interrupted aborts what it
-started, unless it timed out.
+Invariants: those of :class:`~.async_control_client.AsyncControlClient`. A ``generate`` that fails or is
+interrupted aborts what it started, unless it timed out.
 """
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Unpack, overload
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol, Unpack, overload
 
 from ...io_struct import (
     AbortReq,
@@ -22,19 +22,110 @@ from ...io_struct import (
     TraceActivity,
 )
 from ..exceptions import EngineError, TimedOut
-from .async_channel import Deltas, Result, wait_for_all
+from .async_channel import Deltas, Result, next_delta, wait_for, wait_for_all
 from .async_control_client import AsyncControlClient
-from .async_handle import AsyncGenerationHandle
-from .connection import Generation
-from .images import ImageGeneration, ImageOptions, ImagePlan, plan_images
+from .connection import Generation, ImageGeneration
+from .fork import Process
+from .images import ImageOptions, ImagePlan, plan_images
 from .options import GenerateOptions, id_of, seconds
 from .prompts import Ids, Plan, Prompts, Sampling, collect, one_request, plan
-from .results import GenerateOutput, decode_output
+from .results import GenerateOutput, TokenDelta, decode_output
 from .scoring import Scores
 
 
+class Abort(Protocol):
+    """A client's ``abort``."""
+
+    async def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
+
+
+class Explained(Protocol):
+    """A client's way to find out what a generation that timed out waits for."""
+
+    async def __call__(self, error: TimedOut, /) -> TimedOut: ...
+
+
+class AsyncGenerationHandle:
+    """One submitted prompt. ``async for`` yields the tokens as :class:`TokenDelta` (all at once unless it
+    streams).
+    """
+
+    def __init__(self, abort: Abort, explained: Explained, generation: Generation[Result, Deltas]) -> None:
+        self.rid = generation.rid
+        """Request id, for ``abort`` and ``fetch_result``."""
+        self.message_id = generation.message_id
+        """Message id of the request; ``submit`` with this id and the same arguments attaches to it."""
+        self.n = generation.n
+        """Number of samples."""
+        self._abort = abort
+        self._explained = explained
+        self._future = generation.waiter
+        self._deltas = generation.deltas
+        self._process = Process("generation")
+
+    def done(self) -> bool:
+        """Whether all samples have ended."""
+        self._process.require()
+        return self._future.done()
+
+    async def result(self, timeout: float | None = None) -> GenerateOutput:
+        """Return the output of the only sample. Raises like :meth:`results`, and ValueError if ``n`` is not
+        1.
+        """
+        self._process.require()
+        if self.n != 1:
+            raise ValueError(f"n = {self.n}: use results()")
+        outputs = await self.results(timeout)
+        return outputs[0]
+
+    async def results(self, timeout: float | None = None) -> list[GenerateOutput]:
+        """Return the outputs of all samples, in order.
+
+        Raises:
+            TimedOut: not all ended within ``timeout`` seconds; they continue. The message says what the
+                engine waits for.
+            EngineError: the request was refused or failed; ``.output`` and ``.outputs`` have what was
+                generated.
+        """
+        self._process.require()
+        timeout = seconds("timeout", timeout)
+        try:
+            outputs: list[GenerateOutput] = await wait_for(self._future, self.message_id, timeout)
+        except TimedOut as error:
+            raise await self._explained(error) from None
+        return outputs
+
+    async def abort(self, timeout: float | None = None) -> AbortReqOutput:
+        """Abort this generation; its result is then the partial output."""
+        return await self._abort(self.rid, timeout=timeout)
+
+    async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
+        """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
+
+        Raises like :meth:`results` at the end of the stream.
+        """
+        self._process.require()
+        timeout = seconds("timeout", timeout)
+        if self._deltas is None:
+            for output in await self.results(timeout):
+                yield output.as_delta()
+            return
+        try:
+            while (delta := await next_delta(self._deltas, self.message_id, timeout)) is not None:
+                yield delta
+        except TimedOut as error:
+            raise await self._explained(error) from None
+        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
+        await self.results()
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self.deltas()
+
+
 class AsyncSchedulerClient(AsyncControlClient):
-    """A connection to one engine, with generation, scoring and traces; constructor and timeouts are those of its base class."""
+    """A connection to one engine, with generation, scoring and traces; constructor and timeouts are those of
+    its base class.
+    """
 
     @overload
     async def generate(
@@ -70,37 +161,46 @@ class AsyncSchedulerClient(AsyncControlClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Any:
-        """Generate and wait for the results. A list of prompts returns a list of outputs in the order of the prompts, with the ``n``
-        samples of each prompt together. One prompt returns one output with ``n`` = 1, and a list of ``n`` otherwise; give
-        ``[prompt]`` to have a list whatever ``n`` is.
+        """Generate and wait for the results. A list of prompts returns a list of outputs in the order of the
+        prompts, with the ``n`` samples of each prompt together. One prompt returns one output with ``n`` = 1,
+        and a list of ``n`` otherwise; give ``[prompt]`` to have a list whatever ``n`` is.
 
         Args:
-            input_ids: [tokens], or a list of such prompts. Tensors and arrays are accepted: one dimension is a prompt, two are several
-                of equal length. The options below apply to each prompt.
-            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a dict of its fields. None
-                means the defaults.
-            return_logprob: return the logprob of each output token: log-softmax over the full vocabulary after temperature.
+            input_ids: [tokens], or a list of such prompts. Tensors and arrays are accepted: one dimension is
+                a prompt, two are several of equal length. The options below apply to each prompt.
+            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a
+                dict of its fields. None means the defaults.
+            return_logprob: return the logprob of each output token: log-softmax over the full vocabulary
+                after temperature.
             return_raw_logprob: the same under the unmodified logits, at temperature 1.
             return_sampled_logprob: the same under the sampling distribution, after top-k, top-p and min-p.
-            logprob_start_len: with ``return_logprob``, also for the prompt tokens from this position on. -1: none.
-            top_logprobs_num: with ``return_logprob``, also this many most likely tokens at each position; at most 128.
-            token_ids_logprob: with ``return_logprob``, also for these token ids at each position; at most 1,024.
+            logprob_start_len: with ``return_logprob``, also for the prompt tokens from this position on. -1:
+                none.
+            top_logprobs_num: with ``return_logprob``, also this many most likely tokens at each position; at
+                most 128.
+            token_ids_logprob: with ``return_logprob``, also for these token ids at each position; at most
+                1,024.
             return_sampling_mask: the tokens that top-k, top-p and min-p kept at each output token.
-            return_routed_experts: return the experts that computed each position, [rows, layers, experts per token].
+            return_routed_experts: return the experts that computed each position, [rows, layers, experts per
+                token].
             routed_experts_start_len: first position whose experts are returned; at most the prompt's length.
-            rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None means a random id.
+            rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None
+                means a random id.
             cache_salt: prefix cache entries are shared only between requests of the same salt.
-            min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`. None means no minimum.
+            min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`. None
+                means no minimum.
             first_sample: index of the first of the ``n`` samples, in noise and results.
-            continued_tokens: the last this many tokens of the prompt are output of an earlier part, which penalties count as such.
-            stream_details: for :meth:`submit` with ``stream``: the deltas have the weights of each token, and all of its logprobs.
-            message_id: message id of an earlier call with the same arguments that timed out, to attach to it. None means a new
-                call.
+            continued_tokens: the last this many tokens of the prompt are output of an earlier part, which
+                penalties count as such.
+            stream_details: for :meth:`submit` with ``stream``: the deltas have the weights of each token, and
+                all of its logprobs.
+            message_id: message id of an earlier call with the same arguments that timed out, to attach to it.
+                None means a new call.
             timeout: seconds for the whole call. None means until the engine answers or dies.
 
         Raises:
-            TimedOut: not all generations ended within ``timeout``; they continue. The message says if the engine is paused, by whom
-                and since when, or what else it waits for.
+            TimedOut: not all generations ended within ``timeout``; they continue. The message says if the
+                engine is paused, by whom and since when, or what else it waits for.
             InvalidRequest: a prompt is text or no token ids, or a sampling parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
         """
@@ -126,7 +226,8 @@ class AsyncSchedulerClient(AsyncControlClient):
         Args:
             input_ids: [tokens], one prompt.
             stream: True: the handle yields deltas after each step. False: all at the end.
-            message_id: message id of an earlier call with the same arguments, to attach to it. None means a new call.
+            message_id: message id of an earlier call with the same arguments, to attach to it. None means a
+                new call.
 
         The other arguments are those of :meth:`generate`, for one prompt.
 
@@ -169,10 +270,12 @@ class AsyncSchedulerClient(AsyncControlClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Logprobs under the engine's reference model of the tokens from ``start`` on (one value for all sequences, or one for each):
-        log-softmax over the full vocabulary after ``temperature``, given all previous tokens.
+        """Logprobs under the engine's reference model of the tokens from ``start`` on (one value for all
+        sequences, or one for each): log-softmax over the full vocabulary after ``temperature``, given all
+        previous tokens.
 
-        One sequence returns a list of floats, a list of sequences a list of lists, with [tokens - start] values each.
+        One sequence returns a list of floats, a list of sequences a list of lists, with [tokens - start]
+        values each.
 
         Raises:
             Unsupported: the engine has no reference model.
@@ -191,13 +294,15 @@ class AsyncSchedulerClient(AsyncControlClient):
         timeout: float | None = None,
         **options: Unpack[ImageOptions],
     ) -> Any:
-        """Make images with an engine that serves a diffusion pipeline. One prompt returns one :class:`ImageOutput` (a list if n > 1);
-        a list of prompts returns a list of outputs in the order of the prompts, with the ``n`` samples of each prompt together.
+        """Make images with an engine that serves a diffusion pipeline. One prompt returns one
+        :class:`ImageOutput` (a list if n > 1); a list of prompts returns a list of outputs in the order of
+        the prompts, with the ``n`` samples of each prompt together.
 
         Args:
             prompt: text. None: ``prompt_ids`` or ``embeds`` say what to draw.
-            embeds: arrays by the names of the pipeline's arguments (``prompt_embeds``, ``pooled_prompt_embeds``, the same with
-                ``negative_`` for guidance), without a batch dimension; those of an earlier :class:`ImageOutput` as they are.
+            embeds: arrays by the names of the pipeline's arguments (``prompt_embeds``,
+                ``pooled_prompt_embeds``, the same with ``negative_`` for guidance), without a batch
+                dimension; those of an earlier :class:`ImageOutput` as they are.
             rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
             message_id: message id of an earlier call with the same arguments that timed out, to attach to it.
             timeout: seconds for the whole call. None means until the engine answers or dies.
@@ -231,7 +336,9 @@ class AsyncSchedulerClient(AsyncControlClient):
     async def fetch_result(
         self, rid: str, *, message_id: str | None = None, timeout: float | None = None
     ) -> list[GenerateOutput]:
-        """Stored results of generation ``rid``, which ended while its client could not be reached; empty if none are stored."""
+        """Return the stored results of generation ``rid``, which ended while its client could not be reached;
+        empty if none are stored.
+        """
         request = FetchResultReqInput(id=id_of(message_id), rid=rid)
         reply = await self._call(request, FetchResultReqOutput, timeout)
         return [decode_output(result) for result in reply.results]
@@ -247,7 +354,9 @@ class AsyncSchedulerClient(AsyncControlClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> StartProfileReqOutput:
-        """Record a trace of the next steps with torch's profiler, until :meth:`stop_profile` or for ``num_steps``."""
+        """Record a trace of the next steps with torch's profiler, until :meth:`stop_profile` or for
+        ``num_steps``.
+        """
         request = StartProfileReqInput(
             id=id_of(message_id),
             output_dir=None if output_dir is None else os.fspath(output_dir),

@@ -1,12 +1,14 @@
-"""The I/O thread of a blocking client, and how other threads wait for what comes. Has the names of async_channel.py that the
-two kinds of clients share.
+"""The I/O thread of a blocking client, and how other threads wait for what comes. Has the names of
+async_channel.py that the two kinds of clients share.
 
 Invariants:
-- One thread owns the socket; any number of others may register a request, queue its frame and wait on a future.
-- Registering a request and queueing its frame happen under one lock, and so do failing what was sent and keeping what was
-  not: when a connection is lost, requests that were handed to its socket fail, those still queued go to the next one.
-- The socket belongs to the thread. Waiters are resolved under the lock, so nothing that runs at that moment may call
-  back into the channel.
+- One thread owns the socket; any number of others may register a request, queue its frame and wait on a
+  future.
+- Registering a request and queueing its frame happen under one lock, and so do failing what was sent and
+  keeping what was not: when a connection is lost, requests that were handed to its socket fail, those still
+  queued go to the next one.
+- The socket belongs to the thread. Waiters are resolved under the lock, so nothing that runs at that moment
+  may call back into the channel.
 - Whatever ends the thread, all waiters are resolved.
 - A forked child has neither the thread nor the socket: it is told so at once, without taking the lock.
 - Giving up waiting leaves what was waited for as it is.
@@ -20,21 +22,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
 from ...io_struct import GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
-from .connection import Connection, Generation
-from .curve import ClientKeys
+from .connection import Connection, Generation, ImageGeneration
 from .fork import Process
-from .images import ImageGeneration
 from .link import Frames, Link
-from .options import ConnectionOptions, channel_options
+from .options import ChannelOptions, ConnectionOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
+StartedT = TypeVar("StartedT")
 Result = Future[Any]
 Deltas = queue.SimpleQueue[TokenDelta | None]
 
@@ -43,7 +44,7 @@ MAX_POLL_S = 3600.0
 
 
 def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
-    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    """Return the future's result, or raise TimedOut after ``timeout`` seconds (None: no limit)."""
     try:
         return future.result(timeout)
     except TimeoutError:
@@ -58,7 +59,7 @@ def wait_for_all(futures: Sequence[Result], timeout: float | None) -> None:
 
 
 def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenDelta | None:
-    """The next delta, None at the end of the stream, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    """Return the next delta, or None at the end of the stream; TimedOut after ``timeout`` seconds."""
     try:
         return deltas.get(timeout=timeout)
     except queue.Empty:
@@ -66,22 +67,14 @@ def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenD
 
 
 def run(work: Callable[[], Any]) -> Any:
-    """What ``work()`` returns. It may block, as its caller does."""
+    """Call ``work``, which may block as its caller does, and return its result."""
     return work()
 
 
 class ThreadChannel:
     """Requests in from any thread, answers out through futures."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        connect_timeout: float | None,
-        waits_for_engine: bool = True,
-        keepalive_timeout: float | None,
-        keys: ClientKeys | None = None,
-    ) -> None:
+    def __init__(self, endpoint: str, options: ChannelOptions) -> None:
         self._process = Process("client")
         self._lock = threading.Lock()
         # Under the lock.
@@ -94,11 +87,8 @@ class ThreadChannel:
         self._poller = zmq.Poller()
         self._link = Link(
             endpoint,
-            connect_timeout=connect_timeout,
-            waits_for_engine=waits_for_engine,
-            keepalive_timeout=keepalive_timeout,
+            options,
             pending=lambda: self._connection.pending > 0,
-            keys=keys,
             receive=self._on_message,
             lost=self._on_lost,
             watch=lambda socket: self._poller.register(socket, zmq.POLLIN),
@@ -126,57 +116,49 @@ class ThreadChannel:
 
     def start_generation(self, request: GenerateReqInput) -> Generation[Result, Deltas]:
         """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
-        self._process.require()
-        with self._lock:
-            again = self._connection.awaits(request.id)
-            generation, frame = self._connection.start_generation(request)
-            self._post(None if again else request.id, (frame,))
-        return generation
+        return self._start(request, lambda: self._connection.start_generation(request))
 
     def start_images(
         self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
     ) -> ImageGeneration[Result]:
         """Send an image request with its frames; raises what :meth:`Connection.start_images` raises."""
-        self._process.require()
-        with self._lock:
-            again = self._connection.awaits(request.id)
-            generation, frame = self._connection.start_images(request)
-            self._post(None if again else request.id, (frame, *buffers))
-        return generation
+        return self._start(request, lambda: self._connection.start_images(request), buffers)
 
     def start_call(
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
         """Send a control message; raises what :meth:`Connection.start_call` raises."""
+        return self._start(request, lambda: self._connection.start_call(request, expects), buffers)
+
+    def _start(
+        self, request: Request, register: Callable[[], tuple[StartedT, bytes]], buffers: Frames = ()
+    ) -> StartedT:
         self._process.require()
         with self._lock:
             again = self._connection.awaits(request.id)
-            future, frame = self._connection.start_call(request, expects)
-            self._post(None if again else request.id, (frame, *buffers))
-        return future
+            started, frame = register()
+            self._outbox.append((None if again else request.id, (frame, *buffers)))
+            self._wake()
+        return started
 
     def expect_exit(self) -> None:
         """Somebody watches the engine's process and will call :meth:`engine_exited`."""
         self._link.expect_exit()
 
     def engine_exited(self, reason: str) -> None:
-        """The engine's process has ended; after what it had sent, everything fails with ``reason``."""
+        """Fail everything with ``reason``, after what the ended process had sent."""
         with self._lock:
             self._exit_reason = reason
             self._wake()
 
     def close(self) -> None:
-        """End the thread and fail what is pending. Idempotent; in a forked child there is nothing to close."""
+        """End the thread and fail what is pending. Idempotent; without effect in a forked child."""
         if not self._process.is_here:
             return
         with self._lock:
             self._closing = True
             self._wake()
         self._thread.join()
-
-    def _post(self, message_id: str | None, frames: Frames) -> None:
-        self._outbox.append((message_id, frames))
-        self._wake()
 
     def _wake(self) -> None:
         if self._wake_write >= 0:
@@ -239,12 +221,12 @@ class ThreadClient:
     def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
         self.endpoint = endpoint
         """The engine's address: an ipc:// path or a tcp:// host and port."""
-        self._channel = ThreadChannel(endpoint, **channel_options(connection))
+        self._channel = ThreadChannel(endpoint, ChannelOptions.of(connection))
 
     def expect_exit(self) -> None:
-        """The launcher watches this engine's process and will call :meth:`engine_exited`."""
+        """Expect a call of :meth:`engine_exited`: the launcher watches this engine's process."""
         self._channel.expect_exit()
 
     def engine_exited(self, reason: str) -> None:
-        """The engine's process has ended: what is pending and every later call fails with ``reason``."""
+        """Fail what is pending and every later call with ``reason``: the engine's process has ended."""
         self._channel.engine_exited(reason)

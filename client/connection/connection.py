@@ -1,18 +1,19 @@
 """Protocol state of a client between requests and replies; no sockets, threads or clocks.
 
 Invariants:
-- Every waiter registered here is resolved exactly once: by its reply, by an error, or by :meth:`Connection.fail_all`.
-- A message id that is still pending is never registered twice: a retry with the same body shares the first waiter, one
-  with another body is refused.
-- Each token of a streaming sample is delivered once and in order. Deltas after a gap are held back: the terminal
-  result carries every token, so its tail closes the gap.
+- Every waiter registered here is resolved exactly once: by its reply, by an error, or by
+  :meth:`Connection.fail_all`.
+- A message id that is still pending is never registered twice: a retry with the same body shares the first
+  waiter, one with another body is refused.
+- Each token of a streaming sample is delivered once and in order. Deltas after a gap are held back: the
+  terminal result carries every token, so its tail closes the gap.
 
-Not thread-safe: the owner serialises calls. The owner also chooses what a waiter is (a thread's future, an event
-loop's future).
+Not thread-safe: the owner serialises calls. The owner also chooses what a waiter is (a thread's future, an
+event loop's future).
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -36,7 +37,7 @@ from ...io_struct import (
 )
 from ...io_struct.base import MAX_HEADER_BYTES
 from ..exceptions import DuplicateRid, EngineError, IdConflict, InternalError, InvalidRequest, error_for
-from .images import ImageGeneration
+from .images import ImageOutput, decode_images
 from .results import (
     GenerateOutput,
     TokenDelta,
@@ -49,9 +50,19 @@ from .results import (
     read_ints,
     token_details,
 )
-from .waiters import WaiterT, resolve
 
 logger = logging.getLogger(__name__)
+
+
+class Waiter(Protocol):
+    """What ``concurrent.futures.Future`` and ``asyncio.Future`` have in common."""
+
+    def done(self) -> bool: ...
+    def set_result(self, result: Any, /) -> None: ...
+    def set_exception(self, exception: BaseException, /) -> None: ...
+
+
+WaiterT = TypeVar("WaiterT", bound=Waiter)
 
 
 class DeltaQueue(Protocol):
@@ -63,8 +74,8 @@ class DeltaQueue(Protocol):
 class Sink(Protocol):
     """Takes what comes of a generation as it comes, instead of a queue.
 
-    Called while messages are read: it must return soon. An exception ends its generation with ``internal``, and no
-    other.
+    Called while messages are read: it must return soon. An exception ends its generation with ``internal``,
+    and no other.
     """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
@@ -73,6 +84,7 @@ class Sink(Protocol):
 
 
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
+OutputT = TypeVar("OutputT", GenerateOutput, ImageOutput)
 ItemT = TypeVar("ItemT")
 
 
@@ -85,11 +97,52 @@ class _Call(Generic[WaiterT]):
     waiter: WaiterT
 
 
-class Generation(Generic[WaiterT, QueueT]):
-    """One prompt in flight: collects its ``n`` samples; the waiter gets them as a list in sample order.
+class _InFlight(Generic[WaiterT, OutputT]):
+    """One prompt in flight: collects its ``n`` samples; the waiter gets them as a list in sample order."""
 
-    ``deltas`` is None unless the request streams, into no ``sink``.
-    """
+    def __init__(
+        self, request: GenerateReqInput | GenerateImagesReqInput, n: object, frame: bytes, waiter: WaiterT
+    ) -> None:
+        self.message_id = request.id
+        self.rid = request.id if request.rid is None else request.rid
+        self.frame = frame
+        self.waiter = waiter
+        # A bad n (a string, 0) travels on: the engine refuses it with its own error, whatever is expected
+        # here.
+        self.n = n if isinstance(n, int) else 1
+        self._outputs: dict[int, OutputT] = {}
+
+    def fail(self, error: EngineError) -> None:
+        """End the whole request with ``error``; samples that had ended are attached to it."""
+        if self._outputs:
+            error.outputs = tuple(self._ordered())
+        self._end(error)
+
+    def _end_if_complete(self) -> bool:
+        """End the request if all samples have ended; return True if so."""
+        if len(self._outputs) < self.n:
+            return False
+        outputs = self._ordered()
+        failed = next((each for each in outputs if each.finish_reason.type == "error"), None)
+        if failed is None:
+            self._end(outputs)
+            return True
+        reason = failed.finish_reason
+        failure = error_for(reason.code or "", reason.message or "the generation failed", {"rid": self.rid})
+        if isinstance(failed, GenerateOutput):
+            failure.output = failed
+        self.fail(failure)
+        return True
+
+    def _ordered(self) -> list[OutputT]:
+        return [self._outputs[index] for index in sorted(self._outputs)]
+
+    def _end(self, result: list[OutputT] | EngineError) -> None:
+        resolve(self.waiter, result)
+
+
+class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
+    """A generation in flight. ``deltas`` is None unless the request streams into no ``sink``."""
 
     def __init__(
         self,
@@ -99,17 +152,11 @@ class Generation(Generic[WaiterT, QueueT]):
         deltas: QueueT | None,
         sink: Sink | None = None,
     ) -> None:
-        self.message_id = request.id
-        self.rid = request.id if request.rid is None else request.rid
-        self.frame = frame
-        self.waiter = waiter
+        super().__init__(request, request.sampling_params.n, frame, waiter)
         self.deltas = deltas
         self.sink = sink
-        count = request.sampling_params.n
-        # A bad n (a string, 0) travels on: the engine refuses it with its own error, whatever we expect here.
-        self.n = count if isinstance(count, int) else 1
-        self._outputs: dict[int, GenerateOutput] = {}
         self._delivered: dict[int, int] = {}
+        """Number of delivered tokens of each sample."""
 
     def add_tokens(
         self,
@@ -159,32 +206,12 @@ class Generation(Generic[WaiterT, QueueT]):
         if output.index in self._outputs:
             return False
         self._outputs[output.index] = output
-        self._deliver_tail(output)
-        if self.sink is not None:
-            self._tell(self.sink.on_finished, output)
-        if len(self._outputs) < self.n:
-            return False
-        outputs = [self._outputs[index] for index in sorted(self._outputs)]
-        failed = next((each for each in outputs if each.finish_reason.type == "error"), None)
-        if failed is None:
-            self._end(outputs)
-            return True
-        reason = failed.finish_reason
-        failure = error_for(reason.code or "", reason.message or "the generation failed", {"rid": self.rid})
-        failure.output = failed
-        self.fail(failure)
-        return True
-
-    def fail(self, error: EngineError) -> None:
-        """End the whole request with ``error``; samples that had ended are attached to it."""
-        if self._outputs:
-            error.outputs = tuple(self._outputs[index] for index in sorted(self._outputs))
-        self._end(error)
-
-    def _deliver_tail(self, output: GenerateOutput) -> None:
         delivered = self._delivered.get(output.index, 0)
         if self._streams and delivered < len(output.output_ids):
             self._hand_on(output.as_delta(delivered))
+        if self.sink is not None:
+            self._tell(self.sink.on_finished, output)
+        return self._end_if_complete()
 
     @property
     def _streams(self) -> bool:
@@ -208,11 +235,25 @@ class Generation(Generic[WaiterT, QueueT]):
             self.fail(failure)
 
     def _end(self, result: list[GenerateOutput] | EngineError) -> None:
-        resolve(self.waiter, result)
+        super()._end(result)
         if self.deltas is not None:
             self.deltas.put_nowait(
                 None
             )  # after the waiter: a reader that sees the end may ask for the result
+
+
+class ImageGeneration(_InFlight[WaiterT, ImageOutput]):
+    """An image request in flight."""
+
+    def finish(self, wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> bool:
+        """Take the terminal result of one sample; return True if the whole request has ended."""
+        try:
+            output = decode_images(wire, frames)
+        except InternalError as error:
+            self.fail(error)
+            return True
+        self._outputs.setdefault(output.index, output)
+        return self._end_if_complete()
 
 
 class Connection(Generic[WaiterT, QueueT]):
@@ -257,7 +298,9 @@ class Connection(Generic[WaiterT, QueueT]):
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> tuple[Generation[WaiterT, QueueT], bytes]:
-        """Register a generation; raises as :meth:`start_call`, and DuplicateRid when this client has that rid live."""
+        """Register a generation; raises as :meth:`start_call`, and DuplicateRid when this client has that rid
+        live.
+        """
         frame = self._encode(request)
         known = self._pending_generation(request.id, frame)
         if isinstance(known, Generation):
@@ -273,14 +316,14 @@ class Connection(Generic[WaiterT, QueueT]):
         known = self._pending_generation(request.id, frame)
         if isinstance(known, ImageGeneration):
             return known, frame
-        generation = ImageGeneration(request, frame, self._new_waiter())
+        generation = ImageGeneration(request, request.n, frame, self._new_waiter())
         self._register(generation)
         return generation, frame
 
     def _pending_generation(
         self, message_id: str, frame: bytes
     ) -> Generation[WaiterT, QueueT] | ImageGeneration[WaiterT] | None:
-        """The generation that a request repeats; None if its id is new."""
+        """Return the generation that a request repeats, or None if its id is new."""
         known = self._generations.get(message_id)
         if known is not None:
             _same_body(message_id, known.frame, frame)
@@ -295,7 +338,9 @@ class Connection(Generic[WaiterT, QueueT]):
         self._by_rid[generation.rid] = generation
 
     def receive(self, frames: list[bytes]) -> None:
-        """Process one message from the scheduler. An unreadable one fails only the call or generation that it names."""
+        """Process one message from the scheduler. An unreadable one fails only the call or generation that it
+        names.
+        """
         try:
             message = decode_reply(frames[0])
         except msgspec.DecodeError as broken:
@@ -332,8 +377,9 @@ class Connection(Generic[WaiterT, QueueT]):
         return isinstance(message_id, str) and (message_id in self._calls or message_id in self._generations)
 
     def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
-        """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of ``error``, one
-        instance each."""
+        """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of
+        ``error``, one instance each.
+        """
         for message_id in [each for each in self._calls if each not in spare]:
             call = self._calls.pop(message_id)
             resolve(call.waiter, error_for(error.code, error.message, error.detail))
@@ -375,7 +421,7 @@ class Connection(Generic[WaiterT, QueueT]):
             self._forget(generation)
 
     def _take_unread(self, reply: UnreadReply, broken: msgspec.DecodeError) -> None:
-        """A message of a newer minor version, perhaps: it ends only what it is the answer to."""
+        """End only what an unreadable message, perhaps of a newer minor version, is the answer to."""
         what = reply.type or "message without a type"
         error = InternalError(f"the engine sent a {what} that this client cannot read: {broken}", type=what)
         logger.warning("%s", error.message)
@@ -396,7 +442,8 @@ class Connection(Generic[WaiterT, QueueT]):
             raise InternalError("a stream delta has columns of different lengths")
         if not sum(counts) == len(tokens) == len(logprobs):
             raise InternalError(
-                f"a stream delta counts {sum(counts)} tokens but holds {len(tokens)} and {len(logprobs)} logprobs"
+                f"a stream delta counts {sum(counts)} tokens "
+                f"but holds {len(tokens)} and {len(logprobs)} logprobs"
             )
         top, token_ids = further_logprobs(delta.top, counts), further_logprobs(delta.token_ids, counts)
         details = token_details(delta.details, counts)
@@ -437,3 +484,13 @@ class Connection(Generic[WaiterT, QueueT]):
 def _same_body(message_id: str, first: bytes, second: bytes) -> None:
     if first != second:
         raise IdConflict(f"message id {message_id!r} is pending with another body", id=message_id)
+
+
+def resolve(waiter: Waiter, result: Any) -> None:
+    """Give ``waiter`` its result, or the error."""
+    if waiter.done():  # cancelled by its event loop
+        return
+    if isinstance(result, EngineError):
+        waiter.set_exception(result)
+    else:
+        waiter.set_result(result)

@@ -13,7 +13,9 @@ import zmq
 Context = zmq.Context["zmq.Socket[bytes]"]
 
 MAX_IO_THREADS = 4
-"""Threads that move and, with keys, encrypt the bytes of all connections; half of the cores if these are fewer."""
+"""Threads that move and, with keys, encrypt the bytes of all connections; half of the cores if these are
+fewer.
+"""
 
 _lock = threading.Lock()
 _context: Context | None = None

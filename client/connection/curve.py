@@ -1,7 +1,7 @@
 """A client's CURVE keys: the engine's public key, pinned, and the client's own pair.
 
-Invariant: a client with keys connects only to the engine with that public key, encrypted; it never falls back to plain text.
-What ZeroMQ reports of a failed handshake is put in words that name the option to look at.
+Invariant: a client with keys connects only to the engine with that public key, encrypted; it never falls back
+to plain text. What ZeroMQ reports of a failed handshake is put in words that name the option to look at.
 """
 
 import os
@@ -70,9 +70,12 @@ def configure(socket: "zmq.Socket[bytes]", endpoint: str, keys: ClientKeys | Non
 
 
 def why_refused(event: int, value: int, keys: ClientKeys | None) -> str | None:
-    """What a failed handshake means, if that can be told; ``event`` and ``value`` are those of the socket's monitor."""
+    """Return the meaning of a failed handshake, or None; ``event`` and ``value`` are the monitor's."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return "it refused this client's key: the public part of curve_client_key_file is not among its authorized clients"
+        return (
+            "it refused this client's key: "
+            "the public part of curve_client_key_file is not among its authorized clients"
+        )
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         if keys is None:
             return "it asks for keys: give curve_server_key and curve_client_key_file"
@@ -80,5 +83,8 @@ def why_refused(event: int, value: int, keys: ClientKeys | None) -> str | None:
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return "what listens there is no scheduler (an HTTP server?)"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and keys is not None:
-        return "it broke the handshake off: curve_server_key is perhaps not the key of this engine, or it has no keys"
+        return (
+            "it broke the handshake off: "
+            "curve_server_key is perhaps not the key of this engine, or it has no keys"
+        )
     return None

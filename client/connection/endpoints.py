@@ -1,6 +1,7 @@
 """Endpoints in words: which addresses there are, and why nobody answers at one.
 
-Invariant: whoever finds nobody (the command line, both clients, ``caesura serve``) says it with :func:`nobody_at`.
+Invariant: whoever finds nobody (the command line, both clients, ``caesura serve``) says it with
+:func:`nobody_at`.
 """
 
 import os
@@ -42,7 +43,7 @@ def connect_to(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
 
 
 def nobody_at(endpoint: str) -> str:
-    """That no scheduler answers at ``endpoint``, what can be seen of that from here, and what would help."""
+    """Say that no scheduler answers at ``endpoint``, why as far as visible, and what would help."""
     scheme, _, path = endpoint.partition("://")
     if scheme == "ipc" and os.path.exists(path + SHUT_SUFFIX):
         return f"the scheduler at {endpoint} takes no more clients for now: it has as many as it can"
@@ -63,7 +64,7 @@ def _why_no_socket(path: str) -> str:
 
 
 def _hint(endpoint: Any) -> str:
-    """What was probably meant by an address without a scheme."""
+    """Return a guess of what was meant by an address without a scheme."""
     if not isinstance(endpoint, str) or "://" in endpoint or not endpoint:
         return ""
     return (

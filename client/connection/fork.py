@@ -1,9 +1,11 @@
-"""Objects that must not be used after a fork: clients, and descriptors that show others that the parent is alive.
+"""Objects that must not be used after a fork: clients, and descriptors that show others that the parent is
+alive.
 
 Invariants:
-- In a forked child every use of something of the parent's raises at once, before it takes a lock (a thread that does not
-  exist there may hold it); closing and forgetting it does nothing.
-- A forked child holds none of the parent's signs of life: they end with the parent itself, however many children it has.
+- In a forked child every use of something of the parent's raises at once, before it takes a lock (a thread
+  that does not exist there may hold it); closing and forgetting it does nothing.
+- A forked child holds none of the parent's signs of life: they end with the parent itself, however many
+  children it has.
 """
 
 import os
@@ -21,7 +23,7 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """This is that process, not a forked child of it."""
+        """True in that process, False in a forked child of it."""
         return os.getpid() == self._pid
 
     def require(self) -> None:
@@ -45,7 +47,9 @@ def not_forking() -> Iterator[None]:
 
 
 def keep_from_children(descriptor: int) -> None:
-    """Let children have /dev/null under this number; call it in the block of :func:`not_forking` that makes the descriptor."""
+    """Let children have /dev/null under this number; call it in the block of :func:`not_forking` that makes
+    the descriptor.
+    """
     _signs_of_life.add(descriptor)
 
 

@@ -1,10 +1,12 @@
-"""From the arguments of ``generate_images`` to requests and frames, and from results and their frames to typed outputs.
+"""From the arguments of ``generate_images`` to requests and frames, and from results and their frames to
+typed outputs.
 
 Invariants:
-- A result has a log-probability for each of its steps and a latent for each of its places in the grid, and its frames have the sizes
-  that its header says. A message that breaks this is refused with :class:`InternalError`.
-- No array library is imported: what comes is a view of the frame, with numpy's array interface; what goes is whatever numpy or torch
-  would give its bytes for.
+- A result has a log-probability for each of its steps and a latent for each of its places in the grid, and
+  its frames have the sizes that its header says. A message that breaks this is refused with
+  :class:`InternalError`.
+- No array library is imported: what comes is a view of the frame, with numpy's array interface; what goes is
+  whatever numpy or torch would give its bytes for.
 """
 
 import array
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Generic, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -26,18 +28,20 @@ from ...io_struct import (
 )
 from ...io_struct.field_errors import field_error, nearest, one_of, shown
 from ...transfer.safetensors import DTYPES
-from ..exceptions import EngineError, InternalError, InvalidRequest, error_for
+from ..exceptions import InternalError, InvalidRequest
 from .options import id_of
-from .waiters import WaiterT, resolve
 
 _TYPESTR = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1", "U8": "|u1", "BOOL": "|b1",
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
+    "I8": "|i1", "U8": "|u1", "BOOL": "|b1",
 }  # fmt: skip
 _DTYPES = {typestr: name for name, typestr in _TYPESTR.items()}
 
 
 class ImageOptions(TypedDict, total=False):
-    """Keywords of an image request: fields of :class:`~caesura.io_struct.GenerateImagesReqInput`, with its defaults."""
+    """Keywords of an image request: fields of :class:`~caesura.io_struct.GenerateImagesReqInput`, with its
+    defaults.
+    """
 
     negative_prompt: str | None
     prompt_ids: Sequence[Sequence[int]] | None
@@ -63,7 +67,9 @@ _OPTIONS = frozenset(ImageOptions.__annotations__)
 
 @dataclass(frozen=True, slots=True)
 class ImageTensor:
-    """A tensor of a result. ``numpy.asarray`` of it is a read-only array without a copy, except for ``BF16``, which numpy has not."""
+    """A tensor of a result. ``numpy.asarray`` of it is a read-only array without a copy, except for ``BF16``,
+    which numpy has not.
+    """
 
     dtype: str
     """Safetensors name of the type."""
@@ -74,7 +80,7 @@ class ImageTensor:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """numpy's array interface, version 3."""
+        """Array interface: numpy's array interface, version 3."""
         typestr = _TYPESTR.get(self.dtype)
         if typestr is None:
             raise AttributeError(
@@ -91,7 +97,7 @@ class ImageTensor:
         return cls("F32", (len(found),), found.tobytes())
 
     def floats(self) -> list[float]:
-        """The values of a tensor of ``F32``, flat."""
+        """Return the values of a tensor of ``F32``, flat."""
         values = array.array("f", bytes(self.data))
         if sys.byteorder != "little":
             values.byteswap()
@@ -131,11 +137,15 @@ class ImageOutput:
     latents: ImageTensor | None
     """[places, …] float32; None if no step was asked for."""
     image: ImageTensor | None
-    """uint8 [height, width, 3]; None unless ``output`` is ``image``, and if the sample did not come to its end."""
+    """uint8 [height, width, 3]; None unless ``output`` is ``image``, and if the sample did not come to its
+    end.
+    """
     final_latents: ImageTensor | None
     """float32; None unless ``output`` is ``latents``, and if the sample did not come to its end."""
     embeds: dict[str, ImageTensor]
-    """Embeddings of the prompt by the names of the pipeline's arguments; ``embeds`` of another request takes them as they are."""
+    """Embeddings of the prompt by the names of the pipeline's arguments; ``embeds`` of another request takes
+    them as they are.
+    """
     num_retractions: int
     """Times that it began again from its seed."""
     queue_time: float
@@ -145,7 +155,7 @@ class ImageOutput:
 
 
 def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> ImageOutput:
-    """A result as trainers use it.
+    """Decode a result for trainers.
 
     Raises:
         InternalError: its parts do not fit each other.
@@ -275,7 +285,9 @@ def _frames(embeds: Mapping[str, Any]) -> tuple[list[TensorSpec], list[bytes]]:
 
 
 def _tensor(name: str, given: Any) -> ImageTensor:
-    """An array of numpy, a tensor of torch (bfloat16 goes as float32, which the engine casts back), or an :class:`ImageTensor`."""
+    """Convert an array of numpy, a tensor of torch (bfloat16 goes as float32, which the engine casts back),
+    or an :class:`ImageTensor`.
+    """
     if isinstance(given, ImageTensor):
         return given
     if hasattr(given, "detach"):
@@ -288,40 +300,3 @@ def _tensor(name: str, given: Any) -> ImageTensor:
             f"embeds[{name!r}] = {shown(given)} must be an array or a tensor", field="tensors"
         )
     return ImageTensor(dtype, tuple(interface["shape"]), given.tobytes())
-
-
-class ImageGeneration(Generic[WaiterT]):
-    """One image request in flight: collects its ``n`` samples; the waiter gets them as a list in sample order."""
-
-    def __init__(self, request: GenerateImagesReqInput, frame: bytes, waiter: WaiterT) -> None:
-        self.message_id = request.id
-        self.rid = request.id if request.rid is None else request.rid
-        self.frame = frame
-        self.waiter = waiter
-        self.n = request.n if isinstance(request.n, int) else 1  # a bad n is the engine's to refuse
-        self._outputs: dict[int, ImageOutput] = {}
-
-    def finish(self, wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> bool:
-        """Take the terminal result of one sample; True when the whole request has ended."""
-        try:
-            output = decode_images(wire, frames)
-        except InternalError as error:
-            self.fail(error)
-            return True
-        self._outputs.setdefault(output.index, output)
-        if len(self._outputs) < self.n:
-            return False
-        outputs = [self._outputs[index] for index in sorted(self._outputs)]
-        failed = next((each for each in outputs if each.finish_reason.type == "error"), None)
-        if failed is None:
-            resolve(self.waiter, outputs)
-            return True
-        reason = failed.finish_reason
-        self.fail(error_for(reason.code or "", reason.message or "the image failed", {"rid": self.rid}))
-        return True
-
-    def fail(self, error: EngineError) -> None:
-        """End the whole request with ``error``; samples that had ended are attached to it."""
-        if self._outputs:
-            error.outputs = tuple(self._outputs[index] for index in sorted(self._outputs))
-        resolve(self.waiter, error)

@@ -1,18 +1,20 @@
 """The socket to one scheduler, without blocking and without a thread of its own.
 
 Invariants:
-- A connection belongs to one incarnation of an engine. Only a hello is sent on it until that is answered; other messages
-  wait here. libzmq's reconnect is disabled, and each socket is connected once, so messages queued for an engine that has
-  ended (an old pause, for example) cannot reach the next one.
-- When a connection is lost, everything passed to :meth:`Link.send` before has failed, even if the loss is noticed later: a
-  restarted engine does not know old requests.
+- A connection belongs to one incarnation of an engine. Only a hello is sent on it until that is answered;
+  other messages wait here. libzmq's reconnect is disabled, and each socket is connected once, so messages
+  queued for an engine that has ended (an old pause, for example) cannot reach the next one.
+- When a connection is lost, everything passed to :meth:`Link.send` before has failed, even if the loss is
+  noticed later: a restarted engine does not know old requests.
 - Everything that the engine sent before its end is delivered before the loss is reported.
 - The owner calls :meth:`Link.pump` whenever one of the sockets may be readable, after every send, and at
-  :attr:`Link.deadline`. While nothing is pending there is no deadline: an idle client does not look for an engine.
+  :attr:`Link.deadline`. While nothing is pending there is no deadline: an idle client does not look for an
+  engine.
 
-States of a link: *trying* (to connect, again and again while something waits, within bounds) → *greeting* (connected, the
-hello is not answered yet: engines answer when they have loaded) → *ready* → *lost* (the socket is replaced, back to
-trying; or dead for good when the watched process has exited or speaks another version).
+States of a link: *trying* (to connect, again and again while something waits, within bounds) → *greeting*
+(connected, the hello is not answered yet: engines answer when they have loaded) → *ready* → *lost* (the
+socket is replaced, back to trying; or dead for good when the watched process has exited or speaks another
+version).
 """
 
 import os
@@ -20,38 +22,60 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from typing import NoReturn
 
+import msgspec
 import zmq
 
-from ..exceptions import EngineDied, EngineError, VersionMismatch
+from ... import __version__
+from ...io_struct import (
+    WIRE_VERSION,
+    ErrorCode,
+    ErrorReply,
+    HelloReqInput,
+    HelloReqOutput,
+    decode_reply,
+    encode,
+    salvage_reply,
+)
+from ..exceptions import EngineDied, EngineError, VersionMismatch, raise_for
 from . import context
-from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
+from .curve import HANDSHAKE_FAILURES, configure, why_refused
 from .endpoints import check_endpoint, connect_to, nobody_at
-from .hello import hello_frame, incarnation_in
+from .options import ChannelOptions
 
 EXIT_GRACE_S = 1.0
-"""How long a closed connection and the exit of its process wait for each other, so that the error names both."""
+"""How long a closed connection and the exit of its process wait for each other, so that the error names both.
+"""
 
 RETRY_S = 0.1
 """From one try to connect to the next."""
 
 RECONNECT_S = 1.0
-"""How long after a loss, at most, requests wait for a successor; what comes later fails with the first try that fails."""
+"""How long after a loss, at most, requests wait for a successor; what comes later fails with the first try
+that fails.
+"""
 
 ATTEMPT_S = 1.0
 """How long a try may last that is the only one."""
 
 STARTING_S = 300.0
-"""How long an engine that has accepted the connection may load before it answers; only with a keepalive timeout."""
+"""How long an engine that has accepted the connection may load before it answers; only with a keepalive
+timeout.
+"""
 
 LATE_S = 1.0
-"""Whoever looks this much later at the clock than intended was stopped or busy, and may have been sent much meanwhile."""
+"""Whoever looks this much later at the clock than intended was stopped or busy, and may have been sent much
+meanwhile.
+"""
 
 SECOND_LOOK_S = 5.0
 """How long it then listens before it calls the engine silent: more than two keepalives."""
 
 NEVER_MS = 1 << 30
-"""Twelve days: when libzmq reconnects by itself. Its own word for never (-1) drops what was received and not read yet."""
+"""Twelve days: when libzmq reconnects by itself. Its own word for never (-1) drops what was received and not
+read yet.
+"""
 
 MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -71,9 +95,10 @@ Frames = Sequence[bytes | memoryview]
 
 
 def monitored(report: bytes) -> tuple[int, int]:
-    """The event and its value in the first frame of a monitor's message.
+    """Return the event and its value in the first frame of a monitor's message.
 
-    pyzmq's own makes an enum of both, and keeps each value that ever came, of which there is another one for every try to connect.
+    pyzmq's own makes an enum of both, and keeps each value that ever came, of which there is another one for
+    every try to connect.
     """
     event, value = _REPORT.unpack(report)
     return event, value
@@ -82,10 +107,11 @@ def monitored(report: bytes) -> tuple[int, int]:
 class Link:
     """One DEALER socket and its monitor.
 
-    ``waits_for_engine``: a scheduler may begin to listen within ``connect_timeout``; else it must listen already, and a first try
-    that fails ends what waits. ``receive(frames)`` gets every message but the answer to the hello; ``lost(error, final)`` is told that the engine is
-    gone, ``final`` when no reconnect can help; ``pending()`` says whether anything is unanswered; ``watch(socket)`` and
-    ``unwatch(socket)`` keep the owner's poller right as sockets are replaced.
+    ``waits_for_engine``: a scheduler may begin to listen within ``connect_timeout``; else it must listen
+    already, and a first try that fails ends what waits. ``receive(frames)`` gets every message but the answer
+    to the hello; ``lost(error, final)`` is told that the engine is gone, ``final`` when no reconnect can
+    help; ``pending()`` says whether anything is unanswered; ``watch(socket)`` and ``unwatch(socket)`` keep
+    the owner's poller right as sockets are replaced.
 
     Attributes:
         incarnation: of the engine that answered last; None before the first.
@@ -94,12 +120,9 @@ class Link:
     def __init__(
         self,
         endpoint: str,
+        options: ChannelOptions,
         *,
-        connect_timeout: float | None,
-        waits_for_engine: bool = True,
-        keepalive_timeout: float | None,
         pending: Callable[[], bool],
-        keys: ClientKeys | None = None,
         receive: Callable[[list[bytes]], None],
         lost: Callable[[EngineError, bool], None],
         watch: Callable[["zmq.Socket[bytes]"], None],
@@ -108,11 +131,11 @@ class Link:
         check_endpoint(endpoint)
         self.endpoint = endpoint
         self.incarnation: str | None = None
-        self._connect_timeout = connect_timeout
-        self._waits_for_engine = waits_for_engine
-        self._keepalive_timeout = keepalive_timeout
+        self._connect_timeout = options.connect_timeout
+        self._keepalive_timeout = options.keepalive_timeout
+        self._waits_for_engine = options.waits_for_engine
+        self._keys = options.keys
         self._pending = pending
-        self._keys = keys
         self._receive = receive
         self._lost = lost
         self._watch = watch
@@ -122,15 +145,20 @@ class Link:
         self._exit_reason: str | None = None
         self._held: list[Frames] = []
         self._grace_until: float | None = None
-        """After a loss or a vain wait: until when requests wait. None: connected since, or never tried to the end."""
+        """After a loss or a vain wait: until when requests wait. None: connected since, or never tried to the
+        end.
+        """
         self._is_only_try = False
-        """What is held now fails with the try that is under way: nobody was to be waited for, or was in vain."""
+        """What is held now fails with the try that is under way: nobody was to be waited for, or was in vain.
+        """
         self._was_refused = False
         """The last try that ended found nobody; ``_was_cut_off``: somebody who broke it off."""
         self._was_silent = False
         """The engine went by a silence, and has not answered since."""
         self._unheard: str | None = None
-        """Why the last handshake failed, where that can be told. It outlives a next try that nobody answers in time."""
+        """Why the last handshake failed, where that can be told. It outlives a next try that nobody answers
+        in time.
+        """
         self._context = context.acquire()
         self._patience: float | None = None
         """Until when what is held waits."""
@@ -147,7 +175,9 @@ class Link:
 
     @property
     def deadline(self) -> float | None:
-        """When :meth:`pump` must be called next, on time.monotonic's clock; None: only when a socket is readable."""
+        """When :meth:`pump` must be called next, on time.monotonic's clock; None: only when a socket is
+        readable.
+        """
         if self._ready and self._settle_at is None:
             return self._silence
         times = (self._patience, self._retry_at, self._settle_at, self._silence)
@@ -168,17 +198,21 @@ class Link:
             self._begin_to_wait()
 
     def expect_exit(self) -> None:
-        """The process behind this endpoint is watched: its exit will be reported, and explains a lost connection."""
+        """Expect a report: the process behind this endpoint is watched, and its exit will be reported, and
+        explains a lost connection.
+        """
         self._expects_exit = True
 
     def engine_exited(self, reason: str) -> None:
-        """The watched process has ended; what it had sent is delivered first."""
+        """Fail everything with ``reason``, after what the ended process had sent."""
         self._exit_reason = reason
         if not self._disconnected:
             self._settle_at = time.monotonic() + EXIT_GRACE_S
 
     def notice_loss(self) -> None:
-        """Report a connection that has gone meanwhile, at little cost: what is registered afterwards is not lost with it."""
+        """Report a connection that has gone meanwhile, at little cost: what is registered afterwards is not
+        lost with it.
+        """
         if not self._pumping and _is_readable(self._monitor):
             self.pump()
 
@@ -224,7 +258,8 @@ class Link:
         self._dealer.linger = 0
         # Unlimited here: a caller's request is refused by the engine, never dropped or blocked by the socket.
         self._dealer.sndhwm = 0
-        # Unlimited too: libzmq drops what a full socket has not read yet when its peer closes, last results included.
+        # Unlimited too: libzmq drops what a full socket has not read yet when its peer closes, last results
+        # included.
         self._dealer.rcvhwm = 0
         # libzmq reserves identities that begin with a zero byte.
         self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
@@ -247,7 +282,7 @@ class Link:
         self._dealer.close(linger=0)
 
     def _hand_over(self, frames: Frames) -> None:
-        """A connection that libzmq has ended, as after a refused handshake, has no queue: its monitor reports that."""
+        """Send; without effect on a connection that libzmq has ended, which its monitor reports."""
         with suppress(zmq.Again):
             if len(frames) == 1:
                 self._dealer.send(frames[0], zmq.NOBLOCK)
@@ -344,12 +379,12 @@ class Link:
             )
 
     def _listen_from_now(self) -> None:
-        """The engine has just spoken, or has just been spoken to."""
+        """Restart the limit on the engine's silence: it has spoken, or has been spoken to."""
         if self._keepalive_timeout is not None and self._ready:
             self._silence = time.monotonic() + self._keepalive_timeout if self._pending() else None
 
     def _begin_to_wait(self) -> None:
-        """Something is held from now on: how long may it take to connect?"""
+        """Set the time limit for connecting, since something is held from now on."""
         now = time.monotonic()
         if self._connected:
             self._patience = self._greeting_limit()
@@ -379,10 +414,14 @@ class Link:
             return nobody_at(self.endpoint)
         if self._was_cut_off:
             return (
-                f"what listens at {self.endpoint} broke the connection off: it is no scheduler, one that asks for keys "
+                f"what listens at {self.endpoint} broke the connection off: "
+                "it is no scheduler, one that asks for keys "
                 "(curve_server_key), or one that ends"
             )
-        return f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s; is what listens there a scheduler?"
+        return (
+            f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s; "
+            "is what listens there a scheduler?"
+        )
 
     def _give_up(self, error: EngineError) -> None:
         """Everything that was sent or held is lost."""
@@ -405,9 +444,61 @@ class Link:
 
 
 def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    """A message lies there; asking costs less than an attempt to receive that fails."""
+    """Return True if a message lies there; asking costs less than an attempt to receive that fails."""
     return bool(int(socket.get(_EVENTS)) & _POLLIN)
 
 
 def _is_due(at: float | None, now: float) -> bool:
     return at is not None and now >= at
+
+
+BEFORE_HELLO = "0 (it knows no hello)"
+"""What an engine speaks that refuses the hello as malformed."""
+
+
+def hello_frame() -> bytes:
+    """Return the first message of a connection."""
+    major, minor = WIRE_VERSION
+    return encode(
+        HelloReqInput(wire_major=major, wire_minor=minor, client=f"caesura {__version__} for Python")
+    )
+
+
+def incarnation_in(frame: bytes, endpoint: str) -> str:
+    """Return the incarnation of the engine that has answered.
+
+    Raises:
+        VersionMismatch: it speaks another major version, or one from before the hello.
+        EngineError: another refusal, as the engine worded it.
+    """
+    try:
+        answer = decode_reply(frame)
+    except msgspec.DecodeError as error:
+        unread = salvage_reply(frame)
+        what = f"unknown (its {unread.type or 'first message'} cannot be read: {error})"
+        raise _mismatch(endpoint, what) from error
+    if isinstance(answer, ErrorReply):
+        _refused(answer, endpoint)
+    if not isinstance(answer, HelloReqOutput):
+        raise _mismatch(endpoint, f"unknown (it answers a hello with {type(answer).__name__})")
+    if answer.wire_major != WIRE_VERSION[0]:
+        raise _mismatch(endpoint, f"{answer.wire_major}.{answer.wire_minor}")
+    return answer.incarnation
+
+
+def _refused(answer: ErrorReply, endpoint: str) -> NoReturn:
+    if answer.code == ErrorCode.VERSION_MISMATCH:
+        raise _mismatch(endpoint, str(answer.detail.get("engine") or f"unknown ({answer.message})"))
+    if answer.code == ErrorCode.MALFORMED_MESSAGE:
+        raise _mismatch(endpoint, BEFORE_HELLO)
+    raise_for(answer)
+
+
+def _mismatch(endpoint: str, engine: str) -> VersionMismatch:
+    ours = ".".join(map(str, WIRE_VERSION))
+    return VersionMismatch(
+        f"this client (caesura {__version__}) speaks wire {ours}, "
+        f"the engine at {endpoint} speaks wire {engine}",
+        client=ours,
+        engine=engine,
+    )

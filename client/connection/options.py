@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReqOutput, new_id
 from ...io_struct.base import MAX_LABEL_LENGTH
@@ -29,30 +29,56 @@ class ConnectionOptions(TypedDict, total=False):
     """Keywords of every client; all are optional."""
 
     connect_timeout: float | None
-    """Seconds that a call waits for a scheduler to listen; None means no limit. After a first timeout, and a second after an engine
-    was lost, calls fail as soon as one attempt to connect has. If it is left out, nobody is waited for: a call fails at once if no
-    scheduler listens, and after 10 s if connecting takes that long."""
+    """Seconds that a call waits for a scheduler to listen; None means no limit. After a first timeout, and a
+    second after an engine was lost, calls fail as soon as one attempt to connect has. If it is left out,
+    nobody is waited for: a call fails at once if no scheduler listens, and after 10 s if connecting takes
+    that long.
+    """
     keepalive_timeout: float | None
-    """An engine that sends nothing for this many seconds while calls are pending counts as hung: they fail with
-    :class:`EngineDied`. 120 by default, None disables the check (docs/reference/lifecycle.md, "Clients and lost engines")."""
+    """An engine that sends nothing for this many seconds while calls are pending counts as hung: they fail
+    with :class:`EngineDied`. 120 by default, None disables the check (docs/reference/lifecycle.md, "Clients
+    and lost engines").
+    """
     curve_server_key: KeyOrFile | None
-    """CURVE public key of the engine, or a file that contains it, as ``caesura keygen`` writes it. None, the default, means an engine
-    without keys."""
+    """CURVE public key of the engine, or a file that contains it, as ``caesura keygen`` writes it. None, the
+    default, means an engine without keys.
+    """
     curve_client_key_file: KeyOrFile | None
     """File with this client's CURVE key pair; needed for an engine with keys."""
 
 
-class ChannelOptions(TypedDict):
-    """:class:`ConnectionOptions`, checked, as a channel takes them."""
+@dataclass(frozen=True, slots=True)
+class ChannelOptions:
+    """Checked :class:`ConnectionOptions`."""
 
-    connect_timeout: float | None
-    waits_for_engine: bool
-    keepalive_timeout: float | None
-    keys: ClientKeys | None
+    connect_timeout: float | None = DEFAULT_CONNECT_TIMEOUT_S
+    keepalive_timeout: float | None = DEFAULT_KEEPALIVE_TIMEOUT_S
+    waits_for_engine: bool = True
+    """False if a scheduler must listen already: the first try that fails ends what waits."""
+    keys: ClientKeys | None = None
+
+    @classmethod
+    def of(cls, given: ConnectionOptions) -> Self:
+        """Check the keywords of a client.
+
+        Raises:
+            InvalidRequest: a time is not a number, or a key or its file cannot be used.
+            TypeError: an unknown option.
+        """
+        require_known("client", given, ConnectionOptions)
+        keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
+        return cls(
+            seconds("connect_timeout", given.get("connect_timeout", DEFAULT_CONNECT_TIMEOUT_S)),
+            seconds("keepalive_timeout", given.get("keepalive_timeout", DEFAULT_KEEPALIVE_TIMEOUT_S)),
+            "connect_timeout" in given,
+            keys,
+        )
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keywords of every generation: fields of :class:`~caesura.io_struct.GenerateReqInput`, with its defaults."""
+    """Keywords of every generation: fields of :class:`~caesura.io_struct.GenerateReqInput`, with its
+    defaults.
+    """
 
     return_logprob: bool
     return_raw_logprob: bool
@@ -74,13 +100,19 @@ class UpdateOptions(TypedDict, total=False):
     """Keywords of every weight update; all are optional."""
 
     weight_version: str | int | None
-    """The new version label, set at commit: text, or a number, which becomes text. None, the default, means unchanged."""
+    """The new version label, set at commit: text, or a number, which becomes text. None, the default, means
+    unchanged.
+    """
     flush_cache: bool
-    """True, the default: running requests are retracted and the prefix cache is flushed. False: they are frozen in place."""
+    """True, the default: running requests are retracted and the prefix cache is flushed. False: they are
+    frozen in place.
+    """
     torch_empty_cache: bool
     """Also empty the device allocator's cache; False by default."""
     component: str | None
-    """The component of a diffusion pipeline that is written, such as ``vae``. None, the default, means its transformer."""
+    """The component of a diffusion pipeline that is written, such as ``vae``. None, the default, means its
+    transformer.
+    """
     abort_all_requests: bool
     """Abort all requests first; False by default."""
     session_id: str | None
@@ -108,25 +140,6 @@ class WeightUpdate:
     """The reply to the commit; None until the block has ended without an error."""
 
 
-def channel_options(given: ConnectionOptions) -> ChannelOptions:
-    """Checked options of a channel.
-
-    Raises:
-        InvalidRequest: a time is not a number, or a key or its file cannot be used.
-        TypeError: an unknown option.
-    """
-    require_known("client", given, ConnectionOptions)
-    keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
-    connect = given.get("connect_timeout", DEFAULT_CONNECT_TIMEOUT_S)
-    keepalive = given.get("keepalive_timeout", DEFAULT_KEEPALIVE_TIMEOUT_S)
-    return ChannelOptions(
-        connect_timeout=seconds("connect_timeout", connect),
-        waits_for_engine="connect_timeout" in given,
-        keepalive_timeout=seconds("keepalive_timeout", keepalive),
-        keys=keys,
-    )
-
-
 def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
     """Refuse keywords that ``options``, a TypedDict, has not: a TypeError that says which was meant."""
     known = sorted(options.__annotations__)
@@ -137,7 +150,8 @@ def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """A timeout in seconds. None means no limit, and so do infinity and extremely large values; negative values become 0.
+    """Check a timeout in seconds. None means no limit, and so do infinity and extremely large values;
+    negative values become 0.
 
     Raises:
         InvalidRequest: it is not a number.
@@ -153,13 +167,13 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def this_process() -> str:
-    """This process, for the log of an engine."""
+    """Name this process, for the log of an engine."""
     program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
     return f"{program}, pid {os.getpid()} on {socket.gethostname()}"[:MAX_LABEL_LENGTH]
 
 
 def label(weight_version: Any) -> str | None:
-    """A version label as the wire has it: a trainer's step counter is as good as its text.
+    """Return a version label as the wire has it: a trainer's step counter is as good as its text.
 
     Raises:
         InvalidRequest: neither text nor an integer.
@@ -185,7 +199,7 @@ def update_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def folder_of(model_path: Any) -> str:
-    """The path of a checkpoint folder as text.
+    """Return the path of a checkpoint folder as text.
 
     Raises:
         InvalidRequest: it is no path.
@@ -206,13 +220,16 @@ def require_group(group: Any) -> None:
     """
     if not hasattr(group, "steps"):
         raise InvalidRequest(
-            f"group = {shown(group)} must be a WeightUpdateGroup: WeightUpdateGroup.create([client]) makes one",
+            f"group = {shown(group)} must be a WeightUpdateGroup: "
+            "WeightUpdateGroup.create([client]) makes one",
             field="group",
         )
 
 
 def tags_of(tags: Any) -> Any:
-    """Memory tags as the wire has them: one alone may stand for a list of it; what is none the engine refuses."""
+    """Memory tags as the wire has them: one alone may stand for a list of it; what is none the engine
+    refuses.
+    """
     return [tags] if isinstance(tags, str) else tags if tags is None else list(tags)
 
 

@@ -1,9 +1,9 @@
 """From the arguments of ``generate`` to the requests on the wire.
 
-Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``, ``name-1``, …), so
-that repeating the call with the same ``message_id`` repeats the same messages. Values are checked by the engine, not
-twice: only what the wire cannot carry, and what decides between one prompt and many, is looked at here. Arrays and tensors
-are whatever has a ``tolist``: no library is imported for them.
+Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``,
+``name-1``, …), so that repeating the call with the same ``message_id`` repeats the same messages. Values are
+checked by the engine, not twice: only what the wire cannot carry, and what decides between one prompt and
+many, is looked at here. Arrays and tensors are whatever has a ``tolist``: no library is imported for them.
 """
 
 import operator
@@ -35,7 +35,9 @@ Ids = Sequence[int] | Array
 Prompts = Ids | Sequence[Ids]
 """One prompt or several; an array of two dimensions is several."""
 Sampling = SamplingParams | Mapping[str, Any]
-"""Sampling parameters of one prompt; a mapping has their fields, and None in it means left out, except in ``max_new_tokens``."""
+"""Sampling parameters of one prompt; a mapping has their fields, and None in it means left out, except in
+``max_new_tokens``.
+"""
 
 
 class Finished(Protocol):
@@ -81,7 +83,7 @@ def collect(waiters: Sequence[Finished], message_id: str, timeout: float | None,
 
 
 def timed_out(message_id: str, timeout: float | None) -> TimedOut:
-    """The error of a call that had ``timeout`` seconds."""
+    """Return the error of a call that had ``timeout`` seconds."""
     return TimedOut(f"no answer within {timeout} s to message {message_id}", id=message_id, timeout=timeout)
 
 
@@ -96,7 +98,8 @@ def plan(
     """Lay out one ``generate`` call.
 
     Raises:
-        InvalidRequest: prompts that are not token ids, sampling parameters that there are not, or lists of different lengths.
+        InvalidRequest: prompts that are not token ids, sampling parameters that there are not, or lists of
+            different lengths.
         TypeError: an option that there is not.
     """
     fields = _fields(options)
@@ -130,7 +133,7 @@ def one_request(
     message_id: str | None,
     stream: bool,
 ) -> GenerateReqInput:
-    """The request of one ``submit``; raises as :func:`plan`."""
+    """Return the request of one ``submit``; raises as :func:`plan`."""
     fields = _fields(options)
     prompts, single = sequences(input_ids)
     if not single:
@@ -149,7 +152,7 @@ def one_request(
 
 
 def per_prompt_sampling(given: Sampling | Sequence[Sampling] | None, count: int) -> list[Any]:
-    """Sampling parameters of each of ``count`` prompts, as they were given.
+    """Return the sampling parameters of each of ``count`` prompts, as they were given.
 
     Raises:
         InvalidRequest: neither one value nor a list of ``count``.
@@ -158,10 +161,11 @@ def per_prompt_sampling(given: Sampling | Sequence[Sampling] | None, count: int)
 
 
 def sampling(given: Any) -> SamplingParams:
-    """Sampling parameters as the wire has them; None means the defaults.
+    """Return sampling parameters as the wire has them; None means the defaults.
 
     Raises:
-        InvalidRequest: neither a :class:`SamplingParams` nor a dict, or a dict with a key or a value that there is not.
+        InvalidRequest: neither a :class:`SamplingParams` nor a dict, or a dict with a key or a value that
+            there is not.
     """
     if isinstance(given, SamplingParams):
         return given
@@ -183,7 +187,7 @@ def sampling(given: Any) -> SamplingParams:
 
 
 def token_ids(prompt: Any, field: str = "input_ids") -> list[int]:
-    """``field`` of a request as plain integers; arrays and numpy's integers are taken too, booleans are not."""
+    """Return token ids as plain integers; arrays and numpy's integers are taken, booleans are not."""
     prompt = _plain(prompt)
     try:
         ids = list(map(operator.index, prompt))
@@ -195,7 +199,7 @@ def token_ids(prompt: Any, field: str = "input_ids") -> list[int]:
 
 
 def sequences(input_ids: Any) -> tuple[list[Any], bool]:
-    """The prompts, and whether the caller passed one rather than several.
+    """Return the prompts, and True if the caller passed one rather than several.
 
     Raises:
         InvalidRequest: these are no token ids.
@@ -232,14 +236,19 @@ def _no_ids(given: Any, field: str) -> str:
         return f"{field} = {shown(given)} must be a list of token ids"
     for position, each in enumerate(given):
         if isinstance(each, str):
-            return f"{field}[{position}] = {shown(each)} is text, and the scheduler takes token ids: {_TOKENIZES}"
+            return (
+                f"{field}[{position}] = {shown(each)} is text, and the scheduler takes token ids: "
+                f"{_TOKENIZES}"
+            )
         if not hasattr(each, "__index__"):
             return f"{field}[{position}] = {shown(each)} must be an integer"
     return f"{field} must be a list of integers"
 
 
 def require_known_options(options: Mapping[str, Any], kind: type) -> None:
-    """Refuse keywords of a generation that ``kind``, a TypedDict, has not: a TypeError that says what was meant."""
+    """Refuse keywords of a generation that ``kind``, a TypedDict, has not: a TypeError that says what was
+    meant.
+    """
     if unknown := sorted(options.keys() - kind.__annotations__.keys()):
         raise TypeError(
             f"unknown generation option {_unknown_option(unknown[0], sorted(kind.__annotations__))}"

@@ -1,8 +1,8 @@
 """Limits on the size of a generation, checked before a call with many prompts copies them.
 
 Invariants:
-- What the wire bounds is bounded here by the same numbers; what only the front end knows (stop strings, keys of the
-  prefix cache) has its bounds here.
+- What the wire bounds is bounded here by the same numbers; what only the front end knows (stop strings, keys
+  of the prefix cache) has its bounds here.
 - Only sizes are compared, in constant time; values are the engine's to check.
 """
 

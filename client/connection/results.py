@@ -1,7 +1,8 @@
 """Typed results of a generation, decoded once from the wire's byte arrays.
 
-Invariant: tokens, logprobs, weight-version spans and routed experts of one output have matching lengths. A message that breaks this
-is refused with :class:`InternalError`, since a trainer would pair tokens with the wrong values.
+Invariant: tokens, logprobs, weight-version spans and routed experts of one output have matching lengths. A
+message that breaks this is refused with :class:`InternalError`, since a trainer would pair tokens with the
+wrong values.
 """
 
 import array
@@ -45,7 +46,7 @@ class TokenLogprobs:
         return list(zip(self.logprobs[part], self.ids[part], strict=True))
 
     def cut(self, start: int, end: int | None = None) -> "TokenLogprobs":
-        """The positions [start, end); None means to the last."""
+        """Return the positions [start, end); None means to the last."""
         part = slice(start * self.k, None if end is None else end * self.k)
         return TokenLogprobs(k=self.k, ids=self.ids[part], logprobs=self.logprobs[part])
 
@@ -71,18 +72,21 @@ class GenerateOutput:
     output_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob``; None unless given."""
     input_logprobs: list[float | None] | None = None
-    """Logprobs of the prompt tokens from ``logprob_start_len`` on, without temperature and logit edits; the first is None. None
-    unless requested, and if the sample ended before its prefill."""
+    """Logprobs of the prompt tokens from ``logprob_start_len`` on, without temperature and logit edits; the
+    first is None. None unless requested, and if the sample ended before its prefill.
+    """
     input_top_logprobs: TokenLogprobs | None = None
     """The most likely tokens at each position of ``input_logprobs`` but the first."""
     input_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob`` at each position of ``input_logprobs`` but the first."""
     sampling_mask: SamplingMask | None = None
-    """The tokens that top-k, top-p and min-p kept at each position: ``sampling_mask.at(i)`` has those of ``output_ids[i]``. None
-    unless ``return_sampling_mask``."""
+    """The tokens that top-k, top-p and min-p kept at each position: ``sampling_mask.at(i)`` has those of
+    ``output_ids[i]``. None unless ``return_sampling_mask``.
+    """
     routed_experts: RoutedExperts | None
-    """Experts that computed each position except the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
-    None unless ``return_routed_experts``, and if an error ended the sample."""
+    """Experts that computed each position except the last: ``numpy.asarray`` gives [rows, layers, top_k]
+    without a copy. None unless ``return_routed_experts``, and if an error ended the sample.
+    """
     finish_reason: FinishReason
     """Why the sample ended: ``stop``, ``length``, ``abort`` or ``error``."""
     weight_versions: list[WeightVersionSpan]
@@ -101,7 +105,7 @@ class GenerateOutput:
     """Seconds from arrival to the end."""
 
     def as_delta(self, start: int = 0) -> "TokenDelta":
-        """The tokens from ``start`` to the end, as one delta."""
+        """Return the tokens from ``start`` to the end, as one delta."""
         logprobs = self.output_logprobs
         return TokenDelta(
             index=self.index,
@@ -134,10 +138,11 @@ class TokenDelta:
     output_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob``; None unless given."""
     details: "TokenDetails | None" = None
-    """Weights and further logprobs of each token; None unless the request was sent with ``stream_details``."""
+    """Weights and further logprobs of each token; None unless the request was sent with ``stream_details``.
+    """
 
     def cut(self, start: int, end: int | None = None) -> "TokenDelta":
-        """The tokens [start, end) of this delta; None means to the last."""
+        """Return the tokens [start, end) of this delta; None means to the last."""
         if start == 0 and end in (None, len(self.output_ids)):
             return self
         top, token_ids = self.output_top_logprobs, self.output_token_ids_logprobs
@@ -166,7 +171,7 @@ class TokenDetails:
     """The tokens that top-k, top-p and min-p kept at each position; None unless ``return_sampling_mask``."""
 
     def cut(self, start: int, end: int | None = None) -> "TokenDetails":
-        """The tokens [start, end) of the delta; None means to the last."""
+        """Return the tokens [start, end) of the delta; None means to the last."""
         part = slice(start, end)
         return TokenDetails(
             weights=self.weights[part],
@@ -201,7 +206,7 @@ def _fill(values: "array.array[int] | array.array[float]", data: bytes) -> None:
 
 
 def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
-    """The typed form of a terminal result.
+    """Decode a terminal result.
 
     Raises:
         InternalError: lengths of tokens, logprobs, spans and routed experts do not match.
@@ -258,7 +263,8 @@ def _optional_rows(wire: LogprobRows | None) -> TokenLogprobs | None:
 
 
 _PER_TOKEN = (
-    "output_logprobs", "raw_logprobs", "sampled_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "sampling_mask",
+    "output_logprobs", "raw_logprobs", "sampled_logprobs", "output_top_logprobs",
+    "output_token_ids_logprobs", "sampling_mask",
 )  # fmt: skip
 _PER_INPUT = ("input_top_logprobs", "input_token_ids_logprobs")
 
@@ -274,7 +280,8 @@ def _check_lengths(output: GenerateOutput) -> None:
     for span in output.weight_versions:
         if span.start != covered or span.end < span.start:
             raise InternalError(
-                f"{output.rid}: weight-version span [{span.start}, {span.end}) does not continue at {covered}",
+                f"{output.rid}: weight-version span [{span.start}, {span.end}) "
+                f"does not continue at {covered}",
                 rid=output.rid,
             )
         covered = span.end
@@ -285,7 +292,7 @@ def _check_lengths(output: GenerateOutput) -> None:
 
 
 def joined_masks(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
-    """The positions of all that are there, one after the other; None where none is."""
+    """Concatenate the positions of all masks, or return None if there is none."""
     known = [mask for mask in masks if mask is not None]
     if not known:
         return None
@@ -311,7 +318,8 @@ def _check_routing(output: GenerateOutput, routed: RoutedExperts) -> None:
     rows = output.prompt_tokens + tokens - 1 - routed.start if tokens else 0
     if routed.shape[0] != rows or len(routed.data) != math.prod(routed.shape) * routed.itemsize:
         raise InternalError(
-            f"{output.rid}: {len(routed.data)} bytes of routed experts in the shape {routed.shape} for {rows} positions",
+            f"{output.rid}: {len(routed.data)} bytes of routed experts "
+            f"in the shape {routed.shape} for {rows} positions",
             rid=output.rid,
         )
 

@@ -1,7 +1,7 @@
 """From the arguments of ``score`` to the request, and from the reply to lists.
 
-Invariant: a sequence has exactly one log-probability for each of its tokens from ``start`` on. An answer that breaks this is
-refused rather than handed on: a trainer would pair tokens with the wrong numbers.
+Invariant: a sequence has exactly one log-probability for each of its tokens from ``start`` on. An answer that
+breaks this is refused rather than handed on: a trainer would pair tokens with the wrong numbers.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ from .results import read_floats
 
 
 class Scores:
-    """A score request, and how its answer is read. One sequence gives one list, a list of sequences gives a list of lists."""
+    """A score request, and how its answer is read. One sequence gives one list, a list of sequences gives a
+    list of lists.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The id of the explicit weight session that a client has open.
 
-Invariants: the id is the whole state. It is known from the answer to ``begin`` until the session has ended for all that this client
-can know: it was ended, the engine does not know it any more, or the engine is gone. What is sent meanwhile carries it, so a session that
-has ended in secret is an error here, never a commit.
+Invariants: the id is the whole state. It is known from the answer to ``begin`` until the session has ended
+for all that this client can know: it was ended, the engine does not know it any more, or the engine is gone.
+What is sent meanwhile carries it, so a session that has ended in secret is an error here, never a commit.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class OpenSession:
         return update_fields({"session_id": self.id, **options})
 
     def ended(self, session_id: str | None) -> None:
-        """The session of that id is no more."""
+        """Forget the session of that id, which has ended."""
         if session_id == self.id:
             self.id = None
 

@@ -20,9 +20,8 @@ from ...io_struct import (
 )
 from ..connection.async_channel import Channel, Deltas, Result
 from ..connection.async_client import AsyncSchedulerClient
-from ..connection.connection import Generation, Sink
+from ..connection.connection import Generation, ImageGeneration, Sink
 from ..connection.fork import Process
-from ..connection.images import ImageGeneration
 from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, Unsupported, error_for
 from .dispatcher import Dispatcher

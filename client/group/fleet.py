@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import GetStatusReqOutput, PauseMode, new_id
-from ..connection.async_handle import AsyncGenerationHandle
+from ..connection.async_client import AsyncGenerationHandle
 from ..connection.options import GenerateOptions, folder_of, label
 from ..connection.prompts import Ids, Prompts, Sampling
 from ..exceptions import EngineDied, EngineError, InvalidRequest

@@ -1,4 +1,4 @@
-# Generated from trainer/async_driving.py by `python client/_blocking/generate.py`: change that file.
+# Generated from trainer/async_driving.py by `python client/_blocking/generate.py`: edit that file.
 """Carries out the steps of an update.
 
 Invariant: every exception of a step, interrupts and cancellations included, is thrown into the steps, which

@@ -10,11 +10,11 @@ import numpy as np
 
 
 class LedgerError(RuntimeError):
-    """The books do not balance: a page freed twice, owned twice, or by nobody; or a call that would make it so."""
+    """A page is freed twice, owned twice or owned by nobody, or a call would make it so."""
 
 
 class PageAllocator:
-    """A stack of free page ids, preallocated. Each call is O(pages in the call), in array operations."""
+    """A stack of free page ids. Each call is O(pages in the call), in array operations."""
 
     def __init__(self, num_pages: int) -> None:
         """``num_pages`` counts the scratch page, as ``KVPool.num_pages`` does."""
@@ -29,11 +29,10 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that :meth:`allocate` could hand out now."""
         return self._num_free
 
     def allocate(self, n: int) -> np.ndarray | None:
-        """``n`` pages as a new int32 [n] array, or None when fewer are free (then nothing is taken)."""
+        """Return ``n`` pages as a new int32 [n] array; take nothing and return None when fewer are free."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages")
         if n > self._num_free:
@@ -70,11 +69,10 @@ class PageAllocator:
         self._num_free += n
 
     def free_pages(self) -> np.ndarray:
-        """A copy of the free list (int32), for integrity checks."""
+        """Return a copy of the free list (int32), for integrity checks."""
         return self._stack[: self._num_free].copy()
 
 
 def _named(pages: np.ndarray) -> str:
-    """At most the first 16 pages, for messages."""
     shown = ", ".join(str(page) for page in pages[:16].tolist())
     return shown + (f" … ({len(pages)} in all)" if len(pages) > 16 else "")

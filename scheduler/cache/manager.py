@@ -1,26 +1,26 @@
 """The ledger of KV pages: what a request holds, what the prefix cache holds, what is free.
 
-Who owns the pages of a request, by half-open ranges of its row:
+Owners of a request's pages, by half-open ranges of its row:
 
-    | range                    | owner                  | freed when                                                    |
-    |--------------------------|------------------------|---------------------------------------------------------------|
-    | [0, num_shared)          | the tree, locked       | evicted or dropped, after the last lock on it has gone; at    |
-    |                          | through ``node``       | once with that lock if its epoch is over by then              |
-    | [num_shared, num_pages)  | the request            | at ``close``; at ``donate`` where the tree has an equal page  |
-    | [num_pages, row's end)   | nobody; stale contents | never: these entries are not pages of the request             |
+- [0, num_shared): the tree, locked through ``node``; freed when evicted or dropped, after the last lock on it
+  has gone, and at once with that lock if its epoch is over by then.
+- [num_shared, num_pages): the request; freed at ``close``, or at ``donate`` where the tree has an equal page.
+- [num_pages, row's end): nobody; these entries are stale, and no pages of the request.
 
 ``donate`` and ``close(tokens)`` move pages from the second range to the first; nothing moves back.
 
 Invariants:
-- free + cached + held = total, where *free* is in the allocator, *cached* in the tree and locked by nobody, and *held*
-  in the tree and locked, or a request's own. The three are counted apart, so that the equation can fail.
+- free + cached + held = total, where *free* is in the allocator, *cached* in the tree and locked by nobody,
+  and *held* in the tree and locked, or a request's own. The three are counted apart, so that the equation can
+  fail.
 - This is the only module that returns pages to the allocator.
-- Layers with a window have storage for some of the pages only (``window_pages.py``): those of every request's range, which
-  goes from what its next token sees to what is scheduled. Which pages there are, and whose, is the same for all layers.
-- Layers with a state per sequence have a row for every request, and rows for the ends of some pages (``states.py``): a prefix
-  is shared up to such an end only.
-- No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a commit is
-  stale, so that nothing of it is ever stored.
+- Layers with a window have storage for some of the pages only (``window_pages.py``): those of every request's
+  range, which goes from what its next token sees to what is scheduled. Pages and owners are the same for all
+  layers.
+- Layers with a state per sequence have a row for every request, and rows for the ends of some pages
+  (``linear_states.py``): a prefix is shared up to such an end only.
+- No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a
+  commit is stale, so that nothing of it is ever stored.
 """
 
 from dataclasses import dataclass
@@ -30,32 +30,32 @@ import numpy as np
 
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator
+from .linear_states import RequestState, StateRows
 from .radix import NO_PAGES, Node, RadixTree
-from .states import RequestState, StateRows
 from .window_pages import WindowPages
 
 
 @dataclass(slots=True, eq=False)
 class RequestKV:
-    """One live request's KV; written by :class:`CacheManager` alone. Compared and hashed by identity."""
+    """KV of one live request; written by :class:`CacheManager` alone. Compared and hashed by identity."""
 
     pages: np.ndarray
     """int32 row of the caller's page table, written in place; [0, num_pages) is valid."""
     num_pages: int
     num_shared: int
-    """First pages, owned by the tree and locked through ``node``."""
+    """Leading pages that the tree owns, locked through ``node``."""
     node: Node | None
-    """Where the shared pages end in the tree. None: none are shared."""
+    """Node where the shared pages end, or None without any."""
     epoch: int
     """Weights epoch that its KV began under."""
     stale: bool
-    """Holds KV of an epoch older than the current one: never donated."""
+    """True if it holds KV of an older epoch, which is never donated."""
     salt: str
     first_in_range: int = 0
     end_of_range: int = 0
     """Pages of the row that have storage in layers with a window, if there are any."""
     state: RequestState | None = None
-    """Its rows in layers with a state per sequence, if there are any."""
+    """Rows in layers with a state per sequence, if there are any."""
 
 
 class Usage(NamedTuple):
@@ -63,9 +63,9 @@ class Usage(NamedTuple):
 
     free: int
     cached: int
-    """In the prefix tree, locked by nobody: evicted when somebody needs them."""
+    """Pages in the prefix tree that nobody locks: evicted when somebody needs them."""
     held: int
-    """Of live requests: their own, and tree pages that they lock."""
+    """Pages of live requests: their own, and tree pages that they lock."""
     total: int
 
 
@@ -84,9 +84,9 @@ class CacheManager:
         """
         Args:
             num_pages: the scratch page included.
-            prefix_cache: False: nothing is ever matched or stored.
-            windows: of layers with a window that give pages back. None: there are none.
-            states: of layers with a state per sequence. None: there are none.
+            prefix_cache: False to match and store nothing.
+            windows: storage of layers with a window that give pages back, if there are any.
+            states: rows of layers with a state per sequence, if there are any.
         """
         self.windows = windows
         self.states = states
@@ -98,14 +98,15 @@ class CacheManager:
         self._open: dict[RequestKV, None] = {}  # a set that remembers the order
         self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
-    # -- life of a request ---------------------------------------------------------------------------------------
+    # -- life of a request -------------------------------------------------------------------------
 
     def open(self, tokens: np.ndarray, salt: str, pages_row: np.ndarray) -> RequestKV:
-        """Start a request with prompt ``tokens`` (integers [n]), sharing the longest cached prefix of whole pages.
+        """Start a request with prompt ``tokens`` (integers [n]), sharing the longest cached prefix of whole
+        pages.
 
         At most ``(n - 1) // page_size`` pages are shared, so at least one token is left to compute:
-        ``num_shared * page_size`` tokens need no computing. ``pages_row`` (int32 [longest request in pages]) is kept
-        and written in place until :meth:`close`.
+        ``num_shared * page_size`` tokens need no computing. ``pages_row`` (int32 [longest request in pages])
+        is kept and written in place until :meth:`close`.
 
         Raises:
             LedgerError: not :attr:`can_open`.
@@ -133,11 +134,13 @@ class CacheManager:
 
     @property
     def can_open(self) -> bool:
-        """Whether :meth:`open` finds a row of states, where there are any."""
+        """False if all rows of states are in use."""
         return self.states is None or self.states.available > 0
 
     def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
-        """The longest cached prefix that a request can go on from; and how many pages of it are cached beyond that, too."""
+        """Return the longest cached prefix that a request can go on from, and how many pages of it are
+        cached in all.
+        """
         pages, node = self._tree.match(self.epoch, salt, tokens)
         cached = shareable = len(pages)
         for rooms in (self.windows, self.states):
@@ -148,7 +151,7 @@ class CacheManager:
         return pages, node, cached
 
     def reach(self, kv: RequestKV, num_tokens: int) -> None:
-        """A step will compute ``kv`` up to ``num_tokens``, for which it has pages: they come into its range.
+        """Bring the pages of ``kv`` up to ``num_tokens``, which a step will compute, into its range.
 
         Raises:
             LedgerError: ``kv`` is closed.
@@ -157,7 +160,8 @@ class CacheManager:
         self._enter(kv, -(-num_tokens // self.page_size))
 
     def passed(self, kv: RequestKV, num_tokens: int) -> None:
-        """A step has computed ``kv`` up to ``num_tokens``: pages that no later token sees go out of its range.
+        """Take pages that no later token sees out of the range of ``kv``, which is computed up to
+        ``num_tokens``.
 
         Raises:
             LedgerError: ``kv`` is closed.
@@ -167,7 +171,7 @@ class CacheManager:
             self._leave(kv, self.windows.first_seen(num_tokens - self.page_size))
 
     def computed(self, kv: RequestKV, num_tokens: int) -> None:
-        """A step has computed ``kv`` up to ``num_tokens``: the states that it was to keep until there are kept.
+        """Keep the states that a step was to keep, now that ``kv`` is computed up to ``num_tokens``.
 
         Raises:
             LedgerError: ``kv`` is closed.
@@ -188,10 +192,11 @@ class CacheManager:
             kv.first_in_range = first
 
     def extend(self, kv: RequestKV, num_tokens: int) -> bool:
-        """Give ``kv`` pages for ``num_tokens`` in total, evicting cached pages when the free ones do not suffice.
+        """Give ``kv`` pages for ``num_tokens`` in total, evicting cached pages when the free ones do not
+        suffice.
 
         Returns:
-            False: not enough pages even so; nothing has changed.
+            False if there are not enough pages even so; nothing has changed.
 
         Raises:
             LedgerError: ``kv`` is closed, or the row is too short.
@@ -216,10 +221,11 @@ class CacheManager:
         return True
 
     def donate(self, kv: RequestKV, tokens: np.ndarray) -> None:
-        """Share the full pages of ``tokens`` (integers [n], the request's from its start, all computed) while it lives.
+        """Share the full pages of ``tokens`` (integers [n], the request's from its start, all computed) while
+        it lives.
 
-        They stay locked for it. Where the tree has equal pages already, the request's duplicates are freed and its row
-        points to the tree's. Does nothing when ``kv`` is stale or the prefix cache is off.
+        They stay locked for it. Where the tree has equal pages already, the request's duplicates are freed
+        and its row points to the tree's. Does nothing when ``kv`` is stale or the prefix cache is off.
 
         Raises:
             LedgerError: ``kv`` is closed, or has no pages for that many tokens.
@@ -254,8 +260,8 @@ class CacheManager:
     def close(self, kv: RequestKV, tokens: np.ndarray | None) -> None:
         """End a request: donate the full pages of ``tokens`` where allowed, unlock, free the rest.
 
-        ``tokens`` is as in :meth:`donate`; None (preempted, or not worth keeping) stores nothing. ``kv`` is unusable
-        afterwards.
+        Args:
+            tokens: as in :meth:`donate`; None (preempted, or not worth keeping) stores nothing.
 
         Raises:
             LedgerError: as :meth:`donate`; ``kv`` is still open then.
@@ -275,10 +281,10 @@ class CacheManager:
         self._free(own)
         self._free(unlocked)
 
-    # -- the whole cache -----------------------------------------------------------------------------------------
+    # -- the whole cache ---------------------------------------------------------------------------
 
     def commit_epoch(self, epoch: int) -> int:
-        """New weights are in place: free every older cached page that nobody locks; returns how many.
+        """Free every older cached page that nobody locks, after new weights are in place; return how many.
 
         Open requests that have pages become stale; the others go on under the new epoch.
 
@@ -296,7 +302,7 @@ class CacheManager:
         return self._free(self._tree.drop_epochs_before(epoch))
 
     def flush(self) -> int:
-        """Empty the prefix cache; returns the pages freed.
+        """Empty the prefix cache; return the number of pages freed.
 
         Raises:
             LedgerError: a request is open; nothing has changed.
@@ -310,7 +316,7 @@ class CacheManager:
         return self._allocator.num_free + self._tree.num_evictable_pages
 
     def usage(self) -> Usage:
-        """Pages by state, from counters; O(1)."""
+        """Return the pages by state, from counters; O(1)."""
         return Usage(
             free=self._allocator.num_free,
             cached=self._tree.num_evictable_pages,
@@ -322,8 +328,8 @@ class CacheManager:
         """Walk everything and compare with the counters; O(pages), for tests and after errors.
 
         Raises:
-            LedgerError: a page without exactly one owner, a counter or lock that disagrees with the walk, or a request
-                whose row disagrees with the tree; the message names the pages.
+            LedgerError: a page without exactly one owner, a counter or lock that disagrees with the walk, or
+                a request whose row disagrees with the tree; the message names the pages.
         """
         free = self._allocator.free_pages()
         nodes = list(self._tree.nodes())
@@ -354,7 +360,9 @@ class CacheManager:
                 )
 
     def _check_tree(self, nodes: list[Node]) -> None:
-        """Every lock belongs to an open request or a locked child; unlocked nodes are of the current epoch."""
+        """Check that every lock belongs to an open request or a locked child, and the epochs of unlocked
+        nodes.
+        """
         locks: dict[Node, int] = dict.fromkeys(nodes, 0)
         for kv in self._open:
             if kv.node is not None:
@@ -388,7 +396,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _path_pages(node: Node | None) -> np.ndarray:
-    """Pages from the root to the end of ``node``."""
+    """Return the pages from the root to the end of ``node``."""
     runs: list[np.ndarray] = []
     while node is not None:
         runs.append(node.pages)

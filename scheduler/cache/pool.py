@@ -1,12 +1,13 @@
 """KV storage: per layer, one K and one V tensor of pages, or one of latents.
 
 Invariants:
-- A page is [kv heads, page_size, head size], so that one head's keys within a page are contiguous; a page of latents,
-  which all heads share, is [page_size, width].
-- Addresses never change while the pool is resident: attention plans, kernels and captured graphs may keep them. What a
-  release does to them is in ``memory/residency.py``; contents are lost with it.
+- A page is [kv heads, page_size, head size], so that one head's keys within a page are contiguous; a page of
+  latents, which all heads share, is [page_size, width].
+- Addresses never change while the pool is resident: attention plans, kernels and captured graphs may keep
+  them. What a release does to them is in ``memory/residency.py``; contents are lost with it.
 - A pool knows nothing of ownership; which page belongs to whom is the ledger's business (``manager.py``).
-- On the CPU the storage is zero pages of the kernel until first written, so what is never used of a pool costs no memory.
+- On the CPU the storage is zero pages of the kernel until first written, so what is never used of a pool
+  costs no memory.
 """
 
 import math
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class MHAPool:
-    """K and V of multi-head (grouped-query) attention; satisfies the ``KVPool`` protocol of ``forward.py``."""
+    """K and V of multi-head (grouped-query) attention, a ``KVPool`` of ``forward.py``."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class MHAPool:
         """
         Args:
             num_pages: the scratch page 0 included, where padding rows may write.
-            value_size: None: as ``head_size``.
-            window_layers: those that have ``window_pages`` instead, with a page table of their own. None: as many as others.
+            value_size: by default ``head_size``.
+            window_layers: layers that have ``window_pages`` instead, with a page table of their own.
         """
         value_size = head_size if value_size is None else value_size
         shape = (num_pages, kv_heads, page_size, head_size)
@@ -53,17 +54,18 @@ class MHAPool:
         self.num_pages = num_pages
         self.window_pages = window_pages if window_layers else None
         self.states: StatePool | None = None
-        """Of layers that keep a state per sequence and no KV; whoever allocates it sets it."""
+        """States of layers that keep one per sequence and no KV; whoever allocates it sets it."""
 
         def storage(layer: int, size: int) -> Tensor:
             pages = window_pages if layer in window_layers and window_pages is not None else num_pages
             return residency.allocate((pages, kv_heads, page_size, size), dtype, device)
 
         self._layers = [(storage(i, head_size), storage(i, value_size)) for i in range(num_layers)]
-        # Views [pages, page_size, kv heads, head size]: one index_put of (page, offset) then writes [heads, size]
-        # rows straight from a strided slice of a fused qkv, without a contiguous copy or an index per head. Timed
-        # against index_copy on a flat view, copy included, in microseconds for 1, 64 and 1024 tokens: 8 x 128 in
-        # bf16 2.1, 25, 458 against 1.9, 26, 657; 4 x 32 in fp32 1.8, 7, 98 against 1.7, 6, 70.
+        # Views [pages, page_size, kv heads, head size]: one index_put of (page, offset) then writes [heads,
+        # size] rows straight from a strided slice of a fused qkv, without a contiguous copy or an index per
+        # head. Timed against index_copy on a flat view, copy included, in microseconds for 1, 64 and 1024
+        # tokens: 8 x 128 in bf16 2.1, 25, 458 against 1.9, 26, 657; 4 x 32 in fp32 1.8, 7, 98 against 1.7, 6,
+        # 70.
         self._by_slot = [(k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)) for k, v in self._layers]
 
     @classmethod
@@ -75,13 +77,14 @@ class MHAPool:
         dtype: torch.dtype,
         value_size: int | None = None,
     ) -> int:
-        """Bytes that one token takes over all layers, K and V: what sizes a pool before it exists."""
+        """Return the bytes that one token takes over all layers, K and V, which size a pool before it
+        exists.
+        """
         sizes = head_size + (head_size if value_size is None else value_size)
         return num_layers * kv_heads * sizes * dtype.itemsize
 
     @property
     def num_layers(self) -> int:
-        """Layers stored."""
         return len(self._layers)
 
     @property
@@ -90,19 +93,24 @@ class MHAPool:
         return sum(math.prod(t.shape) * t.element_size() for pair in self._layers for t in pair)
 
     def touch(self, nbytes: int) -> None:
-        """Write zeros to the pages that are handed out first, about ``nbytes`` of them: the system gives their memory now."""
+        """Write zeros to about ``nbytes`` of the pages that are handed out first: the system gives their
+        memory now.
+        """
         pages = self.num_pages * nbytes // self.nbytes  # of a layer with a window, at most all of them
         for pair in self._layers:
             for tensor in pair:
                 tensor[:pages].zero_()
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for :meth:`store_at`."""
+        """Return ``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for
+        :meth:`store_at`.
+        """
         pages = torch.div(kv_slots, self.page_size, rounding_mode="floor")
         return pages, kv_slots - pages * self.page_size
 
     def store(self, layer: int, k: Tensor, v: Tensor, kv_slots: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, size of each], pool dtype, any strides) to ``kv_slots`` (int64 [T]).
+        """Write ``k`` and ``v`` ([T, kv heads, size of each], pool dtype, any strides) to ``kv_slots`` (int64
+        [T]).
 
         Slots are distinct, but for those of the scratch page: what two writers leave there is unspecified.
         """
@@ -110,20 +118,24 @@ class MHAPool:
         self.store_at(layer, k, v, pages, offsets)
 
     def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """:meth:`store` with the slots already split, which all layers of a step share."""
+        """Do as :meth:`store`, with the slots already split, which all layers of a step share."""
         k_slots, v_slots = self._by_slot[layer]
         k_slots.index_put_((pages, offsets), k)
         v_slots.index_put_((pages, offsets), v)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of ``layer``, each [pages, kv heads, page_size, size of each]; the storage itself, not a copy."""
+        """Return K and V of ``layer``, each [pages, kv heads, page_size, size of each]; the storage
+        itself, not a copy.
+        """
         return self._layers[layer]
 
 
 class MLAPool:
-    """Latents of multi-head latent attention: what all heads' keys and values follow from, and the shared rotated key.
+    """Latents of multi-head latent attention: what all heads' keys and values follow from, and the shared
+    rotated key.
 
-    DeepSeek-AI, 2024 (arXiv:2405.04434), section 2.1: a token takes (kv_lora_rank + qk_rope_head_dim) elements a layer.
+    DeepSeek-AI, 2024 (arXiv:2405.04434), section 2.1: a token takes (kv_lora_rank + qk_rope_head_dim)
+    elements a layer.
     """
 
     def __init__(
@@ -149,12 +161,11 @@ class MLAPool:
 
     @classmethod
     def bytes_per_token(cls, num_layers: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes that one token takes over all layers: what sizes a pool before it exists."""
+        """Return the bytes that one token takes over all layers, which size a pool before it exists."""
         return num_layers * width * dtype.itemsize
 
     @property
     def num_layers(self) -> int:
-        """Layers stored."""
         return len(self._layers)
 
     @property
@@ -163,15 +174,17 @@ class MLAPool:
         return sum(math.prod(t.shape) * t.element_size() for t in self._layers)
 
     def touch(self, nbytes: int) -> None:
-        """As :meth:`MHAPool.touch`."""
+        """Do as :meth:`MHAPool.touch`."""
         pages = self.num_pages * nbytes // self.nbytes
         for tensor in self._layers:
             tensor[:pages].zero_()
 
     def store(self, layer: int, latents: Tensor, kv_slots: Tensor) -> None:
-        """Write ``latents`` ([T, width], pool dtype, any strides) to ``kv_slots`` (int64 [T]), as :meth:`MHAPool.store`."""
+        """Write ``latents`` ([T, width], pool dtype, any strides) to ``kv_slots`` (int64 [T]), as
+        :meth:`MHAPool.store`.
+        """
         self._layers[layer].view(-1, self.width).index_copy_(0, kv_slots, latents)
 
     def layer(self, layer: int) -> Tensor:
-        """Latents of ``layer``, [pages, page_size, width]; the storage itself, not a copy."""
+        """Return the latents of ``layer``, [pages, page_size, width]; the storage itself, not a copy."""
         return self._layers[layer]

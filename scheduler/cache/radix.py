@@ -3,15 +3,17 @@
 Invariants:
 - A node holds a run of whole pages: ``len(tokens) == len(pages) * page_size``; only a root's run is empty.
 - Siblings differ in their first page of tokens, so a page-aligned prefix has at most one path.
-- ``lock_ref`` counts a node's direct locks plus its locked children: a locked node's ancestors are all locked, an
-  unlocked node's descendants are all unlocked, and every unlocked page can be evicted, leaves first.
-- A living node belongs to an epoch not below ``first_epoch``. Older nodes exist only while locked, are never matched
-  or extended, and their last unlock frees them.
-- A lock pins a node's content and end: splitting keeps the *lower* part in the same object, and locked nodes are
-  never trimmed.
+- ``lock_ref`` counts a node's direct locks plus its locked children: a locked node's ancestors are all
+  locked, an unlocked node's descendants are all unlocked, and every unlocked page can be evicted, leaves
+  first.
+- A living node belongs to an epoch not below ``first_epoch``. Older nodes exist only while locked, are never
+  matched or extended, and their last unlock frees them.
+- A lock pins a node's content and end: splitting keeps the *lower* part in the same object, and locked nodes
+  are never trimmed.
 - The tree owns the arrays in its nodes; no array keeps more than twice its own size of memory alive.
 
-The tree never frees a page by itself: whatever it lets go of is returned, and the caller gives it to the allocator.
+The tree never frees a page by itself: whatever it lets go of is returned, and the caller gives it to the
+allocator.
 """
 
 import heapq
@@ -27,7 +29,9 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class Node:
-    """A run of pages below ``parent``. Callers hold nodes as handles to lock and unlock; the tree writes them."""
+    """A run of pages below ``parent``. Callers hold nodes as handles to lock and unlock; the tree writes
+    them.
+    """
 
     __slots__ = (
         "children",
@@ -46,7 +50,7 @@ class Node:
         self, parent: "Node | None", epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray, serial: int
     ) -> None:
         self.parent = parent
-        """None: a root."""
+        """Node above, or None for a root."""
         self.epoch = epoch
         self.salt = salt
         self.tokens = tokens
@@ -54,11 +58,11 @@ class Node:
         self.pages = pages
         """int32 [pages]"""
         self.children: dict[bytes, Node] = {}
-        """Keyed by the bytes of the child's first page of tokens."""
+        """Children by the bytes of their first page of tokens."""
         self.lock_ref = 0
         self.last_access = 0
         self.serial = serial
-        """Creation order; decides between leaves of equal age, so that eviction is reproducible."""
+        """Creation order, which decides between leaves of equal age: eviction is reproducible."""
         self.in_heap = False
 
 
@@ -66,9 +70,11 @@ class Inserted(NamedTuple):
     """What :meth:`RadixTree.insert` did."""
 
     node: Node
-    """Ends where the inserted run ends."""
+    """Node that ends where the inserted run ends."""
     num_existing: int
-    """Leading pages of the run that the tree already had; the caller's duplicates of them stay the caller's."""
+    """Leading pages of the run that the tree already had; the caller's duplicates of them stay the
+    caller's.
+    """
     existing: np.ndarray
     """int32 [num_existing]: the tree's own pages at those positions."""
 
@@ -76,8 +82,8 @@ class Inserted(NamedTuple):
 class RadixTree:
     """Page-aligned prefixes → pages, separate for each (weights epoch, cache salt).
 
-    Work is array operations per node visited plus O(tokens given), never Python per token. Locks cost amortised O(1)
-    per node, an eviction O(log nodes) per node.
+    Work is array operations per node visited plus O(tokens given), never Python per token. Locks cost
+    amortised O(1) per node, an eviction O(log nodes) per node.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -90,17 +96,19 @@ class RadixTree:
         self._roots: dict[tuple[int, str], Node] = {}
         self._clock = 0
         self._serial = 0
-        # One entry (last access when pushed, serial, node) for every unlocked leaf, and left-overs: an entry whose
-        # node was used since is pushed again when it surfaces, one whose node is no unlocked leaf is dropped.
+        # One entry (last access when pushed, serial, node) for every unlocked leaf, and left-overs: an entry
+        # whose node was used since is pushed again when it surfaces, one whose node is no unlocked leaf is
+        # dropped.
         self._heap: list[tuple[int, int, Node]] = []
 
-    # -- look up and grow ---------------------------------------------------------------------------------------
+    # -- look up and grow --------------------------------------------------------------------------
 
     def match(self, epoch: int, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
-        """The longest stored page-aligned prefix of ``tokens``: its pages (int32) and the node where it ends.
+        """Return the longest stored page-aligned prefix of ``tokens``: its pages (int32) and the node where
+        it ends.
 
-        May split a node, so that the match ends at a node's end. None when not even a page matches. Nothing is
-        locked: lock the node before anything else may evict.
+        May split a node, so that the match ends at a node's end. The node is None when not even a page
+        matches. Nothing is locked: lock the node before anything else may evict.
         """
         root = self._roots.get((epoch, salt)) if epoch >= self.first_epoch else None
         if root is None:
@@ -113,8 +121,8 @@ class RadixTree:
     ) -> Inserted:
         """Store ``pages`` (int32 [n], n ≥ 1) for ``tokens`` (``n * page_size``, a whole prefix).
 
-        With ``after``, a locked node, the run continues that node's path: a long sequence that grows is then stored at the
-        cost of what is new. New nodes are unlocked. May split nodes.
+        With ``after``, a locked node, the run continues that node's path: a long sequence that grows is then
+        stored at the cost of what is new. New nodes are unlocked. May split nodes.
 
         Raises:
             LedgerError: the epoch is over; its KV is of no use to anybody.
@@ -143,7 +151,9 @@ class RadixTree:
         return Inserted(node, done, existing)
 
     def _descend(self, node: Node, tokens: np.ndarray) -> tuple[list[np.ndarray], Node]:
-        """Follow ``tokens`` below ``node`` as far as whole pages agree, splitting the last node where they end."""
+        """Follow ``tokens`` below ``node`` as far as whole pages agree, splitting the last node where they
+        end.
+        """
         self._clock += 1
         node.last_access = self._clock
         runs: list[np.ndarray] = []
@@ -163,14 +173,16 @@ class RadixTree:
         return tokens[at : at + self.page_size].tobytes()
 
     def _shared_pages(self, node: Node, tokens: np.ndarray) -> int:
-        """Leading whole pages in which ``node`` and ``tokens`` agree."""
+        """Return the number of leading whole pages in which ``node`` and ``tokens`` agree."""
         n = min(len(node.tokens), len(tokens))
         differ = node.tokens[:n] != tokens[:n]
         first = int(differ.argmax())
         return (first if differ[first] else n) // self.page_size
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut ``node`` after ``num_pages``; returns the new upper node. ``node`` keeps the lower part and its locks."""
+        """Cut ``node`` after ``num_pages``; return the new upper node. ``node`` keeps the lower part and
+        its locks.
+        """
         cut = num_pages * self.page_size
         parent = node.parent
         assert parent is not None
@@ -191,7 +203,7 @@ class RadixTree:
         self._serial += 1
         return Node(parent, epoch, salt, tokens, pages, self._serial)
 
-    # -- locks ---------------------------------------------------------------------------------------------------
+    # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
         """Protect the path from the root to ``node`` from eviction; as many unlocks undo it.
@@ -213,7 +225,7 @@ class RadixTree:
             step = step.parent
 
     def unlock(self, node: Node) -> np.ndarray:
-        """Undo one :meth:`lock`; returns the pages (int32) that went with it: those of an epoch that is over.
+        """Undo one :meth:`lock`; return the pages (int32) that went with it: those of an epoch that is over.
 
         Raises:
             LedgerError: ``node`` is not locked.
@@ -237,12 +249,13 @@ class RadixTree:
             step = parent
         return np.concatenate(gone) if gone else NO_PAGES
 
-    # -- let go --------------------------------------------------------------------------------------------------
+    # -- let go ------------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> np.ndarray:
-        """Drop ``num_pages`` unlocked pages, or all there are if fewer; returns them (int32).
+        """Drop ``num_pages`` unlocked pages, or all there are if fewer; return them (int32).
 
-        Least recently used leaves first, each from its end, so that what is left of a leaf is still a prefix.
+        Least recently used leaves go first, each from its end, so that what is left of a leaf is still a
+        prefix.
         """
         gone: list[np.ndarray] = []
         missing = num_pages
@@ -267,7 +280,7 @@ class RadixTree:
         return pages
 
     def drop_epochs_before(self, epoch: int) -> np.ndarray:
-        """End all epochs before ``epoch``: returns the pages (int32) of their unlocked nodes, which are gone.
+        """End all epochs before ``epoch``; return the pages (int32) of their unlocked nodes, which are gone.
 
         Locked ones stay, unreachable for :meth:`match`, until their last unlock returns their pages.
         """
@@ -289,7 +302,7 @@ class RadixTree:
         return pages
 
     def clear(self) -> np.ndarray:
-        """Forget everything; returns all pages (int32).
+        """Forget everything; return all pages (int32).
 
         Raises:
             LedgerError: something is locked; nothing is forgotten then.
@@ -303,7 +316,7 @@ class RadixTree:
         return pages
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, locked ones of older epochs included; for integrity checks."""
+        """Yield every node but the roots, locked ones of older epochs included, for integrity checks."""
         for root in self._roots.values():
             for node in _subtree(root):
                 if node.parent is not None:
@@ -345,7 +358,9 @@ class RadixTree:
 
 
 def _subtree(node: Node) -> Iterator[Node]:
-    """``node`` and everything below it, parents first; iterative, since chains may be thousands deep."""
+    """Yield ``node`` and everything below it, parents first; iteratively, since chains may be thousands
+    deep.
+    """
     stack = [node]
     while stack:
         top = stack.pop()
@@ -358,10 +373,10 @@ def _int32(tokens: np.ndarray) -> np.ndarray:
 
 
 def _owned(part: np.ndarray) -> np.ndarray:
-    """``part``, copied when it is at most half of the memory that it would keep alive.
+    """Return ``part``, copied when it is at most half of the memory that it would keep alive.
 
-    So memory stays within twice what is stored, and a token is copied at most log2(run) times however often its run is
-    cut: always copying would make repeated cuts of a long run quadratic.
+    So memory stays within twice what is stored, and a token is copied at most log2(run) times however often
+    its run is cut: always copying would make repeated cuts of a long run quadratic.
     """
     base = part.base
     return part.copy() if isinstance(base, np.ndarray) and 2 * part.size <= base.size else part

@@ -1,12 +1,13 @@
-"""Expert ids by KV slot: which experts computed what the KV pool holds there.
+"""Expert ids by KV slot: the experts that computed what the KV pool holds there.
 
 Invariants:
-- A slot's row is written by the step that writes the slot's KV, on the forward stream, so a row follows its KV: pages that
-  the prefix tree shares bring their rows along, and a stale page keeps the rows of the weights that computed it.
-- Only slots whose step has landed are read, and no step in flight writes those. So reading waits for nothing but itself:
-  on accelerators it has a stream of its own.
+- A slot's row is written by the step that writes the slot's KV, on the forward stream, so a row follows its
+  KV: pages that the prefix tree shares bring their rows along, and a stale page keeps the rows of the weights
+  that computed it.
+- Only slots whose step has landed are read, and no step in flight writes those. So reading waits for nothing
+  but itself: on accelerators it has a stream of its own.
 - Reading allocates nothing on the device: rows pass through a staging buffer of fixed size.
-- A pool knows nothing of requests; which positions a request gets from here is ``batcher.py``'s business.
+- A pool does not know requests; ``batcher.py`` decides which positions a request gets from here.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +44,7 @@ class RoutingPool:
         Args:
             dtype: uint8 or int16.
             num_pages: those of the KV pool, scratch page included.
-            device_module: makes the stream of reads. None is for the CPU, which has none.
+            device_module: makes the stream of reads; the CPU has none.
         """
         self.num_layers, self.top_k, self.dtype = num_layers, top_k, dtype
         self.numpy_dtype = np.dtype(torch_name(dtype))
@@ -60,7 +61,7 @@ class RoutingPool:
 
     @staticmethod
     def bytes_per_token(num_layers: int, top_k: int, dtype: torch.dtype) -> int:
-        """Bytes that one token takes: what sizes a pool before it exists."""
+        """Return the bytes that one token takes, which size a pool before it exists."""
         return num_layers * top_k * dtype.itemsize
 
     @property
@@ -69,11 +70,14 @@ class RoutingPool:
         return self._pages.nbytes + self._staging.nbytes + self._index.nbytes
 
     def store(self, kv_slots: Tensor, rows: Tensor) -> None:
-        """Write ``rows`` [T, layers, top_k] to ``kv_slots`` (int64 [T]), which are distinct but for the scratch page's."""
+        """Write ``rows`` [T, layers, top_k] to ``kv_slots`` (int64 [T]), which are distinct but for the
+        scratch page's.
+        """
         self._by_slot.index_copy_(0, kv_slots, rows)
 
     def read(self, pages: np.ndarray, start: int, end: int) -> np.ndarray:
-        """The rows of positions [start, end) of a request whose KV lies in ``pages`` (integers, from its position 0).
+        """Return the rows of positions [start, end) of a request whose KV lies in ``pages`` (integers, from
+        position 0).
 
         Returns:
             [end - start, layers, top_k] of uint8 or int16, on the host.

@@ -1,11 +1,12 @@
-"""Storage of layers that keep one state per sequence instead of KV per token: linear attention by the gated delta rule.
+"""Storage of layers that keep one state per sequence instead of KV per token: linear attention by the gated
+delta rule.
 
 Invariants:
-- A row is one sequence's state at one position, over all of these layers: the recurrent state, and the inputs that the short
-  convolution in front of it still needs.
+- A row is one sequence's state at one position, over all of these layers: the recurrent state, and the inputs
+  that the short convolution in front of it still needs.
 - Row 0 is scratch: rows of nobody (warm-up, padding) read and write it.
-- A row is overwritten in place by each step of its sequence. Which row is whose, and which can be trusted, is the ledger's
-  business (``states.py``).
+- A row is overwritten in place by each step of its sequence. The ledger (``linear_states.py``) knows the
+  owners.
 - The recurrent state is float32 whatever the model's dtype: rounding it would add up over all tokens.
 """
 
@@ -20,10 +21,8 @@ from ..memory import residency
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """Sizes of the state of one layer."""
-
     key_heads: int
-    """Of queries, too; each serves ``value_heads / key_heads`` neighbouring value heads."""
+    """Heads of keys and of queries; each serves ``value_heads / key_heads`` neighbouring value heads."""
     value_heads: int
     key_size: int
     value_size: int
@@ -32,25 +31,27 @@ class StateShape:
 
     @property
     def channels(self) -> int:
-        """What goes through the convolution: queries, keys, values."""
+        """Channels of the convolution: queries, keys, values."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     @property
     def recurrent(self) -> tuple[int, int, int]:
-        """The recurrent state of a row: what each value head has stored under each element of a key."""
+        """Shape of a row's recurrent state: what each value head has stored under each element of a key."""
         return self.value_heads, self.key_size, self.value_size
 
     @property
     def past(self) -> tuple[int, int]:
-        """The inputs of the convolution that a row keeps, oldest first."""
+        """Shape of the inputs of the convolution that a row keeps, oldest first."""
         return self.kernel - 1, self.channels
 
     def divided(self, ranks: int) -> "StateShape":
-        """What each of several ranks has: as many key heads, with the value heads that they serve; they divide them."""
+        """Return the shape on each of several ranks: its share of the key heads, with the value heads that
+        they serve.
+        """
         return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a row in one layer; ``dtype`` is the model's."""
+        """Return the bytes of a row in one layer; ``dtype`` is the model's."""
         return math.prod(self.past) * dtype.itemsize + math.prod(self.recurrent) * torch.float32.itemsize
 
 
@@ -81,8 +82,12 @@ class StatePool:
         ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Of ``layer``, counted among those that have a state: the convolution's past [rows, kernel - 1, channels] and the
-        recurrent states [rows, value heads, key size, value size]; the storage itself."""
+        """Return the storage of ``layer``, counted among those that have a state.
+
+        Returns:
+            The convolution's past [rows, kernel - 1, channels], and the recurrent states [rows, value heads,
+            key size, value size].
+        """
         return self._layers[layer]
 
     @property

@@ -1,21 +1,22 @@
 """Storage of layers with a sliding window, given back page by page as windows move on.
 
-The ledger's pages (``manager.py``) are those of a whole context; here each of them has a page of the storage of windowed layers
-behind it, or none. A page of the ledger without one cannot be attended to in these layers, and need not be: the window of every
-request that has it has moved on.
+The ledger's pages (``manager.py``) are those of a whole context; here each of them has a page of the storage
+of windowed layers behind it, or none. A page of the ledger without one cannot be attended to in these layers,
+and need not be: the window of every request that has it has moved on. A page has storage
 
-| a page of the ledger            | has storage here                                                                   |
-|---------------------------------|------------------------------------------------------------------------------------|
-| of a request alone              | while it is in the request's range, from what the next token sees to what is computed |
-| of the prefix tree, in a range  | yes                                                                                |
-| of the prefix tree, in none     | until somebody else needs it: the one whose last range ended first goes first      |
-| free                            | no                                                                                 |
+- if it is a request's alone, while it is in the request's range, from what the next token sees to what is
+  computed;
+- if it is the prefix tree's, in a range: always;
+- if it is the prefix tree's, in no range: until somebody else needs it; the one whose last range ended first
+  goes first.
 
 Invariants:
 - A prefix can be shared up to where the pages that its next token sees have storage.
-- A request's range ends where a step has been scheduled, and begins where one has been completed: a step whose results are
-  lost can be computed again. A page more is kept below, so that a prefix that ends in whole pages can be shared.
-- Storage suffices for the ranges of all requests by its size (:func:`storage_pages`); it is never a reason to wait.
+- A request's range ends where a step has been scheduled, and begins where one has been completed: a step
+  whose results are lost can be computed again. A page more is kept below, so that a prefix that ends in whole
+  pages can be shared.
+- Storage suffices for the ranges of all requests by its size (:func:`storage_pages`); it is never a reason to
+  wait.
 """
 
 from collections.abc import Iterable
@@ -29,18 +30,19 @@ NO_STORAGE = 0
 
 
 def storage_pages(window: int, page_size: int, *, rows: int, step_tokens: int) -> int:
-    """Pages that the ranges of ``rows`` requests need at most, the scratch page not counted.
+    """Return the most pages that the ranges of ``rows`` requests need, without the scratch page.
 
     Args:
         step_tokens: prompt tokens that a step computes, of all rows; two steps may be under way.
     """
-    # Both ends in the midst of a page, the page kept below, one that is given back late, and the step under way.
+    # Both ends in the midst of a page, the page kept below, one that is given back late, and the step under
+    # way.
     row = -(-window // page_size) + 5
     return rows * row + 2 * -(-step_tokens // page_size)
 
 
 class WindowPages:
-    """Which page of storage is behind each page of the ledger. Ranges are a request's, in pages of its row."""
+    """The page of storage behind each page of the ledger. Ranges are a request's, in pages of its row."""
 
     def __init__(self, num_pages: int, num_storage: int, page_size: int, window: int) -> None:
         """``num_pages`` of the ledger and ``num_storage``, both with the scratch page."""
@@ -53,11 +55,13 @@ class WindowPages:
         self._allocator = PageAllocator(num_storage)
 
     def first_seen(self, position: int) -> int:
-        """The first page of a row that the token at ``position`` sees."""
+        """Return the first page of a row that the token at ``position`` sees."""
         return max(0, position - self.window + 1) // self._page_size
 
     def shareable(self, pages: np.ndarray) -> int:
-        """How many of ``pages``, a prefix in whole pages, can be shared: the next token finds what it sees."""
+        """Return how many of ``pages``, a prefix in whole pages, can be shared: the next token finds what
+        it sees.
+        """
         count = len(pages)
         ends = np.arange(1, count + 1)
         missing = np.nonzero(self.storage[pages] == NO_STORAGE)[0]
@@ -70,7 +74,7 @@ class WindowPages:
         return int(fits[-1]) + 1 if len(fits) else 0
 
     def enter(self, pages: np.ndarray) -> None:
-        """These come into a request's range: they get storage where they have none.
+        """Give storage to pages that come into a request's range.
 
         Raises:
             LedgerError: it does not suffice, which its size rules out; nothing has changed.
@@ -91,7 +95,9 @@ class WindowPages:
             self.storage[page] = self._take()
 
     def leave(self, pages: np.ndarray, num_shared: int) -> None:
-        """These go out of a request's range; the first ``num_shared`` of them are the tree's, which keeps the storage for now."""
+        """Take pages out of a request's range; the first ``num_shared`` are the tree's, which keeps the
+        storage for now.
+        """
         for index, page in enumerate(pages.tolist()):
             self._users[page] -= 1
             if self._users[page]:
@@ -102,7 +108,9 @@ class WindowPages:
                 self._give_back(page)
 
     def replace(self, own: np.ndarray, tree: np.ndarray) -> None:
-        """In a request's range the tree's pages take the place of its own, which have the same contents."""
+        """Let the tree's pages take the place of a request's own, which have the same contents, in its
+        range.
+        """
         for mine, its in zip(own.tolist(), tree.tolist(), strict=True):
             if mine == its:
                 continue
@@ -116,7 +124,7 @@ class WindowPages:
             self._users[mine] = 0
 
     def drop(self, pages: np.ndarray) -> None:
-        """The ledger frees these pages, which are in nobody's range."""
+        """Free the storage of pages that are in no range, when the ledger frees them."""
         for page in pages[self.storage[pages] != NO_STORAGE].tolist():
             self._idle.pop(page, None)
             self._give_back(page)
@@ -138,7 +146,8 @@ class WindowPages:
         """Compare with a walk: ``ranges``, the pages in each request's range, and those of the ``tree``.
 
         Raises:
-            LedgerError: a page of a range without storage, storage behind others than those and the tree's, or of two pages.
+            LedgerError: a page of a range without storage, storage behind others than those and the tree's,
+                or of two pages.
         """
         users = np.zeros_like(self._users)
         for pages in ranges:

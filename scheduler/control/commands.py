@@ -27,7 +27,6 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
-from .distributed_updates import update_from_distributed
 from .memory_occupation import release_memory, resume_memory
 from .operations import Operation
 from .pause import continue_generation, flush, pause
@@ -54,7 +53,9 @@ COMMANDS: "dict[type[ControlRequest], Callable[[Engine, Any, Sender], Operation]
     EndWeightUpdateReqInput: lambda engine, request, sender: engine.updates.end(request, sender),
     UpdateWeightFromDiskReqInput: lambda engine, request, sender: engine.updates.from_disk(request, sender),
     UpdateWeightsFromIPCReqInput: lambda engine, request, sender: engine.updates.from_ipc(request, sender),
-    UpdateWeightsFromDistributedReqInput: update_from_distributed,
+    UpdateWeightsFromDistributedReqInput: lambda engine, request, sender: engine.updates.from_distributed(
+        request, sender
+    ),
     UpdateWeightsFromCheckpointEngineReqInput: lambda engine, request, sender: engine.parameter_server.update(
         request, sender
     ),

@@ -7,8 +7,8 @@ Invariants:
   the record as superseded until the new one replaces it. A commit that cannot be marked is refused. One that
   is marked and not recorded stands, and its reply says so.
 - A start that does not know which weights were committed last begins invalid, above every epoch that was
-  given out: after a superseded record at :data:`_UNRECORDED` more, after a file that is no record at the number of
-  milliseconds since 1970.
+  given out: after a superseded record at :data:`_UNRECORDED` more, after a file that is no record at the
+  number of milliseconds since 1970.
 - The file is replaced atomically: a reader finds the old record, marked or not, or the new one. A background
   thread calls fsync, which matters only if the host loses power.
 - A folder is loaded again only if its files are those that were committed.
@@ -354,7 +354,9 @@ def _unusable(path: str, reason: str) -> CaesuraError:
 
 
 class _Syncer:
-    """A thread that calls fsync on the file and its folder; several commits during a slow fsync share the next one."""
+    """A thread that calls fsync on the file and its folder; several commits during a slow fsync share the
+    next one.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path

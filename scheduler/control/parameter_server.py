@@ -1,10 +1,13 @@
-"""Weight updates driven by a parameter server: the server sends buckets, the engine loads each one and replies.
+"""Weight updates driven by a parameter server: the server sends buckets, the engine loads each one and
+replies.
 
 Invariants:
-- One exchange is one weight session. It commits after the server's second None, and the server gets its last reply after the
-  commit. Tensors that the server did not send keep their values; poisoned or invalid weights still need every parameter.
-- Generation goes on until the first bucket has arrived. While the server is silent the loop sleeps or generates, and status
-  and abort are answered. Commands that change the engine wait until the update ends, as with any update.
+- One exchange is one weight session. It commits after the server's second None, and the server gets its last
+  reply after the commit. Tensors that the server did not send keep their values; poisoned or invalid weights
+  still need every parameter.
+- Generation goes on until the first bucket has arrived. While the server is silent the loop sleeps or
+  generates, and status and abort are answered. Commands that change the engine wait until the update ends, as
+  with any update.
 - The server's buffer is mapped from its first message until its first None, or until a failure.
 """
 
@@ -18,6 +21,7 @@ from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEng
 from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
+from ..weights.components import chosen
 from ..weights.source import BufferSource, SharedMemory
 from ..weights.transports.checkpoint_engine import (
     Bucket,
@@ -48,32 +52,33 @@ class ParameterServerUpdates:
         self._conversation: Conversation | None = None
 
     def close(self) -> None:
-        """End the conversation with the last server, which may still be waiting for the error of its failed update."""
+        """End the conversation with the last server, which may still be waiting for the error of its failed
+        update.
+        """
         if self._conversation is not None:
             self._conversation.close()
 
     def update(self, request: UpdateWeightsFromCheckpointEngineReqInput, sender: Sender) -> Operation:
         """Connect to the server of this engine's device, and load its buckets until it is done."""
         engine = self._engine
-        engine.sessions.session_for_call(request, sender, _ROUTE)
+        engine.sessions.find(request, sender, _ROUTE)
         stages, started = engine.updates.profiler(), monotonic()
         conversation = self._connect(request)
         feed = Feed(conversation.turns(), engine.wakeup.set)
         memory = SharedMemoryMaps(engine.config.device)
         try:
             opening = yield from self._next(feed, None)
-            session = engine.updates.join_session(request, sender, _ROUTE)
-            work = self._load_all(opening, feed, memory, session, stages)
-            return (
-                yield from engine.updates.run_and_commit(
-                    request.id, session, stages, started, work, is_last_call=True
-                )
-            )
+            found = engine.sessions.find(request, sender, _ROUTE)  # again, because time has passed
+            session = engine.updates.join(found, request, sender, _ROUTE)
+            with engine.updates.call(session):
+                yield from self._load_all(opening, feed, memory, session, stages)
+                return (yield from engine.updates.finish(request.id, session, stages, started, last=True))
         except BaseException as error:
             conversation.refuse(str(error) or "the update was cancelled")
             raise
         finally:
-            feed.release()  # lets the thread reply to the current message: success after a commit, else the refusal
+            # Lets the thread reply to the current message: success after a commit, else the refusal
+            feed.release()
             memory.close()
 
     def _connect(self, request: UpdateWeightsFromCheckpointEngineReqInput) -> Conversation:
@@ -150,7 +155,9 @@ class ParameterServerUpdates:
         engine = self._engine
         buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
         memory_of = SharedMemory(opening.handle, opening.start, opening.nbytes)
-        source, _ = engine.updates.open_checked(
-            lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of), session, session.component
+        source, _ = engine.updates.check(
+            lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of),
+            session,
+            chosen(engine.model.components, session.component),
         )
-        yield from engine.updates.load(source, session, stages)
+        yield from engine.updates.write(source, session, stages)

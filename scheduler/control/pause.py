@@ -127,7 +127,7 @@ def expire_lease(engine: "Engine") -> None:
 def _commit_implicit_session(engine: "Engine", sender: Sender, force: bool) -> Generator[Wait, None, None]:
     """Commit the implicit session if one is open; raise if ``sender`` may not commit it."""
     may_commit = force or engine.state.ownership.is_owner(sender)
-    session = engine.sessions.session_to_commit(sender, may_commit=may_commit)
+    session = engine.sessions.to_commit(sender, may_commit=may_commit)
     if session is not None:
         yield from engine.updates.commit_implicit_session(session)
 

@@ -1,11 +1,13 @@
 """Commands by which an engine sends its committed weights to other engines, as rank 0 of a process group.
 
 Invariants:
-- All bytes of a send are of one commit: while it is under way, commands that write or release weights keep their place in the
-  queue (:meth:`WeightSending.holds_back`), and everything else runs, pauses and steps included.
-- The loop reads the weights, a few milliseconds at a time, into buffers that a thread broadcasts. Of several ranks, rank 0 asks
-  the others for their parts of each broadcast, and sends whole tensors.
-- Weights that are not valid are refused, and sending changes no state: this engine serves on, whatever becomes of the receivers.
+- All bytes of a send are of one commit: while it is under way, commands that write or release weights keep
+  their place in the queue (:meth:`WeightSending.holds_back`), and everything else runs, pauses and steps
+  included.
+- The loop reads the weights, a few milliseconds at a time, into buffers that a thread broadcasts. Of several
+  ranks, rank 0 asks the others for their parts of each broadcast, and sends whole tensors.
+- Weights that are not valid are refused, and sending changes no state: this engine serves on, whatever
+  becomes of the receivers.
 - A call that fails ends its group, so that no receiver waits for what does not come.
 """
 
@@ -54,7 +56,9 @@ class WeightSending:
         self._under_way = 0
 
     def holds_back(self, message: ControlRequest) -> bool:
-        """Whether ``message``, which has not begun, must wait: it may change or release weights that are being sent."""
+        """Whether ``message``, which has not begun, must wait: it may change or release weights that are
+        being sent.
+        """
         if not self._under_way:
             return False
         if isinstance(message, WeightsCheckerReqInput):

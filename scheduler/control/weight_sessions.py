@@ -2,13 +2,15 @@
 
 Invariants:
 - At most one session is open. A call that is refused here has changed neither the session nor the weights.
-- Every call of an explicit session carries its id. An id that is not the open session's is refused with ``no_session``; it
-  never opens a session.
-- An implicit session accepts calls of one sender only, and only if transport, process group and label agree with the earlier
-  calls: all HTTP clients share one sender.
-- A session whose client is gone expires :attr:`Sessions.orphan_s` later, unless a message that belongs to it arrives.
+- Every call of an explicit session carries its id. An id that is not the open session's is refused with
+  ``no_session``; it never opens a session.
+- An implicit session accepts calls of one sender only, and only if transport, process group and label agree
+  with the earlier calls: all HTTP clients share one sender.
+- A session whose client is gone expires ``orphan_s`` seconds later, unless a message that belongs to it
+  arrives.
 
-    none --begin--> explicit        none --call while paused--> implicit        none --call while running--> single
+    none --begin--> explicit        none --call while paused--> implicit        none --call while running-->
+    single
 """
 
 import logging
@@ -43,30 +45,31 @@ class Session:
     """One weight session, from its first call to its commit or abort."""
 
     kind: SessionKind
-    id: str
-    """Chosen by the engine."""
-    opened: float
-    deadline: float | None
-    """On the monotonic clock; None if it has no deadline."""
     sender: Sender
     """Sender of the message that opened it."""
-    client: bytes
-    """Socket of the last message that belonged to it."""
     stages: StageProfiler
+    opened: float
+    """Monotonic time."""
+    deadline: float | None
+    """Monotonic time of its expiry; None if it has no deadline."""
     begin_id: str | None = None
     """Message id of its ``begin``, which is accepted as its id, too; None if it has no ``begin``."""
-    orphaned_at: float | None = None
-    """When its client was found to be gone, on the monotonic clock; None if the client is not known to be gone."""
     manifest: frozenset[str] | None = None
     """Names of the tensors that must be written before a commit; None if the client sent no manifest."""
+    id: str = field(default_factory=new_id)
+    """Id chosen by the engine."""
+    client: bytes = b""
+    """Socket of the last message that belonged to it."""
+    orphaned_at: float | None = None
+    """Monotonic time when its client was found to be gone; None if that is not known."""
     counts: LoadCounts = field(default_factory=LoadCounts)
     touched: bool = False
-    """Whether a byte has been written."""
+    """True once a byte has been written."""
     component: str | None = None
-    """What the last call named."""
+    """Component that the last call named."""
     version: str | None = None
     model_path: str | None = None
-    """The last folder that was loaded; None if none was."""
+    """The last folder that was loaded, or None."""
     digest: str | None = None
     """Digest of that folder's files (``Checkpoint.local_digest``)."""
     wrote_other_component: bool = False
@@ -76,16 +79,10 @@ class Session:
     flush: bool = False
     empty: bool = False
     abort_all: bool = False
-    """Whether to abort every request before the next byte is written."""
+    """True if every request must be aborted before the next byte is written."""
 
-    @classmethod
-    def opened_now(
-        cls, kind: SessionKind, sender: Sender, deadline_s: float | None, stages: StageProfiler
-    ) -> "Session":
-        """A new session whose deadline is ``deadline_s`` from now; None means no deadline."""
-        now = monotonic()
-        deadline = None if deadline_s is None else now + deadline_s
-        return cls(kind, new_id(), now, deadline, sender, sender.client, stages)
+    def __post_init__(self) -> None:
+        self.client = self.sender.client
 
     @property
     def source(self) -> str:
@@ -93,11 +90,10 @@ class Session:
         return "" if self.route is None else self.route[0]
 
     def is_named(self, session_id: str | None) -> bool:
-        """Whether ``session_id`` identifies this session."""
+        """Return True if ``session_id`` identifies this session."""
         return session_id is not None and session_id in (self.id, self.begin_id)
 
     def status(self) -> SessionStatus:
-        """The session as of now, for status."""
         now = monotonic()
         return SessionStatus(
             kind=self.kind,
@@ -109,7 +105,7 @@ class Session:
         )
 
     def __str__(self) -> str:
-        """Transport and label, for logs."""
+        """Return transport and label, for logs."""
         return self.source if self.version is None else f"{self.source}, version {self.version!r}"
 
 
@@ -117,52 +113,52 @@ class Sessions:
     """Holds the open session; ``weight_updates.py`` writes, commits and aborts it."""
 
     def __init__(self, *, deadline_s: float, orphan_s: float) -> None:
-        """``deadline_s`` is the deadline of sessions that set none."""
-        self.orphan_s = orphan_s
-        """How long a session stays open after its client is gone."""
-        self.current: Session | None = None
-        self._working = False
-        self._deadline_s = deadline_s
-
-    @property
-    def is_working(self) -> bool:
-        """Whether a call of the session is under way.
-
-        Meanwhile the session does not expire because its client is gone, and the engine does not count as idle.
         """
-        return self._working
+        Args:
+            deadline_s: deadline of sessions that set none.
+            orphan_s: seconds for which a session stays open after its client is gone.
+        """
+        self.orphan_s = orphan_s
+        self.current: Session | None = None
+        self.is_working = False
+        """True while a call of the session is under way.
+
+        Meanwhile the session does not expire because its client is gone, and the engine does not count as
+        idle.
+        """
+        self._deadline_s = deadline_s
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context in which one call of the session does its work."""
-        self._working = True
+        """Mark a ``with`` block as the work of one call of the session."""
+        self.is_working = True
         try:
             yield
         finally:
-            self._working = False
+            self.is_working = False
 
     @property
     def is_explicit(self) -> bool:
-        """Whether an explicit session is open."""
+        """True if an explicit session is open."""
         return self.current is not None and self.current.kind == "explicit"
 
     @property
     def client(self) -> bytes | None:
-        """Socket of the open session's last message, whose client must stay alive; None if no session is open."""
+        """Socket of the open session's last message, whose client must stay alive; None if none is open."""
         return None if self.current is None else self.current.client
 
     @property
     def expires(self) -> float | None:
-        """When the open session expires, on the monotonic clock; None if it does not."""
+        """Monotonic time when the open session expires; None if it does not."""
         session = self.current
         if session is None:
             return None
         orphan = session.orphaned_at
-        limits = [] if orphan is None or self._working else [orphan + self.orphan_s]
+        limits = [] if orphan is None or self.is_working else [orphan + self.orphan_s]
         return min([*limits, *([] if session.deadline is None else [session.deadline])], default=None)
 
     def status(self) -> SessionStatus | None:
-        """The open session for status; None if none is open."""
+        """Return the open session for status; None if none is open."""
         return None if self.current is None else self.current.status()
 
     def begin(
@@ -173,10 +169,10 @@ class Sessions:
         stages: StageProfiler,
     ) -> Session:
         """Open an explicit session. The caller has called :meth:`require_none`."""
-        deadline = request.deadline_s if request.deadline_s is not None else self._deadline_s
-        self.current = Session.opened_now("explicit", sender, deadline, stages)
-        self.current.manifest, self.current.begin_id = manifest, request.id
-        return self.current
+        deadline_s = request.deadline_s if request.deadline_s is not None else self._deadline_s
+        session = self._open("explicit", sender, deadline_s, stages)
+        session.manifest, session.begin_id = manifest, request.id
+        return session
 
     def require_none(self, sender: Sender) -> None:
         """Raise ``session_open`` if a session is open."""
@@ -188,40 +184,40 @@ class Sessions:
         if self.current is not session:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
 
-    def session_for_call(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
-        """The open session that this call belongs to; None if none is open, so that the call may open one.
+    def find(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
+        """Return the open session that a call belongs to; None if none is open, so that the call may open
+        one.
 
         Raises:
-            CaesuraError: ``no_session`` if the call names another session; ``session_open`` if it does not belong to the open
-                one.
+            CaesuraError: ``no_session`` if the call names another session; ``session_open`` if it does not
+                belong to the open one.
         """
         if request.session_id is not None:
             return self._named(request.session_id)
-        session = self.current
+        session, reason = self.current, ""
         if session is None:
             return None
         if session.kind == "explicit":
-            raise _refused(session, sender, "an explicit weight session is open: its calls carry session_id")
-        if not session.sender.is_same(sender):
-            raise _refused(session, sender, "an implicit weight session of another sender is open")
-        if session.route is not None and session.route != route:
+            reason = "an explicit weight session is open: its calls carry session_id"
+        elif not session.sender.is_same(sender):
+            reason = "an implicit weight session of another sender is open"
+        elif session.route is not None and session.route != route:
             came = " of group ".join(filter(None, session.route))
-            raise _refused(
-                session, sender, f"the open weight session came by {came}: end it, or send its session_id"
-            )
-        if (
+            reason = f"the open weight session came by {came}: end it, or send its session_id"
+        elif (
             None not in (session.version, request.weight_version)
             and session.version != request.weight_version
         ):
-            raise _refused(
-                session,
-                sender,
-                f"the open weight session is labelled {session.version!r}: end it, or send its session_id",
+            reason = (
+                f"the open weight session is labelled {session.version!r}: end it, or send its session_id"
             )
+        if reason:
+            raise _refused(session, sender, reason)
         return session
 
-    def join_or_open(
+    def join(
         self,
+        found: Session | None,
         request: WeightUpdateOptions,
         sender: Sender,
         route: Route,
@@ -229,26 +225,23 @@ class Sessions:
         paused: bool,
         stages: StageProfiler,
     ) -> Session:
-        """The session of this call, opened if there is none; the call's options are added to it."""
-        session = self.session_for_call(request, sender, route)
-        if session is None:  # a single call needs no deadline, since it ends by itself
-            session = Session.opened_now(
-                "implicit" if paused else "single", sender, self._deadline_s if paused else None, stages
-            )
-            self.current = session
-        session.route, session.component = route, request.component
-        session.flush |= request.flush_cache
-        session.empty |= request.torch_empty_cache
-        session.abort_all |= request.abort_all_requests
-        session.version = request.weight_version if request.weight_version is not None else session.version
-        return session
+        """Return the session ``found``, or open one if it is None; the call's options are added to it."""
+        if found is None:  # a single call needs no deadline, since it ends by itself
+            deadline_s = self._deadline_s if paused else None
+            found = self._open("implicit" if paused else "single", sender, deadline_s, stages)
+        found.route, found.component = route, request.component
+        found.flush |= request.flush_cache
+        found.empty |= request.torch_empty_cache
+        found.abort_all |= request.abort_all_requests
+        found.version = request.weight_version if request.weight_version is not None else found.version
+        return found
 
-    def session_to_end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Session:
-        """The session that ``request`` may end.
+    def to_end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Session:
+        """Return the session that ``request`` may end.
 
         Raises:
-            CaesuraError: ``invalid_request`` for a commit with force; ``no_session``; ``session_open`` if the request does not
-                name the session, or if the session is another sender's.
+            CaesuraError: ``invalid_request`` for a commit with force; ``no_session``; ``session_open`` if the
+                request does not name the session, or if the session is another sender's.
         """
         if request.force and request.commit:
             raise CaesuraError(
@@ -267,8 +260,8 @@ class Sessions:
             raise _refused(session, sender, "an implicit weight session of another sender is open")
         return session
 
-    def session_to_commit(self, sender: Sender, *, may_commit: bool) -> Session | None:
-        """The implicit session that a ``continue`` or ``flush_cache`` of ``sender`` commits; None if none is open.
+    def to_commit(self, sender: Sender, *, may_commit: bool) -> Session | None:
+        """Return the implicit session that a ``continue`` or ``flush_cache`` of ``sender`` commits, or None.
 
         Args:
             may_commit: ``sender`` owns the pause or uses force, so it may commit another sender's session.
@@ -288,25 +281,22 @@ class Sessions:
         return session
 
     def protects(self, route: Route, error: BaseException) -> bool:
-        """Whether ``error`` refused a foreign call while the process group of ``route`` serves the open session.
+        """Return True if ``error`` refused a foreign call while the group of ``route`` serves the open
+        session.
 
         In that case the group must not be ended.
         """
-        refused = isinstance(error, CaesuraError) and error.code in (
-            ErrorCode.SESSION_OPEN,
-            ErrorCode.NO_SESSION,
-        )
+        codes = ErrorCode.SESSION_OPEN, ErrorCode.NO_SESSION
+        refused = isinstance(error, CaesuraError) and error.code in codes
         return refused and self.current is not None and self.current.route == route
 
     def note_message(self, request: WeightUpdateOptions | EndWeightUpdateReqInput, sender: Sender) -> None:
-        """Record that a message was received; if it belongs to the open session, that session's client is alive."""
+        """Record that a message was received; if it belongs to the open session, its client is alive."""
         session = self.current
         if session is None:
             return
-        named = session.is_named(request.session_id)
-        if named or (
-            request.session_id is None and session.kind == "implicit" and session.sender.is_same(sender)
-        ):
+        implicit = session.kind == "implicit" and session.sender.is_same(sender)
+        if session.is_named(request.session_id) or (request.session_id is None and implicit):
             session.client, session.orphaned_at = sender.client, None
 
     def client_gone(self, client: bytes) -> None:
@@ -317,6 +307,14 @@ class Sessions:
             logger.warning(
                 "the client of the weight session %s is gone: aborting it in %g s", session.id, self.orphan_s
             )
+
+    def _open(
+        self, kind: SessionKind, sender: Sender, deadline_s: float | None, stages: StageProfiler
+    ) -> Session:
+        now = monotonic()
+        deadline = None if deadline_s is None else now + deadline_s
+        self.current = Session(kind, sender, stages, now, deadline)
+        return self.current
 
     def _named(self, session_id: str) -> Session:
         if self.current is None or not self.current.is_named(session_id):

@@ -1,17 +1,25 @@
-"""Commands that update weights: check, write and commit, the same for every transport.
+"""Weight updates: receive, check, stop steps, write and commit, the same for every transport.
 
-Life of a session (``weight_sessions.py`` decides to whom it belongs and who may do what):
+Life of a session (``weight_sessions.py`` decides who may join, commit and end it):
 
     open --call--> open, written --end(commit), continue, flush, every parameter written--> none, committed
                                  --end(abort), failure, deadline--> none, POISONED
     open, nothing written --end(abort), deadline--> none, VALID as before
 
 Invariants:
-- Everything that can be checked before the first byte is written is checked before it: session, headers, sizes, names, shapes,
-  dtypes, rows, config, and whether a flush is possible. A refused call changes neither the weights nor any request.
-- I5: no step is launched between the first written byte and the commit; a failure in between leaves the weights POISONED.
-- I7: bytes are written in place, casts are those of a cold load, derived tensors are computed once, at commit.
-- Loading yields every few milliseconds (or once per piece, if that takes longer), so status and abort are answered meanwhile.
+- Everything that can be checked before the first byte is written is checked before it: session, headers,
+  sizes, names, shapes, dtypes, rows, config, and whether a flush is possible. A refused call changes neither
+  the weights nor any request.
+- I5: no step is launched between the first written byte and the commit; a failure in between leaves the
+  weights POISONED.
+- I7: bytes are written in place, casts are those of a cold load, derived tensors are computed once, at
+  commit.
+- I12: the record of the state file is marked as superseded before the epoch changes, so that no restart gives
+  that epoch to other weights.
+- No epoch or label changes, and nothing serves the new weights, before everything that can refuse a commit
+  has passed on every rank.
+- Loading and checking yield every few milliseconds (or once per piece, if that takes longer), so status and
+  abort are answered meanwhile. The commit of an engine of one rank without ``check_finite`` does not yield.
 """
 
 import contextlib
@@ -30,6 +38,7 @@ from ...io_struct import (
     StageTimes,
     UpdateProgress,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
@@ -38,31 +47,32 @@ from ...io_struct import (
 from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
+from ..scheduling.request import WeightStamp
 from ..weights.components import ComponentSource, chosen, in_component, renamed
 from ..weights.loader import END, LoadCounts, write_some
+from ..weights.reading import require_finite
 from ..weights.source import BufferSource, WeightPiece, WeightSource
 from ..weights.transports.disk import DiskSource
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of, uploader_of
 from .idle import barrier, held_kind, pending
-from .operations import Operation, Wait
+from .operations import Operation, Wait, waiting
 from .pause_ownership import Sender
-from .weight_commit import WeightCommit
 from .weight_sessions import Route, Session
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
+    from ..weights.transports.distributed import DistributedSource
 
 logger = logging.getLogger(__name__)
 
 
 class WeightUpdates:
-    """The handlers of begin, end and the updates."""
+    """The commands that begin, fill and end weight sessions."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._uploader = uploader_of(engine.write_stream, engine.loaded.device)
-        self._weight_commit = WeightCommit(engine)
         self._progress: tuple[WeightSource, float] | None = None
         self._workspace = Workspace()
         self._maps = SharedMemoryMaps(engine.config.device)
@@ -71,7 +81,7 @@ class WeightUpdates:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether shared memory of other processes is mapped, which must be unmapped when they are gone."""
+        """True if shared memory of other processes is mapped, which must be unmapped when they are gone."""
         return len(self._maps) > 0
 
     def collect(self) -> None:
@@ -80,7 +90,7 @@ class WeightUpdates:
             self._maps.collect()
 
     def progress(self) -> UpdateProgress | None:
-        """Progress of the update under way, for status. None: there is none."""
+        """Return the progress of the update under way, for status; None if there is none."""
         if self._progress is None:
             return None
         source, started = self._progress
@@ -90,6 +100,10 @@ class WeightUpdates:
             total_bytes=source.total_bytes,
             age_s=monotonic() - started,
         )
+
+    def profiler(self) -> StageProfiler:
+        """Return a profiler for one call or session; its times count in the engine's stage times as well."""
+        return StageProfiler(self._engine.stages, "update.")
 
     def begin(self, request: BeginWeightUpdateReqInput, sender: Sender) -> Operation:
         """Open an explicit session; generation goes on until the first byte is written."""
@@ -105,26 +119,8 @@ class WeightUpdates:
             id=request.id, session_id=session.id, weights_epoch=engine.state.stamp.epoch
         )
 
-    def end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Operation:
-        """Commit or abort a session."""
-        engine = self._engine
-        session = engine.sessions.session_to_end(request, sender)
-        stages, started = session.stages, session.opened
-        if not request.commit:
-            self.abort_session(session, "the session was ended without commit")
-            return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
-        engine.state.require_resident("weights")  # the commit derives from them
-        self._require_complete(session)
-        self._require_flushable(session.flush)
-        yield from self._stop_steps(session)  # the commit needs it even if nothing was written
-        if request.weight_version is not None:
-            session.version = request.weight_version
-        yield from self._commit(session, stages)
-        return self._reply(request.id, session.counts, stages, started, committed=True, flushed=session.flush)
-
     def from_disk(self, request: UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
         """Update from a complete checkpoint folder."""
-        engine = self._engine
         if request.load_format not in (None, "auto", "safetensors"):
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST,
@@ -132,120 +128,179 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
-        path, route = request.model_path, ("disk", None)
-        session = engine.sessions.session_for_call(request, sender, route)
+        engine = self._engine
+
+        def open_source() -> WeightSource:
+            component = chosen(engine.model.components, request.component)
+            checkpoint = engine.open_folder(request.model_path, component)
+            return DiskSource(checkpoint, self._workspace, engine.loader.owned)
+
         # In a thread, because the disk may be slow and the headers may be of any size.
-        component = chosen(engine.model.components, request.component)
-        loader, workspace = engine.loader, self._workspace
-        opening = Task(
-            lambda: DiskSource(engine.open_folder(path, component), workspace, loader.owned),
-            engine.wakeup.set,
-        )
-        while not opening.done:
-            yield Wait.THREAD
-        if session is not None:
-            engine.sessions.require_open(session)
-        return (yield from self.call(request, sender, route, opening.result, opening.seconds))
+        return (yield from self._update(request, sender, ("disk", None), open_source, in_thread=True))
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
         """Update from tensors in the frames of the message."""
-        return self.call(
+        return self._update(
             request, sender, ("tensor", None), lambda: BufferSource("tensor", request.specs, frames)
         )
 
     def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
         """Update from tensors in shared memory."""
-        return self.call(request, sender, ("ipc", None), lambda: self._maps.open(request))
+        return self._update(request, sender, ("ipc", None), lambda: self._maps.open(request))
 
-    def commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
-        """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
+    def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
+        """Update from what rank 0 of a process group broadcasts, and relay it if the call says so.
 
-        Raises:
-            CaesuraError: ``weight_mismatch`` if a tensor lacks rows, or if the weights are poisoned or invalid and the updates
-                since do not cover every parameter.
+        Rank 0 broadcasts even if this engine refuses, and the engines behind it wait for what it relays. So a
+        failed call ends both groups, except a foreign call while the group serves another sender's session. A
+        relay that fails does not fail the call: this engine has its weights, and the reply has the error.
         """
-        self._require_complete(session)
-        yield from self._commit(session, session.stages)
+        engine, route = self._engine, ("distributed", request.group_name)
+        opened: list[DistributedSource] = []
 
-    def call(
+        def open_source() -> WeightSource:
+            opened.append(engine.process_groups.open(request))
+            return opened[-1]
+
+        try:
+            reply = yield from self._update(request, sender, route, open_source)
+        except BaseException as error:
+            if not engine.sessions.protects(route, error):
+                reason = f"an update failed: {error}"
+                for name in (request.group_name, *filter(None, [request.relay_to])):
+                    engine.process_groups.out_of_step(name, reason)
+                engine.executor.call("leave_group", request.group_name, reason)
+            raise
+        assert isinstance(reply, WeightUpdateReqOutput)
+        reply.relay_error = opened[-1].relay_error
+        return reply
+
+    def _update(
         self,
         request: WeightUpdateOptions,
         sender: Sender,
         route: Route,
         open_source: Callable[[], WeightSource],
-        opening_s: float = 0.0,
+        *,
+        in_thread: bool = False,
     ) -> Operation:
-        """One call of any transport: check everything, then write, then commit if the session is complete."""
-        engine = self._engine
-        stages, started = self.profiler(), monotonic() - opening_s
-        if opening_s:
-            stages.record("receive", opening_s)
-        session = engine.sessions.session_for_call(request, sender, route)
+        """Receive, check, stop steps, write, and commit if the session is complete."""
+        engine, stages, started = self._engine, self.profiler(), monotonic()
+        found = engine.sessions.find(request, sender, route)
         component = chosen(engine.model.components, request.component)
+        if in_thread:
+            opening = Task(open_source, engine.wakeup.set)
+            while not opening.done:
+                yield Wait.THREAD
+            if found is not None:
+                engine.sessions.require_open(found)
+            stages.record("receive", opening.seconds)
+            started, open_source = monotonic() - opening.seconds, opening.result
         try:
             with stages.stage("receive"):
-                source, names = self.open_checked(open_source, session, request.component)
-            if session is None and source.specs and not names:
-                return (yield from self._ignored(request, source, stages, started))
-            session = self.join_session(request, sender, route)
+                source, names = self.check(open_source, found, component)
+            is_ignored = found is None and bool(source.specs) and not names
+            session = None if is_ignored else self.join(found, request, sender, route)
         except CaesuraError:
-            if engine.sessions.current is None:  # otherwise the end of that session unmaps what was opened
+            if engine.sessions.current is None:  # otherwise its end unmaps what was opened
                 self._maps.end_session()
             raise
-        inner = source.inner if isinstance(source, ComponentSource) else source
-        if component not in (None, *engine.model.components[:1]):
-            session.wrote_other_component = True
-        elif isinstance(inner, DiskSource):
-            session.model_path, session.digest = inner.path, inner.local_digest
-        work = self.load(source, session, stages)
-        return (yield from self.run_and_commit(request.id, session, stages, started, work))
+        if session is None:
+            counts = yield from self._receive_ignored(source, stages)
+            return self._reply(request.id, counts, stages, started, committed=engine.state.serviceable)
+        self._note_folder(session, source)
+        with self.call(session):
+            yield from self.write(source, session, stages)
+            return (yield from self.finish(request.id, session, stages, started))
 
-    def _ignored(
-        self, request: WeightUpdateOptions, source: WeightSource, stages: StageProfiler, started: float
-    ) -> Operation:
-        """A call whose tensors the model ignores stops no step and opens no session; who broadcasts them waits for their receipt."""
+    def check(
+        self, open_source: Callable[[], WeightSource], session: Session | None, component: str | None
+    ) -> tuple[WeightSource, set[str]]:
+        """Open a source and check it; return it with the names of the model's tensors in it.
+
+        A refusal poisons the weights only if ``session`` has written before.
+
+        Args:
+            session: the open session that the call belongs to; None if the call opens one.
+            component: the component that the call writes.
+        """
         engine = self._engine
-        engine.loader.take_counts()
-        own = pieces_of(source, engine.loader, None, engine.config.load_bucket_bytes)
-        with (
-            engine.sessions.working(),
-            contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces,
-            stages.stage("receive"),
-        ):
-            while next(pieces, END) is not END:
-                yield Wait.THREAD
-        self._maps.end_session()
-        counts, serviceable = engine.loader.take_counts(), engine.state.serviceable
-        return self._reply(request.id, counts, stages, started, committed=serviceable, flushed=False)
+        try:
+            source = in_component(open_source(), component)
+            single = session is None and engine.state.generation == "running"
+            last = single and engine.state.serviceable
+            return source, engine.loader.check(source.specs, complete=source.complete, last=last)
+        except CaesuraError as error:
+            if session is not None and session.touched:
+                self.abort_session(session, f"a later call of the session failed: {error.message}")
+            raise
 
-    def join_session(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
-        """The session that this call belongs to, opened if there is none; nothing is written yet.
+    def join(
+        self, found: Session | None, request: WeightUpdateOptions, sender: Sender, route: Route
+    ) -> Session:
+        """Return the session ``found``, or open one if it is None; the call's options are added to it.
 
         Raises:
-            CaesuraError: as :meth:`Sessions.session_for_call`; ``memory_released`` if the weights are released; ``not_idle`` if
-                the call's flush is impossible.
+            CaesuraError: ``memory_released`` if the weights are released; ``not_idle`` if the call's flush is
+                impossible.
         """
         engine = self._engine
         engine.state.require_resident("weights")
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
         paused = engine.state.generation != "running"
-        return engine.sessions.join_or_open(request, sender, route, paused=paused, stages=self.profiler())
+        return engine.sessions.join(found, request, sender, route, paused=paused, stages=self.profiler())
 
-    def load(
+    @contextlib.contextmanager
+    def call(self, session: Session) -> Iterator[None]:
+        """Do the work of one call of ``session`` in a ``with`` block; any failure aborts the session."""
+        self._engine.loader.take_counts()
+        with self._engine.sessions.working():
+            try:
+                yield
+            except BaseException as error:
+                self.abort_session(session, f"an update failed: {error}")
+                raise
+
+    def _note_folder(self, session: Session, source: WeightSource) -> None:
+        """Record what a restart would have to load again."""
+        component, inner = _component(source), source.inner if isinstance(source, ComponentSource) else source
+        if component not in (None, *self._engine.model.components[:1]):
+            session.wrote_other_component = True
+        elif isinstance(inner, DiskSource):
+            session.model_path, session.digest = inner.path, inner.local_digest
+
+    def _receive_ignored(
+        self, source: WeightSource, stages: StageProfiler
+    ) -> Generator[Wait, None, LoadCounts]:
+        """Receive tensors that the model ignores: no step stops and no session opens, but the sender waits."""
+        engine = self._engine
+        engine.loader.take_counts()
+        own = pieces_of(source, engine.loader, None, engine.config.load_bucket_bytes)
+        try:
+            with (
+                engine.sessions.working(),
+                contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces,
+                stages.stage("receive"),
+            ):
+                while next(pieces, END) is not END:
+                    yield Wait.THREAD
+        finally:
+            self._maps.end_session()
+        return engine.loader.take_counts()
+
+    def write(
         self, source: WeightSource, session: Session, stages: StageProfiler
     ) -> Generator[Wait, None, None]:
         """Write all of ``source``. Steps go on until its first piece has arrived."""
         engine = self._engine
-        started = monotonic()
-        component = source.component if isinstance(source, ComponentSource) else None
-        kept = component in engine.model.kept_components  # written on the host
+        kept = _component(source) in engine.model.kept_components  # written on the host
         uploader = None if kept else self._uploader
         own = pieces_of(source, engine.loader, uploader, engine.config.load_bucket_bytes)
         with contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces:
             try:
-                self._progress = source, started
+                self._progress = source, monotonic()
                 piece = yield from self._next_piece(pieces, session, stages)
                 if session.abort_all:  # only now is it certain that there is something to write
                     session.abort_all = False
@@ -267,121 +322,137 @@ class WeightUpdates:
                 self._progress = None
         engine.runner.synchronize()
 
-    def run_and_commit(
-        self,
-        message_id: str,
-        session: Session,
-        stages: StageProfiler,
-        started: float,
-        work: Generator[Wait, None, None],
-        *,
-        is_last_call: bool = False,
-    ) -> Operation:
-        """Run ``work``, which loads, then commit if the session is complete. Any failure aborts the session.
-
-        Args:
-            is_last_call: the sender has declared the update complete, so it commits even while paused.
-        """
-        engine = self._engine
-        engine.loader.take_counts()
-        with engine.sessions.working():
-            try:
-                yield from work
-                counts = engine.loader.take_counts()
-                session.counts.add(counts)
-                session.stages.add(stages)
-                committed = self._should_commit(session, is_last_call)
-                if committed:
-                    yield from self._commit(session, stages)
-                elif session.kind == "single":
-                    self._close_session()  # poisoned or invalid weights stay incomplete; later calls may complete them
-            except BaseException as error:
-                self.abort_session(session, f"an update failed: {error}")
-                raise
-        return self._reply(
-            message_id, counts, stages, started, committed=committed, flushed=committed and session.flush
-        )
-
-    def _should_commit(self, session: Session, is_last_call: bool) -> bool:
-        """Whether the session is complete, so that it commits without an explicit end."""
-        engine = self._engine
-        if session.kind == "explicit":
-            return False
-        covered = engine.loader.is_whole and not engine.loader.missing(engine.loader.written)
-        last = is_last_call or session.kind == "single"
-        return covered or (last and engine.state.serviceable)
-
-    def expire(self) -> None:
-        """Abort the open session, because its deadline has passed or its client is gone."""
-        session = self._engine.sessions.current
-        if session is not None:
-            orphaned = session.deadline is None or monotonic() < session.deadline
-            self.abort_session(session, "its client is gone" if orphaned else "the session's deadline passed")
-
-    def expire_with_lease(self, owner: Sender) -> None:
-        """Abort the session of ``owner``, whose pause lease expires; also an implicit session without a written byte."""
-        session = self._engine.sessions.current
-        if session is None:
-            return
-        idle = session.kind == "implicit" and not session.touched
-        if idle or session.sender.is_same(owner):
-            self.abort_session(session, "the pause lease of its sender expired")
-
-    def forget(self) -> None:
-        """Close the session and forget which parameters were written, because the weights' memory is released."""
-        engine = self._engine
-        self._close_session()
-        engine.loader.release_written(lost=engine.state.weights == "invalid")
-
-    def profiler(self) -> StageProfiler:
-        """A profiler for one call or session; its times count in the engine's stage times as well."""
-        return StageProfiler(self._engine.stages, "update.")
-
-    def open_checked(
-        self, open_source: Callable[[], WeightSource], session: Session | None, named: str | None
-    ) -> tuple[WeightSource, set[str]]:
-        """Open a source and check it, before this call's first byte is written; with the names of the model's tensors in it.
-
-        A refusal poisons the weights only if ``session`` has written before.
-
-        Args:
-            session: the open session that the call belongs to; None if the call opens one.
-            named: the component that the call names.
-        """
-        engine = self._engine
-        try:
-            source = in_component(open_source(), chosen(engine.model.components, named))
-            single = session is None and engine.state.generation == "running"
-            last = single and engine.state.serviceable
-            names = engine.loader.check(source.specs, complete=source.complete, last=last)
-        except CaesuraError as error:
-            if session is not None and session.touched:
-                self.abort_session(session, f"a later call of the session failed: {error.message}")
-            raise
-        return source, names
-
-    def _require_flushable(self, flush: bool) -> None:
-        """Refuse a flush that is impossible because requests are frozen with their KV or latents."""
-        engine = self._engine
-        frozen = engine.state.generation == "paused" and engine.batcher.num_holding > 0
-        if flush and frozen:
-            raise CaesuraError(
-                ErrorCode.NOT_IDLE,
-                f"flush_cache cannot be honoured: requests are frozen in place with their {held_kind(engine)}; send flush_cache=false",
-                **pending(engine),
-            )
+    def _next_piece(
+        self, pieces: Iterator[WeightPiece | None], session: Session, stages: StageProfiler
+    ) -> Generator[Wait, None, Any]:
+        """Wait, without blocking the loop, for the next piece or END."""
+        with stages.stage("receive"):
+            while (piece := next(pieces, END)) is None:
+                yield Wait.THREAD
+                self._engine.sessions.require_open(session)
+        return piece
 
     def _stop_steps(self, session: Session) -> Generator[Wait, None, None]:
-        """Close the gate for steps and wait for the step in flight; raises if the session expires meanwhile."""
-        engine = self._engine
-        engine.state.start_writing()
-        for wait in barrier(engine):
+        """Close the gate for steps and wait for the step in flight; raise if the session expires meanwhile."""
+        self._engine.state.start_writing()
+        yield from self._while_open(barrier(self._engine), session)
+
+    def _while_open(
+        self, waits: Generator[Wait, None, None], session: Session
+    ) -> Generator[Wait, None, None]:
+        """Yield ``waits``; raise if the session expires meanwhile."""
+        for wait in waits:
             yield wait
-            engine.sessions.require_open(session)
+            self._engine.sessions.require_open(session)
+
+    def finish(
+        self, message_id: str, session: Session, stages: StageProfiler, started: float, *, last: bool = False
+    ) -> Operation:
+        """End a call: commit its session if that is complete, close it if it has no other call, and reply.
+
+        Args:
+            last: the sender has declared the update complete, so it commits even while paused.
+        """
+        engine = self._engine
+        counts, committed = engine.loader.take_counts(), False
+        session.counts.add(counts)
+        session.stages.add(stages)
+        if session.kind != "explicit":
+            covered = engine.loader.is_whole and not engine.loader.missing(engine.loader.written)
+            ends = last or session.kind == "single"
+            committed = covered or (ends and engine.state.serviceable)
+        if committed:
+            yield from self._commit(session, stages)
+        elif session.kind == "single":
+            # Poisoned or invalid weights stay incomplete; later calls may complete them
+            self._close_session()
+        flushed = committed and session.flush
+        return self._reply(message_id, counts, stages, started, committed=committed, flushed=flushed)
+
+    def end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Operation:
+        """Commit or abort a session."""
+        engine = self._engine
+        session = engine.sessions.to_end(request, sender)
+        stages, started = session.stages, session.opened
+        if not request.commit:
+            self.abort_session(session, "the session was ended without commit")
+            return self._reply(request.id, session.counts, stages, started, committed=False)
+        engine.state.require_resident("weights")  # the commit derives from them
+        self._require_complete(session)
+        self._require_flushable(session.flush)
+        yield from self._stop_steps(session)  # the commit needs it even if nothing was written
+        if request.weight_version is not None:
+            session.version = request.weight_version
+        yield from self._commit(session, stages)
+        return self._reply(request.id, session.counts, stages, started, committed=True, flushed=session.flush)
+
+    def commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
+        """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
+
+        Raises:
+            CaesuraError: ``weight_mismatch`` if a tensor lacks rows, or if the weights are poisoned or
+                invalid and the updates since do not cover every parameter.
+        """
+        self._require_complete(session)
+        yield from self._commit(session, session.stages)
+
+    def _commit(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
+        """Make the new weights serve. A failure aborts the session, because the weights are half new."""
+        engine, before = self._engine, self._engine.state.stamp
+        try:
+            yield from self._derive(session, stages)
+            engine.weights_file.supersede()
+            with stages.stage("flush"):
+                if session.flush:
+                    engine.batcher.retract_all()
+                engine.state.commit_weights(session.version, session.source)
+                engine.weights_file.committed(engine.state.stamp, session)
+                if session.flush:
+                    engine.cache.flush()
+                report = engine.device_cache.empty("update") if session.empty else None
+        except BaseException as error:
+            self.abort_session(session, f"the commit failed: {error}")
+            raise
+        _warn_of_commit(session.counts, before, engine.state.stamp)
+        self._close_session()
+        self.model_path = session.model_path or self.model_path
+        engine.loader.forget_written()
+        engine.history.note(
+            "update_commit",
+            f"{session}, {session.counts.written_tensors} tensors",
+            returned=None if report is None else report.freed,
+        )
+
+    def _derive(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
+        """Do everything in a commit that can fail, on every rank: all are ready afterwards, or it raises."""
+        engine = self._engine
+        engine.loader.require_whole()
+        check_finite = engine.config.check_finite and bool(engine.loader.written)
+        derived = engine.executor.call("derive", check_finite)
+        own: CaesuraError | None = None
+
+        @contextlib.contextmanager
+        def deriving() -> Iterator[None]:
+            with stages.stage("derive"), engine.runner.on_stream():
+                yield
+
+        try:
+            with deriving():
+                engine.model.finalize_weights()
+            engine.runner.synchronize()
+            if check_finite:
+                finite = require_finite(engine.model, engine.loader.written, deriving)
+                yield from self._while_open(waiting(finite, Wait.SLICE), session)
+        except CaesuraError as error:
+            own = error
+        yield from self._while_open(waiting(derived.settle(own)), session)
 
     def _require_complete(self, session: Session) -> None:
-        """Raise if a tensor lacks rows, if one of the manifest was not written, or, unless the weights are serviceable, if any
-        parameter was not written since they became POISONED or INVALID."""
+        """Raise if the session lacks rows of a tensor, or a tensor of its manifest.
+
+        Unless the weights are serviceable, every parameter must have been written since they became POISONED
+        or INVALID.
+        """
         engine = self._engine
         engine.loader.require_whole()
         written = engine.loader.written
@@ -393,35 +464,40 @@ class WeightUpdates:
                 ErrorCode.WEIGHT_MISMATCH, f"the session lacks {len(missing)} tensors", missing=missing
             )
 
-    def _next_piece(
-        self, pieces: Iterator[WeightPiece | None], session: Session, stages: StageProfiler
-    ) -> Generator[Wait, None, Any]:
-        """Wait, without blocking the loop, for the next piece, or for ``END``."""
-        with stages.stage("receive"):
-            while (piece := next(pieces, END)) is None:
-                yield Wait.THREAD
-                self._engine.sessions.require_open(session)
-        return piece
-
-    def _commit(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
-        """Make the new weights serve. A failure leaves the weights poisoned."""
+    def _require_flushable(self, flush: bool) -> None:
+        """Refuse a flush that is impossible because requests are frozen with their KV or latents."""
         engine = self._engine
-        try:
-            report = yield from self._weight_commit.run(session, stages)
-        except BaseException as error:
-            self.abort_session(session, f"the commit failed: {error}")
-            raise
+        if flush and engine.state.generation == "paused" and engine.batcher.num_holding > 0:
+            raise CaesuraError(
+                ErrorCode.NOT_IDLE,
+                "flush_cache cannot be honoured: requests are frozen in place with their"
+                f" {held_kind(engine)}; send flush_cache=false",
+                **pending(engine),
+            )
+
+    def expire(self) -> None:
+        """Abort the open session, because its deadline has passed or its client is gone."""
+        session = self._engine.sessions.current
+        if session is not None:
+            orphaned = session.deadline is None or monotonic() < session.deadline
+            self.abort_session(session, "its client is gone" if orphaned else "the session's deadline passed")
+
+    def expire_with_lease(self, owner: Sender) -> None:
+        """Abort the session of ``owner``, whose lease expires, or an implicit one without a written byte."""
+        session = self._engine.sessions.current
+        if session is None:
+            return
+        idle = session.kind == "implicit" and not session.touched
+        if idle or session.sender.is_same(owner):
+            self.abort_session(session, "the pause lease of its sender expired")
+
+    def forget(self) -> None:
+        """Close the session and forget what was written, because the weights' memory is released."""
         self._close_session()
-        self.model_path = session.model_path or self.model_path
-        engine.loader.forget_written()
-        engine.history.note(
-            "update_commit",
-            f"{session}, {session.counts.written_tensors} tensors",
-            returned=None if report is None else report.freed,
-        )
+        self._engine.loader.release_written(lost=self._engine.state.weights == "invalid")
 
     def abort_session(self, session: Session, reason: str) -> None:
-        """Abort ``session`` if it is still open. The weights become POISONED if it has written, else they stay as they were."""
+        """Abort ``session`` if it is still open. The weights become POISONED if it has written."""
         engine = self._engine
         if engine.sessions.current is not session:
             return
@@ -434,10 +510,9 @@ class WeightUpdates:
             engine.state.stop_writing()
 
     def poison(self, reason: str) -> None:
-        """Poison the weights; from here on, a complete update must write every parameter again."""
-        engine = self._engine
-        engine.loader.lose_written()
-        engine.state.poison(reason)
+        """Poison the weights; a complete update must write every parameter again."""
+        self._engine.loader.lose_written()
+        self._engine.state.poison(reason)
 
     def _close_session(self) -> None:
         self._engine.sessions.current = None
@@ -451,7 +526,7 @@ class WeightUpdates:
         started: float,
         *,
         committed: bool,
-        flushed: bool,
+        flushed: bool = False,
     ) -> WeightUpdateReqOutput:
         engine = self._engine
         each = {name: stages.seconds(name) for name in ("receive", "copy", "derive", "flush")}
@@ -474,3 +549,22 @@ class WeightUpdates:
             flushed=flushed,
             stages=times,
         )
+
+
+def _component(source: WeightSource) -> str | None:
+    """Return the component that ``source`` writes; None for a model without components."""
+    return source.component if isinstance(source, ComponentSource) else None
+
+
+def _warn_of_commit(counts: LoadCounts, before: WeightStamp, after: WeightStamp) -> None:
+    """Log a warning if the commit is probably a mistake."""
+    if not counts.written_tensors:
+        return
+    if not counts.changed_tensors:
+        logger.warning("weight update changed no tensor: is the trainer sending what it trained?")
+    elif before.version == after.version:
+        logger.warning(
+            "weight update changed %d tensors and left the label at %r (epoch %d): send weight_version with the"
+            " update, so that its tokens can be told from those of older weights",
+            counts.changed_tensors, after.version, after.epoch,
+        )  # fmt: skip

@@ -1,13 +1,14 @@
 """Warm-up: what is chosen, compiled or touched for the first time is so before the engine is ready.
 
 Invariants:
-- The decoder runs a decode step of as many rows as there will ever be, the output head and the sampler a bounded number of
-  them (:class:`WarmUp`). So no temporary has rows times vocabulary, and the peak of a warm-up is not above a step's.
+- The decoder runs a decode step of as many rows as there will ever be, the output head and the sampler a
+  bounded number of them (:class:`WarmUp`). So no temporary has rows times vocabulary, and the peak of a
+  warm-up is not above a step's.
 - Rows read and write the scratch page only. No page, no slot's last token, no seed and no statistic changes.
 - Running out of memory here is a warning: a warm-up is never the reason why an engine does not start.
-- Nothing is measured to choose among kernels: FlashInfer's tuner knows none of the operations that the engine calls
-  (attention, and FP8 products with scales by block, whose kernels follow from shapes alone), and on the CPU no choice is
-  faster for a shape (docs/explanation/kernels.md).
+- Nothing is measured to choose among kernels: FlashInfer's tuner knows none of the operations that the engine
+  calls (attention, and FP8 products with scales by block, whose kernels follow from shapes alone), and on the
+  CPU no choice is faster for a shape (docs/explanation/kernels.md).
 """
 
 from dataclasses import dataclass, replace
@@ -18,21 +19,21 @@ from .forward import ForwardBatch, SamplingBatch
 from .graphs import scratch_prefill
 
 _TOP_K, _TOP_P = 20, 0.9
-"""Of the row that is filtered."""
+"""Filters of the row that is filtered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """What runs before the first request."""
+    """Work that runs before the first request."""
 
     rows: int
-    """Of the decode step: the size of the request pool, or fewer where nothing is chosen by size."""
+    """Rows of the decode step: the size of the request pool, or fewer where nothing is chosen by size."""
     lm_head_rows: int
-    """Of the output head and the sampler, at most ``rows``; 0 leaves both cold."""
+    """Rows of the output head and the sampler, at most ``rows``; 0 leaves both cold."""
 
 
 def dummy_decode(rows: int, vocab_size: int) -> ForwardBatch:
-    """A decode step on the scratch page, of slot 0 in every row, each row sampled; on the host."""
+    """Return a decode step on the scratch page, of slot 0 in every row, each row sampled; on the host."""
     return replace(
         scratch_prefill([1] * rows),
         num_decode=rows,
@@ -43,7 +44,7 @@ def dummy_decode(rows: int, vocab_size: int) -> ForwardBatch:
 
 
 def _dummy_sampling(rows: int, vocab_size: int) -> SamplingBatch:
-    """Sampled rows, the first of which is filtered, so that both ways of the sampler are taken."""
+    """Return sampled rows, the first of which is filtered, so that both ways of the sampler are taken."""
     top_k, top_p = torch.full((rows,), vocab_size), torch.ones(rows)
     top_k[:1], top_p[:1] = min(_TOP_K, vocab_size), _TOP_P
     return replace(

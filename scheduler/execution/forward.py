@@ -1,8 +1,8 @@
-"""What one step computes: the batch that goes to the device, what comes back, and who does the work.
+"""One step: the batch that goes to the device, what comes back, and the interfaces of what computes it.
 
 Invariants:
-- Rows are requests; decode rows (one query token each) come first, so ``[0, num_decode)`` of every per-row array and
-  of every per-token array belong to them.
+- Rows are requests; decode rows (one query token each) come first, so ``[0, num_decode)`` of every per-row
+  array and of every per-token array belong to them.
 - Page 0 of the KV pool is scratch: page tables are padded with it, it is never allocated.
 - A masked KV position never contributes to an output, whatever it holds (stale KV may be NaN).
 """
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class SpecialRows:
-    """The E of a step's S rows whose logits are edited, or that want more than the sampled token's log-probability.
+    """The E of a step's S rows whose logits are edited, or that want more than the sampled token's
+    log-probability.
 
-    The first P of them have penalties, and with these a counter each: a row of the runner's table that says how often each
-    token stands in the sample. The runner counts what it samples; a counter that is not up to date is started anew.
+    The first P of them have penalties, and with these a counter each: a row of the runner's table that says
+    how often each token stands in the sample. The runner counts what it samples; a counter that is not up to
+    date is started anew.
     """
 
     rows: Tensor
-    """int64 [E]: which of the S rows; each once."""
+    """int64 [E]: indices into the S rows; each once."""
     repetition: Tensor
     """float32 [P]; 1 where unused."""
     frequency: Tensor
@@ -51,49 +53,48 @@ class SpecialRows:
     bias: Tensor
     """float32 [E, B]: added to these tokens' logits; 0 where padded, -inf where forbidden."""
     wants: Tensor
-    """int64 [N], ascending: which of the E rows want :class:`FurtherLogprobs`."""
+    """int64 [N], ascending: those of the E rows that want :class:`FurtherLogprobs`."""
     wants_host: np.ndarray
     """int64 [N]"""
     top: int
-    """K: the likeliest tokens of each of these."""
+    """K: number of likeliest tokens of each of these."""
     masked: Tensor
-    """bool [N]: which of them want to know what the filters kept."""
+    """bool [N]: rows that want to know what the filters kept."""
     num_masked: int
-    """How many."""
     token_ids: Tensor
     """int64 [N, M]: `token_ids_logprob` of each of these, padded with token 0."""
     num_counters: int
-    """Counters that the table must have."""
+    """Number of counters that the table must have."""
 
     def to(self, device: torch.device) -> "SpecialRows":
-        """A copy on ``device``."""
         return _moved(self, device)
 
 
 @dataclass(slots=True, kw_only=True)
 class InputTokens:
-    """Prompt tokens of a step whose log-probabilities are wanted: I of its T query tokens, each with the token after it."""
+    """Prompt tokens of a step whose log-probabilities are wanted: I of its T query tokens, each with the
+    token after it.
+    """
 
     tokens: Tensor
     """int64 [I]: index into [0, T) of the query tokens."""
     targets: Tensor
     """int64 [I]: the prompt's next token after each."""
     top: int
-    """K: the likeliest tokens at each position."""
+    """K: number of likeliest tokens at each position."""
     token_ids: Tensor
     """int64 [I, M]: `token_ids_logprob` at each position, padded with token 0."""
 
     def to(self, device: torch.device) -> "InputTokens":
-        """A copy on ``device``."""
         return _moved(self, device)
 
 
 @dataclass(slots=True, kw_only=True)
 class FurtherLogprobs:
-    """What is known of N positions beyond the sampled token and its log-probability; float32, and int32 for ids."""
+    """Log-probabilities of N positions beyond those of the sampled tokens; float32, and int32 for ids."""
 
     logprobs: Tensor
-    """[N]: of the prompt's token; [0] for sampled positions, whose logprobs the step has anyway."""
+    """[N]: those of the prompt's tokens; [0] for sampled positions, whose logprobs the step has anyway."""
     top_ids: Tensor
     """[N, K]"""
     top: Tensor
@@ -101,10 +102,10 @@ class FurtherLogprobs:
     token_ids_logprobs: Tensor
     """[N, M]"""
     kept: Tensor | None = None
-    """bool [N, V]: the tokens that the filters kept. None: nobody asked."""
+    """bool [N, V]: the tokens that the filters kept, or None if nobody asked."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "FurtherLogprobs":
-        """Each tensor through ``move``."""
+        """Return a copy with each tensor passed through ``move``."""
         return FurtherLogprobs(
             logprobs=move(self.logprobs),
             top_ids=move(self.top_ids),
@@ -144,22 +145,21 @@ class SamplingBatch:
     uniforms: Tensor
     """float64 [S] in [0, 1): the noise, a pure function of (seed, sample index, absolute position)."""
     any_sampled: bool
-    """Some row is not greedy."""
+    """True if some row is not greedy."""
     any_filtered: bool
-    """Some sampled row uses top-k, top-p or min-p."""
+    """True if some sampled row uses top-k, top-p or min-p."""
     want_raw: bool
     want_sampled: bool
     min_p: Tensor | None = None
-    """float32 [S]; None: 0 for all."""
+    """float32 [S], or None if 0 for all."""
     largest_top_k: int | None = None
-    """On the host: of the filtered rows. None: it may be the whole vocabulary."""
+    """Largest top-k of the filtered rows, or None if it may be the whole vocabulary."""
     special: SpecialRows | None = None
-    """None: no row is."""
     want_last_kept: bool = False
     """Set where special rows are sampled."""
 
     def select(self, index: Tensor) -> "SamplingBatch":
-        """The rows ``index`` (int64), none of them special any more."""
+        """Return the rows ``index`` (int64), none of them special any more."""
         return SamplingBatch(
             temperature=self.temperature[index],
             greedy=self.greedy[index],
@@ -175,7 +175,7 @@ class SamplingBatch:
         )
 
     def to(self, device: torch.device) -> "SamplingBatch":
-        """A copy on ``device``; copies are asynchronous where the source is pinned."""
+        """Return a copy on ``device``, made asynchronously where the source is pinned."""
         return SamplingBatch(
             temperature=self.temperature.to(device, non_blocking=True),
             greedy=self.greedy.to(device, non_blocking=True),
@@ -199,28 +199,29 @@ class StateSegment(NamedTuple):
     end: int
     """Tokens [start, end) of the step's T."""
     source: int | None
-    """The row of states that they begin from. None: nothing comes before them."""
+    """Row of states that they begin from, or None if nothing comes before them."""
     target: int
-    """The row of states that they end in."""
+    """Row of states that they end in."""
     kept: int | None
-    """Another row that is to have the state after them. None: none is."""
+    """Another row that is to have the state after them, if any."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StateStep:
-    """Where a step's rows have their states, in layers that keep one per sequence (``cache/states.py``)."""
+    """The rows of states of a step, in layers that keep one per sequence (``cache/linear_states.py``)."""
 
     rows: Tensor
-    """int64 [R]: the row of states that each of the step's rows ends in."""
+    """int64 [R]: row of states that each of the step's rows ends in."""
     sources: Tensor | None
-    """int64 [decode rows]: those that these begin from. None: those that they end in."""
+    """int64 [decode rows]: rows that these begin from; None if they begin from those that they end in."""
     segments: Sequence[StateSegment]
-    """Of the prefilling rows, in an order in which one may follow from another."""
+    """Segments of the prefilling rows, in an order in which one may follow from another."""
     kept: tuple[Tensor, Tensor] | None
-    """int64 [K] each: decode rows whose next states are kept, and in which rows of states. None: of none."""
+    """int64 [K] each: decode rows whose next states are kept, and the rows of states that get them; None
+    without any.
+    """
 
     def to(self, device: torch.device) -> "StateStep":
-        """A copy on ``device``."""
         kept = self.kept
         if kept is not None:
             kept = kept[0].to(device, non_blocking=True), kept[1].to(device, non_blocking=True)
@@ -233,13 +234,14 @@ class StateStep:
 class ForwardBatch:
     """One step's input: R rows, T query tokens, S sampled tokens.
 
-    Index tensors are on the device; the ``*_host`` copies let a backend loop over prefill rows without a sync.
+    Index tensors are on the device; the ``*_host`` copies let a backend loop over prefill rows without a
+    sync.
     """
 
     num_decode: int
     """Rows [0, num_decode) decode; the rest prefill."""
     input_ids: Tensor
-    """int64 [T]. Decode rows: filled in by the runner from the token that the row's slot sampled last."""
+    """int64 [T]. The runner fills in decode rows, from the token that the row's slot sampled last."""
     positions: Tensor
     """int64 [T]: absolute position of each query token."""
     kv_slots: Tensor
@@ -253,7 +255,9 @@ class ForwardBatch:
     kv_lens_host: Sequence[int]
     """[R]"""
     page_table_host: np.ndarray | None = None
-    """``page_table`` on the host, valid while the step is planned. None: copied from ``page_table`` where it is needed."""
+    """``page_table`` on the host, valid while the step is planned; if None, it is copied where it is
+    needed.
+    """
     slots: Tensor
     """int64 [R]: request slot of each row."""
     sample_tokens: Tensor
@@ -262,27 +266,21 @@ class ForwardBatch:
     """int64 [S]: request slot that receives each sampled token."""
     sampling: SamplingBatch
     inputs: InputTokens | None = None
-    """None: nobody wants log-probabilities of these prompts."""
     window_slots: Tensor | None = None
-    """As ``kv_slots``, in layers with a window that give pages back. None: there are none, all layers are alike."""
+    """``kv_slots`` in layers with a window that give pages back; None if all layers are alike."""
     window_table: Tensor | None = None
-    """As ``page_table``, in the same layers; page 0 where the window has moved on."""
+    """``page_table`` in the same layers; page 0 where the window has moved on."""
     window_table_host: np.ndarray | None = None
-    """As ``page_table_host``, of ``window_table``."""
+    """``page_table_host`` of ``window_table``."""
     states: StateStep | None = None
-    """None: no layer keeps a state per sequence, or the step is nobody's."""
+    """None if no layer keeps a state per sequence, or the step is nobody's."""
 
     def slots_in(self, form: AttentionForm) -> Tensor:
-        """``kv_slots`` of layers of this form."""
+        """Return ``kv_slots`` of layers of this form."""
         return self.kv_slots if form.window is None or self.window_slots is None else self.window_slots
-
-    def table_in(self, form: AttentionForm) -> Tensor:
-        """``page_table`` of layers of this form."""
-        return self.page_table if form.window is None or self.window_table is None else self.window_table
 
     @property
     def num_rows(self) -> int:
-        """R"""
         return len(self.q_lens_host)
 
 
@@ -299,9 +297,9 @@ class HostOutput:
     sampled_logprobs: np.ndarray | None
     """float32: under the filtered, renormalised distribution; None when no row asked."""
     further: FurtherLogprobs | None = None
-    """On the host: of the special rows that want them. None: there are none."""
+    """Further log-probabilities of the special rows that want them, on the host."""
     inputs: FurtherLogprobs | None = None
-    """On the host: of ``ForwardBatch.inputs``. None: there are none."""
+    """Log-probabilities of ``ForwardBatch.inputs``, on the host."""
 
 
 class ForwardOutput(Protocol):
@@ -313,14 +311,16 @@ class ForwardOutput(Protocol):
 
 
 class Runner(Protocol):
-    """Who executes steps. The loop is tested against a scripted one."""
+    """Executes steps. The loop is tested against a scripted one."""
 
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step on the forward stream."""
         ...
 
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Which token each of ``slots`` (int64 [n]) sampled last (int32 [n]): a step whose results are lost may have left others."""
+        """Set the token that each of ``slots`` (int64 [n]) sampled last (int32 [n]), after a step whose
+        results are lost.
+        """
         ...
 
     def synchronize(self) -> None:
@@ -328,7 +328,7 @@ class Runner(Protocol):
         ...
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Device work inside is ordered with the steps: after those launched, before those to come."""
+        """Order device work inside with the steps: after those launched, before those to come."""
         ...
 
 
@@ -337,12 +337,12 @@ class KVPool(Protocol):
 
     page_size: int
     num_pages: int
-    """Scratch page included."""
+    """Number of pages, scratch page included."""
     window_pages: int | None
-    """The same of layers with a window that give pages back. None: there are none, all layers are alike."""
+    """Pages of layers with a window that give pages back, or None if all layers are alike."""
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for all layers."""
+        """Return ``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for all layers."""
         ...
 
     def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
@@ -350,12 +350,12 @@ class KVPool(Protocol):
         ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, each [pages, kv heads, page_size, size of each]."""
+        """Return K and V of a layer, each [pages, kv heads, page_size, size of each]."""
         ...
 
 
 class FusedAttention(Protocol):
-    """Head norms, rotation, store and attention in one go; queries in ``qkv`` may be overwritten."""
+    """Head norms, rotation, store and attention in one call; queries in ``qkv`` may be overwritten."""
 
     def __call__(
         self,
@@ -370,7 +370,7 @@ class FusedAttention(Protocol):
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
             cos, sin: [T, 1, rotated size / 2]: the rest of a head is not rotated.
-            norm: of queries and keys. None: no head norms.
+            norm: of queries and keys, if there are any.
             form: of the layer.
 
         Returns:
@@ -383,13 +383,17 @@ class AttentionBackend(Protocol):
     """Paged causal attention with grouped query heads."""
 
     fused: FusedAttention | None
-    """None: the caller normalises and rotates, and calls :meth:`forward`."""
+    """If None, the caller normalises and rotates, and calls :meth:`forward`."""
     reads_page_table: bool
-    """It reads ``ForwardBatch.page_table`` of a step on the device; else the copy on the host is enough for it."""
+    """True if it reads ``ForwardBatch.page_table`` of a step on the device; else the copy on the host is
+    enough.
+    """
 
     @property
     def paged(self) -> "PagedStep | None":
-        """The planned step as a kernel takes it that computes whole layers. None: layers are computed part by part."""
+        """Return the planned step for a kernel that computes whole layers, or None if layers are computed
+        part by part.
+        """
         ...
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -400,9 +404,9 @@ class AttentionBackend(Protocol):
         """Store this step's K and V, then attend over what the layer's form lets each row see.
 
         Args:
-            q: [T, query heads, head size]; k: [T, kv heads, head size]; v: the same, or of a size of its own. With latent
-                attention one kv head, whose v is a view of the front of k.
-            form: of the layer; left out, it is plain.
+            q: [T, query heads, head size]; k: [T, kv heads, head size]; v: the same, or of a size of its own.
+                With latent attention one kv head, whose v is a view of the front of k.
+            form: of the layer; plain by default.
 
         Returns:
             [T, query heads * v's head size]

@@ -1,25 +1,30 @@
 """Decode steps as captured graphs: two launches instead of some hundred.
 
 Invariants:
-- There are two graphs for each size. The first computes the hidden states of a decode-only step, from the tokens that its
-  slots sampled last. The second computes what is sampled from these, and the slots' last tokens: output head and sampler.
-- Prefill and mixed steps run eagerly. A decode-only step that samples in a way the second graph has not (special rows
-  always; without Triton also filters and raw logprobs) runs head and sampler eagerly, from the first graph's hidden states.
-- The second graph computes all that the sampler can tell of a row, wanted or not: the sampler of ``triton_sampler.py``
-  decides row by row on the device, so that one graph serves every step but the special ones.
-- A graph reads weights and KV where they were when it was captured. Weights are updated in place, so it stays right; when
-  a release moves them it is dropped (:meth:`DecodeGraphs.drop`) and captured again before the next step.
-- A graph reads its inputs where ``staging.py`` puts those of a step of its size, and what its attention's ``plan``
-  writes, outside of the graph, into buffers that never move.
-- Steps are padded to the next size of a ladder with rows that read and write the scratch page only, and sample for a slot
-  that no request has.
-- Whatever a graph reads and has not allocated itself lives as long as the graph; so do the logits, whose workspace grows
-  when the log-probabilities of a prompt need more.
-- Workspaces that grow have grown before anything is captured: the largest possible step runs first. A layer whose
-  workspace could still grow afterwards would leave a graph with memory that is somebody else's.
+- There are two graphs for each size. The first computes the hidden states of a decode-only step, from the
+  tokens that its slots sampled last. The second computes what is sampled from these, and the slots' last
+  tokens: output head and sampler.
+- Prefill and mixed steps run eagerly. A decode-only step that samples in a way the second graph has not
+  (special rows always; without Triton also filters and raw logprobs) runs head and sampler eagerly, from the
+  first graph's hidden states.
+- The second graph computes all that the sampler can tell of a row, wanted or not: the sampler of
+  ``triton_sampler.py`` decides row by row on the device, so that one graph serves every step but the special
+  ones.
+- A graph reads weights and KV where they were when it was captured. Weights are updated in place, so it stays
+  right; when a release moves them it is dropped (:meth:`DecodeGraphs.drop`) and captured again before the
+  next step.
+- A graph reads its inputs where ``staging.py`` puts those of a step of its size, and what its attention's
+  ``plan`` writes, outside of the graph, into buffers that never move.
+- Steps are padded to the next size of a ladder with rows that read and write the scratch page only, and
+  sample for a slot that no request has.
+- Whatever a graph reads and has not allocated itself lives as long as the graph; so do the logits, whose
+  workspace grows when the log-probabilities of a prompt need more.
+- Workspaces that grow have grown before anything is captured: the largest possible step runs first. A layer
+  whose workspace could still grow afterwards would leave a graph with memory that is somebody else's.
 
-A model or a backend that cannot be captured (it waits for the device, or there is no memory left) runs eagerly, with a
-warning that says why; so does a head or a sampler alone. Captured and replayed with recorded operations, not run on a GPU.
+A model or a backend that cannot be captured (it waits for the device, or there is no memory left) runs
+eagerly, with a warning that says why; so does a head or a sampler alone. Captured and replayed with recorded
+operations, not run on a GPU.
 """
 
 import logging
@@ -33,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ..memory.device_memory import DeviceMemoryReading
-from ..memory.device_module import DeviceGraph, GraphModule
+from ..memory.device_module import GraphModule
 from ..runtime.config import PAGE_SIZE
 from .forward import AttentionBackend, ForwardBatch, SamplingBatch
 from .sampler import Sampler, SamplerOutput
@@ -42,10 +47,10 @@ from .staging import InputStaging, StepLimits
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[ForwardBatch, AttentionBackend], Tensor]
-"""Hidden states of a planned step's sampled tokens."""
+"""Computes the hidden states of a planned step's sampled tokens."""
 
 Head = Callable[[ForwardBatch, Tensor], tuple[SamplerOutput, Tensor]]
-"""What is sampled from the hidden states of such a step, and the logits."""
+"""Samples from the hidden states of such a step; returns the logits, too."""
 
 _Result = TypeVar("_Result")
 
@@ -55,18 +60,21 @@ class CapturableBackend(AttentionBackend, Protocol):
     """A backend whose decode steps can be captured."""
 
     def for_decode(self, rows: int) -> AttentionBackend:
-        """Attention for steps of exactly ``rows`` decode rows.
+        """Return attention for steps of exactly ``rows`` decode rows.
 
-        Its ``plan`` runs outside of the graph and writes into buffers that never move; its ``forward`` reads nothing else
-        of a step but its arguments, and neither waits for the device nor reads anything on the host.
+        Its ``plan`` runs outside of the graph and writes into buffers that never move; its ``forward`` reads
+        nothing else of a step but its arguments, and neither waits for the device nor reads anything on the
+        host.
         """
         ...
 
 
 def ladder(largest: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond; ``largest`` is last.
+    """Return the batch sizes to capture: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64
+    beyond.
 
-    At most an eighth of the rows of a step above 64 are padding, and a decode step that small reads the weights anyway.
+    ``largest`` is last. At most an eighth of the rows of a step above 64 are padding, and a decode step that
+    small reads the weights anyway.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 64, 64)]
     return [size for size in sizes if size < largest] + [largest]
@@ -74,26 +82,26 @@ def ladder(largest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: DeviceGraph
+    graph: torch.cuda.CUDAGraph
     attention: AttentionBackend
     inputs: ForwardBatch
-    """What the graph reads besides staging, weights and KV: a graph keeps the addresses of its inputs, not the inputs."""
+    """Inputs of the graph besides staging, weights and KV: it keeps their addresses, not them."""
     hidden: Tensor
     """[size, hidden]: written by every replay."""
     head: "_CapturedHead | None"
-    """None: head and sampler cannot be captured."""
+    """None if head and sampler cannot be captured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedHead:
-    graph: DeviceGraph
+    graph: torch.cuda.CUDAGraph
     sampled: SamplerOutput
-    """Of ``size`` rows: written by every replay."""
+    """Results of ``size`` rows: written by every replay."""
     logits: Tensor
 
 
 class DecodeGraphs:
-    """The graphs of one model, by batch size; everything here is called on the forward stream or enters it."""
+    """The graphs of one model, by batch size; everything here runs on the forward stream or enters it."""
 
     def __init__(
         self,
@@ -110,7 +118,6 @@ class DecodeGraphs:
     ) -> None:
         """
         Args:
-            forward, head: what is captured.
             sampler: the one that ``head`` uses, which says what a graph of it serves.
             on_stream: enters the forward stream.
         """
@@ -125,23 +132,23 @@ class DecodeGraphs:
         self._failed = self._head_failed = False
         self.sizes = ladder(limits.rows)
         self.nbytes = 0
-        """What the graphs have taken from the device when they were captured last."""
+        """Bytes that the graphs have taken from the device when they were captured last."""
 
     @property
     def are_captured(self) -> bool:
-        """Decode steps are replayed."""
+        """True if decode steps are replayed."""
         return bool(self._captured)
 
     def serves(self, batch: ForwardBatch) -> bool:
-        """Whether :meth:`replay` can compute this step."""
+        """Return True if :meth:`replay` can compute this step."""
         return self.are_captured and batch.num_decode == batch.num_rows == len(batch.sample_tokens)
 
     def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
         """Launch a decode-only step.
 
         Returns:
-            The step as it is on the device, padded, and the hidden states of its sampled tokens [S, hidden], valid until
-            the next step.
+            The step as it is on the device, padded, and the hidden states of its sampled tokens [S, hidden],
+            valid until the next step.
         """
         rows = batch.num_rows
         size, captured = self._for(rows)
@@ -151,11 +158,13 @@ class DecodeGraphs:
         return staged, captured.hidden[:rows]
 
     def samples(self, batch: ForwardBatch) -> bool:
-        """Whether :meth:`sample` can follow :meth:`replay`; else head and sampler run eagerly."""
+        """Return True if :meth:`sample` can follow :meth:`replay`; else head and sampler run eagerly."""
         return self._for(batch.num_rows)[1].head is not None and self._sampler.graph_serves(batch.sampling)
 
     def sample(self, batch: ForwardBatch) -> SamplerOutput:
-        """Launch head and sampler of the step that has just been replayed; the results are valid until the next step."""
+        """Launch head and sampler of the step that has just been replayed; the results are valid until the
+        next step.
+        """
         head = self._for(batch.num_rows)[1].head
         assert head is not None, "not captured"
         head.graph.replay()
@@ -178,7 +187,8 @@ class DecodeGraphs:
         self._captured.clear()
 
     def capture(self) -> Iterator[None]:
-        """Capture the whole ladder, largest first, so that the smaller ones fit into the same memory; once per drop.
+        """Capture the whole ladder, largest first, so that the smaller ones fit into the same memory; once
+        per drop.
 
         Yields between sizes, so the loop can answer meanwhile; no step may be launched before the end.
         """
@@ -208,7 +218,9 @@ class DecodeGraphs:
         )  # fmt: skip
 
     def _run_largest(self) -> None:
-        """A prefill step of as many tokens as there can be: workspaces reach their size, libraries choose kernels."""
+        """Run a prefill step of as many tokens as there can be: workspaces reach their size, libraries
+        choose kernels.
+        """
         context, tokens = self._limits.context_len, self._limits.tokens
         lengths = [context] * (tokens // context) + ([tokens % context] if tokens % context else [])
         with self._staging.staged(scratch_prefill(lengths)) as staged:
@@ -222,7 +234,8 @@ class DecodeGraphs:
         static = replace(
             staged,
             sample_tokens=torch.arange(size, device=self._device),
-            # Read on the host, if at all, to size what depends on the longest row; captured once, it must hold for all.
+            # Read on the host, if at all, to size what depends on the longest row; captured once, it must
+            # hold for all.
             kv_lens_host=[self._limits.context_len] * size,
             sampling=self._sampler.for_graph(staged.sampling),
         )
@@ -244,11 +257,12 @@ class DecodeGraphs:
             return None
         return _CapturedHead(graph, sampled, logits)
 
-    def _recorded(self, work: Callable[[], _Result], pool: object) -> tuple[DeviceGraph, _Result]:
-        """A graph of ``work``, and where its replays leave the result."""
+    def _recorded(self, work: Callable[[], _Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Result]:
+        """Return a graph of ``work``, and where its replays leave the result."""
         work()  # libraries choose kernels and allocate before anything is recorded
         graph = self._module.CUDAGraph()
-        # Other threads (receivers of weights) may use the device meanwhile: only this one must not wait for it.
+        # Other threads (receivers of weights) may use the device meanwhile: only this one must not wait for
+        # it.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = work()
@@ -260,7 +274,7 @@ class DecodeGraphs:
         return graph, result
 
     def _scratch_decode(self, rows: int) -> ForwardBatch:
-        """As many decode rows on the scratch page, sampled for a slot that no request has."""
+        """Return ``rows`` decode rows on the scratch page, sampled for a slot that no request has."""
         nothing = scratch_prefill([])
         return replace(
             scratch_prefill([1] * rows),
@@ -280,7 +294,7 @@ class DecodeGraphs:
 
 
 def scratch_prefill(lengths: list[int]) -> ForwardBatch:
-    """Prefill rows of these lengths on the scratch page, for slot 0, none of them sampled; none at all for []."""
+    """Return prefill rows of these lengths on the scratch page, for slot 0, none of them sampled."""
     tokens = sum(lengths)
     pages = -(-max(lengths, default=1) // PAGE_SIZE)
     none = torch.empty(0, dtype=torch.int64)

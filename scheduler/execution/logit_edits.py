@@ -1,28 +1,38 @@
-"""Rows whose logits are edited before anything is computed from them, or of which more is wanted than a token.
+"""Rows whose logits are edited before anything is computed from them, or of which more is wanted than a
+token.
 
 Invariants:
 - Edits are made in float32, on copies: the logits stay as they are, and *raw* log-probabilities are of these.
-- A counter holds, per token, twice how often it stands in the sample's output, plus one if it stands in the prompt. It is
-  written on the forward stream only: a step adds the tokens that it samples, so the next one knows them before the host does.
-- Workspaces are made at the first special row and bounded after that; the table of counters grows by doubling, to 4 bytes per
-  token of the vocabulary for each request with penalties that ran at once, and does not shrink.
+- A counter holds, per token, twice how often it stands in the sample's output, plus one if it stands in the
+  prompt. It is written on the forward stream only: a step adds the tokens that it samples, so the next one
+  knows them before the host does.
+- Workspaces are made at the first special row and bounded after that; the table of counters grows by
+  doubling, to 4 bytes per token of the vocabulary for each request with penalties that ran at once, and does
+  not shrink.
 - What is computed for a row depends on that row alone.
 
-Definitions, in the order of the operations, which is SGLang's: frequency and presence penalties are taken off; the repetition
-penalty divides positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must not
-end a sample yet. Then the sampler's own: temperature, log-softmax (the *logprob*), filters, draw. Further log-probabilities are of
-that log-softmax.
+Definitions, in the order of the operations, which is SGLang's: frequency and presence penalties are taken
+off; the repetition penalty divides positive logits and multiplies negative ones (Keskar et al., CTRL, 2019);
+biases are added, -inf for what must not end a sample yet. Then the sampler's own: temperature, log-softmax
+(the *logprob*), filters, draw. Further log-probabilities are of that log-softmax.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .forward import FurtherLogprobs, SamplingBatch, SpecialRows
+from .forward import FurtherLogprobs, InputTokens, SamplingBatch, SpecialRows
 from .sampler import Sampler, SamplerOutput
 
 _CHUNK_BYTES_CPU = 5 << 20
 _CHUNK_BYTES = 64 << 20
-"""Of float32 logits that are edited at a time."""
+"""Bytes of float32 logits that are edited at a time."""
+_BLOCK_BYTES_CPU = 10 << 20
+_BLOCK_BYTES = 128 << 20
+"""Bytes of float32 logits of prompt tokens that exist at a time."""
+_LEAST_ROWS = 16
+"""Fewer are hardly faster, since the head's weights must be read all the same."""
 
 
 class TokenCounters:
@@ -59,7 +69,8 @@ class TokenCounters:
 
 
 class SpecialSampler:
-    """Samples steps in which some rows are special; the others by the ordinary sampler, as if there were none.
+    """Samples steps in which some rows are special; the other rows by the ordinary sampler, as if there were
+    none.
 
     Args:
         sampler: the ordinary one.
@@ -79,7 +90,7 @@ class SpecialSampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows) -> SamplerOutput:
-        """As :meth:`Sampler.sample`, for a ``batch`` whose special rows are ``rows``."""
+        """Do as :meth:`Sampler.sample`, for a ``batch`` whose special rows are ``rows``."""
         self._counters.begin(rows)
         if len(rows.rows) < len(logits):
             out = self._ordinary.sample(logits, batch)
@@ -97,7 +108,7 @@ class SpecialSampler:
         return out
 
     def warm_up(self, batch: SamplingBatch) -> None:
-        """Compile now what the first special row would wait for; ``batch`` of one row, which nobody has."""
+        """Compile what the first special row would wait for; ``batch`` has one row, which nobody has."""
         if self._exact is None and self._ordinary.compiles_at_first_use:
             passing = Sampler(self._vocab_size, 1, self._device, torch.float32)
             passing.sample(torch.zeros((1, self._vocab_size), device=self._device), batch)
@@ -140,7 +151,9 @@ class SpecialSampler:
     def _sample_again(
         self, edited: Tensor, batch: SamplingBatch, rows: Tensor, masked: Tensor, sampled: SamplerOutput
     ) -> None:
-        """Sample ``rows`` (int64) of ``edited`` with torch, which says what it kept, and take that where ``masked`` (bool)."""
+        """Sample ``rows`` (int64) of ``edited`` with torch, which says what it kept, and take that where
+        ``masked`` (bool).
+        """
         if self._in_torch is None:
             self._in_torch = Sampler(
                 self._vocab_size, self._chunk_rows, self._device, torch.float32, in_torch=True
@@ -159,14 +172,20 @@ class SpecialSampler:
         sampled.last_kept = torch.full_like(sampled.token_ids, -1).index_copy_(0, rows, found.last_kept)
 
     def _sampler(self) -> Sampler:
-        """For float32 logits; the ordinary one where these are."""
+        """Return the sampler of float32 logits: the ordinary one where these are."""
         if self._exact is None:
             self._exact = Sampler(self._vocab_size, self._chunk_rows, self._device, torch.float32)
         return self._exact
 
 
 def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Tensor) -> FurtherLogprobs:
-    """What is wanted of ``logprobs`` [N, V]: those of ``targets`` [N] (None: of none), the ``top`` largest, and ``token_ids`` [N, M]."""
+    """Return what is wanted of ``logprobs`` [N, V].
+
+    Args:
+        targets: [N]: tokens whose logprobs are wanted, or None for none.
+        top: number of the largest ones that are wanted.
+        token_ids: [N, M]: further tokens whose logprobs are wanted.
+    """
     best = logprobs.topk(top, 1)
     return FurtherLogprobs(
         logprobs=logprobs[:0, 0] if targets is None else logprobs.gather(1, targets[:, None])[:, 0],
@@ -177,7 +196,7 @@ def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Te
 
 
 def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
-    """One after the other."""
+    """Concatenate ``parts``."""
     kept = [part.kept for part in parts if part.kept is not None]
     return FurtherLogprobs(
         logprobs=torch.cat([part.logprobs for part in parts]),
@@ -189,9 +208,10 @@ def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
 
 
 def _kept(scaled: Tensor, last: Tensor) -> Tensor:
-    """bool [N, V]: the tokens down to ``last`` [N] (-1: all) in descending order of ``scaled`` [N, V], of equals the lower first.
+    """Return bool [N, V]: the tokens down to ``last`` [N] in descending order of ``scaled`` [N, V], if they
+    can be sampled.
 
-    What cannot be sampled is not kept: tokens whose logit is -inf.
+    Of equal ones the lower index comes first; -1 keeps all. Tokens whose logit is -inf are not kept.
     """
     border, index = (
         scaled.gather(1, last.clamp_min(0)[:, None]),
@@ -202,7 +222,9 @@ def _kept(scaled: Tensor, last: Tensor) -> Tensor:
 
 
 def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
-    """Log-softmax [c] of the unedited ``logits`` [c, V] at the sampled tokens; NaN where there is none."""
+    """Return the log-softmax [c] of the unedited ``logits`` [c, V] at the sampled tokens; NaN where there
+    is none.
+    """
     found = torch.log_softmax(logits.float(), 1).gather(1, sampled.token_ids.clamp_min(0)[:, None])[:, 0]
     return found.where(sampled.token_ids >= 0, torch.nan)
 
@@ -215,3 +237,26 @@ def _empty_output(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
         sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
     )
+
+
+def input_logprobs(
+    hidden: Tensor, inputs: InputTokens, head: Callable[[Tensor], Tensor | None], vocab_size: int
+) -> FurtherLogprobs:
+    """Return the log-softmax of the unedited logits of prompt tokens, without temperature, as in SGLang.
+
+    Logits exist for a bounded number of positions at a time, whatever the length of the prompt.
+
+    Args:
+        hidden: [I, hidden], the hidden states of ``inputs``.
+        head: returns logits [rows, vocabulary] of such rows.
+    """
+    bound = _BLOCK_BYTES_CPU if hidden.device.type == "cpu" else _BLOCK_BYTES
+    rows = max(_LEAST_ROWS, bound // (4 * vocab_size))
+    parts = []
+    for start in range(0, len(hidden), rows):
+        block = slice(start, start + rows)
+        logits = head(hidden[block])
+        assert logits is not None, "a dummy run has no prompts"
+        logprobs = torch.log_softmax(logits.float(), 1)
+        parts.append(further_of(logprobs, inputs.targets[block], inputs.top, inputs.token_ids[block]))
+    return joined(parts)

@@ -3,12 +3,13 @@
 Invariants:
 - Weights, KV and everything captured are read only on the forward stream; whoever writes them does so inside
   :meth:`ModelRunner.on_stream` and synchronises before telling anybody (I4, I5).
-- The stream waits for the scheduling stream before a step, and the scheduling stream waits for it after: ``wait_stream``
-  both ways. Inputs and results travel on the forward stream itself (``staging.py``).
-- A decode row's input is the token that its slot sampled last, taken on the device: the host need not know it yet.
+- The stream waits for the scheduling stream before a step, and the scheduling stream waits for it after:
+  ``wait_stream`` both ways. Inputs and results travel on the forward stream itself (``staging.py``).
+- A decode row's input is the token that its slot sampled last, taken on the device: the host need not know it
+  yet.
 - A warm-up goes the way of a step but for its rows, which are nobody's (``autotune.py``).
-- Decode-only steps are replayed where their graphs are captured (``graphs.py``), every other step runs eagerly. Head and
-  sampler of a replayed step are replayed too, where these graphs sample in its way.
+- Decode-only steps are replayed where their graphs are captured (``graphs.py``), every other step runs
+  eagerly. Head and sampler of a replayed step are replayed too, where these graphs sample in its way.
 """
 
 import logging
@@ -25,14 +26,13 @@ from torch import Tensor
 from ..cache.routing import RoutingPool
 from ..layers.logits_processor import autotune_dummy_run_mode
 from ..memory.device_memory import is_out_of_memory
-from ..memory.device_module import DeviceModule, DeviceStream, graphs_of, streams_of
+from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
 from .autotune import WarmUp, dummy_decode
 from .forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput
 from .graphs import CapturableBackend, DecodeGraphs
-from .input_logprobs import input_logprobs
-from .logit_edits import SpecialSampler
+from .logit_edits import SpecialSampler, input_logprobs
 from .sampler import Sampler, SamplerOutput
 from .staging import InputStaging, OutputStaging, StepLimits
 
@@ -41,12 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ReadyOutput:
-    """Results that are on the host already."""
+    """A step's results that are on the host already."""
 
     output: HostOutput
 
     def fetch(self) -> HostOutput:
-        """The results."""
         return self.output
 
 
@@ -54,8 +53,9 @@ class ModelRunner:
     """The :class:`~caesura.scheduler.execution.forward.Runner` of a real model.
 
     Attributes:
-        graphs: of decode steps; the caller has them captured. None: every step runs eagerly.
-        stages: counts how long the head and the sampler take, on the host where steps run on a stream of their own.
+        graphs: graphs of decode steps, which the caller has captured; without them every step runs eagerly.
+        stages: counts how long the head and the sampler take, on the host where steps run on a stream of
+        their own.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ModelRunner:
         """
         Args:
             device_module: where it has streams, steps run beside the scheduler on one of their own.
-            routing: takes in which experts the model chose. None: it has none.
+            routing: stores the experts that the model chose, if it has any.
             use_graphs: prepare graphs where device and backend can.
         """
         self.model = model
@@ -85,7 +85,7 @@ class ModelRunner:
         self._streams = streams_of(device_module)
         # One more than there are requests, for the rows that graphs are padded with.
         self._last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
-        self._stream: DeviceStream | None = None
+        self._stream: torch.Stream | None = None
         self.graphs: DecodeGraphs | None = None
         if self._streams is not None:
             self._stream = self._streams.Stream()
@@ -106,7 +106,7 @@ class ModelRunner:
                 )
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Work inside is ordered with the steps: after those launched, before those to come."""
+        """Order the work inside with the steps: after those launched, before those to come."""
         if self._streams is None or self._stream is None:
             return nullcontext()
         return self._streams.stream(self._stream)
@@ -123,7 +123,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """What the decode rows of these slots read; see :class:`~caesura.scheduler.execution.forward.Runner`."""
+        """Set what the decode rows of these slots read; see
+        :class:`~caesura.scheduler.execution.forward.Runner`.
+        """
         with self.on_stream():
             device = self._last_tokens.device
             index, values = (torch.from_numpy(array).to(device, torch.int64) for array in (slots, tokens))
@@ -155,7 +157,8 @@ class ModelRunner:
             )
 
     def _dummy_run(self, batch_size: int) -> tuple[ForwardBatch, Tensor]:
-        """A decode step of ``batch_size`` rows up to its logits, which nobody reads; on the forward stream.
+        """Run a decode step of ``batch_size`` rows up to its logits, which nobody reads, on the forward
+        stream.
 
         Returns:
             The step as it is on the device, and the hidden states of its rows [batch_size, hidden].
@@ -168,7 +171,7 @@ class ModelRunner:
         return staged, hidden
 
     def _run_head(self, batch: ForwardBatch, hidden: Tensor) -> None:
-        """Output head and sampler over the first rows of a dummy run; what they sample is dropped."""
+        """Run output head and sampler over the first rows of a dummy run; drop what they sample."""
         if len(hidden):
             logits = self.model.logits(hidden)
             assert logits is not None, "the mode is off"
@@ -178,7 +181,9 @@ class ModelRunner:
 
     @contextmanager
     def _waiting_both_ways(self) -> Iterator[None]:
-        """Work inside goes to the forward stream, behind what the scheduling stream holds, which goes on behind it."""
+        """Send the work inside to the forward stream, between what the scheduling stream holds and what
+        comes next there.
+        """
         if self._streams is None or self._stream is None:
             yield
             return
@@ -200,7 +205,7 @@ class ModelRunner:
         return self._sample(staged, self._forward(staged, self._backend))
 
     def _forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        """What a graph captures: from the slots' last tokens to hidden states [S, hidden]."""
+        """Compute hidden states [S, hidden] from the slots' last tokens, as a graph captures it."""
         decode = batch.num_decode
         torch.index_select(self._last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
         wanted = batch
@@ -212,7 +217,7 @@ class ModelRunner:
         return hidden
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SamplerOutput:
-        """From ``hidden``, of the S sampled tokens and then of ``batch.inputs``."""
+        """Sample from ``hidden``: first the S sampled tokens, then ``batch.inputs``."""
         count = len(batch.sample_tokens)
         if count:
             with self.stages.stage("sample"):
@@ -228,7 +233,9 @@ class ModelRunner:
         return sampled
 
     def _sample_tokens(self, batch: ForwardBatch, hidden: Tensor) -> tuple[SamplerOutput, Tensor]:
-        """What a graph captures besides: from hidden states [S, hidden] to the slots' last tokens; and the logits."""
+        """Sample from hidden states [S, hidden] and set the slots' last tokens, as a graph captures it;
+        return logits, too.
+        """
         logits = self.model.logits(hidden)
         assert logits is not None, "a dummy run samples nothing"
         special = batch.sampling.special

@@ -1,29 +1,32 @@
 """From logits to tokens and log-probabilities, on the step's device.
 
 Invariants:
-- A row's result depends on that row alone: not on its neighbours, on S, or on where chunks are cut. On the CPU this
-  holds bit for bit; an accelerator's library may choose its reduction by shape, which moves last bits.
-- A token of probability 0 is never returned, whatever the noise: the target is kept below the total of the very
-  cumulative sum that is searched, so the entry found has raised that sum.
-- A row that is not finite (NaN, +inf, or nothing but -inf; a scaled logit that overflows float32 counts as +inf)
-  yields token -1 and NaN, and disturbs no other row.
+- A row's result depends on that row alone: not on its neighbours, on S, or on where chunks are cut. On the
+  CPU this holds bit for bit; an accelerator's library may choose its reduction by shape, which moves last
+  bits.
+- A token of probability 0 is never returned, whatever the noise: the target is kept below the total of the
+  very cumulative sum that is searched, so the entry found has raised that sum.
+- A row that is not finite (NaN, +inf, or nothing but -inf; a scaled logit that overflows float32 counts as
+  +inf) yields token -1 and NaN, and disturbs no other row.
 - Large temporaries are allocated once, in the constructor, and their size is bounded whatever S is.
 
 Definitions, in the order of the operations:
-- logits / temperature (greedy rows unscaled), then the log-softmax over the whole vocabulary in float32 is the
-  *logprob*;
+- logits / temperature (greedy rows unscaled), then the log-softmax over the whole vocabulary in float32 is
+  the *logprob*;
 - *top-k* keeps the k largest of those logits, of equal ones the ones of lower index;
-- *top-p* keeps, of what top-k left and renormalised, the shortest prefix in descending order whose probabilities
-  reach top_p: at least one token;
+- *top-p* keeps, of what top-k left and renormalised, the shortest prefix in descending order whose
+  probabilities reach top_p: at least one token;
 - *min-p* drops, of what is left, tokens less likely than min_p times the likeliest;
-- one uniform per row, and the inverse of the cumulative distribution: of filtered rows in descending order, of the others
-  in the order of the indices.
+- one uniform per row, and the inverse of the cumulative distribution: of filtered rows in descending order,
+  of the others in the order of the indices.
 
-The cumulative sum has two levels, blocks of 256 and then the entries of one block: the vocabulary is read once more
-for the block sums instead of being scanned in order, which neither vectorises nor parallelises within a row.
+The cumulative sum has two levels, blocks of 256 and then the entries of one block: the vocabulary is read
+once more for the block sums instead of being scanned in order, which neither vectorises nor parallelises
+within a row.
 
-What computes this: ``kernels/sampling.py`` on the CPU, ``kernels/triton_sampler.py`` on CUDA, and the torch code below
-where there is neither. Torch's takes more of each filtered row than it needs where a look at the values would wait.
+What computes this: ``kernels/sampling.py`` on the CPU, ``kernels/triton_sampler.py`` on CUDA, and the torch
+code below where there is neither. Torch's takes more of each filtered row than it needs where a look at the
+values would wait.
 """
 
 from collections import defaultdict
@@ -45,11 +48,11 @@ if TYPE_CHECKING:
 
 _BLOCK = 256
 _CHUNK_BYTES_CPU = 5 << 20
-"""Per workspace. The passes over a chunk should find it in the last-level cache."""
+"""Bytes of a workspace. The passes over a chunk should find it in the last-level cache."""
 _CHUNK_BYTES = 64 << 20
-"""Per workspace on accelerators, where fewer launches matter more."""
+"""Bytes of a workspace on accelerators, where fewer launches matter more."""
 _SHORTLISTS = (64, 1024)
-"""How many best tokens are looked at before the whole row is sorted."""
+"""Numbers of best tokens that are looked at before the whole row is sorted."""
 _SORTED = 4 << 20
 """Tokens that are put in order at a time on accelerators, each of which takes some 64 bytes."""
 
@@ -59,11 +62,12 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 def noise(
     seeds: npt.NDArray[np.uint64], sample_index: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Uniforms in [0, 1), a pure function of (seed, sample index, absolute position); all arrays are [S].
+    """Return uniforms in [0, 1), a pure function of (seed, sample index, absolute position); all arrays are
+    [S].
 
-    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) is counter-based: its
-    n-th output is a mix of seed + n * gamma. The seed and the sample index choose a stream in this way, and the
-    position is the counter in it. The upper 53 bits make the double.
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) is
+    counter-based: its n-th output is a mix of seed + n * gamma. The seed and the sample index choose a stream
+    in this way, and the position is the counter in it. The upper 53 bits make the double.
     """
     stream = _splitmix64(seeds, np.zeros_like(sample_index))
     stream = _splitmix64(stream, sample_index)
@@ -72,7 +76,7 @@ def noise(
 
 
 def _splitmix64(state: npt.NDArray[np.uint64], counter: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Output number ``counter``, from 0, of the generators seeded with ``state``."""
+    """Return output number ``counter``, from 0, of the generators seeded with ``state``."""
     z: npt.NDArray[np.uint64] = state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -81,23 +85,26 @@ def _splitmix64(state: npt.NDArray[np.uint64], counter: npt.NDArray[np.int64]) -
 
 @dataclass(slots=True, kw_only=True)
 class SamplerOutput:
-    """One sampled token per row, on the device, [S] each; token -1 and NaN where the logits were not finite."""
+    """One sampled token per row, on the device, [S] each; -1 and NaN where the logits were not finite."""
 
     token_ids: Tensor
     """int64"""
     logprobs: Tensor
     """float32: log-softmax over the full vocabulary, after temperature."""
     raw_logprobs: Tensor | None
-    """float32: log-softmax of the logits as given. None when not wanted."""
+    """float32: log-softmax of the logits as given, or None when not wanted."""
     sampled_logprobs: Tensor | None
     """float32: in the filtered, renormalised distribution; 0 for greedy rows. None when not wanted."""
     last_kept: Tensor | None = None
-    """int64: the last token in descending order that the filters keep, the token itself in greedy rows, -1 where the whole
-    vocabulary is kept. None: nobody asked, or the kernels do not say."""
+    """int64: the last token in descending order that the filters keep, or None if nobody asked or the kernels
+    do not say.
+
+    It is the token itself in greedy rows, and -1 where the whole vocabulary is kept.
+    """
     further: FurtherLogprobs | None = None
-    """Of the special rows that want them (``logit_edits.py``). None: there are none."""
+    """Results of the special rows that want them (``logit_edits.py``)."""
     inputs: FurtherLogprobs | None = None
-    """Of the step's prompt tokens (``input_logprobs.py``). None: nobody wants them."""
+    """Results of the step's prompt tokens (``logit_edits.py``)."""
 
 
 @dataclass(slots=True)
@@ -119,11 +126,13 @@ class _Probabilities:
 
     @property
     def total(self) -> Tensor:
-        """float64 [c]"""
+        """Sums of ``probs``, float64 [c]."""
         return self.cumulative[:, -1]
 
     def logprob(self, tokens: Tensor) -> Tensor:
-        """float64 [c]. Relative to the best token, as a probability may underflow while its logarithm is fine."""
+        """Return float64 [c], relative to the best token: a probability may underflow while its logarithm
+        is fine.
+        """
         distance = _at(self.scaled, tokens).double() - _at(self.scaled, self.best).double()
         return distance + torch.log(_at(self.probs, self.best).double() / self.total)
 
@@ -136,10 +145,7 @@ class Sampler:
         max_rows: S of the largest usual step; sizes the workspaces up to their bound. More rows go in chunks.
         device: where logits and the batch's tensors are.
         dtype: of the logits, bfloat16, float16 or float32.
-        in_torch: whatever kernels there are.
-
-    Attributes:
-        dtype: as above.
+        in_torch: use torch, whatever kernels there are.
     """
 
     def __init__(
@@ -162,7 +168,8 @@ class Sampler:
         self._compiled = RowSampler(vocab_size) if serving not in (TORCH, TRITON) else None
         self._triton = _in_triton(vocab_size, max_rows, device) if serving == TRITON else None
         held = self._chunk_rows if self._compiled is None and self._triton is None else 0
-        # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays -inf.
+        # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays
+        # -inf.
         self._scaled = torch.full((held, width), -torch.inf, device=device)
         self._probs = torch.zeros((held, width), device=device)
 
@@ -179,7 +186,8 @@ class Sampler:
         """
         if logits.shape[1:] != (self._vocab_size,) or logits.dtype != self.dtype:
             raise ValueError(
-                f"logits are {logits.dtype} {tuple(logits.shape)}, expected {self.dtype} [S, {self._vocab_size}]"
+                f"logits are {logits.dtype} {tuple(logits.shape)}, "
+                f"expected {self.dtype} [S, {self._vocab_size}]"
             )
         if self._triton is not None:
             return self._sample_triton(self._triton, logits, batch)
@@ -201,16 +209,20 @@ class Sampler:
 
     @property
     def compiles_at_first_use(self) -> bool:
-        """The first call takes seconds."""
+        """True if the first call takes seconds."""
         return self._triton is not None
 
     def graph_serves(self, batch: SamplingBatch) -> bool:
-        """Whether a graph of :meth:`sample`, captured with :meth:`for_graph`, gives the results of ``batch``."""
+        """Return True if a graph of :meth:`sample`, captured with :meth:`for_graph`, gives the results of
+        ``batch``.
+        """
         plain = not (batch.any_filtered or batch.want_raw)
         return batch.special is None and (plain or self._triton is not None)
 
     def for_graph(self, batch: SamplingBatch) -> SamplingBatch:
-        """``batch`` with the options of a graph: whatever the kernels compute anyway, and in torch what costs little."""
+        """Return ``batch`` with the options of a graph: what the kernels compute anyway, and in torch what
+        costs little.
+        """
         everything = self._triton is not None
         return replace(
             batch, any_sampled=True, any_filtered=everything, want_raw=everything, want_sampled=True
@@ -218,10 +230,11 @@ class Sampler:
 
     @staticmethod
     def _sample_triton(sampler: "TritonSampler", logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Every row in two launches, with all results: which are wanted changes nothing."""
+        """Sample every row in two launches, with all results: which are wanted changes nothing."""
         rows = logits.shape[0]
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        # Each begins at a multiple of 16 bytes: otherwise there would be other variants of the kernels to compile.
+        # Each begins at a multiple of 16 bytes: otherwise there would be other variants of the kernels to
+        # compile.
         logprobs, raw, sampled = torch.empty((3, -(-rows // 4) * 4), device=logits.device)[:, :rows]
         sampler.sample(logits, batch, tokens, logprobs, raw, sampled)
         return SamplerOutput(
@@ -234,7 +247,7 @@ class Sampler:
     def _sample_compiled(
         self, sampler: RowSampler, logits: Tensor, batch: SamplingBatch, out: SamplerOutput
     ) -> None:
-        """Every row in one call, filtered or not."""
+        """Sample every row in one call, filtered or not."""
         filtered = batch.any_filtered
         sampler.sample(
             logits,
@@ -252,7 +265,7 @@ class Sampler:
         )
 
     def _sample_all(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> None:
-        """Every row with torch, as many at a time as the workspaces hold."""
+        """Sample every row with torch, as many at a time as the workspaces hold."""
         rows = logits.shape[0]
         plan = _FilterPlan.of(batch, self._vocab_size) if batch.any_filtered else None
         for start in range(0, rows, self._chunk_rows):
@@ -293,7 +306,7 @@ class Sampler:
             out.raw_logprobs[chunk] = logprobs.where(rows.finite, torch.nan)
 
     def _softmax(self, logits: Tensor, temperature: Tensor | None) -> _Probabilities:
-        """Fill the workspaces from ``logits`` [c, V]; ``temperature`` [c], None: 1."""
+        """Fill the workspaces from ``logits`` [c, V], divided by ``temperature`` [c] if it is given."""
         count = logits.shape[0]
         scaled, probs = self._scaled[:count], self._probs[:count]
         vocabulary = scaled[:, : self._vocab_size]
@@ -316,7 +329,7 @@ class Sampler:
 
 
 def _in_triton(vocab_size: int, max_rows: int, device: torch.device) -> "TritonSampler | None":
-    """None: there are too many tokens for it."""
+    """Return the sampler in Triton, or None if there are too many tokens for it."""
     kernels = import_module("..kernels.triton_sampler", __package__)
     if vocab_size > kernels.LARGEST_VOCABULARY:
         return None
@@ -325,32 +338,37 @@ def _in_triton(vocab_size: int, max_rows: int, device: torch.device) -> "TritonS
 
 
 def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:
-    """Two-level inverse CDF: int64 [c] from ``uniforms`` [c]. Rows that are not finite give any valid index."""
+    """Return int64 [c] from ``uniforms`` [c]: a two-level inverse CDF. Rows that are not finite give any
+    valid index.
+    """
     target = _below(uniforms, rows.total)
     block = _search(rows.cumulative, target)
     below = _at(rows.cumulative, (block - 1).clamp(min=0)).where(block > 0, 0.0)
     inner = _block(rows.probs, block).cumsum(-1, dtype=torch.float64)
-    # The block's float32 sum differs from the inner total in its last bits; a fraction of one serves the other.
+    # The block's float32 sum differs from the inner total in its last bits; a fraction of one serves the
+    # other.
     fraction = (target - below) / (_at(rows.cumulative, block) - below)
     return block * _BLOCK + _search(inner, _below(fraction, inner[:, -1]))
 
 
 @dataclass(slots=True)
 class _FilterPlan:
-    """Which rows of a batch use top-k, top-p or min-p, and how many of their best tokens to look at."""
+    """The rows of a batch that use top-k, top-p or min-p, and how many of their best tokens to look at."""
 
     filtered: Tensor
-    """bool [S]: the rows."""
+    """bool [S]"""
     shortlists: dict[int, list[int]] | None
-    """Where values may be read: the length to begin with, to rows. None: all rows at once, by lists of ``length``."""
+    """Rows by the length to begin with, where values may be read; None for all rows at once, by lists of
+    ``length``.
+    """
     length: int
-    """Of lists that hold what any row keeps."""
+    """Length of lists that hold what any row keeps."""
     batch: SamplingBatch
     vocab_size: int
 
     @classmethod
     def of(cls, batch: SamplingBatch, vocab_size: int) -> "_FilterPlan":
-        """From what the host knows, and on the CPU from the parameters too."""
+        """Plan from what the host knows, and on the CPU from the parameters too."""
         filtered = _filtered(batch, vocab_size)
         length = _shortlist(batch.largest_top_k or vocab_size, vocab_size)
         if not _reading_is_free(filtered.device):
@@ -372,8 +390,9 @@ class _FilterPlan:
             rows: the chunk's probabilities.
             start: the batch's row number of the chunk's first.
             tokens: int64 [c]; filtered rows are overwritten.
-            kept_mass: float64 [c]; for filtered rows, what their kept tokens sum to, in units of ``rows.total``.
-            last_kept: int64 [c]; for filtered rows, the last of these in descending order. None: nobody asked.
+            kept_mass: float64 [c]; for filtered rows, what their kept tokens sum to, in units of
+                ``rows.total``.
+            last_kept: int64 [c]; for filtered rows, the last of these in descending order, if somebody asked.
         """
         if self.shortlists is None:
             bound = max(1, _SORTED // self.length)
@@ -399,7 +418,9 @@ class _FilterPlan:
         kept_mass: Tensor,
         last_kept: Tensor | None,
     ) -> Tensor:
-        """As :meth:`draw`, for rows ``index`` [f] and ``length`` best tokens; returns which of them need more, bool [f]."""
+        """Do as :meth:`draw`, for rows ``index`` [f] and ``length`` best tokens; return those that need
+        more, bool [f].
+        """
         batch, given = self.batch, index + start
         order = _descending(rows, index, length, self.vocab_size)
         probs = rows.probs[index[:, None], order].double()
@@ -428,12 +449,12 @@ class _FilterPlan:
 
 
 def _reading_is_free(device: torch.device) -> bool:
-    """Whether the host may look at values without waiting for a device."""
+    """Return True if the host may look at values without waiting for a device."""
     return device.type == "cpu"
 
 
 def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
-    """bool [S]: sampled from a part of the vocabulary."""
+    """Return bool [S]: rows that are sampled from a part of the vocabulary."""
     filtered = (batch.top_k < vocab_size) | (batch.top_p < 1.0)
     if batch.min_p is not None:
         filtered |= batch.min_p > 0.0
@@ -441,15 +462,16 @@ def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
 
 
 def _shortlist(needed: int, vocab_size: int) -> int:
-    """The shortest list that holds ``needed`` tokens; the vocabulary is the longest."""
+    """Return the length of the shortest list that holds ``needed`` tokens; the vocabulary is the longest."""
     return min(next((n for n in _SHORTLISTS if needed <= n), vocab_size), vocab_size)
 
 
 def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: int) -> Tensor:
-    """Tokens of the ``length`` largest scaled logits of the rows ``index`` [f], in order; of equals the lower first.
+    """Return tokens of the ``length`` largest scaled logits of the rows ``index`` [f], in order; of equals
+    the lower first.
 
-    The n largest of a row lie in the n blocks with the largest maxima (each other block's entries are beaten by n
-    maxima, with the same rule for equals), so that a short list is found without reading the row.
+    The n largest of a row lie in the n blocks with the largest maxima (each other block's entries are beaten
+    by n maxima, with the same rule for equals), so that a short list is found without reading the row.
     """
     if length == vocab_size:
         scaled = rows.scaled[:, :vocab_size].index_select(0, index)
@@ -465,10 +487,12 @@ def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: in
 
 
 def _best(values: Tensor, length: int) -> Tensor:
-    """Indices of the ``length`` largest of each row of ``values``, in order; of equal ones the lower index first.
+    """Return indices of the ``length`` largest of each row of ``values``, in order; of equal ones the lower
+    index first.
 
-    Which of equal values it returns is left open by torch.topk, and rounded to bfloat16 many are equal. So it is given
-    integers, all different: the bits of the value, in an order that is the value's, and then of the index.
+    torch.topk does not say which of equal values it returns, and rounded to bfloat16 many are equal. So it is
+    given integers, all different: the bits of the value, in an order that is the value's, and then of the
+    index.
     """
     bits = (values + 0.0).view(torch.int32).long()  # + 0.0: a zero has no sign
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
@@ -477,22 +501,24 @@ def _best(values: Tensor, length: int) -> Tensor:
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    """``values[i, index[i]]`` for every row i."""
+    """Return ``values[i, index[i]]`` for every row i."""
     return values.gather(1, index[:, None]).squeeze(1)
 
 
 def _block(values: Tensor, block: Tensor) -> Tensor:
-    """[c, 256]: block number ``block[i]`` of row i."""
+    """Return block number ``block[i]`` of row i, [c, 256]."""
     columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)
     return values.gather(1, columns)
 
 
 def _below(fraction: Tensor, total: Tensor) -> Tensor:
-    """``fraction * total``, and strictly below ``total`` even where that rounds up."""
+    """Return ``fraction * total``, or less where that rounds up to ``total``."""
     return torch.minimum(fraction * total, torch.nextafter(total, torch.zeros_like(total)))
 
 
 def _search(cumulative: Tensor, target: Tensor) -> Tensor:
-    """First index whose cumulative sum exceeds ``target`` [c]; the last index where none does (NaN)."""
+    """Return the first index whose cumulative sum exceeds ``target`` [c]; the last index where none does
+    (NaN).
+    """
     found = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
     return found.clamp(max=cumulative.shape[1] - 1)

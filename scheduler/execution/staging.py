@@ -1,16 +1,18 @@
 """A step's inputs on their way to the device and its results on their way back, through pinned host memory.
 
 Invariants:
-- All inputs of a step lie in one block and travel in one copy. The host block and the device block are allocated once, at
-  the size of the largest step, and never move.
-- The host writes its block only after the copy of the step before has left it, which is known by an event. One block is
-  enough at any depth up to 1: that copy stands before its own step, and the step before that one has been answered.
+- All inputs of a step lie in one block and travel in one copy. The host block and the device block are
+  allocated once, at the size of the largest step, and never move.
+- The host writes its block only after the copy of the step before has left it, which is known by an event.
+  One block is enough at any depth up to 1: that copy stands before its own step, and the step before that one
+  has been answered.
 - The device block is written on the forward stream, hence after every reader of the step before.
-- Arrays by token, by row and by sampled token come first, so that in steps of equal numbers of these they have equal
-  addresses: that is what a captured graph reads.
-- Page tables come last and stay on the host where nothing on the device reads them. That of layers with a window comes
-  behind the others', and is there if they have one: a graph finds it in every step.
-- A block of results belongs to one step until they have been fetched; there are as many as steps were in flight at once.
+- Arrays by token, by row and by sampled token come first, so that in steps of equal numbers of these they
+  have equal addresses: that is what a captured graph reads.
+- Page tables come last and stay on the host where nothing on the device reads them. That of layers with a
+  window comes behind the others', and is there if they have one: a graph finds it in every step.
+- A block of results belongs to one step until they have been fetched; there are as many as steps were in
+  flight at once.
 """
 
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ from .forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch
 from .sampler import SamplerOutput
 
 _ALIGNMENT = 64
-"""Bytes: of every array in a block."""
+"""Alignment of every array in a block, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +44,13 @@ class StepLimits:
     context_len: int
     """KV length of a row."""
     windows: bool = False
-    """Layers with a window have slots and a page table of their own."""
+    """True if layers with a window have slots and a page table of their own."""
 
     @classmethod
     def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int, windows: bool = False) -> "StepLimits":
-        """``chunk_tokens`` prompt tokens beside a token of each other row, of ``context_len`` tokens at most."""
+        """Return limits of ``chunk_tokens`` prompt tokens beside a token of each other row, of
+        ``context_len`` at most.
+        """
         tokens = min(max_rows + chunk_tokens, max_rows * context_len)
         return cls(tokens=tokens, rows=max_rows, context_len=context_len, windows=windows)
 
@@ -57,7 +61,6 @@ class StepLimits:
 
     @property
     def pages(self) -> int:
-        """Pages of one row."""
         return -(-self.context_len // PAGE_SIZE)
 
 
@@ -69,11 +72,10 @@ class _Field:
     dtype: torch.dtype
     per: Literal["token", "row", "sample"]
     padding: int = 0
-    """Of added rows."""
+    """Value in added rows."""
 
     @property
     def numpy(self) -> "np.dtype[Any]":
-        """The dtype's other name."""
         return np.dtype(str(self.dtype).removeprefix("torch."))
 
 
@@ -115,17 +117,18 @@ class InputStaging:
     def staged(
         self, batch: ForwardBatch, rows: int | None = None, *, table: bool = True
     ) -> Iterator[ForwardBatch]:
-        """``batch`` on the device, for use on the forward stream, which is the current one.
+        """Yield ``batch`` on the device, for use on the forward stream, which is the current one.
 
-        The step is planned within the ``with`` block: what a plan copies from the host has been read when the next block
-        begins.
+        The step is planned within the ``with`` block: what a plan copies from the host has been read when the
+        next block begins.
 
         Args:
             batch: on the host.
-            rows: decode rows are added up to this number (None: none): one token each at position 0, on the scratch page.
-                They read the last token of slot 0. What yields is without their sampling inputs, which lie behind those
-                of the others: greedy, for a slot that no request has.
-            table: something on the device reads the page table; else it stays on the host, and what yields has none.
+            rows: number up to which decode rows are added: one token each at position 0, on the scratch page.
+                They read the last token of slot 0. Their sampling inputs, greedy for a slot that no request
+                has, are behind those of the batch that is yielded, and not in it.
+            table: something on the device reads the page table; else it stays on the host, and what is
+                yielded has none.
         """
         self._taken.synchronize()
         added = 0 if rows is None else rows - batch.num_rows
@@ -170,7 +173,7 @@ class InputStaging:
             self._taken.record()
 
     def _starts(self, counts: dict[str, int]) -> list[int]:
-        """Offset of each field in bytes, then that of the page table."""
+        """Return the offset of each field in bytes, then that of the page table."""
         starts = [0]
         for field in (*_STEP, *_SAMPLING):
             nbytes = counts[field.per] * field.dtype.itemsize
@@ -178,7 +181,9 @@ class InputStaging:
         return starts
 
     def _write(self, field: _Field, values: Tensor | None, start: int, count: int) -> Tensor:
-        """Into the host's block, padded to ``count``; returns where it will lie on the device, of samples without padding."""
+        """Write into the host's block, padded to ``count``; return the view on the device, of samples
+        without padding.
+        """
         stop = start + count * field.dtype.itemsize
         block = self._bytes[start:stop].view(field.numpy)
         found = self._device[start:stop].view(field.dtype)
@@ -268,7 +273,9 @@ class PendingOutput:
         self._free: list[_OutputBlock] | None = free
 
     def fetch(self) -> HostOutput:
-        """Wait for this step (and no later one), copy its results out of the block and give the block back; once."""
+        """Wait for this step (and no later one), copy its results out of the block and give the block
+        back; once.
+        """
         assert self._free is not None, "fetched already"
         block, rows = self._block, self._rows
         block.arrived.synchronize()

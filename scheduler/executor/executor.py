@@ -304,7 +304,7 @@ class Executor:
     def empty(self, place: str) -> list[RankMemory]:
         """Empty the device caches of the workers; return what each has reserved before and after."""
         reports = []
-        for rank, answer in self.call("empty_cache", place).collect().items():
+        for rank, answer in self.call("empty", place).collect().items():
             if answer.failure is not None:
                 logger.error("rank %d could not empty its device cache: %s", rank, answer.failure.message)
                 continue

@@ -101,8 +101,7 @@ class ParallelRunner:
             raise self._failures.pop(pending.number)
 
     def broken(self, error: Exception) -> None:
-        """Settle after rank 0 has failed; if ``error`` only follows a worker's failure, raise the
-        worker's."""
+        """Settle after rank 0 has failed; raise a worker's failure if ``error`` only follows it."""
         self._executor.parallel.abort()
         self._settle()
         if isinstance(error, RankLostError) and self._failures:

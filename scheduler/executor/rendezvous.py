@@ -64,7 +64,8 @@ def device_of(config: EngineConfig, rank: int) -> str:
     if index >= count:
         raise CaesuraError(
             ErrorCode.INVALID_REQUEST,
-            f"tp = {config.tp} from {config.device} on needs {kind}:{index}, and this host has {count} devices",
+            f"tp = {config.tp} from {config.device} on needs {kind}:{index}, "
+            f"and this host has {count} devices",
             field="tp",
             value=config.tp,
         )

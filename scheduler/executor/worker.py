@@ -113,7 +113,7 @@ class Worker:
             self._graphs.drop()
         self.parallel.reset()
 
-    def empty_cache(self, place: EmptyCachePlace) -> tuple[int, int]:
+    def empty(self, place: EmptyCachePlace) -> tuple[int, int]:
         """Return the allocator's unused blocks; return what was reserved before and after, in bytes."""
         self.updates.collect()
         report = self._device_cache.empty(place)

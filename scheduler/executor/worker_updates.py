@@ -18,7 +18,7 @@ from ..runtime.background import Task
 from ..runtime.config import EngineConfig
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, write_some
-from ..weights.reading import find_non_finite, require_finite
+from ..weights.reading import require_finite
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
@@ -119,14 +119,7 @@ class WorkerUpdates:
             self._loaded.model.finalize_weights()
         self._runner.synchronize()
         if check_finite:
-            search = find_non_finite(self._loaded.model, self._loader.written)
-            while True:
-                try:
-                    with self._runner.on_stream():
-                        next(search)
-                except StopIteration as end:
-                    require_finite(end.value)
-                    break
+            for _ in require_finite(self._loaded.model, self._loader.written, self._runner.on_stream):
                 yield False
         self._loader.forget_written()
         return None

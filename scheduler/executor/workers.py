@@ -70,10 +70,7 @@ class Workers:
             raise
 
     def require_all(self) -> None:
-        """
-        Raises:
-            EngineEndsError: a worker is lost.
-        """
+        """Raise EngineEndsError if a worker is lost."""
         if self.lost is not None:
             raise EngineEndsError(CaesuraError(ErrorCode.ENGINE_DIED, f"the engine ends: {self.lost}"))
 

@@ -14,24 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput, TensorSpec
+from ...io_struct import GenerateImagesReqInput, TensorSpec
 from ..runtime.dtypes import DTYPES
 from ..scheduling.live_requests import LiveRequests
+from ..scheduling.waiting_queue import require_room
 from ..weights.source import BufferSource
 from .family import MAX_IDS, Embeds, Family, invalid
-from .flow import problem_of
 from .footprint import Footprint
-from .holding import Holding
-from .request import ImageRequest, Prompting
+from .memory_limit import MemoryLimit
+from .request import Conditioning, ImageRequest
+from .scheduler_step import problem_of
 
 MAX_RESULT_BYTES = 128 << 20
-"""Of the latents that one result holds."""
+"""Most bytes of the latents of one result."""
 MAX_GUIDANCE = 1000.0
-"""Of ``guidance_scale``: with more, latents leave float32 before a defect could be told from it."""
+"""Largest ``guidance_scale``: with more, latents leave float32 before a defect could be told from it."""
 MAX_NOISE_LEVEL = 100.0
-"""Of ``sde.noise_level``, likewise."""
+"""Largest ``sde.noise_level``, for the same reason."""
 MAX_EMBED_TOKENS = 2 * MAX_IDS
-"""Of ``prompt_embeds``: more than text or ids can make. A step takes time with their square, and nothing stops it."""
+"""Most tokens of ``prompt_embeds``: more than text or ids make. A step takes time with their square."""
 _NEGATIVE = "negative_"
 _IMAGE_CHANNELS = 3
 
@@ -44,7 +45,7 @@ class ImageAdmission:
         family: Family,
         device: torch.device,
         footprint: Footprint,
-        holding: Holding,
+        limit: MemoryLimit,
         live: LiveRequests[ImageRequest],
         *,
         max_waiting: int,
@@ -52,7 +53,7 @@ class ImageAdmission:
         """``live``: the samples that have not ended, whose embeddings are here."""
         self._family = family
         self._footprint = footprint
-        self._holding = holding
+        self._limit = limit
         self._live = live
         self._device = device
         self._max_waiting = max_waiting
@@ -63,16 +64,10 @@ class ImageAdmission:
         """Check a message and make its samples; changes no state.
 
         Raises:
-            CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a size or a prompt that this
-                machine is too small for.
+            CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a
+                size or a prompt that this machine is too small for.
         """
-        if waiting + message.n > self._max_waiting:
-            raise CaesuraError(
-                ErrorCode.QUEUE_FULL,
-                f"{waiting} samples are waiting, the limit is {self._max_waiting}",
-                waiting=waiting,
-                limit=self._max_waiting,
-            )
+        require_room(message.n, waiting, self._max_waiting)
         _check_numbers(message)
         unit, longest = self._family.pixels, self._family.longest_side
         for name in ("width", "height"):
@@ -85,9 +80,9 @@ class ImageAdmission:
         shape = self._family.latent_shape(message.height, message.width)
         sigmas = self._grid(message, shape)
         kept = _kept_steps(message, sigmas, shape)
-        prompting = self._prompting(message, buffers)
-        self._footprint.check_prompt(prompting)
-        self._measure(prompting)
+        conditioning = self._conditioning(message, buffers)
+        self._footprint.check_prompt(conditioning)
+        self._measure(conditioning)
         seed = secrets.randbits(63) if message.seed is None else message.seed
         now = monotonic()
         return [
@@ -97,7 +92,7 @@ class ImageAdmission:
                 index=index,
                 client=client,
                 message=message,
-                prompting=prompting,
+                conditioning=conditioning,
                 sigmas=sigmas,
                 shape=shape,
                 seed=seed,
@@ -125,7 +120,7 @@ class ImageAdmission:
             )
         return grid
 
-    def _prompting(self, message: GenerateImagesReqInput, buffers: list[memoryview]) -> Prompting:
+    def _conditioning(self, message: GenerateImagesReqInput, buffers: list[memoryview]) -> Conditioning:
         family = self._family
         guided = family.is_guided(message.guidance_scale)
         embeds, negative = self._embeds(message.tensors, buffers)
@@ -140,7 +135,7 @@ class ImageAdmission:
             )
         ids = self._ids(message.prompt, message.prompt_ids, "prompt_ids", message)
         if not guided:
-            return Prompting(ids, None, message.max_sequence_length, False, embeds)
+            return Conditioning(ids, None, message.max_sequence_length, False, embeds)
         against = None
         if negative is None:
             text = message.negative_prompt
@@ -161,25 +156,25 @@ class ImageAdmission:
                 message.negative_prompt,
                 f"makes embeddings of {tokens[1]} tokens, and the prompt has {tokens[0]}",
             )
-        return Prompting(ids, against, message.max_sequence_length, True, embeds, negative)
+        return Conditioning(ids, against, message.max_sequence_length, True, embeds, negative)
 
-    def _measure(self, prompting: Prompting) -> None:
+    def _measure(self, conditioning: Conditioning) -> None:
         """Say how large its embeddings are, those to come included.
 
         Raises:
             CaesuraError: ``queue_full``, those that were sent do not fit beside those of other requests.
         """
-        sent = [embeds for embeds in (prompting.embeds, prompting.negative) if embeds is not None]
-        self._holding.check_sent(self._live, *sent)
-        prompting.sent_bytes = sum(each.nbytes for embeds in sent for each in embeds.values())
-        longest = prompting.max_sequence_length
-        tokens = sum(self._family.encoded_tokens(ids, longest) for ids in prompting.unencoded)
-        prompting.nbytes = prompting.sent_bytes + self._family.embed_bytes(tokens)
+        sent = [embeds for embeds in (conditioning.embeds, conditioning.negative) if embeds is not None]
+        conditioning.sent_bytes = sum(each.nbytes for embeds in sent for each in embeds.values())
+        self._limit.check_sent(self._live, conditioning.sent_bytes)
+        longest = conditioning.max_sequence_length
+        tokens = sum(self._family.encoded_tokens(ids, longest) for ids in conditioning.unencoded)
+        conditioning.nbytes = conditioning.sent_bytes + self._family.embed_bytes(tokens)
 
     def _ids(
         self, text: str | None, ids: list[list[int]] | None, field: str, message: GenerateImagesReqInput
     ) -> list[list[int]] | None:
-        """Of a prompt that is text or ids; None if it is neither."""
+        """Return the ids of a prompt that is text or ids, or None."""
         family, longest = self._family, message.max_sequence_length
         value: object = longest
         if ids is not None:
@@ -192,7 +187,7 @@ class ImageAdmission:
         return ids
 
     def _tokens(self, embeds: Embeds | None, ids: list[list[int]] | None, longest: int) -> int:
-        """Of the embeddings that the transformer is given."""
+        """Return the tokens of the embeddings that the transformer is given."""
         if embeds is not None:
             return len(embeds["prompt_embeds"])
         assert ids is not None, "a prompt has one form"
@@ -201,7 +196,7 @@ class ImageAdmission:
     def _embeds(
         self, specs: Sequence[TensorSpec], buffers: list[memoryview]
     ) -> tuple[Embeds | None, Embeds | None]:
-        """Embeddings that came with the message, and those of guidance; None where there are none."""
+        """Return embeddings that came with the message, and those of guidance, or None."""
         family, found = self._family, {}
         if len(buffers) != len({spec.buffer for spec in specs}):
             raise invalid("tensors", len(specs), f"describe not all of {len(buffers)} frames, or more")
@@ -225,7 +220,7 @@ class ImageAdmission:
         return found or None, negative or None
 
     def _check_shape(self, spec: TensorSpec) -> None:
-        """Of a whole embedding: pieces are for weights."""
+        """Refuse a tensor that is no whole embedding which the transformer takes."""
         family, name, shape = self._family, spec.name, tuple(spec.shape)
         plain = name.removeprefix(_NEGATIVE)
         if plain not in family.embed_names:
@@ -253,10 +248,10 @@ class ImageAdmission:
 
 
 def _check_numbers(message: GenerateImagesReqInput) -> None:
-    sde = message.sde
+    sde, guidance, shift = message.sde, message.guidance_scale, message.shift
     problems = (
-        ("guidance_scale", message.guidance_scale, f"must be in [0, {MAX_GUIDANCE:g}]", 0.0 <= message.guidance_scale <= MAX_GUIDANCE),
-        ("shift", message.shift, "must be finite and above 0", message.shift is None or 0.0 < message.shift < math.inf),
+        ("guidance_scale", guidance, f"must be in [0, {MAX_GUIDANCE:g}]", 0.0 <= guidance <= MAX_GUIDANCE),
+        ("shift", shift, "must be finite and above 0", shift is None or 0.0 < shift < math.inf),
         ("sde.noise_level", sde.noise_level, f"must be in [0, {MAX_NOISE_LEVEL:g}], and at most 1 for cps",
          0.0 <= sde.noise_level <= (1.0 if sde.type == "cps" else MAX_NOISE_LEVEL)),
     )  # fmt: skip
@@ -284,7 +279,7 @@ def _kept_steps(
 
 
 def _places(kept: frozenset[int]) -> int:
-    """Latents that are kept: before and after each of these steps."""
+    """Return the number of latents before and after each of these steps."""
     return len({place for step in kept for place in (step, step + 1)})
 
 

@@ -1,17 +1,20 @@
-"""A diffusers folder as modules whose weights the engine owns: which components it has, and where each tensor of theirs goes.
+"""A diffusers folder as modules whose weights the engine owns: which components it has, and where each tensor
+of theirs goes.
 
 Invariants:
-- The modules are diffusers' and transformers' own. Their parameters, and the buffers that their checkpoints hold, live in
-  storage of ``memory/residency.py`` and are written through :class:`~..layers.parameters.WeightSlot` alone.
-- A tensor is known as ``component.name``, where ``name`` is the one in the component's own folder. What is tied to another
-  parameter has no slot: its name is skipped.
+- The modules are diffusers' and transformers' own. Their parameters, and the buffers that their checkpoints
+  hold, live in storage of ``memory/residency.py`` and are written through
+  :class:`~..layers.parameters.WeightSlot` alone.
+- A tensor is known as ``component.name``, where ``name`` is the one in the component's own folder. What is
+  tied to another parameter has no slot: its name is skipped.
 - Only the classes that a family lists are made, whatever the folder's index says; nothing remote is run.
 """
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..layers.movable_parameter import MovableSlot
+from ..layers.offloadable_parameter import OffloadableSlot
 from ..layers.parameters import Parameter, WeightSlot
-from ..memory.offload import Movable
+from ..memory.offload import OffloadableComponent
 from ..runtime.dtypes import DTYPES
 from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_small
 from ..weights.transports.disk import Checkpoint, open_checkpoint
@@ -40,7 +43,7 @@ _NOT_FORWARD = (
 
 
 def read_index(folder: str | Path) -> dict[str, Any]:
-    """The decoded ``model_index.json`` of ``folder``.
+    """Return the decoded ``model_index.json`` of ``folder``.
 
     Raises:
         CaesuraError: ``checkpoint_error``.
@@ -49,7 +52,7 @@ def read_index(folder: str | Path) -> dict[str, Any]:
 
 
 def class_names(index: dict[str, Any]) -> dict[str, str]:
-    """Component to the name of its class, of those that the folder has."""
+    """Return the class of each component that the folder has."""
     return {
         name: entry[1]
         for name, entry in index.items()
@@ -68,7 +71,7 @@ class Component:
         dtype: torch.dtype,
         device: torch.device,
         saved: Iterable[str] = (),
-        movable: Movable | None = None,
+        movable: OffloadableComponent | None = None,
     ) -> None:
         """
         Args:
@@ -96,7 +99,7 @@ class Component:
             )
             _replace(module, old, parameter.data)
             self.slots[parameter.name] = (
-                parameter.slot(parameter.name) if movable is None else MovableSlot(parameter, movable)
+                parameter.slot(parameter.name) if movable is None else OffloadableSlot(parameter, movable)
             )
             self._storage.append((parameter.name, parameter.data))
         for owner in module.modules():
@@ -107,16 +110,18 @@ class Component:
 
     @property
     def nbytes(self) -> int:
-        """Of its weights, wherever they are."""
+        """Bytes of the weights, wherever they are."""
         return sum(tensor.nbytes for _, tensor in self._storage)
 
     def storage(self) -> Iterator[tuple[str, Tensor]]:
-        """Its weights by name, to be read: those that come and go from the host, once they have been away."""
+        """Yield the weights to read by name: from the host, if they come and go and have been away."""
         for name, tensor in self._storage:
             yield name, tensor if self.movable is None else self.movable.values(tensor)
 
     def skips(self, key: str) -> bool:
-        """Whether a tensor ``key`` of its checkpoint is ignored: tied to another, or a table that the module makes itself."""
+        """Return True for a checkpoint's tensor that is ignored: tied, or a table that the module makes
+        itself.
+        """
         return key in self.tied or key.rpartition(".")[2] == "position_ids"
 
 
@@ -126,9 +131,9 @@ def build_component(
     class_path: str,
     dtype: torch.dtype | None,
     device: torch.device,
-    movable: Movable | None = None,
+    movable: OffloadableComponent | None = None,
 ) -> tuple[Component, Checkpoint]:
-    """The component in ``folder``, whose parameters hold nothing yet, and its checkpoint.
+    """Return the component in ``folder``, whose parameters hold nothing yet, and its checkpoint.
 
     Args:
         class_path: ``library.Class``.
@@ -151,7 +156,7 @@ def build_component(
 
 
 def config_difference(ours: Path, theirs: Path) -> list[str]:
-    """Names of the fields in which two components' config.json differ in what they compute."""
+    """Return the fields in which two components' config.json differ in what they compute."""
     a, b = _read_json(ours / "config.json"), _read_json(theirs / "config.json")
     return sorted(
         name for name in a.keys() | b.keys() if name not in _NOT_FORWARD and a.get(name) != b.get(name)
@@ -177,7 +182,7 @@ def _as_module(made: Any) -> nn.Module:
 
 
 def _names_in_file(module: nn.Module, saved: Iterable[str]) -> dict[str, str]:
-    """The module's name of a tensor to the file's, where they differ by the renamings that its class declares."""
+    """Return the file's name of each tensor that the renamings of the module's class change."""
     renamings = getattr(module, "_checkpoint_conversion_mapping", {}) or _RENAMED.get(
         type(module).__name__, {}
     )
@@ -201,7 +206,7 @@ _RENAMED = {
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Modules made inside have parameters without storage; their buffers, which may be computed, are real."""
+    """Within the block, modules are made with parameters on the meta device, and with real buffers."""
     register = nn.Module.register_parameter
 
     def register_empty(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -233,3 +238,45 @@ def _read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise checkpoint_error(path, f"is not a JSON object: {error}") from error
+
+
+class Blocks:
+    """The blocks of one module, in the order of computation as far as its kind tells."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Add a hook to each block of ``module``."""
+        self.before: Callable[[int], None] = lambda number: None
+        self._modules = list(_blocks_of(module))
+        for number, block in enumerate(self._modules):
+            block.register_forward_pre_hook(partial(self._called, number))
+
+    def tensors(self) -> list[list[Tensor]]:
+        """Return the parameters and buffers of each block."""
+        return [[*block.parameters(), *block.buffers()] for block in self._modules]
+
+    def _called(self, number: int, block: nn.Module, args: Any) -> None:
+        self.before(number)
+
+
+def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the entries of the outermost lists of modules, which is how such modules are made.
+
+    A tower for images within a text encoder comes last: prompts without images do not call it. So does the
+    encoder of an autoencoder, of which steps call the decoder.
+    """
+    decoder: Any = getattr(module, "decoder", None)
+    encoder: Any = getattr(module, "encoder", None)
+    if all(hasattr(half, "mid_block") for half in (decoder, encoder)):
+        yield from (decoder.mid_block, *decoder.up_blocks, *encoder.down_blocks, encoder.mid_block)
+        return
+    lists = list(_outermost_lists(module, ""))
+    for _, entries in sorted(lists, key=lambda found: "visual" in found[0]):
+        yield from entries
+
+
+def _outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield path + name, child
+        else:
+            yield from _outermost_lists(child, f"{path}{name}.")

@@ -1,10 +1,11 @@
-"""What differs between text-to-image models of flow matching: how text is encoded, what the transformer is given, how latents are
-decoded.
+"""What differs between text-to-image models of flow matching: how text is encoded, what the transformer is
+given, how latents are decoded.
 
 Invariants:
-- A family calls the pipeline's own modules and repeats what the pipeline of diffusers does around them, no more. Latents, sigmas and
-  noise belong to the steps (``flow.py``, ``runner.py``).
-- Everything has a batch dimension, and rows do not see each other. Rows may have different sigmas and guidance scales.
+- A family calls the pipeline's own modules and repeats what the pipeline of diffusers does around them, no
+  more. Latents, sigmas and noise belong to the steps (``flow.py``, ``runner.py``).
+- Everything has a batch dimension, and rows do not see each other. Rows may have different sigmas and
+  guidance scales.
 - The names of embeddings are those of the pipeline's arguments.
 """
 
@@ -31,7 +32,7 @@ Embeds = dict[str, Tensor]
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxlist = 100, 20
 _KEPT_GRIDS = 64
-"""Grids of sigmas: making one takes a millisecond, in which no step is made."""
+"""Grids of sigmas that are kept: making one takes a millisecond, in which no step is made."""
 MAX_IDS = 4096
 """Token ids of one prompt for a text encoder whose config has no limit."""
 
@@ -42,15 +43,15 @@ class Family(ABC):
     pipeline: ClassVar[str]
     """Class of the pipeline, as in its ``model_index.json``."""
     classes: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Component to the classes it may have, as ``library.Class``; in the order of the text encoders."""
+    """Classes that each component may have, as ``library.Class``; in the order of the text encoders."""
     optional: ClassVar[frozenset[str]] = frozenset()
     """Components that a folder may lack."""
     takes_negative: ClassVar[bool] = True
-    """Whether there are negative prompts."""
+    """Negative prompts are allowed."""
     embed_names: ClassVar[tuple[str, ...]]
-    """Of one prompt."""
+    """Names of the embeddings of one prompt."""
     vae_has_state: ClassVar[bool] = False
-    """Whether the VAE keeps in itself what it computes, so that no other call of it may come in between."""
+    """The VAE keeps state between its calls."""
 
     def __init__(
         self, modules: Mapping[str, Any], tokenizers: Sequence[Any], scheduler_config: dict[str, Any]
@@ -70,7 +71,7 @@ class Family(ABC):
 
     @classmethod
     def load(cls, root: Path, modules: Mapping[str, Any], names: Mapping[str, str]) -> Self:
-        """The family of the folder ``root``, with its tokenizers and the config of its scheduler.
+        """Return the family of the folder ``root``, with its tokenizers and the config of its scheduler.
 
         Args:
             names: component to the name of its class, as :func:`~.components.class_names`.
@@ -89,37 +90,37 @@ class Family(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the transformer computes in."""
+        """Data type that the transformer computes in."""
         parameter: Tensor = next(self.transformer.parameters())
         return parameter.dtype
 
     @property
     @abstractmethod
     def pixels(self) -> int:
-        """Width and height of an image are multiples of it."""
+        """Pixels that width and height of an image are multiples of."""
 
     @property
     def vae_channels(self) -> int:
-        """Of what the VAE normalises at the size of the image; of an AutoencoderKL."""
+        """Channels that the VAE normalises at the size of the image."""
         return int(self.vae.config.block_out_channels[:2][-1])
 
     @property
     def longest_side(self) -> int | None:
-        """Largest width and height in pixels. None: the transformer has no limit of its own."""
+        """Largest width and height in pixels, or None without a limit."""
         return None
 
     def is_guided(self, guidance_scale: float) -> bool:
-        """Whether guidance takes a second row, of the negative prompt."""
+        """Return True if guidance takes a second row, of the negative prompt."""
         return guidance_scale > 1.0
 
     @abstractmethod
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
-        """Token ids for each text encoder, padded."""
+        """Return token ids for each text encoder, padded."""
 
     def align(
         self, ids: list[list[int]], against: list[list[int]]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of a prompt and its negative prompt, with the same lengths where the family can pad them."""
+        """Return ids of a prompt and its negative prompt, padded to the same lengths if the family can."""
         return ids, against
 
     def check_ids(self, ids: Sequence[Sequence[int]], field: str) -> None:
@@ -137,12 +138,15 @@ class Family(ABC):
                 raise invalid(
                     field,
                     len(row),
-                    f"has {len(row)} ids for a text encoder with {text.vocab_size} tokens and at most {longest} of them",
+                    f"has {len(row)} ids for a text encoder with {text.vocab_size} tokens and "
+                    f"at most {longest} of them",
                 )
 
     @abstractmethod
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
-        """Tokens of the ``prompt_embeds`` that :meth:`encode` makes; 0 or less: it can make none of these ids."""
+        """Return the tokens of the ``prompt_embeds`` that :meth:`encode` makes; 0 or less if it can make
+        none.
+        """
 
     @abstractmethod
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
@@ -154,25 +158,25 @@ class Family(ABC):
         """
 
     def embed_bytes(self, tokens: int) -> int:
-        """Of the ``prompt_embeds`` of so many tokens; what else there is takes little beside them."""
+        """Return the bytes of ``prompt_embeds`` of so many tokens; the rest takes little beside them."""
         width: int = self.transformer.config.joint_attention_dim
         return tokens * width * self.dtype.itemsize
 
     @abstractmethod
     def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether an embedding given by a client may have ``shape``."""
+        """Return True if an embedding given by a client may have ``shape``."""
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Of one sample."""
+        """Return the shape of one sample's latent."""
 
     @property
     def latent_bytes_per_pixel(self) -> float:
-        """Of a latent as results have it, float32."""
+        """Bytes of a latent as results have it, float32, for each pixel."""
         return 4 * prod(self.latent_shape(self.pixels, self.pixels)) / self.pixels**2
 
     def sigmas(self, steps: int, shift: float | None, latent_shape: tuple[int, ...]) -> np.ndarray:
-        """float32 [steps + 1]: the grid that the pipeline would take, ``shift`` in place of its own unless None."""
+        """Return the pipeline's grid, float32 [steps + 1], with ``shift`` in place of its own unless None."""
         dynamic = shift is None and self.scheduler_config.get("use_dynamic_shifting")
         return self._grid(steps, shift, self.mu(latent_shape) if dynamic else None).copy()
 
@@ -184,11 +188,11 @@ class Family(ABC):
         return grid
 
     def grid_arguments(self, steps: int) -> dict[str, Any]:
-        """What the pipeline gives its scheduler for ``steps`` steps."""
+        """Return what the pipeline gives its scheduler for ``steps`` steps."""
         return {"num_inference_steps": steps}
 
     def mu(self, latent_shape: tuple[int, ...]) -> float:
-        """The shift of dynamic shifting: linear in the number of the transformer's image tokens."""
+        """Return the shift of dynamic shifting, linear in the number of image tokens."""
         config = self.scheduler_config
         low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
         base, most = config.get("base_shift", 0.5), config.get("max_shift", self.default_max_shift)
@@ -199,13 +203,13 @@ class Family(ABC):
 
     @abstractmethod
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Of one sample in the transformer."""
+        """Return the transformer's image tokens of one sample."""
 
     @abstractmethod
     def velocity(
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
     ) -> Tensor:
-        """The transformer's output [rows, …latent].
+        """Return the transformer's output [rows, …latent].
 
         Args:
             x: float32 [rows, …latent].
@@ -219,16 +223,16 @@ class Family(ABC):
         return embeds
 
     def guide(self, negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
-        """Classifier-free guidance (Ho and Salimans, 2022, arXiv:2207.12598); ``scale`` [rows, 1, …]."""
+        """Apply classifier-free guidance (Ho and Salimans, 2022, arXiv:2207.12598)."""
         return negative + scale * (positive - negative)
 
     @abstractmethod
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        """Images [rows, 3, height, width], about -1 to 1."""
+        """Return images [rows, 3, height, width], about -1 to 1."""
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """uint8 [rows, height, width, 3] of what :meth:`Family.decode` returns."""
+    """Return what :meth:`Family.decode` returns as uint8 [rows, height, width, 3]."""
     return (
         ((images.float() / 2 + 0.5).clamp(0, 1) * 255)
         .round()
@@ -239,32 +243,32 @@ def to_pixels(images: Tensor) -> Tensor:
 
 
 def vae_scale(vae: nn.Module) -> int:
-    """Pixels to an element of a latent, of an AutoencoderKL."""
+    """Return the pixels to an element of a latent of an AutoencoderKL."""
     config: Any = vae.config
     return int(2 ** (len(config.block_out_channels) - 1))
 
 
 def packed_shape(height: int, width: int, pixels: int, channels: int) -> tuple[int, int]:
-    """Of a latent whose elements are packed 2 x 2 into tokens of ``channels``."""
+    """Return the shape of a latent whose elements are packed 2 x 2 into tokens of ``channels``."""
     return (height // pixels) * (width // pixels), channels
 
 
 def unpacked(latents: Tensor, size: tuple[int, int], pixels: int) -> Tensor:
-    """Packed latents [rows, tokens, 4 channels] as [rows, channels, height, width]; ``size`` in pixels."""
+    """Return packed latents [rows, tokens, 4 channels] as [rows, channels, height, width]."""
     rows, columns = size[0] // pixels, size[1] // pixels
     blocks = latents.view(len(latents), rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return blocks.reshape(len(latents), -1, 2 * rows, 2 * columns)
 
 
 def padded_ids(tokenizer: Any, text: str, length: int) -> list[int]:
-    """Cut or padded to ``length``."""
+    """Return token ids, cut or padded to ``length``."""
     found = tokenizer([text], padding="max_length", max_length=length, truncation=True)
     ids: list[int] = found["input_ids"][0]
     return ids
 
 
 def invalid(field: str, value: object, requirement: str) -> CaesuraError:
-    """``field`` of a request, and what is asked of it; a long value is shortened, since answers and logs repeat it."""
+    """Return the error of a field of a request; a long value is shortened: answers and logs repeat it."""
     said = _SHORT.repr(value)
     return CaesuraError(
         ErrorCode.INVALID_REQUEST,
@@ -275,5 +279,5 @@ def invalid(field: str, value: object, requirement: str) -> CaesuraError:
 
 
 def unsupported(what: str, field: str = "model_path") -> CaesuraError:
-    """Something that a pipeline or a request asks for and that is not done."""
+    """Return the error of what a pipeline or a request asks for and is not done."""
     return CaesuraError(ErrorCode.UNSUPPORTED, f"{what} is not supported", field=field)

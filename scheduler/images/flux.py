@@ -1,4 +1,5 @@
-"""Flux (Black Forest Labs, 2024): CLIP's pooled output and T5's tokens, latents packed into tokens of 2 x 2, guidance as an input.
+"""Flux (Black Forest Labs, 2024): CLIP's pooled output and T5's tokens, latents packed into tokens of 2 x 2,
+guidance as an input.
 
 A latent is [tokens, 4 channels], as the pipeline of diffusers and trainers have it.
 """
@@ -28,51 +29,47 @@ class Flux(Family):
 
     @property
     def pixels(self) -> int:
-        """Two elements of a latent."""
+        """Pixels of two elements of a latent."""
         return 2 * vae_scale(self.vae)
 
     def is_guided(self, guidance_scale: float) -> bool:
-        """Never: the transformer takes the scale, where it takes any."""
+        """Return False: the transformer takes the scale, if any."""
         return False
 
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
-        """CLIP's length is fixed, T5's the request's."""
+        """Return ids padded to CLIP's fixed length, and to the request's length for T5."""
         clip, t5 = self.tokenizers
         return [padded_ids(clip, text, clip.model_max_length), padded_ids(t5, text, max_sequence_length)]
 
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
-        """T5's."""
         return len(ids[1])
 
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
-        """T5's tokens, CLIP's pooled output."""
+        """Return T5's tokens, and CLIP's pooled output."""
         clip, t5 = self.encoders
         pooled = clip(ids[0], output_hidden_states=False).pooler_output
         return {"prompt_embeds": t5(ids[1])[0], "pooled_prompt_embeds": pooled}
 
     def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Widths as the transformer's."""
         config = self.transformer.config
         if name == "pooled_prompt_embeds":
             return shape == (config.pooled_projection_dim,)
         return len(shape) == 2 and shape[0] > 0 and shape[1] == config.joint_attention_dim
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[tokens, 4 channels]"""
+        """Return [tokens, 4 channels]."""
         return packed_shape(height, width, self.pixels, self.transformer.config.in_channels)
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """All of a latent."""
         return latent_shape[0]
 
     def grid_arguments(self, steps: int) -> dict[str, Any]:
-        """1 to 1 / steps, which the scheduler then shifts."""
+        """Return 1 to 1 / steps, which the scheduler then shifts."""
         return {"num_inference_steps": steps, "sigmas": np.linspace(1.0, 1 / steps, steps)}
 
     def velocity(
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
     ) -> Tensor:
-        """One call for all rows."""
         rows, columns = size[0] // self.pixels, size[1] // self.pixels
         text = embeds["prompt_embeds"]
         axes = [torch.arange(count, device=x.device) for count in (1, rows, columns)]
@@ -90,7 +87,6 @@ class Flux(Family):
         return velocity
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        """Unpacked, then by the VAE."""
         config = self.vae.config
         scaled = unpacked(latents, size, self.pixels) / config.scaling_factor + (config.shift_factor or 0.0)
         images: Tensor = self.vae.decode(scaled.to(next(self.vae.parameters()).dtype), return_dict=False)[0]

@@ -1,12 +1,13 @@
 """The memory that a step takes beside the weights: whether it can fit, asked before it begins.
 
-On a host, memory that is not there is refused by nobody: the system ends the process that touches it. An accelerator's allocator
-says so itself.
+On a host, memory that is not there is refused by nobody: the system ends the process that touches it. An
+accelerator's allocator says so itself.
 
 Invariants:
 - Bounds are lower ones, of the largest tensors that live at the same time: what could fit is not refused.
-- A request whose sample could not run alone on this machine, were it empty, is refused when it arrives. A step that does not fit
-  now raises MemoryError before it is begun, and recovery makes it again with fewer samples.
+- A request whose sample could not run alone on this machine, were it empty, is refused when it arrives. A
+  step that does not fit now raises MemoryError before it is begun, and recovery makes it again with fewer
+  samples.
 """
 
 from collections.abc import Sequence
@@ -17,18 +18,18 @@ from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput
 from ..memory.device_module import DeviceModule, free_and_total
 from .batcher import ImageBatch, Kind
 from .family import Family
-from .request import Prompting
+from .request import Conditioning
 
 WORTH_ASKING = 64 << 20
 """Bytes of a step from which the free memory is looked up, which takes tenths of a millisecond."""
 _FEED_FORWARD = 9
-"""Tensors as wide as the transformer while a block is in its activation: what goes in and out of that, four each, and the residual."""
+"""Tensors as wide as the transformer in a block's activation: four in, four out, and the residual."""
 _RESIDUAL = 3
-"""Tensors of full size in the VAE's last block: its input, its normalised input, and that behind the activation."""
+"""Tensors of full size in the VAE's last block: its input, normalised, and behind the activation."""
 _WIDENED = 2
-"""Tensors as wide as a text encoder's feed-forward: what goes into the activation, and what comes out."""
+"""Tensors as wide as a text encoder's feed-forward: the activation's input and output."""
 _BIASES = 2
-"""Copies of the bias that T5 adds to its attention for each two tokens and each head: as computed, and as attention takes it."""
+"""Copies of the bias of T5's attention for each two tokens and each head: as computed, and as taken."""
 
 
 class Footprint:
@@ -41,7 +42,7 @@ class Footprint:
         self._on_host = on_host
 
     def least(self, kind: Kind, rows: int, size: tuple[int, int]) -> int:
-        """Bytes of a denoising or decoding step of ``rows`` samples of ``size`` (height and width in pixels), at least."""
+        """Return the least bytes of a denoising or decoding step of ``rows`` samples of ``size`` pixels."""
         family = self._family
         if kind == "denoise":
             config = family.transformer.config
@@ -53,7 +54,9 @@ class Footprint:
         return rows * prod(size) * family.vae_channels * _RESIDUAL * itemsize
 
     def least_encoding(self, rows: int, lengths: Sequence[int]) -> int:
-        """Bytes of an encoding step of ``rows`` prompts, at least; ``lengths`` in tokens, for each text encoder."""
+        """Return the least bytes of an encoding step of ``rows`` prompts, of ``lengths`` tokens by text
+        encoder.
+        """
         encoders = zip(self._family.encoders, lengths, strict=True)
         return max(_least_of_encoder(encoder, rows, length) for encoder, length in encoders)
 
@@ -67,13 +70,13 @@ class Footprint:
         least = max(self.least("denoise", 1 + guided, size), self.least("decode", 1, size))
         self._require_total(least, f"an image of {message.width} x {message.height} pixels")
 
-    def check_prompt(self, prompting: Prompting) -> None:
+    def check_prompt(self, conditioning: Conditioning) -> None:
         """Whether the prompt of a request, with that of guidance, could ever be encoded.
 
         Raises:
             CaesuraError: as :meth:`check_request`.
         """
-        if unencoded := prompting.unencoded:
+        if unencoded := conditioning.unencoded:
             lengths = [*map(len, unencoded[0])]
             least = self.least_encoding(len(unencoded), lengths)
             self._require_total(least, f"encoding {_prompts(len(unencoded), lengths)}")
@@ -87,13 +90,13 @@ class Footprint:
         if not self._on_host:
             return
         if batch.kind == "encode":
-            unencoded = [ids for prompting in batch.prompts for ids in prompting.unencoded]
+            unencoded = [ids for conditioning in batch.prompts for ids in conditioning.unencoded]
             lengths = [*map(len, unencoded[0])]
             least = self.least_encoding(len(unencoded), lengths)
             what = f"encoding {_prompts(len(unencoded), lengths)}"
         else:
             first, rows = batch.samples[0], len(batch.samples)
-            doubled = batch.kind == "denoise" and first.prompting.guided
+            doubled = batch.kind == "denoise" and first.conditioning.guided
             least = self.least(batch.kind, rows * 2 if doubled else rows, first.size)
             what = f"a step of {rows} images of {first.message.width} x {first.message.height} pixels"
         if least < WORTH_ASKING or (known := free_and_total(self._module)) is None or least <= known[0]:

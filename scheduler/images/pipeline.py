@@ -1,16 +1,19 @@
 """A diffusion pipeline with its weights: loading it, and the names under which updates write it.
 
 Invariants:
-- The weights of all components are one set of slots, ``component.name``, so every transport, session and check works on them as on
-  a language model's. An update is of one component.
-- Where a component comes and goes (``stages.py``), its slots write where its values are: an update need not know.
-- A component is poisoned by what touched it: :meth:`~..weights.loader.WeightLoader.missing` asks for the components in question.
+- The weights of all components are one set of slots, ``component.name``, so every transport, session and
+  check works on them as on a language model's. An update is of one component.
+- Where a component comes and goes (``stages.py``), its slots write where its values are: an update need not
+  know.
+- A component is poisoned by what touched it: :meth:`~..weights.loader.WeightLoader.missing` asks for the
+  components in question.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +28,9 @@ from ..runtime.files import is_pipeline
 from ..weights.components import ComponentSource
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
-from .blocks import Blocks
+from .component_residency import leave_after_loading, strategy_of
 from .components import (
+    Blocks,
     Component,
     build_component,
     class_names,
@@ -34,11 +38,15 @@ from .components import (
     read_index,
 )
 from .family import Family
-from .registry import family_of
-from .stages import leave_after_loading, strategy_of
+from .flux import Flux
+from .qwen_image import QwenImage
+from .sd3 import StableDiffusion3
 
 DEFAULT_COMPONENT = "transformer"
-"""What an update writes that names no component."""
+"""Component that an update writes which names none."""
+
+
+FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiffusion3, Flux, QwenImage)}
 
 
 class DiffusionModel:
@@ -52,29 +60,24 @@ class DiffusionModel:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names, the transformer's first."""
+        """Names of the components, the transformer's first."""
         return tuple(self.parts)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Of all components."""
         return self._slots
 
     @property
     def kept_components(self) -> frozenset[str]:
-        """Those that come and go."""
         return frozenset(name for name, each in self.parts.items() if each.movable is not None)
 
     @property
     def optional_names(self) -> frozenset[str]:
-        """None: what is tied has no slot."""
         return frozenset()
 
     def own_name(self, name: str) -> str:
-        """As it is."""
         return name
 
     def is_skipped(self, name: str) -> bool:
-        """As :meth:`Component.skips`."""
         component, _, key = name.partition(".")
         return component in self.parts and self.parts[component].skips(key)
 
@@ -82,24 +85,23 @@ class DiffusionModel:
         """Nothing is derived."""
 
     def derived(self) -> Iterator[tuple[str, Tensor]]:
-        """None."""
         yield from ()
 
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, and every buffer that a checkpoint holds."""
+        """Yield every parameter, and every buffer that a checkpoint holds."""
         for component in self.parts.values():
             yield from component.storage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPipeline:
-    """A pipeline with its weights in."""
+    """A pipeline with its weights."""
 
     model: DiffusionModel
     loader: WeightLoader
     family: Family
     dtype: torch.dtype
-    """Of the transformer."""
+    """Data type of the transformer."""
     device: torch.device
     digest: str
     movable: Mapping[str, Blocks | None]
@@ -109,7 +111,6 @@ class LoadedPipeline:
 
     @property
     def derived_bytes(self) -> int:
-        """Nothing is derived."""
         return 0
 
 
@@ -177,7 +178,7 @@ def _load(component: Component, checkpoint: Checkpoint, workspace: Workspace, bu
 
 
 def open_component(path: str, component: Component) -> Checkpoint:
-    """The checkpoint of ``component`` in ``path``: a folder of its own, or one of a whole pipeline.
+    """Open the checkpoint of ``component`` in ``path``: a folder of its own, or one of a whole pipeline.
 
     Raises:
         CaesuraError: ``checkpoint_error``, or ``weight_mismatch`` with what differs in its config.
@@ -194,3 +195,32 @@ def open_component(path: str, component: Component) -> Checkpoint:
             config=differing,
         )
     return checkpoint
+
+
+def family_of(index: Mapping[str, Any], root: Path) -> type[Family]:
+    """Return the family of a pipeline, by its ``model_index.json``.
+
+    Raises:
+        CaesuraError: ``unsupported_model``, by name: the pipeline, or the class of one of its components.
+    """
+    name = index.get("_class_name")
+    kind = FAMILIES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise _refused(
+            f"pipeline {name!r} is not supported; supported are {', '.join(FAMILIES)}", "_class_name"
+        )
+    found = class_names(dict(index))
+    for component, allowed in kind.classes.items():
+        given = found.get(component)
+        if given is None and component in kind.optional:
+            continue
+        if given not in {path.rpartition(".")[2] for path in allowed}:
+            raise _refused(f"{root}: {component} is {given!r}, not {' or '.join(allowed)}", component)
+    scheduler = found.get("scheduler")
+    if scheduler != "FlowMatchEulerDiscreteScheduler":
+        raise _refused(f"{root}: scheduler {scheduler!r} is not FlowMatchEulerDiscreteScheduler", "scheduler")
+    return kind
+
+
+def _refused(reason: str, field: str) -> CaesuraError:
+    return CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=[field])

@@ -1,7 +1,8 @@
-"""Qwen-Image (Wu et al., 2025, arXiv:2508.02324): a Qwen2.5-VL as text encoder, packed latents, guidance that keeps the norm.
+"""Qwen-Image (Wu et al., 2025, arXiv:2508.02324): a Qwen2.5-VL as text encoder, packed latents, guidance that
+keeps the norm.
 
-The prompt stands in a template, whose first tokens are cut from the embeddings. Prompts have different lengths: what is shorter is
-padded behind, and a mask says so.
+The prompt stands in a template, whose first tokens are cut from the embeddings. Prompts have different
+lengths: what is shorter is padded behind, and a mask says so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,9 @@ from torch import Tensor
 from .family import Embeds, Family, packed_shape, unpacked, unsupported
 
 _TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
-    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
+    "<|im_start|>assistant\n"
 )
 """The model was trained with it."""
 _CUT = 34
@@ -43,16 +45,16 @@ class QwenImage(Family):
 
     @property
     def pixels(self) -> int:
-        """Two elements of a latent."""
+        """Pixels of two elements of a latent."""
         return int(2 * 2 ** len(self.vae.config.temperal_downsample))
 
     @property
     def vae_channels(self) -> int:
-        """Its last block begins with half of those that the one before ends with."""
+        """Channels of the last block, half of those that the one before ends with."""
         return int(self.vae.config.base_dim)
 
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
-        """The prompt in its template, as long as it is."""
+        """Return ids of the prompt in its template."""
         found = self.tokenizers[0](
             [_TEMPLATE.format(text)], max_length=max_sequence_length + _CUT, truncation=True
         )
@@ -61,17 +63,17 @@ class QwenImage(Family):
     def align(
         self, ids: list[list[int]], against: list[list[int]]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Padded to one length."""
+        """Return both padded to one length."""
         length = max(len(ids[0]), len(against[0]))
         padding = [self.tokenizers[0].pad_token_id]
         return tuple([each[0] + padding * (length - len(each[0]))] for each in (ids, against))  # type: ignore[return-value]
 
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
-        """Those behind the template."""
+        """Return the number of ids behind the template."""
         return len(ids[0]) - _CUT
 
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
-        """The last hidden states behind the template; zeros where there is padding."""
+        """Return the last hidden states behind the template, with zeros for padding."""
         mask = (ids[0] != self.tokenizers[0].pad_token_id).long()
         found = self.encoders[0](
             input_ids=ids[0],
@@ -87,27 +89,24 @@ class QwenImage(Family):
         }
 
     def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Width as the transformer's; the mask as long as the embeddings, which the transformer checks."""
         if name == "prompt_embeds_mask":
             return len(shape) == 1
         return len(shape) == 2 and shape[0] > 0 and shape[1] == self.transformer.config.joint_attention_dim
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[tokens, 4 channels]"""
+        """Return [tokens, 4 channels]."""
         return packed_shape(height, width, self.pixels, self.transformer.config.in_channels)
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """All of a latent."""
         return latent_shape[0]
 
     def grid_arguments(self, steps: int) -> dict[str, Any]:
-        """1 to 1 / steps, which the scheduler then shifts."""
+        """Return 1 to 1 / steps, which the scheduler then shifts."""
         return {"num_inference_steps": steps, "sigmas": np.linspace(1.0, 1 / steps, steps)}
 
     def velocity(
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
     ) -> Tensor:
-        """One call for all rows."""
         shape = (1, size[0] // self.pixels, size[1] // self.pixels)
         velocity: Tensor = self.transformer(
             hidden_states=x.to(self.dtype),
@@ -126,14 +125,14 @@ class QwenImage(Family):
         return embeds
 
     def guide(self, negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
-        """With the norm of the prompt's own velocity, token by token."""
+        """Apply guidance with the norm of the prompt's own velocity, token by token."""
         guided = super().guide(negative, positive, scale)
         norms = [torch.norm(each, dim=-1, keepdim=True) for each in (positive, guided)]
         scaled: Tensor = guided * (norms[0] / norms[1])
         return scaled
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        """Unpacked as a video of one frame, with the mean and std of each channel, by the VAE."""
+        """Decode latents as a video of one frame, with the mean and std of each channel."""
         config = self.vae.config
         frames = unpacked(latents, size, self.pixels)[:, :, None]
         mean, std = (

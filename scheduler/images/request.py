@@ -1,54 +1,43 @@
 """The state of one image from arrival to its terminal result, and what the samples of a request share.
 
 Invariants:
-- A sample is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by ``outputs.py``.
-- ``step`` counts the steps that were made and recorded; ``latent`` is the state before step ``step``, None before the first.
+- A sample is in exactly one :class:`Phase`: WAITING in the queue, PREFILL while it runs.
+- ``step`` counts the steps that were made and recorded; ``latent`` is the state before step ``step``, None
+  before the first.
 - What a sample keeps of its trajectory is what its request asked for, on the host.
 - A sample that begins again forgets all but its seed, so it makes the same trajectory under the same weights.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 from torch import Tensor
 
 from ...io_struct import GenerateImagesReqInput, SdeParams, WeightVersionSpan
-from ..scheduling.request import WeightStamp
+from ..scheduling.request import Phase, WeightStamp
 
 Embeds = dict[str, Tensor]
 
 
-class Phase(Enum):
-    """The phase of a sample."""
-
-    WAITING = "waiting"
-    """Queued, without latents: new or retracted."""
-    RUNNING = "running"
-    """May hold latents."""
-    FINISHED = "finished"
-    """Its terminal result has been built."""
-
-
 @dataclass(slots=True, eq=False)
-class Prompting:
-    """What the samples of one request share: the conditioning, and the grid of their steps."""
+class Conditioning:
+    """Conditioning that the samples of one request share."""
 
     ids: list[list[int]] | None
-    """Token ids for each text encoder. None: the embeddings were given."""
+    """Token ids for each text encoder, or None if the embeddings were given."""
     negative_ids: list[list[int]] | None
-    """The same for guidance; None without."""
+    """Token ids of the negative prompt, or None without guidance."""
     max_sequence_length: int
     guided: bool
-    """Whether a second row, of the negative prompt, is computed."""
+    """A second row, of the negative prompt, is computed."""
     embeds: Embeds | None = None
-    """Of the prompt, without a batch dimension. None: not computed yet."""
+    """Embeddings of the prompt without a batch dimension, or None if not computed yet."""
     negative: Embeds | None = None
-    """The same for guidance."""
+    """Embeddings of the negative prompt."""
     nbytes: int = 0
-    """Of both, about, once they are there."""
+    """Bytes of all embeddings, about, once they are there."""
     sent_bytes: int = 0
-    """Of those that came with the request."""
+    """Bytes of the embeddings that came with the request."""
 
     @property
     def unencoded(self) -> list[list[list[int]]]:
@@ -61,7 +50,7 @@ class Prompting:
 
     @property
     def is_ready(self) -> bool:
-        """Whether steps can be made."""
+        """All embeddings are there."""
         return self.embeds is not None and (self.negative is not None or not self.guided)
 
     def forget(self) -> None:
@@ -73,7 +62,7 @@ class Prompting:
 
     @property
     def bucket(self) -> tuple[object, ...]:
-        """What samples must share to be in one batch: the shapes of their embeddings, and guidance."""
+        """Properties that samples of one batch share: shapes of embeddings, and guidance."""
         assert self.embeds is not None
         return (self.guided, *(tuple(each.shape) for each in self.embeds.values()))
 
@@ -82,32 +71,33 @@ class Prompting:
 class ImageRequest:
     """One sample of one request."""
 
-    # Written at admission, then constant, except that ``client`` changes when a retry attaches from another socket.
+    # Written at admission, then constant, except that ``client`` changes when a retry attaches from another
+    # socket.
     message_id: str
     rid: str
     index: int
     client: bytes
     message: GenerateImagesReqInput
-    prompting: Prompting
+    conditioning: Conditioning
     sigmas: np.ndarray
     """float32 [steps + 1]"""
     shape: tuple[int, ...]
-    """Of a latent."""
+    """Shape of a latent."""
     seed: int
     kept_steps: frozenset[int]
     """Steps whose latents and log-probabilities are returned."""
     arrival: float
     latent_bytes: int = 0
-    """Of its latent, on the device."""
+    """Bytes of the latent, on the device."""
     kept_bytes: int = 0
-    """On the host, once it has all that its request keeps: latents, and the image."""
+    """Bytes on the host of all that the request keeps: latents, and the image."""
 
     # Written by batcher.py and outputs.py.
     phase: Phase = Phase.WAITING
     step: int = 0
     latent: Tensor | None = None
     latents: dict[int, np.ndarray] = field(default_factory=dict)
-    """By place in the grid, float32."""
+    """Latents by place in the grid, float32."""
     log_probs: dict[int, float] = field(default_factory=dict)
     stds: dict[int, float] = field(default_factory=dict)
     image: np.ndarray | None = None
@@ -117,7 +107,7 @@ class ImageRequest:
     first_scheduled: float | None = None
     num_retractions: int = 0
     failed_alone: bool = False
-    """A step of it alone ran out of memory, and none has been made since."""
+    """A step of this sample alone ran out of memory, and none has been made since."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -126,17 +116,16 @@ class ImageRequest:
 
     @property
     def sde(self) -> SdeParams:
-        """Noise and log-probabilities."""
         return self.message.sde
 
     @property
     def steps(self) -> int:
-        """Of the grid."""
+        """Steps of the grid."""
         return len(self.sigmas) - 1
 
     @property
     def is_denoised(self) -> bool:
-        """Whether all steps were made."""
+        """All steps were made."""
         return self.step == self.steps
 
     @property
@@ -146,18 +135,18 @@ class ImageRequest:
 
     def begin_again(self) -> None:
         """Forget everything but the seed."""
-        self.phase, self.step, self.latent, self.image = Phase.WAITING, 0, None, None
+        self.step, self.latent, self.image = 0, None, None
         for kept in (self.latents, self.log_probs, self.stds, self.spans):
             kept.clear()
         self.num_retractions += 1
 
     def open_span(self, stamp: WeightStamp) -> None:
-        """The step about to be recorded was made by the weights of ``stamp``."""
+        """Note that the weights of ``stamp`` made the step about to be recorded."""
         if not self.spans or self.spans[-1][0] != stamp:
             self.spans.append((stamp, self.step))
 
     def version_spans(self) -> list[WeightVersionSpan]:
-        """They cover ``[0, step)`` without gaps."""
+        """Return spans that cover ``[0, step)`` without gaps."""
         ends = [*(start for _, start in self.spans), self.step][1:]
         return [
             WeightVersionSpan(

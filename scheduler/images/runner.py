@@ -1,15 +1,19 @@
 """Executes the steps of images on the device.
 
 Invariants:
-- Latents are float32 and stay on the device from step to step; what a trajectory keeps is copied to the host when a step is fetched.
-- The first denoise step of a sample makes its initial latent: standard normal noise of the family's latent shape.
+- Latents are float32 and stay on the device from step to step; what a trajectory keeps is copied to the host
+  when a step is fetched.
+- The first denoise step of a sample makes its initial latent: standard normal noise of the family's latent
+  shape.
 - Guidance is one batch: the rows of the negative prompts first, as in the pipelines of diffusers.
 - Nothing approximates: no cache of the transformer's activations, no skipped step.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 import torch
@@ -17,21 +21,23 @@ from torch import Tensor
 
 from ..memory.device_module import DeviceModule, streams_of
 from .batcher import ImageBatch
+from .component_residency import ComponentStages
 from .family import Embeds, Family, to_pixels
-from .flow import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .footprint import Footprint
-from .request import ImageRequest, Prompting
-from .stages import Stages
-from .threads import StepThreads
+from .request import Conditioning, ImageRequest
+from .scheduler_step import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .traced_module import TracedModule, traced_decode, traced_velocity
+
+ALONE = 1 << 15
+"""Elements of an operation up to which one thread computes a step: torch shares none of fewer."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Denoised:
-    """What a denoise step made, row by row."""
+    """Results of a denoise step, row by row."""
 
     before: Tensor
-    """float32 [rows, …] on the device: what the step began with."""
+    """Latents before the step, float32 [rows, …] on the device."""
     after: Tensor
     rows: list[Coefficients]
     log_probs: list[Tensor | None]
@@ -42,7 +48,7 @@ class Denoised:
 
 @dataclass(slots=True, kw_only=True)
 class DenoisedOnHost:
-    """The same, fetched."""
+    """A denoise step, fetched."""
 
     before: list[Tensor]
     after: list[Tensor]
@@ -61,8 +67,6 @@ class Encoded:
 
 @dataclass(slots=True)
 class Decoded:
-    """Images of a decoding step."""
-
     images: np.ndarray
     """uint8 [rows, height, width, 3]"""
 
@@ -98,7 +102,7 @@ class ImageRunner:
     def __init__(
         self,
         family: Family,
-        stages: Stages,
+        stages: ComponentStages,
         device: torch.device,
         device_module: DeviceModule,
         footprint: Footprint,
@@ -115,7 +119,7 @@ class ImageRunner:
         if on_cpu and not stages.comes_in_blocks("vae") and not family.vae_has_state:
             traced = self.traced["vae"] = TracedModule("the VAE", family.vae)
             self._decoded = partial(traced_decode, family, traced)
-        self._threads = StepThreads(family) if on_cpu else None
+        self._on_cpu = on_cpu
         self._stages = stages
         self._device = device
         self._streams = streams_of(device_module)
@@ -126,9 +130,10 @@ class ImageRunner:
         Raises:
             MemoryError: it cannot fit, and has not begun.
         """
+        family = self._family
         self._footprint.check_step(batch)
         self._stages.enter(batch.kind)
-        threads = nullcontext() if self._threads is None else self._threads.of(batch)
+        threads = step_threads(family, batch) if self._on_cpu else nullcontext()
         with torch.inference_mode(), self.on_stream(), threads:
             if batch.kind == "encode":
                 return Launched(self._encode(batch.prompts))
@@ -137,22 +142,21 @@ class ImageRunner:
             return Launched(self._denoise(batch.samples))
 
     def synchronize(self) -> None:
-        """Steps run on the current stream."""
         if self._streams is not None:
             self._streams.current_stream().synchronize()
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """Everything of this engine is on the current stream."""
+        """Do nothing: all work of this engine is on the current stream."""
         return nullcontext()
 
-    def _encode(self, prompts: list[Prompting]) -> Encoded:
-        """The prompts and those of guidance in one batch: they have ids of the same lengths."""
+    def _encode(self, prompts: list[Conditioning]) -> Encoded:
+        """Encode the prompts and those of guidance in one batch: they have ids of the same lengths."""
         family, longest = self._family, prompts[0].max_sequence_length
-        rows = [(prompting, prompting.ids) for prompting in prompts if prompting.embeds is None]
+        rows = [(conditioning, conditioning.ids) for conditioning in prompts if conditioning.embeds is None]
         negative = [
-            (prompting, prompting.negative_ids)
-            for prompting in prompts
-            if prompting.guided and prompting.negative is None
+            (conditioning, conditioning.negative_ids)
+            for conditioning in prompts
+            if conditioning.guided and conditioning.negative is None
         ]
         everything = [ids for _, ids in (*rows, *negative) if ids is not None]
         stacked = [torch.tensor(each, device=self._device) for each in zip(*everything, strict=True)]
@@ -196,7 +200,7 @@ class ImageRunner:
         return noise_of(sample.seed, sample.index, INITIAL, sample.shape).to(self._device)
 
     def _guided(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
-        """Of each row, guided where the bucket is."""
+        """Return the velocity of each row, guided where the bucket is."""
         family, size = self._family, samples[0].size
         sigma = torch.from_numpy(np.stack([sample.sigmas[sample.step] for sample in samples])).to(
             self._device
@@ -204,10 +208,10 @@ class ImageRunner:
         scale = torch.tensor(
             [s.message.guidance_scale for s in samples], dtype=torch.float32, device=self._device
         )
-        embeds = [sample.prompting.embeds for sample in samples]
-        if not samples[0].prompting.guided:
+        embeds = [sample.conditioning.embeds for sample in samples]
+        if not samples[0].conditioning.guided:
             return self._velocity(x, sigma, family.trimmed(_stacked(embeds)), scale, size)
-        both = family.trimmed(_stacked([*(sample.prompting.negative for sample in samples), *embeds]))
+        both = family.trimmed(_stacked([*(sample.conditioning.negative for sample in samples), *embeds]))
         negative, positive = self._velocity(
             x.repeat(2, *[1] * (x.dim() - 1)), sigma.repeat(2), both, scale.repeat(2), size
         ).chunk(2)
@@ -224,7 +228,38 @@ def _stacked(embeds: list[Embeds | None]) -> Embeds:
 
 
 def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
-    """One copy for all, since each would wait for the device."""
+    """Copy all at once, since each copy would wait for the device."""
     known = [each for each in scalars if each is not None]
     values = iter(torch.stack(known).tolist() if known else [])
     return [None if each is None else next(values) for each in scalars]
+
+
+@contextmanager
+def step_threads(family: Family, batch: ImageBatch) -> Iterator[None]:
+    """Within the block, torch computes with one thread if ``batch`` is small, whenever it is made.
+
+    Every parallel region of a step ends when its last thread is done. Where a step is a hundred small
+    operations, handing them out takes as long as sharing them saves, and whoever else wants a core holds up
+    every one of them.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or _elements(family, batch) > ALONE:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _elements(family: Family, batch: ImageBatch) -> int:
+    """Return about the most elements between two operations: image tokens, or the VAE's last block."""
+    if batch.kind == "encode":
+        return 2 * ALONE  # nobody has looked at those, and prompts are kept
+    first, rows = batch.samples[0], len(batch.samples)
+    if batch.kind == "decode":
+        return rows * prod(first.size) * family.vae_channels
+    config = family.transformer.config
+    width: int = config.num_attention_heads * config.attention_head_dim
+    return rows * (1 + first.conditioning.guided) * family.image_tokens(first.shape) * width

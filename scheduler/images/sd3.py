@@ -1,4 +1,6 @@
-"""Stable Diffusion 3 (Esser et al., 2024, arXiv:2403.03206): two CLIP encoders, T5 if the folder has it, latents as images."""
+"""Stable Diffusion 3 (Esser et al., 2024, arXiv:2403.03206): two CLIP encoders, T5 if the folder has it,
+latents as images.
+"""
 
 from collections.abc import Sequence
 
@@ -29,17 +31,17 @@ class StableDiffusion3(Family):
 
     @property
     def pixels(self) -> int:
-        """Patches of latents of the VAE."""
+        """Pixels of a patch of latents."""
         return int(vae_scale(self.vae) * self.transformer.config.patch_size)
 
     @property
     def longest_side(self) -> int | None:
-        """The table of places that the patches get has so many rows."""
+        """Rows of the table of positions, in pixels."""
         longest = self.transformer.config.pos_embed_max_size
         return None if longest is None else int(longest * self.pixels)
 
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
-        """CLIP's length is fixed, T5's the request's."""
+        """Return ids padded to CLIP's fixed length, and to the request's length for T5."""
         clip = self.tokenizers[0].model_max_length
         ids = [padded_ids(tokenizer, text, clip) for tokenizer in self.tokenizers[:2]]
         return [
@@ -48,19 +50,19 @@ class StableDiffusion3(Family):
         ]
 
     def check_ids(self, ids: Sequence[Sequence[int]], field: str) -> None:
-        """Both CLIPs' tokens stand beside each other."""
+        """Require as many ids for both CLIPs, whose tokens stand beside each other."""
         super().check_ids(ids, field)
         if len(ids[0]) != len(ids[1]):
             raise invalid(field, [*map(len, ids)], "the first two encoders need as many ids as each other")
 
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
-        """CLIP's, and T5's or as many zeros."""
+        """Return the tokens of CLIP, and those of T5 or as many zeros."""
         if not all(ids):
             return 0
         return len(ids[0]) + (len(ids[2]) if len(ids) > 2 else max_sequence_length)
 
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
-        """CLIP's last layers but one beside each other, and behind them T5's output, or as many zeros."""
+        """Return CLIP's last layers but one beside each other, and behind them T5's output or zeros."""
         clip = [
             encoder(each, output_hidden_states=True)
             for encoder, each in zip(self.encoders[:2], ids[:2], strict=True)
@@ -79,26 +81,23 @@ class StableDiffusion3(Family):
         }
 
     def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Widths as the transformer's."""
         config = self.transformer.config
         if name == "pooled_prompt_embeds":
             return shape == (config.pooled_projection_dim,)
         return len(shape) == 2 and shape[0] > 0 and shape[1] == config.joint_attention_dim
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[channels, height, width]"""
+        """Return [channels, height, width]."""
         scale = vae_scale(self.vae)
         return self.transformer.config.in_channels, height // scale, width // scale
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Patches."""
         patch = self.transformer.config.patch_size
         return int((latent_shape[1] // patch) * (latent_shape[2] // patch))
 
     def velocity(
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
     ) -> Tensor:
-        """One call for all rows."""
         velocity: Tensor = self.transformer(
             hidden_states=x.to(self.dtype),
             timestep=sigma * _TIMESTEPS,
@@ -109,7 +108,6 @@ class StableDiffusion3(Family):
         return velocity
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        """By the VAE."""
         config = self.vae.config
         scaled = latents / config.scaling_factor + (config.shift_factor or 0.0)
         images: Tensor = self.vae.decode(scaled.to(next(self.vae.parameters()).dtype), return_dict=False)[0]

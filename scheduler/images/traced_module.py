@@ -1,12 +1,14 @@
 """Calls of a module as traces, which cost the CPU none of the module's Python.
 
-A module of diffusers takes hundreds of calls of Python for each step: of small models on the CPU, that is half of the time.
+A module of diffusers takes hundreds of calls of Python for each step: of small models on the CPU, that is
+half of the time.
 
 Invariants:
-- A trace serves a shape only after it has made the same bits there as the module itself. What cannot be traced, or differs,
-  is computed by the module as before.
+- A trace serves a shape only after it has made the same bits there as the module itself. What cannot be
+  traced, or differs, is computed by the module as before.
 - Weights are read by every call: what an update writes holds for the next step.
-- A module that comes to the device block by block is not traced: a trace calls no block, and nobody brings the next one.
+- A module that comes to the device block by block is not traced: a trace calls no block, and nobody brings
+  the next one.
 - The call that is traced is a step like any other; noting it takes a few times as long as the call.
 """
 
@@ -50,7 +52,6 @@ class TracedModule:
     """Calls of one module, traced where that is possible and sure."""
 
     def __init__(self, what: str, module: nn.Module) -> None:
-        """``what`` names the module in the log."""
         self.shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._what = what
         self._weights = (*module.parameters(), *module.buffers())

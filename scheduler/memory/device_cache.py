@@ -1,11 +1,12 @@
-"""The blocks that the device allocator keeps unused: when they go back to the system, and how many bytes each place gave back.
+"""The blocks that the device allocator keeps unused: when they go back to the system, and how many bytes each
+place gave back.
 
 Invariants:
-- Every emptying of a running engine goes through one :class:`DeviceCache`: it is ordered after the work of the forward
-  stream, logged under the name of its place, and counted. Reading the counts empties nothing.
-- An operation that failed, or ran out of memory, gives unused blocks back before it is answered
-  (:meth:`DeviceCache.after_failure`): a step, a command, a score, a component that could not leave. The caller has let go
-  of the exception by then, since a traceback keeps the tensors of the frames that it passed.
+- Every emptying of a running engine goes through one :class:`DeviceCache`: it is ordered after the work of
+  the forward stream, logged under the name of its place, and counted. Reading the counts empties nothing.
+- An operation that failed, or ran out of memory, gives unused blocks back before it is answered: a step, a
+  command, a score, a component that could not leave. The caller has let go of the exception by then, since a
+  traceback keeps the tensors of the frames that it passed.
 """
 
 import logging
@@ -30,7 +31,7 @@ EmptyCachePlace = Literal[
     "idle",
     "failure",
 ]
-"""Why the engine returned unused blocks of its device allocator to the system (docs/explanation/memory.md lists them)."""
+"""Reason for an emptying (docs/explanation/memory.md lists them)."""
 
 _LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
     "continue": "continue_generation",
@@ -38,7 +39,7 @@ _LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
     "lease_expiry": "lease_expiry",
     "release": "release_memory",
 }
-"""Places whose line operators read, by its name; the others log at DEBUG, under the name of the place."""
+"""Names of the places whose line operators read; the others log at DEBUG."""
 
 
 class DeviceCache:
@@ -74,7 +75,8 @@ class DeviceCache:
         """Return unused blocks to the system once the forward stream is idle.
 
         Args:
-            reserved_before: counts what has been given back since that reading. None: since now.
+            reserved_before: an earlier reading, to count what has been given back since; by default that of
+                now.
         """
         self._synchronize()
         before = self.reserved if reserved_before is None else reserved_before
@@ -88,7 +90,7 @@ class DeviceCache:
         return report
 
     def after_failure(self, what: str) -> None:
-        """Give back what a failed operation has left unused; never raises, as the device may be in any state.
+        """Give back what a failed operation has left unused; never raise, as the device may be in any state.
 
         Args:
             what: the failure, for the memory history.
@@ -101,7 +103,7 @@ class DeviceCache:
         self._note_failure(what, freed)
 
     def totals(self) -> list[EmptyCacheTotal]:
-        """By place, since start."""
+        """Return the counts by place, since start."""
         return [
             EmptyCacheTotal(place=place, count=count, freed_bytes=self._freed[place])
             for place, count in self._counts.items()

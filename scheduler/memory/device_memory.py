@@ -1,11 +1,11 @@
 """Emptying the device allocator, and reading it, alike on every device.
 
 Invariants:
-- :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from named
-  places only (docs/explanation/memory.md).
+- :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from
+  named places only (docs/explanation/memory.md).
 - Reading memory has no side effect: it neither empties, nor synchronises, nor initialises a device.
-- Everything works on a *device module* (``device_module.py``). What one lacks reads as 0, except free memory, which is an
-  error.
+- Everything works on a *device module* (``device_module.py``). What one lacks reads as 0, except free memory,
+  which is an error.
 """
 
 import errno
@@ -25,7 +25,8 @@ _NO_MEMORY = (
     "cannot allocate memory",  # the C library
     "not enough memory",
     "out of memory",
-    "out_of_memory",  # CUDA_ERROR_OUT_OF_MEMORY, UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY: what driver calls return
+    # CUDA_ERROR_OUT_OF_MEMORY, UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY: what driver calls return
+    "out_of_memory",
     "outofmemory",  # hipErrorOutOfMemory
     "out_of_device_memory",
     "out_of_host_memory",
@@ -33,21 +34,19 @@ _NO_MEMORY = (
     "bad_alloc",
     "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
 )
-"""What libraries say, in lower case."""
+"""Words of libraries' errors, in lower case."""
 _ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class MinReduce(Protocol):
-    """The one collective that this module needs."""
-
     def all_reduce_min(self, value: int) -> int:
-        """The smallest ``value`` of all ranks."""
+        """Return the smallest ``value`` of all ranks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryReading:
-    """One look at an allocator, in bytes."""
+    """State of an allocator, in bytes."""
 
     reserved: int
     """Taken from the system, in use or not."""
@@ -56,7 +55,6 @@ class DeviceMemoryReading:
 
     @classmethod
     def of(cls, device_module: DeviceModule) -> "DeviceMemoryReading":
-        """Read ``device_module``."""
         return cls(device_module.memory_reserved(), device_module.memory_allocated())
 
 
@@ -67,7 +65,7 @@ class EmptyCacheReport:
     reserved_before: int
     reserved_after: int
     others: tuple[RankMemory, ...] = ()
-    """What the other ranks of the engine had and have."""
+    """Readings of the engine's other ranks."""
 
     @property
     def freed(self) -> int:
@@ -75,7 +73,9 @@ class EmptyCacheReport:
         return max(0, self.reserved_before - self.reserved_after)
 
     def describe(self, verb: str) -> str:
-        """The log line, in MB of 2^20 bytes: ``verb: reserved 812.0 MB -> 640.0 MB (freed 172.0 MB)``."""
+        """Return the log line, in MB of 2^20 bytes: ``verb: reserved 812.0 MB -> 640.0 MB (freed 172.0
+        MB)``.
+        """
         before, after, freed = (
             round(size / _MIB, 1) + 0.0  # + 0.0 turns -0.0 into 0.0
             for size in (self.reserved_before, self.reserved_after, self.freed)
@@ -93,9 +93,10 @@ def empty_device_cache(device_module: DeviceModule) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation on a device or the host has failed, as far as an error says so.
+    """Return True if an error says that an allocation on a device or the host has failed.
 
-    Accelerators have an exception of their own; torch's CPU allocator and the libraries below it only have words.
+    Accelerators have an exception of their own; torch's CPU allocator and the libraries below it only have
+    words.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -110,15 +111,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def get_available_memory(
     device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
 ) -> int:
-    """Bytes that an allocation on ``device`` can still get from the system.
+    """Return the bytes that an allocation on ``device`` can still get from the system.
 
-    CPU: the smaller of MemAvailable and what the cgroups leave. MPS: the recommended working set minus what the
-    driver holds. Everything else: the module's ``mem_get_info``.
+    CPU: the smaller of MemAvailable and what the cgroups leave. MPS: the recommended working set minus what
+    the driver holds. Everything else: the module's ``mem_get_info``.
 
     Args:
         device: index included where there are several.
         empty_cache: return the allocator's unused blocks first; they do not count as available otherwise.
-        group: the result is the minimum over its ranks. None: this rank alone.
+        group: ranks whose minimum is returned; by default this rank alone.
 
     Raises:
         CaesuraError: ``unsupported``, the backend does not tell.
@@ -139,7 +140,7 @@ def get_available_memory(
 def available_memory_if_known(
     device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
 ) -> int | None:
-    """:func:`get_available_memory`, or None where the backend does not tell."""
+    """Return :func:`get_available_memory`, or None where the backend does not tell."""
     try:
         return get_available_memory(device, empty_cache, group)
     except CaesuraError as error:
@@ -153,8 +154,8 @@ def refuse_defeating_settings(
 ) -> None:
     """Refuse allocator settings under which released memory would not come back.
 
-    Expandable segments map physical memory behind the allocator's own virtual ranges, and so does a memory saver:
-    the two cannot own the same pages.
+    Expandable segments map physical memory behind the allocator's own virtual ranges, and so does a memory
+    saver: the two cannot own the same pages.
 
     Raises:
         CaesuraError: ``invalid_request``, naming the environment variable.

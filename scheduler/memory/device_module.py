@@ -1,10 +1,14 @@
 """torch's module for a kind of device, bound to one device of that kind, and what it can do.
 
 Invariants:
-- torch answers for its *current* device, which is the first one unless somebody has said otherwise, and each thread has its own. What is
-  asked through a bound module is asked for the bound device, whichever thread asks.
-- Every device has the figures of :class:`DeviceModule`; one that a backend does not give is 0. What some devices lack is
-  asked for by the functions at the end, and ``empty_cache`` by ``device_memory.py``, but by nothing else.
+- torch answers for its *current* device, which is the first one unless somebody has said otherwise, and each
+  thread has its own. What is asked through a bound module is asked for the bound device, whichever thread
+  asks.
+- Every device has the figures of :class:`DeviceModule`; one that a backend does not give is 0. What some
+  devices lack is asked for by the functions at the end, and ``empty_cache`` by ``device_memory.py``, but by
+  nothing else.
+
+The protocols are the parts of ``torch.cuda`` and its siblings that are used here.
 """
 
 from contextlib import AbstractContextManager
@@ -20,118 +24,51 @@ _TAKE_DEVICE = ("current_stream", "mem_get_info", "memory_allocated", "memory_re
 
 
 class DeviceModule(Protocol):
-    """``torch.cuda``, ``torch.xpu``, ``torch.npu``, …, or ``host.HOST`` for the CPU. All sizes are in bytes."""
+    """``torch.cuda``, ``torch.xpu``, ``torch.npu``, …, or ``host.HOST`` for the CPU."""
 
     def memory_reserved(self) -> int:
-        """Taken from the system, in use or not."""
+        """Return the bytes taken from the system, in use or not."""
         ...
 
     def memory_allocated(self) -> int:
-        """Handed out to tensors."""
-        ...
-
-
-class DeviceEvent(Protocol):
-    """``torch.cuda.Event``."""
-
-    def record(self) -> None:
-        """On the current stream."""
-        ...
-
-    def query(self) -> bool:
-        """Whether what was there when it was recorded is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Until it is."""
-        ...
-
-
-class DeviceStream(Protocol):
-    """``torch.cuda.Stream``."""
-
-    def wait_stream(self, stream: "DeviceStream") -> None:
-        """What comes next here comes after what is there now."""
-        ...
-
-    def wait_event(self, event: DeviceEvent) -> None:
-        """What comes next here comes after ``event``."""
-        ...
-
-    def record_event(self) -> DeviceEvent:
-        """An event of this moment."""
-        ...
-
-    def synchronize(self) -> None:
-        """Until it is idle."""
+        """Return the bytes handed out to tensors."""
         ...
 
 
 class StreamModule(DeviceModule, Protocol):
     """A device whose work the host enqueues."""
 
-    def Stream(self) -> DeviceStream:  # noqa: N802 (torch's name)
-        """A new one."""
+    def Stream(self) -> torch.Stream:  # noqa: N802 (torch's name)
         ...
 
-    def Event(self) -> DeviceEvent:  # noqa: N802 (torch's name)
-        """A new one."""
+    def Event(self) -> torch.Event:  # noqa: N802 (torch's name)
         ...
 
-    def current_stream(self) -> DeviceStream:
-        """Of this thread."""
-        ...
+    def current_stream(self) -> torch.Stream: ...
 
-    def stream(self, stream: DeviceStream) -> AbstractContextManager[Any]:
-        """Makes ``stream`` the current one within the block."""
-        ...
+    def stream(self, stream: torch.Stream) -> AbstractContextManager[Any]: ...
 
-    def synchronize(self) -> None:
-        """Until the device is idle."""
-        ...
-
-
-class DeviceGraph(Protocol):
-    """``torch.cuda.CUDAGraph``."""
-
-    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        """What the current stream is given from now on is recorded."""
-        ...
-
-    def capture_end(self) -> None:
-        """Until now."""
-        ...
-
-    def replay(self) -> None:
-        """Give it to the current stream again."""
-        ...
+    def synchronize(self) -> None: ...
 
 
 class GraphModule(StreamModule, Protocol):
     """A device whose work can be captured."""
 
-    def CUDAGraph(self) -> DeviceGraph:  # noqa: N802 (torch's name)
-        """A new one."""
+    def CUDAGraph(self) -> torch.cuda.CUDAGraph:  # noqa: N802 (torch's name)
         ...
 
-    def graph_pool_handle(self) -> object:
-        """Memory that graphs may share."""
-        ...
+    def graph_pool_handle(self) -> object: ...
 
 
 class BoundDeviceModule:
-    """``module`` with its calls made for ``device``; without an index, for whichever is current."""
-
     def __init__(self, module: Any, device: torch.device) -> None:
         self.module = module
         self.device = device
 
     def memory_reserved(self) -> int:
-        """See :class:`DeviceModule`; MPS has names of its own, as it has for the next figure."""
         return self._figure("memory_reserved", "driver_allocated_memory")
 
     def memory_allocated(self) -> int:
-        """See :class:`DeviceModule`."""
         return self._figure("memory_allocated", "current_allocated_memory")
 
     def __getattr__(self, name: str) -> Any:
@@ -152,7 +89,7 @@ class BoundDeviceModule:
 
 
 def device_module_for(device: torch.device | str) -> DeviceModule:
-    """The module that manages ``device``'s memory and streams.
+    """Return the module that manages ``device``'s memory and streams.
 
     Raises:
         RuntimeError: torch knows no such device.
@@ -162,25 +99,25 @@ def device_module_for(device: torch.device | str) -> DeviceModule:
 
 
 def nvidia_generation(device: torch.device) -> int | None:
-    """Major compute capability of an NVIDIA device, 9 for Hopper; None for others. ROCm calls its devices cuda, and an MI300's
-    capability is 9.4."""
+    """Return the major compute capability of an NVIDIA device, 9 for Hopper, or None for others.
+
+    ROCm calls its devices cuda, and an MI300's capability is 9.4.
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)[0]
 
 
 def streams_of(module: DeviceModule) -> StreamModule | None:
-    """``module``, where it has streams."""
     return cast("StreamModule", module) if hasattr(module, "Stream") else None
 
 
 def graphs_of(module: DeviceModule) -> GraphModule | None:
-    """``module``, where it has graphs."""
     return cast("GraphModule", module) if hasattr(module, "CUDAGraph") else None
 
 
 def free_and_total(module: DeviceModule) -> tuple[int, int] | None:
-    """Bytes that the system has left, and has. None: the backend does not tell."""
+    """Return the bytes that the system has left, and has; None if the backend does not tell."""
     if hasattr(module, "mem_get_info"):
         free, total = module.mem_get_info()
         return int(free), int(total)
@@ -191,7 +128,9 @@ def free_and_total(module: DeviceModule) -> tuple[int, int] | None:
 
 
 def use_device(device: str) -> None:
-    """Make ``device`` the current one of this thread: what names no device, as kernels do, then runs where the tensors are."""
+    """Make ``device`` the current one of this thread, so that kernels, which name none, run where the
+    tensors are.
+    """
     set_device = getattr(torch.get_device_module(device), "set_device", None)
     if set_device is not None and ":" in device:
         set_device(torch.device(device))

@@ -2,13 +2,14 @@
 
 Invariants:
 - Reading changes nothing; ``empty_cache`` is the only method with an effect.
-- ``empty_cache`` exists only where it does something, so a caller that looks it up learns the truth: it needs glibc's
-  own malloc in charge. On musl, macOS, or with jemalloc or tcmalloc preloaded, :data:`HOST` has no such method.
+- ``empty_cache`` exists only where it does something, so a caller that looks it up learns the truth: it needs
+  glibc's own malloc in charge. On musl, macOS, or with jemalloc or tcmalloc preloaded, :data:`HOST` has no
+  such method.
 - A figure that the platform does not give is 0, never a guess and never an exception.
 
-"Reserved" is what the process holds of anonymous memory (RssAnon); pages of mapped files and shared memory are not the
-allocator's. "Allocated" is what malloc has handed out and not got back: ``uordblks + hblkhd``
-of mallinfo2(3), glibc 2.33 and later. Field meanings: proc_pid_status(5), proc_meminfo(5), the kernel's
+"Reserved" is what the process holds of anonymous memory (RssAnon); pages of mapped files and shared memory
+are not the allocator's. "Allocated" is what malloc has handed out and not got back: ``uordblks + hblkhd`` of
+mallinfo2(3), glibc 2.33 and later. Field meanings: proc_pid_status(5), proc_meminfo(5), the kernel's
 Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
@@ -20,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 _FOREIGN_MALLOC = ("mallctl", "tc_malloc", "mi_malloc")
-"""Symbols by which jemalloc, tcmalloc and mimalloc are recognised when they replace malloc."""
+"""Symbols of jemalloc, tcmalloc and mimalloc, which replace malloc."""
 _LOOKED_AT = 1 << 20
-"""Pages whose residency is looked at, at most."""
+"""Most pages whose residency is looked at."""
 _STRETCH = 1 << 20
 """Bytes looked at in one go where not all pages are."""
 
@@ -40,7 +41,7 @@ class HostDevice:
         self._cgroup = cgroup
 
     def memory_reserved(self) -> int:
-        """Resident anonymous memory. Without RssAnon (before Linux 4.5): resident minus shared, from statm."""
+        """Return the resident anonymous memory; before Linux 4.5, resident minus shared, from statm."""
         status = _read_kb_fields(self._proc / "self" / "status")
         if "RssAnon" in status:
             return status["RssAnon"]
@@ -50,11 +51,13 @@ class HostDevice:
         return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
     def memory_allocated(self) -> int:
-        """What malloc has handed out; 0 where the allocator cannot be asked."""
+        """Return what malloc has handed out; 0 where the allocator cannot be asked."""
         return 0
 
     def mem_get_info(self) -> tuple[int, int]:
-        """(free, total): the machine's MemAvailable and MemTotal, or the tightest cgroup's if that is less."""
+        """Return (free, total) of the machine (MemAvailable, MemTotal), or of the tightest cgroup if that
+        is less.
+        """
         meminfo = _read_kb_fields(self._proc / "meminfo")
         free, total = meminfo.get("MemAvailable", 0), meminfo.get("MemTotal", 0)
         if not total and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -64,7 +67,7 @@ class HostDevice:
         return free, total
 
     def _cgroup_limits(self) -> list[tuple[int, int]]:
-        """(limit, usage) of every cgroup above this process that sets a limit."""
+        """Return (limit, usage) of every cgroup above this process that sets a limit."""
         limits = []
         for line in _read_text(self._proc / "self" / "cgroup").splitlines():
             _, _, rest = line.partition(":")
@@ -76,7 +79,8 @@ class HostDevice:
                 root = self._cgroup / "memory"
             else:
                 continue
-            # An ancestor may be tighter. Inside a container the path may be the host's: only the root exists then.
+            # An ancestor may be tighter. Inside a container the path may be the host's: only the root exists
+            # then.
             folder = root / path.lstrip("/")
             for level in (folder, *folder.parents):
                 pair = _cgroup_limit(level, *names)
@@ -88,8 +92,6 @@ class HostDevice:
 
 
 class GlibcHostDevice(HostDevice):
-    """The host where glibc's malloc is in charge."""
-
     def __init__(
         self, libc: ctypes.CDLL, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
     ) -> None:
@@ -107,7 +109,9 @@ class GlibcHostDevice(HostDevice):
         self._trim(0)
 
     def memory_allocated(self) -> int:
-        """Bytes in use in all arenas, plus blocks that malloc mapped one by one; 0 before glibc 2.33."""
+        """Return the bytes in use in all arenas, and blocks that malloc mapped one by one; 0 before glibc
+        2.33.
+        """
         if self._mallinfo2 is None:
             return 0
         info = self._mallinfo2()
@@ -140,9 +144,11 @@ def _detect() -> HostDevice:
 
 
 def resident_bytes(spans: Sequence[tuple[int, int]]) -> int:
-    """How much of some private mappings is in memory, from mincore(2); their size where the platform has no such call.
+    """Return how many bytes of some private mappings are in memory, from mincore(2); all where there is no
+    such call.
 
-    Looks at every page up to a million of them, beyond that at evenly spread stretches: a millisecond at most.
+    Every page is looked at up to a million of them, beyond that evenly spread stretches: a millisecond at
+    most.
 
     Args:
         spans: (address, bytes) of each mapping.
@@ -173,7 +179,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_kb_fields(path: Path) -> dict[str, int]:
-    """``Name:  123 kB`` lines of a procfs file, in bytes."""
+    """Return the ``Name:  123 kB`` lines of a procfs file, in bytes."""
     fields = {}
     for line in _read_text(path).splitlines():
         name, _, value = line.partition(":")
@@ -184,10 +190,10 @@ def _read_kb_fields(path: Path) -> dict[str, int]:
 
 
 def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
-    """(limit, usage) of one cgroup, None without a limit.
+    """Return (limit, usage) of one cgroup, or None without a limit.
 
-    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation: a checkpoint that
-    was just read must not look like memory in use.
+    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation: a
+    checkpoint that was just read must not look like memory in use.
     """
     limit_text, usage_text = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
     if not limit_text.isdigit() or not usage_text.isdigit():  # "max": no limit
@@ -203,4 +209,3 @@ def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tup
 _mincore: Any = getattr(_libc(), "mincore", None) if sys.platform == "linux" else None
 
 HOST = _detect()
-"""The one host of this process."""

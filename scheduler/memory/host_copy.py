@@ -1,7 +1,9 @@
-"""The values of tensors in host memory while their device memory is given back: written once, read back, changed in place.
+"""The values of tensors in host memory while their device memory is given back: written once, read back,
+changed in place.
 
-On the CPU "the device" is anonymous memory, and the values of what is not there lie in an unlinked file below ``TMPDIR``:
-the kernel can write it back and drop it, so ``RssAnon`` really falls. On accelerators they lie in pinned host memory.
+On the CPU "the device" is anonymous memory, and the values of what is not there lie in an unlinked file below
+``TMPDIR``: the kernel can write it back and drop it, so ``RssAnon`` really falls. On accelerators they lie in
+pinned host memory.
 
 Invariants:
 - A copy holds what was saved or written last; nothing else changes it.
@@ -12,7 +14,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from itertools import accumulate
 from typing import Protocol
@@ -20,24 +22,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .device_module import DeviceEvent, DeviceStream, StreamModule
-from .storage import bytes_of
+from .device_module import StreamModule
+from .storage import Component, bytes_of
 
 _ALIGN = 64
-"""Of each tensor in a file, as torch's own allocations."""
+"""Alignment of each tensor in a file, in bytes, as in torch's own allocations."""
 _CHUNK = 4 << 20
-"""Bytes copied between two yields: a millisecond from memory, tens of them where the copy must be read from a disk."""
+"""Bytes copied between two yields: a millisecond from memory, tens of them from a disk."""
 
 
 class HostCopy(Protocol):
-    """The values of a part while it is not on the device."""
+    """A place for the values of some tensors."""
 
     def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Keep the values of ``tensors``; yields in between."""
+        """Copy the values of ``tensors`` here."""
         ...
 
     def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Copy them back; on the device, and known to be there, when it ends."""
+        """Copy them back; they are on the device, and known to be there, when it ends."""
         ...
 
     def prefetch(self, tensors: Sequence[Tensor]) -> None:
@@ -45,21 +47,29 @@ class HostCopy(Protocol):
         ...
 
     def wait(self) -> None:
-        """What comes next sees the values that :meth:`prefetch` brings."""
+        """Have what comes next see the values that :meth:`prefetch` brings."""
         ...
 
     def values(self) -> Sequence[Tensor]:
-        """What was saved, in host memory: to be read, and current for as long as the copy exists."""
+        """Return what was saved, in host memory: to be read, and current for as long as the copy exists."""
         ...
 
     def write(self, number: int, start: int, rows: Tensor) -> None:
-        """Overwrite elements from ``start`` on of saved tensor ``number``; ``rows`` are of its dtype, on any device, and have
-        been read when it returns. Nothing may be on its way meanwhile (:meth:`wait`)."""
+        """Overwrite elements from ``start`` on of saved tensor ``number``.
+
+        Args:
+            rows: of its dtype, on any device; they have been read when it returns. Nothing may be on its way
+                meanwhile (:meth:`wait`).
+        """
         ...
 
 
 class FileCopy:
-    """For tensors in host memory: an unlinked file, read by a thread where that is asked for ahead of time."""
+    """A copy for tensors in host memory: an unlinked file, read by a thread where that is asked for ahead of
+    time.
+
+    Methods raise OSError where the file system is full or the file cannot be read.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -71,7 +81,6 @@ class FileCopy:
         self._values: list[Tensor] | None = None
 
     def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Raises OSError where the file system is full."""
         self._like = [(tensor.shape, tensor.dtype) for tensor in tensors]
         for part, offset in _chunks(tensors):
             done = 0
@@ -80,7 +89,6 @@ class FileCopy:
             yield
 
     def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Read by the caller."""
         for part, offset in _chunks(tensors):
             done = 0
             while done < len(part):
@@ -91,23 +99,20 @@ class FileCopy:
             yield
 
     def prefetch(self, tensors: Sequence[Tensor]) -> None:
-        """Read by the thread, which does not hold the interpreter meanwhile."""
-        self._coming = self._executor.submit(_exhaust, self.load(tensors))
+        self._coming = self._executor.submit(exhaust, self.load(tensors))
 
     def wait(self) -> None:
-        """Until the thread has done it; raises what it raised."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
             coming.result()
 
     def values(self) -> Sequence[Tensor]:
-        """A mapping of the file."""
         if self._values is None:
             self._values = list(_mapped(self._file, self._like))
         return self._values
 
     def write(self, number: int, start: int, rows: Tensor) -> None:
-        """By a call, not through the mapping: a file system that is full says so, where a mapping would end the process."""
+        """Write by a call, not through the mapping: a file system that is full would end the process then."""
         rows = rows.cpu().contiguous()
         offset = _offsets(self._like)[number] + start * rows.itemsize
         data, done = bytes_of(rows), 0
@@ -116,30 +121,31 @@ class FileCopy:
 
 
 class PinnedCopy:
-    """For accelerators: host memory, pinned where there are streams, and a stream beside the one that computes."""
+    """A copy for accelerators: host memory, pinned where there are streams, and a stream beside the one
+    that computes.
+    """
 
-    def __init__(self, streams: StreamModule | None, side: DeviceStream | None, *, pin: bool) -> None:
-        """``side`` is the stream of the copies. None, both of them: the device has no streams, copies are synchronous."""
+    def __init__(self, streams: StreamModule | None, side: torch.Stream | None, *, pin: bool) -> None:
+        """``side`` is the stream of the copies. Both are None if the device has no streams: copies are
+        synchronous.
+        """
         self._module, self._side, self._pin = streams, side, pin
         self._host: list[Tensor] = []
-        self._arrived: DeviceEvent | None = None
+        self._arrived: torch.Event | None = None
 
     def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """In the order of the current stream, and done when it ends."""
         for tensor in tensors:
             self._host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin))
             self._host[-1].copy_(tensor)
             yield
 
     def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Yields until the device has them."""
         self.prefetch(tensors)
         while self._arrived is not None and not self._arrived.query():
             yield
         self.wait()
 
     def prefetch(self, tensors: Sequence[Tensor]) -> None:
-        """Behind what the current stream has been given: it may still use the memory that is written here."""
         if self._module is None or self._side is None:
             self._copy(tensors)
             return
@@ -149,17 +155,17 @@ class PinnedCopy:
             self._arrived = self._side.record_event()
 
     def wait(self) -> None:
-        """By the current stream, not by the host."""
         if self._module is not None and self._arrived is not None:
             self._module.current_stream().wait_event(self._arrived)
             self._arrived = None
 
     def values(self) -> Sequence[Tensor]:
-        """The memory itself."""
         return self._host
 
     def write(self, number: int, start: int, rows: Tensor) -> None:
-        """Once no copy reads the memory any more: a stream was told to wait for those that have begun, the host was not."""
+        """Wait first until no copy reads the memory: a stream was told to wait for those that have begun,
+        the host was not.
+        """
         if self._side is not None:
             self._side.synchronize()
         self._host[number].view(-1).narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
@@ -169,8 +175,71 @@ class PinnedCopy:
             tensor.copy_(host, non_blocking=self._pin)
 
 
+class BackedUpComponent:
+    """``component`` whose values survive a release of its memory, in a copy that ``make_copy`` makes room
+    for.
+
+    :meth:`keep` comes before each release and copies the values of that moment: they may have changed since
+    the last one. The copy exists from there until :meth:`give_up`, once everything that was resumed with it
+    is there. A resume that fails can therefore be repeated.
+    """
+
+    def __init__(self, component: Component, make_copy: Callable[[], HostCopy]) -> None:
+        self.moves = component.moves
+        self._component = component
+        self._make_copy = make_copy
+        self._copy: HostCopy | None = None
+        self._tensors: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._component.nbytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Size of the copy; 0 if there is none."""
+        return 0 if self._copy is None else self.nbytes
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        tensor = self._component.allocate(shape, dtype, device)
+        self._tensors.append(tensor)
+        return tensor
+
+    def occupied_bytes(self) -> int:
+        return self._component.occupied_bytes()
+
+    def keep(self) -> Iterator[None]:
+        """Copy the values to the host.
+
+        Raises:
+            OSError, RuntimeError: there is no room; the values are where they were.
+        """
+        copy = self._make_copy()
+        yield from copy.save(self._tensors)
+        self._copy = copy
+
+    def release(self) -> Iterator[None]:
+        assert self._copy is not None or not self._tensors, "the values have not been kept"
+        return self._component.release()
+
+    def resume(self) -> Iterator[None]:
+        """Take the memory again, and copy the values back.
+
+        Raises:
+            OSError, RuntimeError: the copy cannot be read, or the allocator refused; the copy is kept.
+        """
+        yield from self._component.resume()
+        if self._copy is not None:
+            yield from self._copy.load(self._tensors)
+
+    def give_up(self) -> None:
+        self._copy = None
+
+
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
-    """The bytes of ``tensors`` in host memory, piece by piece, and where each piece lies in a file of all of them."""
+    """Yield the bytes of ``tensors`` in host memory, piece by piece, with the offset of each piece in a
+    file of all of them.
+    """
     offsets = _offsets([(tensor.shape, tensor.dtype) for tensor in tensors])
     for tensor, offset in zip(tensors, offsets, strict=True):
         data = bytes_of(tensor)
@@ -179,13 +248,13 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
 
 
 def _offsets(like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[int]:
-    """Where tensors begin in a file of all of them."""
+    """Return where tensors begin in a file of all of them."""
     sizes = (shape.numel() * dtype.itemsize for shape, dtype in like)
     return [0, *accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)][: len(like)]
 
 
 def _mapped(file: int, like: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
-    """The tensors in ``file``; the mapping goes with the last of them."""
+    """Yield the tensors in ``file``; the mapping goes with the last of them."""
     size = os.fstat(file).st_size
     mapping = mmap.mmap(file, size) if size else b""
     for (shape, dtype), offset in zip(like, _offsets(like), strict=True):
@@ -195,6 +264,6 @@ def _mapped(file: int, like: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterat
             yield torch.empty(shape, dtype=dtype)
 
 
-def _exhaust(steps: Iterator[None]) -> None:
+def exhaust(steps: Iterator[None]) -> None:
     for _ in steps:
         pass

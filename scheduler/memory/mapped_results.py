@@ -1,10 +1,8 @@
 """Results in mappings of their own, apart from malloc's heap.
 
-A result is stored long after its step, and steps take and free blocks of megabytes. Small blocks that live long among those split
-the free ones, and malloc takes ever more from the system until something is stored no longer: on a tiny pipeline 0.4 MB for each
-image of 5 KB. A mapping is outside of that, and gives its pages back when it goes.
-
-Invariant: what is returned shares no memory with what was given.
+A result is stored long after its step, and steps take and free blocks of megabytes. Small blocks that live
+long among those split the free ones, and malloc takes ever more from the system: on a tiny pipeline 0.4 MB
+for each image of 5 KB. A mapping is outside of that, and gives its pages back when it goes.
 """
 
 import mmap
@@ -17,7 +15,7 @@ _ALIGN = 64
 
 
 def in_a_mapping(arrays: Sequence[np.ndarray]) -> list[memoryview]:
-    """Copies of ``arrays`` (uint8 [n]), in one anonymous mapping that goes with the last of them."""
+    """Return copies of ``arrays`` (uint8 [n]) in one anonymous mapping, which goes with the last of them."""
     starts = [0, *accumulate(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]
     mapping = memoryview(mmap.mmap(-1, max(1, starts[-1])))
     found = []

@@ -1,21 +1,22 @@
-"""Memory by component: allocating it, giving it back to the system, taking it again, moving it to the host and back.
+"""Memory by component: allocating it, giving it back to the system, taking it again, moving it to the host
+and back.
 
 Invariants:
-- A component owns exactly what :func:`allocate` made inside ``manager.component(tag)``. Rotary tables, workspaces and
-  whatever else a model builds meanwhile are allocated by torch as always, so no release can lose them.
-- Memory is zero when it is allocated and when it is resumed. Every view that was made of a tensor keeps working.
-- Nobody touches a component's tensors between its release and its resume; the manager keeps no account of which are
+- A component owns exactly what :func:`allocate` made inside ``manager.component(tag)``. Rotary tables,
+  workspaces and whatever else a model builds meanwhile are allocated by torch as always, so no release can
+  lose them.
+- Memory is zero when it is allocated and when it is resumed. Every view that was made of a tensor keeps
+  working. Whether addresses survive depends on the device (:meth:`ComponentResidencyManager.moves`): graphs
+  that have captured them must be captured again if they do not.
+- Nobody touches a component's tensors between its release and its resume; the manager does not know which are
   released (``lifecycle.py`` does) and must not be asked twice.
 - Releasing and resuming yield between allocations, so the loop can answer meanwhile.
-- The policy's weights, the KV pool and graphs are resident: by tag, and without a copy, unless the tag is backed up
-  (``backup.py``). Whatever else is large is registered with a strategy (``offload.py``) that says when it is on the device; it keeps its values, also when the tag that it goes
-  with is released.
-- The device cache is emptied once memory-intensive components have left the device (or were there layer by layer, which
-  leaves as many holes), and at no other moment of a request: never between two stages.
+- The policy's weights, the KV pool and graphs are resident: by tag, and without a copy, unless the tag is
+  backed up (``host_copy.py``). Whatever else is large is registered with a strategy (``offload.py``) that
+  says when it is on the device; it keeps its values, also when the tag that it goes with is released.
+- The device cache is emptied once memory-intensive components have left the device (or were there layer by
+  layer, which leaves as many holes), and at no other moment of a request: never between two stages.
 - A name that is not registered is traced and ignored: a stage may name what a configuration does not have.
-
-Whether addresses survive depends on the device (:meth:`ComponentResidencyManager.moves`); what has captured them, a
-graph, must be captured again if they do not (``memory_occupation.py``).
 """
 
 import logging
@@ -37,31 +38,35 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ComponentStatus, ErrorCode, MemoryTag
-from .backup import BackedUpComponent
 from .device_cache import DeviceCache
 from .device_memory import available_memory_if_known, refuse_defeating_settings
-from .device_module import DeviceModule, DeviceStream, device_module_for, free_and_total, streams_of
-from .host_copy import FileCopy, HostCopy, PinnedCopy
-from .offload import RESIDENT, Movable, Strategy
+from .device_module import DeviceModule, device_module_for, free_and_total, streams_of
+from .host_copy import BackedUpComponent, FileCopy, HostCopy, PinnedCopy
+from .offload import RESIDENT, OffloadableComponent, Strategy
 from .storage import Component, MappedComponent, SavedComponent, StorageComponent
 
 logger = logging.getLogger(__name__)
 
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 TRACED_EVENTS = 1024
-"""How many of the last events are kept."""
+"""Number of events that are kept."""
 LARGE_SHARE = 0.02
-"""A component of at least this share of the device's memory counts as memory-intensive, whatever its stage says of it."""
+"""Share of the device's memory from which a component counts as memory-intensive, whatever its stage says
+of it.
+"""
 
 _END: Any = object()
 
 MakeComponent = Callable[[MemoryTag | None], Component]
 
-_ambient: ContextVar[Component | Movable | None] = ContextVar("_ambient", default=None)
+_ambient: ContextVar[Component | OffloadableComponent | None] = ContextVar("_ambient", default=None)
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros of the component being built, or of nobody outside one. On Linux's CPU untouched pages: they cost nothing yet."""
+    """Return zeros of the component being built, or of none outside one.
+
+    On Linux's CPU these are untouched pages, which cost nothing yet.
+    """
     device = torch.device(device)
     component = _ambient.get()
     if component is None:
@@ -71,7 +76,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    """What is allocated inside belongs to no component, whichever is being built around it."""
+    """Let what is allocated inside belong to no component, whichever is being built around it."""
     token = _ambient.set(None)
     try:
         yield
@@ -85,7 +90,9 @@ class ComponentUse:
 
     name: str
     memory_intensive: bool = False
-    """It is worth emptying the device cache when it has left. Components of :data:`LARGE_SHARE` of the device always are."""
+    """True to empty the device cache when it has left, as is done for every component of
+    :data:`LARGE_SHARE`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +102,34 @@ class ResidencyEvent:
     at: float
     """Seconds since the epoch."""
     event: str
-    """``begin_request``, ``arrive``, ``use``, ``finish_use``, ``leave``, ``keep`` (it might have left, and stays),
-    ``finish_request``, ``missing``, ``release``, ``resume``, ``emptied``."""
+    """``begin_request``, ``arrive``, ``use``, ``finish_use``, ``leave``, ``keep`` (it might have left, and
+    stays), ``finish_request``, ``missing``, ``release``, ``resume`` or ``emptied``.
+    """
     component: str
-    """Or the request's name."""
+    """Name of the component, or of the request."""
     strategy: str
-    """Of the component; empty where there is none."""
     nbytes: int
-    """What came to the device or left it. ``emptied``: what the system got back."""
+    """Bytes that came to the device or left it; for ``emptied``, bytes that the system got back."""
     ms: float
-    """Work, not what happened in between. ``finish_use``: how long layers were waited for."""
+    """Duration of the work; for ``finish_use``, of the waits for layers."""
     detail: str
-    """Why: ``after_use``, ``warm_up``, ``resident`` or ``in_use`` (by another request) of what is kept; ``missing`` where a use
-    ends of what was never there; ``after_release`` of an emptying."""
+    """Why a component is kept: ``after_use``, ``warm_up``, ``resident`` or ``in_use`` (by another
+    request); ``missing`` where a use ends of what was never there; ``after_release`` of an emptying.
+    """
 
 
 class ComponentResidencyManager:
-    """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory (``execution/graphs.py``).
+    """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory
+    (``execution/graphs.py``).
 
     A request is a stretch of work that uses components, in stages:
 
-        begin_request(r); before each stage: before_stage(r, uses); use(r, use); … ; finish_use(use); finish_request(r)
+        begin_request(r); before each stage: before_stage(r, uses); use(r, use); … ; finish_use(use);
+        finish_request(r)
 
-    What moves memory is an iterator that yields often. :meth:`use` waits instead, for what :meth:`before_stage` has not
-    brought. A request that is given up needs no ``finish_request`` if it is begun again under the same name.
+    What moves memory is an iterator that yields often. :meth:`use` waits instead, for what
+    :meth:`before_stage` has not brought. A request that is given up needs no ``finish_request`` if it is
+    begun again under the same name.
     """
 
     def __init__(
@@ -133,9 +144,8 @@ class ComponentResidencyManager:
     ) -> None:
         """
         Args:
-            make_component: None: what suits ``device`` best.
-            device_module: manages the memory of ``device``. None: the device's own.
-            device_cache: empties that memory's cache. None: one of its own.
+            make_component: makes storage of a tag; by default what suits ``device`` best.
+            device_module: manages the memory of ``device``; by default the device's own.
             backed_up: tags whose values survive a release.
 
         Raises:
@@ -155,82 +165,82 @@ class ComponentResidencyManager:
         for tag in backed_up:
             backup = BackedUpComponent(self._components[tag], self._make_copy)
             self._components[tag] = self._backups[tag] = backup
-        self._movables: dict[str, Movable] = {}
+        self._registered: dict[str, OffloadableComponent] = {}
         self._tags: dict[str, MemoryTag] = {}
         self._requests: dict[str, tuple[bool, set[str]]] = {}
         self._executor: ThreadPoolExecutor | None = None
         self.peak_bytes = 0
-        """The most that registered components had on the device at one time, since :meth:`forget_peak`."""
-        self._side: DeviceStream | None = None
+        """Most bytes that registered components had on the device at one time, since :meth:`forget_peak`."""
+        self._side: torch.Stream | None = None
         self.trace: deque[ResidencyEvent] = deque(maxlen=TRACED_EVENTS)
-        """The last events, oldest first."""
 
     def close(self) -> None:
-        """Let go of what runs beside the engine."""
         if self._executor is not None:
             self._executor.shutdown()
 
-    def register(self, name: str, strategy: Strategy = RESIDENT, *, tag: MemoryTag = "weights") -> Movable:
-        """A component that ``strategy`` moves; a release of ``tag`` takes it off the device, too, with its values kept.
+    def register(
+        self, name: str, strategy: Strategy = RESIDENT, *, tag: MemoryTag = "weights"
+    ) -> OffloadableComponent:
+        """Add a component that ``strategy`` moves; a release of ``tag`` takes it off the device, too, with
+        its values kept.
 
-        Without more it is what the policy's weights are, on the device until their memory is released, but keeps its values.
-        Who changes values later writes them through what is returned.
+        Who changes values later writes them through the result.
         """
-        assert name not in self._movables, name
+        assert name not in self._registered, name
         assert name not in self._components, name
         storage_of = tag if strategy.preserve else None  # scratch memory is not written whole, as weights are
-        self._movables[name] = Movable(
+        self._registered[name] = OffloadableComponent(
             name, strategy, lambda: self._make_storage(storage_of), self._make_copy
         )
         self._tags[name] = tag
-        return self._movables[name]
+        return self._registered[name]
 
     def divide(self, name: str, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Which tensors make up which layer of a registered component, once all are allocated."""
-        self._movables[name].divide(layers)
+        """Say which tensors make up which layer of a registered component, once all are allocated."""
+        self._registered[name].divide(layers)
 
     @contextmanager
     def component(self, name: str) -> Iterator[None]:
-        """What is built inside belongs to ``name``, a tag or registered, as far as it comes from :func:`allocate`."""
-        token = _ambient.set(self._movables.get(name) or self._components[name])
+        """Let what :func:`allocate` makes inside belong to ``name``, a tag or registered."""
+        token = _ambient.set(self._registered.get(name) or self._components[name])
         try:
             yield
         finally:
             _ambient.reset(token)
 
     def nbytes(self, name: str) -> int:
-        """Size of a component, a tag or registered, wherever it is."""
-        return (self._movables.get(name) or self._components[name]).nbytes
+        """Return the size of a component, a tag or registered, wherever it is."""
+        return (self._registered.get(name) or self._components[name]).nbytes
 
     def occupied_bytes(self, tag: MemoryTag) -> int:
-        """What the tensors of ``tag`` take now; registered components are counted apart."""
+        """Return the bytes that the tensors of ``tag`` take now, without registered components."""
         return self._components[tag].occupied_bytes()
 
     @property
-    def movable_bytes(self) -> int:
-        """What registered components take now."""
-        return sum(component.occupied_bytes() for component in self._movables.values())
+    def registered_bytes(self) -> int:
+        """Bytes that registered components take now."""
+        return sum(component.occupied_bytes() for component in self._registered.values())
 
     @property
     def in_allocator(self) -> bool:
-        """Whether the device's allocator counts components among what it has handed out; mappings it does not know."""
+        """True if the device's allocator counts components among what it has handed out; it does not know
+        mappings.
+        """
         return self._make_storage is not MappedComponent
 
     def device_bytes(self, name: str) -> int:
-        """How much of a registered component is on the device."""
-        return self._movables[name].device_bytes
+        return self._registered[name].device_bytes
 
     @property
     def moved_in_bytes(self) -> int:
-        """How much of all registered components is on the device, or on its way."""
-        return sum(component.device_bytes for component in self._movables.values())
+        """Bytes of registered components that are on the device, or on their way."""
+        return sum(component.device_bytes for component in self._registered.values())
 
     def forget_peak(self) -> None:
-        """The peak is what is there now: loading, which takes each component whole, is over."""
+        """Set the peak to what is there now, after loading, which takes each component whole."""
         self.peak_bytes = self.moved_in_bytes
 
     def status(self) -> list[ComponentStatus]:
-        """Of registered components."""
         return [
             ComponentStatus(
                 name=name,
@@ -238,20 +248,22 @@ class ComponentResidencyManager:
                 nbytes=component.nbytes,
                 device_bytes=component.device_bytes,
             )
-            for name, component in self._movables.items()
+            for name, component in self._registered.items()
         ]
 
     @property
     def still_to_come(self) -> int:
-        """Bytes that registered components may take beyond what they have: not for others to fill."""
-        return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self._movables.values())
+        """Bytes that registered components may take beyond what they have, which must be left free."""
+        return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self._registered.values())
 
     def moves(self, tags: Collection[MemoryTag]) -> bool:
-        """Whether a release of ``tags`` may change addresses."""
+        """Return True if a release of ``tags`` may change addresses."""
         return any(self._components[tag].moves for tag in tags if self._components[tag].nbytes)
 
     def begin_request(self, request: str, *, warm_up: bool = False) -> None:
-        """``warm_up``: nobody waits for it, so strategies may leave things where normal work wants them."""
+        """Begin a request. After a ``warm_up``, for which nobody waits, strategies may keep components on
+        the device.
+        """
         self._requests[request] = (warm_up, set())
         self._note("begin_request", request, "", 0, 0.0)
 
@@ -259,7 +271,8 @@ class ComponentResidencyManager:
         """Bring what the next stage needs.
 
         Raises:
-            CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; what did not fit is not there.
+            CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; what did not fit is not
+                there.
         """
         for use in uses:
             component = self._find(request, use)
@@ -274,10 +287,12 @@ class ComponentResidencyManager:
                 self._measure()
 
     def use(self, request: str, use: ComponentUse) -> Callable[[int], None]:
-        """Work with the component begins; what is returned is called with each layer's number before it is computed."""
+        """Begin to work with a component; return what must be called with each layer's number before it is
+        computed.
+        """
         for _ in self.before_stage(request, [use]):
             pass
-        component = self._movables.get(use.name)
+        component = self._registered.get(use.name)
         if component is None:
             return lambda layer: None
         component.waited_s = 0.0
@@ -290,8 +305,8 @@ class ComponentResidencyManager:
         return at_layer
 
     def finish_use(self, use: ComponentUse) -> Iterator[None]:
-        """The work has been given to the current stream."""
-        component = self._movables.get(use.name)
+        """Note that the work has been given to the current stream."""
+        component = self._registered.get(use.name)
         if component is None:
             self._note("finish_use", use.name, "", 0, 0.0, "missing")
             return
@@ -302,11 +317,11 @@ class ComponentResidencyManager:
             yield from self._leave([component])
 
     def finish_request(self, request: str) -> Iterator[None]:
-        """What no other open request has used leaves, where its strategy wants that."""
+        """Let what no other open request has used leave, where its strategy wants that."""
         warm_up, used = self._requests.pop(request, (False, set()))
         elsewhere = set().union(*(names for _, names in self._requests.values()))
         leaving = []
-        for name, component in self._movables.items():
+        for name, component in self._registered.items():
             if name not in used:
                 continue
             if name in elsewhere:
@@ -319,15 +334,15 @@ class ComponentResidencyManager:
         self._note("finish_request", request, "", 0, 0.0)
 
     def backs_up(self, tags: Collection[MemoryTag]) -> bool:
-        """Whether :meth:`keep` has anything to do for ``tags``."""
         return any(tag in self._backups for tag in tags)
 
     def backup_bytes(self, tag: MemoryTag) -> int:
-        """Size of the copy that a release of ``tag`` has left on the host; 0 while it is resident, and without a backup."""
+        """Return the size of the copy that a release of ``tag`` has left on the host; 0 without one."""
         return self._backups[tag].copied_bytes if tag in self._backups else 0
 
     def keep(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Copy the values of those of ``tags`` that are backed up to the host, ahead of their release; the device must be idle.
+        """Copy the values of those of ``tags`` that are backed up to the host, before their release; the
+        device must be idle.
 
         Raises:
             CaesuraError: ``out_of_memory``, the copy does not fit; there is none then.
@@ -346,21 +361,26 @@ class ComponentResidencyManager:
                 ) from error
 
     def give_up(self, tags: Collection[MemoryTag]) -> None:
-        """Drop what :meth:`keep` has made of ``tags``, which are resident and stay so."""
+        """Drop the copies of ``tags``, which are resident and stay so."""
         for tag in tags:
             if tag in self._backups:
                 self._backups[tag].give_up()
 
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Give back the memory of ``tags``, which are resident and :meth:`kept <keep>`; the device must be idle."""
+        """Give back the memory of ``tags``, which are resident and :meth:`kept <keep>`; the device must be
+        idle.
+        """
         for tag in tags:
             for component in self._of(tag):
-                yield from self._traced("leave", component, component.drop())
+                away = (step for unit in component.units for step in unit.drop())
+                yield from self._traced("leave", component, away)
             yield from self._traced("release", tag, self._components[tag].release())
 
     def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Take back the memory of ``tags``, which are released: all or nothing. Backed up tags and registered components that
-        are always on the device come back with their values, other components when they are used.
+        """Take back the memory of ``tags``, which are released: all or nothing.
+
+        Backed up tags and registered components that are always on the device come back with their values,
+        other components when they are used.
 
         Raises:
             CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; everything is as it was.
@@ -386,14 +406,14 @@ class ComponentResidencyManager:
     def _measure(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.moved_in_bytes)
 
-    def _of(self, tag: MemoryTag) -> list[Movable]:
-        return [component for name, component in self._movables.items() if self._tags[name] == tag]
+    def _of(self, tag: MemoryTag) -> list[OffloadableComponent]:
+        return [component for name, component in self._registered.items() if self._tags[name] == tag]
 
-    def _residents(self, tag: MemoryTag) -> list[Movable]:
+    def _residents(self, tag: MemoryTag) -> list[OffloadableComponent]:
         return [component for component in self._of(tag) if component.strategy.kind == "resident"]
 
-    def _find(self, request: str, use: ComponentUse) -> Movable | None:
-        component = self._movables.get(use.name)
+    def _find(self, request: str, use: ComponentUse) -> OffloadableComponent | None:
+        component = self._registered.get(use.name)
         if component is None:
             self._note("missing", use.name, "", 0, 0.0)
             return None
@@ -401,8 +421,10 @@ class ComponentResidencyManager:
         self._requests[request][1].add(use.name)
         return component
 
-    def _require_room(self, component: Movable) -> None:
-        """On the CPU an allocation never fails, its first use does; elsewhere the allocator says so itself."""
+    def _require_room(self, component: OffloadableComponent) -> None:
+        """Refuse what does not fit. On the CPU an allocation never fails, its first use does; other
+        allocators say so themselves.
+        """
         needed = component.strategy.peak_bytes(component) - component.device_bytes
         if self._device.type != "cpu" or needed <= 0:
             return
@@ -410,8 +432,8 @@ class ComponentResidencyManager:
         if free is not None and needed > free:
             raise _shortage(f"{component.name} needs {needed} bytes, {free} are free", needed, free)
 
-    def _leave(self, components: Sequence[Movable]) -> Iterator[None]:
-        """The release point: here, and only here, the device cache is emptied on behalf of components."""
+    def _leave(self, components: Sequence[OffloadableComponent]) -> Iterator[None]:
+        """Let components leave, and only here empty the device cache on their behalf."""
         worth_it: list[str] = []
         for component in components:
             before = component.device_bytes
@@ -427,7 +449,7 @@ class ComponentResidencyManager:
             seconds = perf_counter() - started
             self._note("emptied", ", ".join(worth_it), "", report.freed, seconds, "after_release")
 
-    def _kept(self, component: Movable, detail: str) -> None:
+    def _kept(self, component: OffloadableComponent, detail: str) -> None:
         self._note("keep", component.name, component.strategy.kind, component.device_bytes, 0.0, detail)
 
     @cached_property
@@ -446,9 +468,11 @@ class ComponentResidencyManager:
             self._side = streams.Stream()
         return PinnedCopy(streams, self._side, pin=streams is not None and self._device.type != "cpu")
 
-    def _traced(self, event: str, component: Movable | MemoryTag, steps: Iterator[None]) -> Iterator[None]:
-        """``steps``, then an event, where something was moved."""
-        before = component.device_bytes if isinstance(component, Movable) else 0
+    def _traced(
+        self, event: str, component: OffloadableComponent | MemoryTag, steps: Iterator[None]
+    ) -> Iterator[None]:
+        """Advance ``steps``, and note an event if something was moved."""
+        before = component.device_bytes if isinstance(component, OffloadableComponent) else 0
         busy, more = 0.0, True
         while more:
             started = perf_counter()
@@ -456,7 +480,7 @@ class ComponentResidencyManager:
             busy += perf_counter() - started
             if more:
                 yield
-        if isinstance(component, Movable):
+        if isinstance(component, OffloadableComponent):
             moved = abs(component.device_bytes - before)
             if moved:
                 self._note(event, component.name, component.strategy.kind, moved, busy)

@@ -1,7 +1,7 @@
 """Memory that can be given back and taken again, on each kind of device: what components are made of.
 
-Invariants: memory is zero when it is allocated and when it is resumed; every view made of a tensor keeps working; nobody
-touches a tensor between release and resume. Both yield between allocations.
+Invariants: memory is zero when it is allocated and when it is resumed; every view made of a tensor keeps
+working; nobody touches a tensor between release and resume. Both yield between allocations.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _RELEASE_CHUNK = 256 << 20
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory; the caller keeps the tensor alive.
+    """Return the bytes of a contiguous tensor in host memory; the caller keeps the tensor alive.
 
     By address: a tensor that was viewed by numpy once has a storage that can never be resized again.
     """
@@ -32,22 +32,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class Component(Protocol):
-    """What one tag stands for: some tensors that come and go together."""
+    """Tensors of one tag, which come and go together."""
 
     moves: bool
-    """Tensors may have other addresses after a resume."""
+    """True if tensors may have other addresses after a resume."""
 
     @property
-    def nbytes(self) -> int:
-        """Sum over the tensors."""
-        ...
+    def nbytes(self) -> int: ...
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One more tensor of zeros."""
+        """Return a new tensor of zeros."""
         ...
 
     def occupied_bytes(self) -> int:
-        """What they take now, of what the device's allocator or the system says is in use."""
+        """Return the bytes that the tensors take of what the device's allocator or the system says is in
+        use.
+        """
         ...
 
     def release(self) -> Iterator[None]:
@@ -67,8 +67,9 @@ class MappedComponent:
     """CPU on Linux: each tensor in an anonymous private mapping of its own. Addresses stay.
 
     The kernel gives a zero page for each one that was never touched or was given back with MADV_DONTNEED
-    (madvise(2)), so resuming has nothing to do and costs memory only as the tensors are written. Weights ask for huge
-    pages: they are released and filled several times faster, and read a little faster (docs/explanation/memory.md).
+    (madvise(2)), so resuming has nothing to do and costs memory only as the tensors are written. Weights ask
+    for huge pages: they are released and filled several times faster, and read a little faster
+    (docs/explanation/memory.md).
     """
 
     def __init__(self, tag: MemoryTag | None) -> None:
@@ -79,7 +80,6 @@ class MappedComponent:
         self._spans: list[tuple[int, int]] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Page-aligned, untouched."""
         count = prod(shape)
         if count == 0:
             return torch.zeros(shape, dtype=dtype)
@@ -95,23 +95,23 @@ class MappedComponent:
         return tensor.view(shape)
 
     def occupied_bytes(self) -> int:
-        """The pages that have been written."""
         return resident_bytes(self._spans)
 
     def release(self) -> Iterator[None]:
-        """The pages go at once; the address range stays reserved."""
         for mapping in self._maps:
             for start in range(0, len(mapping), _RELEASE_CHUNK):
                 mapping.madvise(mmap.MADV_DONTNEED, start, min(_RELEASE_CHUNK, len(mapping) - start))
                 yield
 
     def resume(self) -> Iterator[None]:
-        """Nothing: pages come when they are written, as after a cold start."""
         yield from ()
 
 
 class StorageComponent:
-    """Any device: torch storages resized to nothing and back. Addresses change, views follow their storage."""
+    """Any device: torch storages resized to nothing and back. Addresses change, views follow their storage.
+
+    What is released goes to torch's allocator, which returns it to the system when it is emptied.
+    """
 
     def __init__(self, tag: MemoryTag | None) -> None:
         self.moves = True
@@ -120,7 +120,6 @@ class StorageComponent:
         self._sizes: list[int] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A storage of its own."""
         tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._tensors.append(tensor)
         self._sizes.append(tensor.untyped_storage().nbytes())
@@ -128,17 +127,14 @@ class StorageComponent:
         return tensor
 
     def occupied_bytes(self) -> int:
-        """The storages' present sizes."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors)
 
     def release(self) -> Iterator[None]:
-        """Back to torch's allocator, which returns it to the system when it is emptied."""
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
             yield
 
     def resume(self) -> Iterator[None]:
-        """Fresh blocks."""
         for tensor, size in zip(self._tensors, self._sizes, strict=True):
             tensor.untyped_storage().resize_(size)
             tensor.zero_()
@@ -146,10 +142,11 @@ class StorageComponent:
 
 
 class SavedComponent:
-    """CUDA under torch-memory-saver (preload hook): physical memory unmapped and mapped again. Addresses stay.
+    """CUDA under torch-memory-saver (preload hook): physical memory unmapped and mapped again. Addresses
+    stay.
 
-    Its C library ends the process when it cannot map, hence the manager's check before. torch's own counters do not
-    notice: ``memory_reserved`` keeps counting what is unmapped.
+    Its C library ends the process when it cannot map, hence the manager's check before. torch's own counters
+    do not notice: they keep counting what is unmapped. What is mapped again is undefined, so it is zeroed.
     """
 
     def __init__(self, tag: MemoryTag | None) -> None:
@@ -160,7 +157,6 @@ class SavedComponent:
         self._tensors: list[Tensor] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """In the saver's pool of this tag, without a copy on the host."""
         with self._saver.region(tag=self._tag, enable_cpu_backup=False):
             tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._tensors.append(tensor)
@@ -168,17 +164,14 @@ class SavedComponent:
         return tensor
 
     def occupied_bytes(self) -> int:
-        """All of it, also while it is unmapped: torch counts it as reserved and allocated then, too."""
         return self.nbytes
 
     def release(self) -> Iterator[None]:
-        """All tensors in one call."""
         if self._tensors:
             self._saver.pause(self._tag)
         yield from ()
 
     def resume(self) -> Iterator[None]:
-        """All in one call; what is mapped then is undefined, so it is zeroed."""
         if self._tensors:
             self._saver.resume(self._tag)
         for tensor in self._tensors:

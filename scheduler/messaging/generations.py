@@ -39,7 +39,7 @@ def generate(engine: "Engine", client: bytes, message: Generate, buffers: list[m
 
     Raises:
         CaesuraError: ``duplicate_rid``, ``shutting_down``, ``paused``, ``weights_poisoned``, ``weights_invalid``,
-            ``epoch_behind``; what :class:`~..stepping.Admission` refuses. Nothing has changed then.
+            ``epoch_behind``; what the engine's ``admit`` refuses. Nothing has changed then.
     """
     rid, body = message.rid if message.rid is not None else message.id, _body_of(message, buffers)
     if not isinstance(message, engine.request_type):
@@ -56,7 +56,7 @@ def generate(engine: "Engine", client: bytes, message: Generate, buffers: list[m
     if engine.state.generation != "running" and engine.config.requests_while_paused == "refuse":
         raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
     engine.state.require_epoch(message.min_weights_epoch)
-    requests = engine.admission.admit(message, buffers, client, len(engine.waiting))
+    requests = engine.admit(message, buffers, client, len(engine.waiting))
     engine.answers.begin_generation(message.id, rid, body, samples=len(requests))
     engine.live.add(requests)
     for request in requests:

@@ -3,12 +3,14 @@
 Invariants:
 - If the message of one client cannot be built or sent, the other clients get theirs without delay. The message is tried
   :data:`MAX_SENDS` times. After that each result is sent alone, and a result that cannot be sent is replaced by an error.
-- A client's tokens and terminal results of a step are sent in one message, the tokens first.
+- A client's tokens and terminal results of a step are sent in one message, the tokens first. Results of images are sent
+  alone.
 """
 
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from ...io_struct import (
     DeltaLogprobs,
     ErrorCode,
     FinishReason,
+    GenerateImagesReqOutput,
     GenerateReqOutput,
     LogprobRows,
     StreamDelta,
@@ -30,7 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_SENDS = 3
 """Attempts to send the results of a client in one message."""
 
-Send = Callable[[bytes, BatchTokenOutput], None]
+Result = GenerateReqOutput | GenerateImagesReqOutput
+Send = Callable[[bytes, Any], None]
 
 
 class _ClientOutput:
@@ -50,7 +54,7 @@ class _ClientOutput:
         self.top: list[LogprobRows | None] = []
         self.token_ids_logprobs: list[LogprobRows | None] = []
         self.details: list[TokenDetails | None] = []
-        self.finished: list[GenerateReqOutput] = []
+        self.finished: list[Any] = []
         self.attempts = 0
 
     def message(self, step: int) -> BatchTokenOutput:
@@ -73,8 +77,10 @@ class _ClientOutput:
 class Outbox:
     """Collects outputs and passes them to ``send``."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, one_by_one: bool = False) -> None:
+        """``one_by_one``: each result is a message of its own, whose frames are its tensors."""
         self._send = send
+        self._one_by_one = one_by_one
         self._outputs: defaultdict[bytes, _ClientOutput] = defaultdict(_ClientOutput)
 
     @property
@@ -107,7 +113,7 @@ class Outbox:
             output.token_ids_logprobs.append(token_ids)
             output.details.append(TokenDetails.of(request, start, of_raw, of_sampled))
 
-    def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
+    def add_result(self, client: bytes, result: Result) -> None:
         """Add the terminal result of a request."""
         self._outputs[client].finished.append(result)
 
@@ -115,6 +121,10 @@ class Outbox:
         """Send each client its collected output; ``step`` is the last processed step."""
         for client in list(self._outputs):
             output = self._outputs[client]
+            if self._one_by_one:
+                del self._outputs[client]
+                self._deliver_one_by_one(client, output, step)
+                continue
             try:
                 self._send(client, output.message(step))
             except Exception as error:  # the other clients must get theirs
@@ -129,15 +139,18 @@ class Outbox:
         """Send every result in a message of its own; a result that cannot be sent is replaced by an error."""
         for result in output.finished:
             try:
-                self._send(client, BatchTokenOutput(step=step, finished=[result]))
+                self._send(client, self._alone(result, step))
                 continue
             except Exception as error:
                 logger.error("request %s: its result could not be sent", result.rid, exc_info=error)
                 replacement = _error_result(result, error)
             try:
-                self._send(client, BatchTokenOutput(step=step, finished=[replacement]))
+                self._send(client, self._alone(replacement, step))
             except Exception as error:
                 logger.error("request %s: no result could be sent", result.rid, exc_info=error)
+
+    def _alone(self, result: Any, step: int) -> Any:
+        return result if self._one_by_one else BatchTokenOutput(step=step, finished=[result])
 
 
 def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
@@ -151,15 +164,26 @@ def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
     )
 
 
-def _error_result(result: GenerateReqOutput, error: Exception) -> GenerateReqOutput:
-    """A terminal result with ``error`` and no content, in place of ``result``."""
+def _error_result(result: Result, error: Exception) -> Result:
+    """Return a terminal result with ``error`` and no content, in place of ``result``."""
     code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
     message = f"its result cannot be sent: {type(error).__name__}: {error}"
+    reason = FinishReason(type="error", message=message, code=code)
+    if isinstance(result, GenerateImagesReqOutput):
+        return GenerateImagesReqOutput(
+            rid=result.rid,
+            index=result.index,
+            finish_reason=reason,
+            weight_versions=[],
+            seed=result.seed,
+            steps=result.steps,
+            steps_done=0,
+        )
     return GenerateReqOutput(
         rid=result.rid,
         index=result.index,
         output_ids=b"",
-        finish_reason=FinishReason(type="error", message=message, code=code),
+        finish_reason=reason,
         weight_versions=[],
         prompt_tokens=0,
         cached_tokens=0,

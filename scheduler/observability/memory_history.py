@@ -95,7 +95,7 @@ class MemoryGauges:
             self._occupied = (
                 memory.occupied_bytes("weights"),
                 memory.occupied_bytes("kv_cache"),
-                memory.movable_bytes,
+                memory.registered_bytes,
             )
         weights, kv_cache, reference = self._occupied
         derived = min(own.derived, weights)

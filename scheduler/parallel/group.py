@@ -60,7 +60,7 @@ class TensorParallel(Protocol):
         ...
 
     def abort(self) -> None:
-        """Give up, and tell whoever waits for this rank, now or later. Never waits; any thread may call it."""
+        """Give up, and tell whoever waits for this rank, now or later. Never wait; safe in any thread."""
         ...
 
     def reset(self) -> None:

@@ -186,7 +186,8 @@ def join(
     if mine != theirs:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,
-            f"rank {rank} would sample other tokens than rank 0: it computes with {mine}, rank 0 with {theirs}",
+            f"rank {rank} would sample other tokens than rank 0: "
+            f"it computes with {mine}, rank 0 with {theirs}",
             rank=rank,
         )
     return ProcessGroup(store, rank, size, device, timeout_s)

@@ -6,7 +6,10 @@ Invariants:
 - What can be released is allocated while the core is built (``build.py``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ...io_struct import GenerateReqInput, Message
@@ -25,19 +28,11 @@ from ..scheduling.batcher import Batcher
 from ..scheduling.chunking import ChunkSizer
 from ..scheduling.live_requests import LiveRequests
 from ..scheduling.output_processor import OutputProcessor
+from ..scheduling.outputs import Outputs
 from ..scheduling.request import Request, RequestTable
-from ..scheduling.step_recovery import Recovery
-from ..scheduling.stepping import (
-    Admission,
-    KeptPrompts,
-    StepBatcher,
-    StepOutbox,
-    StepOutputs,
-    StepQueue,
-    StepRecovery,
-    StepRunner,
-)
-from ..scheduling.waiting_queue import TokenAdmission, WaitingQueue
+from ..scheduling.step_recovery import Recovery, restore_tokens
+from ..scheduling.stepping import StepBatcher, StepRunner
+from ..scheduling.waiting_queue import WaitingQueue, admit
 from ..scoring.reference import load_reference
 from ..scoring.scoring import ReferenceModel
 from ..weights.loaded_model import LoadedWeights
@@ -45,6 +40,7 @@ from ..weights.transports.disk import OpenFolder, open_fitting
 from .config import PAGE_SIZE
 
 if TYPE_CHECKING:
+    from ..images.prompt_cache import PromptCache
     from .engine import Engine
 
 
@@ -60,15 +56,16 @@ class Core:
     """This rank's, of a language model."""
     request_type: type[Message]
     """The message that asks for samples."""
-    admission: Admission
+    admit: Callable[[Any, list[memoryview], bytes, int], list[Any]]
+    """Makes the samples of a message, its buffers, its client and the number of samples that wait; changes no state."""
     live: LiveRequests[Any]
-    waiting: StepQueue
+    waiting: WaitingQueue[Any]
     batcher: StepBatcher
-    prompts: KeptPrompts | None = None
+    prompts: "PromptCache | None" = None
     """None: prompts are kept as KV alone."""
-    outputs: StepOutputs
-    outbox: StepOutbox
-    recovery: StepRecovery
+    outputs: Outputs[Any]
+    outbox: Outbox
+    recovery: Recovery
     cache: CacheManager
     """The KV pages; without any where steps have no KV."""
     serving: Serving
@@ -103,7 +100,7 @@ def language_core(engine: "Engine", make_runner: MakeRunner) -> Core:
         build_windows(config, loaded, pool),
         build_states(pool),
     )
-    waiting = WaitingQueue()
+    waiting = WaitingQueue[Request]()
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
     batcher = Batcher(
         table,
@@ -119,7 +116,7 @@ def language_core(engine: "Engine", make_runner: MakeRunner) -> Core:
         table, batcher, waiting, live, outbox, on_finished=engine.replies.finished, stamp=stamp
     )
     recovery = Recovery(
-        batcher=batcher, outputs=outputs, runner=runner, chunks=chunks, device_cache=engine.device_cache
+        batcher, outputs, engine.device_cache, restore=partial(restore_tokens, batcher, runner)
     )
     return Core(
         loaded=loaded,
@@ -128,7 +125,9 @@ def language_core(engine: "Engine", make_runner: MakeRunner) -> Core:
         runner=runner,
         model_runner=own if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,
-        admission=TokenAdmission(limits),
+        admit=lambda message, _, client, waiting: admit(
+            message, client=client, limits=limits, waiting=waiting, now=monotonic()
+        ),
         live=live,
         waiting=waiting,
         batcher=batcher,

@@ -160,7 +160,7 @@ class Engine:
         self.loaded, self.model, self.loader = steps.loaded, steps.loaded.model, steps.loaded.loader
         self.weights_bytes, self.derived_bytes = steps.loaded.weights_bytes, steps.loaded.derived_bytes
         self.runner, self.batcher, self.recovery = steps.runner, steps.batcher, steps.recovery
-        self.live, self.waiting, self.admission = steps.live, steps.waiting, steps.admission
+        self.live, self.waiting, self.admit = steps.live, steps.waiting, steps.admit
         self.outputs, self.outbox, self.request_type = steps.outputs, steps.outbox, steps.request_type
         self.cache, self.prompts, self.open_folder = steps.cache, steps.prompts, steps.open_folder
         self.graphs = None if steps.model_runner is None else steps.model_runner.graphs

@@ -10,32 +10,33 @@ from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput
 from ..cache.manager import CacheManager
 from ..execution.kernel_report import Serving
 from ..images.admission import ImageAdmission
-from ..images.batcher import ImageBatcher, ImageQueue
+from ..images.batcher import ImageBatcher
+from ..images.component_residency import ComponentStages
 from ..images.footprint import Footprint
-from ..images.holding import Holding
-from ..images.outbox import ImageOutbox
+from ..images.memory_limit import MemoryLimit
 from ..images.outputs import ImageOutputs
 from ..images.pipeline import load_pipeline, open_component
-from ..images.prompts import EncodedPrompts
-from ..images.recovery import ImageRecovery
+from ..images.prompt_cache import PromptCache
+from ..images.request import ImageRequest
 from ..images.runner import ImageRunner
-from ..images.stages import Stages
 from ..kernels import TORCH
-from ..memory.device_module import DeviceModule, device_module_for
+from ..memory.device_module import device_module_for
 from ..memory.host import HOST
+from ..messaging.outbox import Outbox
 from ..scheduling.live_requests import LiveRequests
+from ..scheduling.step_recovery import Recovery
+from ..scheduling.waiting_queue import WaitingQueue
 from .config import PAGE_SIZE
 from .core import Core
 
 if TYPE_CHECKING:
-    from ..images.request import ImageRequest
     from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
 
 def image_core(engine: "Engine") -> Core:
-    """The core of the pipeline in ``config.model_path``.
+    """Build the core of the pipeline in ``config.model_path``.
 
     Raises:
         CaesuraError: the folder cannot be served; ``unsupported``, an option that only language models have.
@@ -51,21 +52,24 @@ def image_core(engine: "Engine") -> Core:
             )
     loaded = load_pipeline(config, engine.residency, engine.initial_weights.folder)
     logger.info("image pipeline %s: %s", loaded.family.pipeline, ", ".join(loaded.model.components))
-    stages = Stages(engine.residency, loaded.movable, engine.stages)
-    prompts = EncodedPrompts(config.prompt_cache_bytes)
-    waiting = ImageQueue()
+    stages = ComponentStages(engine.residency, loaded.movable, engine.stages)
+    prompts = PromptCache(config.prompt_cache_bytes)
+    waiting = WaitingQueue[ImageRequest]()
     module, on_host = device_module_for(loaded.device), loaded.device.type == "cpu"
-    holding = _holding(engine, module, on_host=on_host)
+    limit = MemoryLimit.of_free_memory(
+        module, HOST, config.sizes.kv_fraction, kept_free=engine.residency.still_to_come, on_host=on_host
+    )
+    logger.info("samples may hold %s together", limit)
     batcher = ImageBatcher(
         waiting,
         max_running=config.sizes.rows,
-        holding=holding,
+        limit=limit,
         prompts=prompts,
         encoders_changed=lambda: any(name.startswith("text_") for name in loaded.loader.written),
         on_idle=stages.leave,
     )
     live: LiveRequests[ImageRequest] = LiveRequests()
-    outbox = ImageOutbox(engine.router.send)
+    outbox = Outbox(engine.router.send, one_by_one=True)
     footprint = Footprint(loaded.family, module, on_host=on_host)
     outputs = ImageOutputs(
         batcher, live, outbox, on_finished=engine.replies.finished, stamp=engine.state.stamp
@@ -75,37 +79,23 @@ def image_core(engine: "Engine") -> Core:
         open_folder=lambda path, name: open_component(path, loaded.model.parts[name or ""]),
         runner=ImageRunner(loaded.family, stages, loaded.device, module, footprint),
         request_type=GenerateImagesReqInput,
-        admission=ImageAdmission(
+        admit=ImageAdmission(
             loaded.family,
             loaded.device,
             footprint,
-            holding,
+            limit,
             live,
             max_waiting=config.max_waiting_requests,
-        ),
+        ).admit,
         live=live,
         waiting=waiting,
         batcher=batcher,
         prompts=prompts,
         outputs=outputs,
         outbox=outbox,
-        recovery=ImageRecovery(batcher, outputs, engine.device_cache),
-        cache=CacheManager(
-            2, PAGE_SIZE, False, engine.state.stamp.epoch
-        ),  # one page, the least there is; nobody takes it
+        recovery=Recovery(batcher, outputs, engine.device_cache),
+        # One page, the least there is; nobody takes it.
+        cache=CacheManager(2, PAGE_SIZE, False, engine.state.stamp.epoch),
         serving=Serving({"denoise": TORCH}, None),
         latent_bytes_per_pixel=loaded.family.latent_bytes_per_pixel,
     )
-
-
-def _holding(engine: "Engine", module: DeviceModule, *, on_host: bool) -> Holding:
-    """Of the memory that is free now."""
-    holding = Holding.of_free_memory(
-        module,
-        HOST,
-        engine.config.sizes.kv_fraction,
-        kept_free=engine.residency.still_to_come,
-        on_host=on_host,
-    )
-    logger.info("samples may hold %s together", holding)
-    return holding

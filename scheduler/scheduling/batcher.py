@@ -1,20 +1,25 @@
 """Schedules the tokens of the next step: continuous batching with chunked prefill and preemption.
 
-One step mixes all decoding requests (one token each) with as many prompt tokens as :class:`~.chunking.ChunkSizer`
-allows. This keeps a step short whatever the prompts are, and a pause as well, because a pause waits for the step.
+One step mixes all decoding requests (one token each) with as many prompt tokens as
+:class:`~.chunking.ChunkSizer` allows. This keeps a step short whatever the prompts are, and a pause as well,
+because a pause waits for the step.
 
 Invariants:
-- A request gets KV pages for all of its known tokens when it starts. Afterwards it asks for one page at a time, when it
-  crosses a page boundary. A request that cannot get its page preempts the request that started last.
+- A request gets KV pages for all of its known tokens when it starts. Afterwards it asks for one page at a
+  time, when it crosses a page boundary. A request that cannot get its page preempts the request that started
+  last.
 - The oldest request always advances: admission refuses a request that could not run alone on an empty engine.
-- A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is deferred.
-- A prefix is computed once: a request waits while a running request computes the same prompt, then shares its pages.
-- If a call raises, every request stays where it was, or where a later call finds it: a step counts as in flight only
-  after the whole batch has been built.
+- A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is
+  deferred.
+- A prefix is computed once: a request waits while a running request computes the same prompt, then shares its
+  pages.
+- If a call raises, every request stays where it was, or where a later call finds it: a step counts as in
+  flight only after the whole batch has been built.
 """
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
@@ -26,19 +31,40 @@ from ..execution.forward import ForwardBatch
 from ..runtime.config import PAGE_SIZE
 from .chunking import ChunkSizer
 from .request import Phase, Request, RequestTable
-from .sampling_inputs import input_spans, input_tokens, sampling_batch
-from .scheduled_batch import ScheduledBatch
-from .states import StatefulSteps
+from .sampling_inputs import InputSpan, input_spans, input_tokens, sampling_batch
+from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
-from .windows import WindowedSteps
 
 logger = logging.getLogger(__name__)
 
 LOOK_AHEAD = 128
-"""Queued requests that one start looks at; this bounds the work when many of them wait for a shared prefix."""
+"""Queued requests that one start looks at; this bounds the work when many of them wait for a shared prefix.
+"""
 PAGES_PER_SKIPPED_REQUEST = 2
-"""Free pages that a start must leave for each request it skips: one for the unshared end of that request's prompt, one to
-grow."""
+"""Free pages that a start must leave for each request it skips, one for the unshared end of its prompt,
+one to grow.
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduledBatch:
+    """A step's inputs of the model (``forward``), and what the scheduler knows of it."""
+
+    forward: ForwardBatch
+    slots: np.ndarray
+    """int64 [R]"""
+    sample_slots: np.ndarray
+    """int64 [S]: slots that a token is sampled for."""
+    completed: list[Request]
+    """Requests whose prefill this step completes."""
+    num_tokens: int
+    inputs: list[InputSpan]
+    """Prompt positions behind ``forward.inputs``, in its order."""
+
+    @property
+    def kind(self) -> str:
+        """Stage that the step counts as; a step with any prompt tokens is a prefill."""
+        return "decode" if self.forward.num_decode == len(self.slots) else "prefill"
 
 
 class Batcher:
@@ -48,7 +74,7 @@ class Batcher:
         self,
         table: RequestTable,
         cache: CacheManager,
-        waiting: WaitingQueue,
+        waiting: WaitingQueue[Request],
         *,
         chunks: ChunkSizer,
         share_prefixes: bool,
@@ -62,16 +88,16 @@ class Batcher:
         self.prompt_tokens = 0
         """Prompt tokens of all requests that have started, since the engine's start."""
         self.cached_tokens = 0
-        """Those of them that came from the prefix cache."""
+        """Those of ``prompt_tokens`` that came from the prefix cache."""
         self._chunk_sizer = chunks
         self._share = share_prefixes
         self._routing = routing
         self._windows = WindowedSteps(table, cache)
-        self._states = StatefulSteps(table, cache)
+        self._states = LinearStateSteps(table, cache)
         self._active: list[Request] = []  # in start order: the last one is preempted first
         self._prefilling: list[Request] = []
         self._prefixes_in_progress: Counter[int] = Counter()
-        """By prompt key: running requests that compute a prefix which others wait to share."""
+        """Number of running requests, by prompt key, that compute a prefix which others wait to share."""
         self._starting: Request | None = None
         """The request that :meth:`_start` works on; it stays set if that raises."""
         self._decode_slots: np.ndarray | None = (
@@ -79,16 +105,16 @@ class Batcher:
         )
         self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
         self._deferred_releases: list[tuple[Request, bool]] = []
-        """Finished requests whose slot a step in flight still uses; True if their KV may go to the prefix cache."""
+        """Finished requests whose slot a step in flight still uses; True if their KV may go to the prefix
+        cache.
+        """
 
     @property
     def num_running(self) -> int:
-        """Requests that decode."""
         return len(self._active) - len(self._prefilling)
 
     @property
     def num_prefilling(self) -> int:
-        """Requests in prefill."""
         return len(self._prefilling)
 
     @property
@@ -98,7 +124,7 @@ class Batcher:
 
     @property
     def images(self) -> None:
-        """Tokens are made here."""
+        """None, as tokens are made here."""
         return None
 
     @property
@@ -108,16 +134,18 @@ class Batcher:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a launched step is neither completed nor rolled back."""
+        """True while a launched step is neither completed nor rolled back."""
         return bool(self.table.inflight.any())
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`schedule` may return a batch."""
+        """True if :meth:`schedule` may return a batch."""
         return bool(self._active) or len(self.waiting) > 0
 
     def schedule(self) -> ScheduledBatch | None:
-        """Build the next step; None if there is nothing to run, or if a step in flight must be completed first."""
+        """Build the next step; None if there is nothing to run, or if a step in flight must be completed
+        first.
+        """
         self._starting = None
         if restarted := self._restarted_chunks():
             return self._build(np.empty(0, np.int64), restarted)
@@ -132,7 +160,9 @@ class Batcher:
         return self._build(decode, chunks)
 
     def complete_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Complete a step that took ``seconds``: run the releases that waited for it, and share its new prefixes."""
+        """Complete a step that took ``seconds``: run the releases that waited for it, and share its new
+        prefixes.
+        """
         self._chunk_sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
         self._chunk_sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
@@ -150,9 +180,9 @@ class Batcher:
     def roll_back_step(self, batch: ScheduledBatch) -> None:
         """Roll back a step whose results are lost, so that its tokens are scheduled again.
 
-        With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies beyond
-        ``scheduled``; the step that computes these tokens again overwrites it. Requests may have lost their state:
-        :meth:`restart_states`.
+        With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies
+        beyond ``scheduled``; the step that computes these tokens again overwrites it. Requests may have lost
+        their state: :meth:`restart_states`.
         """
         table = self.table
         self._states.rolled_back(batch.slots)
@@ -167,23 +197,50 @@ class Batcher:
         self._decode_slots = None
         self._run_deferred_releases(kv_is_valid=False)
 
+    @property
+    def step_limit(self) -> int | None:
+        """Most tokens of a step after one ran out of memory, or None."""
+        return self._chunk_sizer.limit
+
+    def halve(self, batch: ScheduledBatch) -> bool:
+        """Limit steps to half the tokens of ``batch``, which ran out of memory and was rolled back.
+
+        Returns:
+            False, with no other limit, if ``batch`` is a single token, as was a step of its request that failed no
+            earlier before.
+        """
+        requests = self.requests_of(batch)
+        if batch.num_tokens == 1 and requests:
+            (request,) = requests
+            computed = int(self.table.scheduled[request.slot])
+            before, request.failed_alone_at = request.failed_alone_at, computed
+            if before is not None and computed <= before:
+                return False
+        self._chunk_sizer.halve(batch.num_tokens)
+        logger.warning("steps are limited to %d tokens for now", self._chunk_sizer.limit)
+        return True
+
     def restart_states(self) -> None:
-        """Requeue the requests whose states were lost by steps that were rolled back: these are computed again, with their tokens."""
+        """Requeue the requests whose states were lost by steps that were rolled back: their tokens are
+        computed again.
+        """
         for request in self._active[::-1]:
             if request.kv is not None and request.kv.state is not None and request.kv.state.lost:
                 self._requeue(request, keep_prefix=True)
                 request.restarted = len(request.evicted.tokens) > 0
 
     def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """``(slots, tokens)`` [n]: the last sampled token of each decoding request. No step may be in flight."""
+        """Return ``(slots, tokens)`` [n]: the last sampled token of each decoding request. No step may be
+        in flight.
+        """
         slots = np.asarray([r.slot for r in self._active if r.phase is Phase.DECODE], np.int64)
         return slots, self.table.tokens[slots, self.table.length[slots] - 1]
 
     def schedule_failure_candidates(self) -> list[Request]:
-        """The requests to fail when :meth:`schedule` raises again and again.
+        """Return the requests to fail when :meth:`schedule` raises again and again.
 
-        This is the request that was being started, if there was one; otherwise all requests with KV; without any, the
-        first one in the queue.
+        This is the request that was being started, if there was one; otherwise all requests with KV; without
+        any, the first one in the queue.
         """
         starting = self._starting
         if starting is not None and starting.phase is Phase.WAITING:
@@ -191,12 +248,12 @@ class Batcher:
         return self._active.copy() or self.waiting.head()
 
     def requests_of(self, batch: ScheduledBatch) -> list[Request]:
-        """The requests whose rows are in ``batch``."""
+        """Return the requests whose rows are in ``batch``."""
         rows = (self.table.by_slot[slot] for slot in batch.slots)
         return [request for request in rows if request is not None]
 
     def routed_experts(self, request: Request) -> np.ndarray | None:
-        """As :meth:`~.request.RequestTable.routed_experts`."""
+        """See :meth:`~.request.RequestTable.routed_experts`."""
         return self.table.routed_experts(request, self._routing)
 
     def retire(self, request: Request, *, keep_prefix: bool = True) -> None:
@@ -216,10 +273,12 @@ class Batcher:
         return len(requests)
 
     def restart_prefills(self) -> int:
-        """After a weight commit, requeue all requests in prefill, so that all of their KV comes from the new weights.
+        """Requeue all requests in prefill after a weight commit, so that all of their KV comes from the new
+        weights.
 
-        This includes requests that recompute their KV after a retraction. Prompt log-probabilities must come from the
-        weights that sample the first token. A waiting request without output tokens therefore drops the ones it has.
+        This includes requests that recompute their KV after a retraction. Prompt log-probabilities must come
+        from the weights that sample the first token. A waiting request without output tokens therefore drops
+        the ones it has.
         """
         unfinished = list(self._prefilling)
         for request in reversed(unfinished):
@@ -230,7 +289,7 @@ class Batcher:
         return len(unfinished)
 
     def mark_stale(self) -> None:
-        """After a weight commit, mark the KV of the running requests as computed by older weights."""
+        """Mark the KV of the running requests as computed by older weights, after a weight commit."""
         for request in self._active:
             self.table.stale_kv[request.slot] = True
 
@@ -241,7 +300,9 @@ class Batcher:
             self._release(request, keep_prefix=keep_prefix and kv_is_valid)
 
     def _release_prefix_waiters(self, request: Request) -> None:
-        """Allow requests with the same prompt to start: ``request`` no longer computes a prefix that they wait for."""
+        """Allow requests with the same prompt to start: ``request`` no longer computes a prefix that they
+        wait for.
+        """
         if request.computes_shared_prefix:
             request.computes_shared_prefix = False
             self._prefixes_in_progress[request.prompt_key] -= 1
@@ -249,13 +310,17 @@ class Batcher:
                 del self._prefixes_in_progress[request.prompt_key]
 
     def _rotate_decode_rows(self, decode: np.ndarray) -> np.ndarray:
-        """The rows ``decode``, cut to the step's token limit; rows that were left out come first in the next steps."""
+        """Return the rows ``decode``, cut to the step's token limit; those left out come first in the next
+        steps.
+        """
         limit = self._chunk_sizer.limit
         fits = limit is None or len(decode) <= limit
         return decode if fits else np.roll(decode, -self._decode_offset)[:limit]
 
     def _ready_decode_slots(self) -> np.ndarray:
-        """Slots that need one more token, which excludes those whose last allowed token is in flight."""
+        """Return the slots that need one more token; if the last allowed token is in flight, a slot needs
+        none.
+        """
         if self._decode_slots is None:
             slots = [r.slot for r in self._active if r.phase is Phase.DECODE]
             self._decode_slots = np.asarray(slots, np.int64)
@@ -323,7 +388,7 @@ class Batcher:
         request.kv = None
 
     def _restarted_chunks(self) -> list[tuple[Request, int]]:
-        """While memory is short, those of requests that decoded until they lost their states.
+        """Return the chunks of requests that decoded until they lost their states, while memory is short.
 
         Decoding rows wait for them, since they would take all of a step for as long as they decode.
         """
@@ -339,7 +404,9 @@ class Batcher:
         return chunks
 
     def _prefill_chunks(self, budget: int) -> list[tuple[Request, int]]:
-        """``(request, prompt tokens to compute)``, at most ``budget`` tokens: requests in prefill first, then new ones."""
+        """Return ``(request, prompt tokens)`` for at most ``budget`` tokens: requests in prefill first,
+        then new ones.
+        """
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
             if budget == 0:
@@ -350,7 +417,7 @@ class Batcher:
         return chunks
 
     def _start_next(self) -> Request | None:
-        """The waiting request that has been started. None: none can be now."""
+        """Start a waiting request and return it, or None if none can start now."""
         if not (self.table.num_free and self.cache.can_open and len(self.waiting)):
             return None
         return self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
@@ -362,11 +429,13 @@ class Batcher:
         return taken
 
     def _may_start(self, request: Request) -> bool:
-        """Whether no running request is computing a prefix that ``request`` could share in a step or two."""
+        """Return False while a running request computes a prefix that ``request`` could share in a step or
+        two.
+        """
         return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:
-        """Full pages of its prompt that may come from the prefix cache."""
+        """Return the number of full pages of its prompt that may come from the prefix cache."""
         if not self._share:
             return 0
         first = None if request.record is None else request.record.first_uncached
@@ -395,7 +464,8 @@ class Batcher:
         kv, bound = None, False
         try:
             first = None if request.record is None else request.record.first_uncached
-            # A cached prefix yields no logits, so it must end before the first prompt token whose logprob is wanted.
+            # A cached prefix yields no logits, so it must end before the first prompt token whose logprob is
+            # wanted.
             kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
             # Every running request keeps one page to grow: starting more would only preempt one of them.
             reserved = len(self._active) + PAGES_PER_SKIPPED_REQUEST * num_skipped

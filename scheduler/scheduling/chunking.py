@@ -1,21 +1,22 @@
-"""Limits the tokens of a step, so that steps (and pauses, which wait for a step) stay short and fit into memory.
+"""Limits the tokens of a step, so that steps (and pauses, which wait for a step) stay short and fit into
+memory.
 
-Time: a step is modelled as ``base + cost * prompt tokens``. *base* is the time of steps without prompt tokens; *cost* is
-the time per prompt token beyond it. Both are running averages of measurements.
+Time: a step is modelled as ``base + cost * prompt tokens``. *base* is the time of steps without prompt
+tokens; *cost* is the time per prompt token beyond it. Both are running averages of measurements.
 
-Memory: when a step runs out of memory, the token limit (decoding rows plus prompt tokens) is halved until a step
-succeeds. After ``patience`` good steps of about the limit's size the limit is doubled again. The patience doubles if the
-larger limit fails, and returns to its minimum if it succeeds. A lasting shortage therefore costs few failed steps, and
-a short one is forgotten soon.
+Memory: when a step runs out of memory, the token limit (decoding rows plus prompt tokens) is halved until a
+step succeeds. After ``patience`` good steps of about the limit's size the limit is doubled again. The
+patience doubles if the larger limit fails, and returns to its minimum if it succeeds. A lasting shortage
+therefore costs few failed steps, and a short one is forgotten soon.
 
-Invariants: a budget is a whole number of pages, at least one, at most ``largest``; under a memory limit it may be any number
-of tokens. Measured times decide only how prompts are cut, never which requests run.
+Invariants: a budget is a whole number of pages, at least one, at most ``largest``; under a memory limit it
+may be any number of tokens. Measured times decide only how prompts are cut, never which requests run.
 """
 
 from ..runtime.config import PAGE_SIZE
 
 _WEIGHT = 0.25
-"""Of a new measurement in the running averages."""
+"""Weight of a new measurement in the running averages."""
 _FIRST_TOKENS = 128
 """Budget before the first measurement."""
 PATIENCE, MOST_PATIENCE = 16, 128
@@ -27,8 +28,8 @@ class ChunkSizer:
 
     Attributes:
         prompt_tokens: prompt tokens of all measured steps, computed again after a retraction or not.
-        limit: most tokens of a step (decode and prefill), at least 1, after a step ran out of memory. None if there is no
-            such limit.
+        limit: most tokens of a step (decode and prefill), at least 1, after a step ran out of memory; else
+        None.
     """
 
     def __init__(self, largest: int, target_s: float) -> None:
@@ -45,12 +46,14 @@ class ChunkSizer:
         self._has_grown = False
 
     def budget(self, num_decode: int = 0) -> int:
-        """Prompt tokens that the next step may have beside ``num_decode`` decoding rows."""
+        """Return the prompt tokens that the next step may have beside ``num_decode`` decoding rows."""
         budget = self._budget_by_time()
         return budget if self.limit is None else max(min(budget, self.limit - num_decode), 0)
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
-        """Record that a step with ``prompt_tokens`` prompt tokens (and any number of decoding rows) took ``seconds``."""
+        """Record that a step with ``prompt_tokens`` prompt tokens (and any number of decoding rows) took
+        ``seconds``.
+        """
         if prompt_tokens == 0:
             self._base_s += _WEIGHT * (seconds - self._base_s)
             return

@@ -1,25 +1,26 @@
 """The registry of accepted requests that have not ended, by (rid, sample) and by rid.
 
-Invariant: a request is added once, on admission, and removed once, by ``OutputProcessor.finish``.
+Invariant: a request is added once, on admission, and removed once, by ``Outputs.finish``.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from .request import Phase
+
 
 class LiveSample(Protocol):
-    """One sample of a request."""
-
     message_id: str
     rid: str
     index: int
     client: bytes
-    """Its result goes there; changes when a retry attaches from another socket."""
+    """Client that gets the result; changes when a retry attaches from another socket."""
+    phase: Phase
 
     @property
     def key(self) -> tuple[str, int]:
-        """``(rid, sample index)``, unique among live samples."""
+        """Unique among live samples: ``(rid, sample index)``."""
         ...
 
 
@@ -37,17 +38,15 @@ class LiveRequests(Generic[SampleT]):
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[SampleT]:
-        """In the order of admission. Iterates over a copy, because finishing a request removes it."""
+        """Iterate over a copy, in the order of admission: finishing a request removes it."""
         return iter(list(self._by_key.values()))
 
     def add(self, requests: Iterable[SampleT]) -> None:
-        """Register admitted requests."""
         for request in requests:
             self._by_key[request.key] = request
             self._by_rid[request.rid].append(request)
 
     def remove(self, request: SampleT) -> None:
-        """Unregister a finished request."""
         del self._by_key[request.key]
         samples = self._by_rid[request.rid]
         samples.remove(request)
@@ -55,9 +54,7 @@ class LiveRequests(Generic[SampleT]):
             del self._by_rid[request.rid]
 
     def samples(self, rid: str) -> list[SampleT]:
-        """The live samples of generation ``rid``."""
         return list(self._by_rid.get(rid, ()))
 
     def of_client(self, client: bytes) -> list[SampleT]:
-        """The live requests whose results go to ``client``."""
         return [request for request in self._by_key.values() if request.client == client]

@@ -1,93 +1,63 @@
 """Processes a step's output: records tokens, finds finished requests, builds their terminal results.
 
 Invariants:
-- I1: a request is finished here and nowhere else, once, with exactly one terminal result for its client.
-- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts have a row for
-  each position but the last; this is checked before the result is handed on.
+- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts
+  have a row for each position but the last; this is checked before the result is handed on.
 - Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
-- Streamed tokens and terminal results go to an :class:`OutputSink`, which sends them.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from itertools import repeat
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...io_struct import ErrorCode, FinishReason, GenerateReqOutput, RoutedExperts
 from ..execution.forward import FurtherLogprobs, HostOutput
-from ..memory.device_memory import is_out_of_memory
-from .batcher import Batcher
+from .batcher import Batcher, ScheduledBatch
 from .live_requests import LiveRequests
-from .request import NO_TOKEN, OutputArrays, Phase, Request, RequestTable, WeightStamp
+from .outputs import Outputs
+from .request import NO_TOKEN, OutputArrays, Request, RequestTable, WeightStamp
 from .sampling_extras import LogprobRecord
 from .sampling_inputs import InputSpan
 from .sampling_masks import MAX_MASK_BYTES
-from .scheduled_batch import ScheduledBatch
 from .waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from ..messaging.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
-OnFinished = Callable[[Request, GenerateReqOutput], None]
 
-
-class OutputSink(Protocol):
-    """Receives streamed tokens and terminal results."""
-
-    def add_tokens(
-        self,
-        requests: Iterable[Request],
-        starts: Sequence[int],
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        raw: Sequence[float],
-        sampled: Sequence[float],
-    ) -> None:
-        """Add one new token of each streaming request."""
-        ...
-
-    def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
-        """Add the terminal result of a request of ``client``."""
-        ...
-
-
-class OutputProcessor:
-    """Records the output of steps, and finishes requests."""
+class OutputProcessor(Outputs[Request]):
+    """Records the tokens of steps."""
 
     def __init__(
         self,
         table: RequestTable,
         batcher: Batcher,
-        waiting: WaitingQueue,
+        waiting: WaitingQueue[Request],
         live: LiveRequests[Request],
-        sink: OutputSink,
+        outbox: "Outbox",
         *,
-        on_finished: OnFinished,
+        on_finished: Callable[[Request, GenerateReqOutput], None],
         stamp: WeightStamp,
     ) -> None:
-        """``on_finished`` is called once for each request, after its slot and KV were released."""
-        self.generated_tokens = 0
-        self.finished: Counter[str] = Counter()
-        """Number of finished requests, by the type of their finish reason."""
+        super().__init__(waiting, live, outbox, on_finished=on_finished, stamp=stamp)
         self._table = table
         self._batcher = batcher
-        self._waiting = waiting
-        self._live = live
-        self._sink = sink
-        self._on_finished = on_finished
-        self._stamp = stamp
         self._stamp_number = 0
 
     def set_stamp(self, stamp: WeightStamp) -> None:
-        """After a weight commit: tokens sampled from now on carry ``stamp``."""
-        self._stamp = stamp
+        super().set_stamp(stamp)
         self._stamp_number += 1
 
     def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
-        """Record a step's tokens and finish the requests that end. Rows of requests that ended in flight are ignored."""
+        """Record a step's tokens and finish the requests that end. Rows of requests that ended in flight are
+        ignored.
+        """
         table = self._table
         if output.inputs is not None:
             _record_inputs(batch.inputs, output.inputs)
@@ -119,58 +89,6 @@ class OutputProcessor:
         streaming = table.stream[slots] & table.live[slots]
         if streaming.any():
             self._stream(slots[streaming], at[streaming])
-
-    def finish(self, request: Request, reason: FinishReason, *, keep_prefix: bool = True) -> None:
-        """Finish a request: build its result, then release its slot and KV."""
-        assert request.phase is not Phase.FINISHED, "a request ends once"
-        try:
-            result = self._result(request, self._table.outputs(request), reason)
-        except (
-            Exception
-        ) as error:  # the request must get a terminal result, whatever is wrong with its outputs
-            logger.error("request %s: its result could not be built", request.rid, exc_info=error)
-            self._table.forget_outputs(request)
-            message = f"its result could not be built: {type(error).__name__}: {error}"
-            code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
-            lost = FinishReason(type="error", message=message, code=code)
-            result = self._result(request, OutputArrays.empty(), lost)
-            keep_prefix = False
-        waiting = request.phase is Phase.WAITING
-        request.phase = Phase.FINISHED
-        self._live.remove(request)
-        self._sink.add_result(request.client, result)
-        self.finished[result.finish_reason.type] += 1
-        if waiting:
-            self._waiting.forget_finished()
-        else:
-            self._table.live[request.slot] = False
-            self._batcher.retire(request, keep_prefix=keep_prefix)
-        self._on_finished(request, result)
-
-    def abort(self, requests: Iterable[Request], message: str, code: ErrorCode | None = None) -> int:
-        """Abort ``requests`` now, with their partial tokens; returns how many were live."""
-        reason = FinishReason(type="abort", message=message, code=code)
-        return self._finish_each(requests, reason, keep_prefix=True)
-
-    def abort_all(self, message: str) -> int:
-        """Abort every live request, queued ones included."""
-        return self.abort(self._live, message)
-
-    def fail(self, requests: Iterable[Request], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Finish ``requests`` with an error after a failed step. They keep their earlier tokens; their KV is not cached."""
-        self._finish_each(requests, FinishReason(type="error", message=message, code=code), keep_prefix=False)
-
-    def _finish_each(self, requests: Iterable[Request], reason: FinishReason, *, keep_prefix: bool) -> int:
-        count = 0
-        for request in requests:
-            if request.phase is Phase.FINISHED:
-                continue
-            count += 1
-            try:
-                self.finish(request, reason, keep_prefix=keep_prefix)
-            except Exception as error:  # the other requests must be finished, too
-                logger.error("request %s could not be released completely", request.rid, exc_info=error)
-        return count
 
     def _record_further(self, batch: ScheduledBatch, further: FurtherLogprobs) -> None:
         special, table = batch.forward.sampling.special, self._table
@@ -204,9 +122,11 @@ class OutputProcessor:
             return "the model's logits are not finite: check the weights"
         params = request.params
         return (
-            f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, frequency_penalty = "
-            f"{params.frequency_penalty:g}, presence_penalty = {params.presence_penalty:g}, {len(params.logit_bias or ())} "
-            f"biases and min_new_tokens = {params.min_new_tokens}: check these, and the weights"
+            f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, "
+            f"frequency_penalty = {params.frequency_penalty:g}, "
+            f"presence_penalty = {params.presence_penalty:g}, "
+            f"{len(params.logit_bias or ())} biases and min_new_tokens = {params.min_new_tokens}: "
+            "check these, and the weights"
         )
 
     def _open_spans(self, slots: np.ndarray, at: np.ndarray) -> None:
@@ -237,12 +157,13 @@ class OutputProcessor:
         for slot in slots[table.extras.masked[slots]]:
             request = table.by_slot[slot]
             if request is not None and request.masks is not None and request.masks.nbytes > MAX_MASK_BYTES:
-                message = f"its sampling masks take more than {MAX_MASK_BYTES} bytes: lower top_k, top_p or max_new_tokens"
+                limit = f"its sampling masks take more than {MAX_MASK_BYTES} bytes"
+                message = f"{limit}: lower top_k, top_p or max_new_tokens"
                 self.fail([request], message, ErrorCode.INVALID_REQUEST)
 
     def _stream(self, slots: np.ndarray, at: np.ndarray) -> None:
         table = self._table
-        self._sink.add_tokens(
+        self._outbox.add_tokens(
             [request for slot in slots.tolist() if (request := table.by_slot[slot]) is not None],
             (at - table.prompt_len[slots]).tolist(),
             table.tokens[slots, at].tolist(),
@@ -251,7 +172,19 @@ class OutputProcessor:
             table.sampled[slots, at].tolist(),
         )
 
-    def _result(self, request: Request, outputs: OutputArrays, reason: FinishReason) -> GenerateReqOutput:
+    def _lost_result(self, sample: Request, reason: FinishReason) -> GenerateReqOutput:
+        self._table.forget_outputs(sample)
+        return self._built(sample, OutputArrays.empty(), reason)
+
+    def _release(self, sample: Request, *, waited: bool, keep_prefix: bool) -> None:
+        if not waited:
+            self._table.live[sample.slot] = False
+            self._batcher.retire(sample, keep_prefix=keep_prefix)
+
+    def _result(self, sample: Request, reason: FinishReason) -> GenerateReqOutput:
+        return self._built(sample, self._table.outputs(sample), reason)
+
+    def _built(self, request: Request, outputs: OutputArrays, reason: FinishReason) -> GenerateReqOutput:
         count = len(outputs.tokens)
         spans = request.version_spans(count) if request.spans else []
         covered = sum(span.end - span.start for span in spans)
@@ -299,7 +232,7 @@ class OutputProcessor:
 
 
 def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:
-    """The result fields that come from ``record``, for ``count`` output tokens."""
+    """Return the result fields that come from ``record``, for ``count`` output tokens."""
     top, token_ids = record.output_rows(0, count)
     input_logprobs, input_top, input_token_ids = record.input_rows()
     return {

@@ -1,13 +1,14 @@
 """The state of one sample from arrival to its terminal result, and the table of the requests that hold KV.
 
 Invariants:
-- A :class:`Request` is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by ``output_processor.py``.
-- A request is bound to a slot if and only if it holds KV. While it is bound, its tokens are in the table's row, otherwise
-  in its own arrays. ``bind`` and ``evict`` move them.
-- Per-step work on running requests is array work on :class:`RequestTable`; Python touches a request only when it
-  arrives, starts, ends, is retracted, or gets a new weight-version span.
-- ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens. Between
-  steps at pipeline depth 0, ``length == scheduled + 1`` for every decoding row.
+- A :class:`Request` is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by
+  ``output_processor.py``.
+- A request is bound to a slot if and only if it holds KV. While it is bound, its tokens are in the table's
+  row, otherwise in its own arrays. ``bind`` and ``evict`` move them.
+- Per-step work on running requests is array work on :class:`RequestTable`; Python touches a request only when
+  it arrives, starts, ends, is retracted, or gets a new weight-version span.
+- ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens.
+  Between steps at pipeline depth 0, ``length == scheduled + 1`` for every decoding row.
 """
 
 import heapq
@@ -31,8 +32,6 @@ _STOP_WIDTH = 8
 
 
 class Phase(Enum):
-    """The phase of a request."""
-
     WAITING = "waiting"
     """Queued without KV: new, retracted or preempted."""
     PREFILL = "prefill"
@@ -68,7 +67,6 @@ class OutputArrays:
 
     @staticmethod
     def empty() -> "OutputArrays":
-        """Arrays of length 0."""
         no_values = np.empty(0, np.float32)
         return OutputArrays(np.empty(0, np.int32), no_values, no_values, no_values)
 
@@ -77,7 +75,8 @@ class OutputArrays:
 class Request:
     """One sample of one prompt. The comment above each block of fields says which code writes them."""
 
-    # Written at admission, then constant, except that ``client`` changes when a retry attaches from another socket.
+    # Written at admission, then constant, except that ``client`` changes when a retry attaches from another
+    # socket.
     message_id: str
     rid: str
     index: int
@@ -134,11 +133,10 @@ class Request:
 
     @property
     def key(self) -> tuple[str, int]:
-        """``(rid, sample index)``, unique among live requests."""
         return (self.rid, self.index)
 
     def version_spans(self, num_outputs: int) -> list[WeightVersionSpan]:
-        """The weight-version spans; they cover ``[0, num_outputs)`` without gaps."""
+        """Return the weight-version spans; they cover ``[0, num_outputs)`` without gaps."""
         ends = [start for _, _, start in self.spans[1:]] + [num_outputs]
         return [
             WeightVersionSpan(
@@ -163,7 +161,9 @@ def make_requests(
     eos_token_ids: tuple[int, ...],
     arrival: float,
 ) -> list[Request]:
-    """The ``n`` requests of an admitted message, one per sample; sample ``i`` uses the noise stream ``(seed, i)``."""
+    """Return the ``n`` requests of an admitted message, one per sample; sample ``i`` has the noise stream
+    ``(seed, i)``.
+    """
     params = message.sampling_params
     prompt = np.asarray(message.input_ids, np.int32)
     stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos else eos_token_ids)
@@ -200,8 +200,8 @@ def make_requests(
 class RequestTable:
     """Running requests as arrays, one row ("slot") per request.
 
-    Rows are virtual memory until they are touched, and low slots are reused first. The resident size therefore follows
-    the longest contexts that really occurred, not ``slots * context_len``.
+    Rows are virtual memory until they are touched, and low slots are reused first. The resident size
+    therefore follows the longest contexts that really occurred, not ``slots * context_len``.
     """
 
     def __init__(self, slots: int, context_len: int, page_size: int, vocab_size: int) -> None:
@@ -244,7 +244,6 @@ class RequestTable:
 
     @property
     def num_free(self) -> int:
-        """Number of free slots."""
         return len(self._free)
 
     def take_slot(self) -> int:
@@ -312,7 +311,9 @@ class RequestTable:
         self.release(request)
 
     def outputs(self, request: Request) -> OutputArrays:
-        """The outputs of ``request`` so far: copied from its row while it is bound, else its own arrays."""
+        """Return the outputs of ``request`` so far: a copy of its row while it is bound, else its own
+        arrays.
+        """
         slot = request.slot
         if slot == NO_SLOT:
             return request.evicted
@@ -325,11 +326,11 @@ class RequestTable:
         )
 
     def routed_experts(self, request: Request, routing: "RoutingPool | None") -> np.ndarray | None:
-        """Expert ids of positions [routed_from, known tokens - 1), as [rows, layers, top_k].
+        """Return expert ids of positions [routed_from, known tokens - 1), as [rows, layers, top_k].
 
-        None if ``request`` did not ask for them. Each position is recorded once: recomputation after a retraction does
-        not change its experts. Recording begins with the first sampled token. Before that there are no rows, because
-        the whole prompt may still be computed again under other weights.
+        None if ``request`` did not ask for them. Each position is recorded once: recomputation after a
+        retraction does not change its experts. Recording begins with the first sampled token. Before that
+        there are no rows, because the whole prompt may still be computed again under other weights.
         """
         if routing is None or request.routed_from is None:
             return None
@@ -345,7 +346,6 @@ class RequestTable:
         return np.concatenate([rows, routing.read(self.page_table[slot], first, end)])
 
     def forget_outputs(self, request: Request) -> None:
-        """Drop the outputs of ``request``, whether it is bound or not."""
         request.evicted = OutputArrays.empty()
         request.spans.clear()
         request.routed = None

@@ -1,14 +1,16 @@
-"""Sampling parameters that few requests use, as arrays by slot; and the extra log-probabilities that a request asks for.
+"""Sampling parameters that few requests use, as arrays by slot; and the extra log-probabilities that a
+request asks for.
 
-The extra log-probabilities ("further" in names) are: the top-k at each position, those of given token ids, and those of the
-prompt's tokens.
+The extra log-probabilities ("further" in names) are: the top-k at each position, those of given token ids,
+and those of the prompt's tokens.
 
 Invariants:
 - A slot without extras costs a step one element of a boolean array, and nothing else.
-- A token counter belongs to one bound request with penalties. ``counted[slot]`` is the number of its tokens that the runner's
-  counter includes once every launched step has run; 0 means that the counter must be rebuilt from the request's tokens.
-- The record of an output position is overwritten when the position is sampled again, so a step that was rolled back leaves
-  nothing.
+- A token counter belongs to one bound request with penalties. ``counted[slot]`` is the number of its tokens
+  that the runner's counter includes once every launched step has run; 0 means that the counter must be
+  rebuilt from the request's tokens.
+- The record of an output position is overwritten when the position is sampled again, so a step that was
+  rolled back leaves nothing.
 """
 
 import heapq
@@ -37,14 +39,14 @@ class LogprobRecord:
 
     @staticmethod
     def of(message: GenerateReqInput) -> "LogprobRecord | None":
-        """A record for a request of ``message``; None if it asks for no extra log-probabilities."""
+        """Return a record for a request of ``message``; None if it asks for no extra log-probabilities."""
         record = LogprobRecord(message)
         wanted = record.wants_outputs or record.start is not None
         return record if message.return_logprob and wanted else None
 
     @property
     def wants_outputs(self) -> bool:
-        """Whether extra log-probabilities are wanted at each sampled position."""
+        """True if extra log-probabilities are wanted at each sampled position."""
         return self.top > 0 or len(self.token_ids) > 0
 
     @property
@@ -53,14 +55,16 @@ class LogprobRecord:
         return self.start if self.known_inputs < self.num_inputs else None
 
     def inputs_within(self, start: int, end: int) -> tuple[int, int]:
-        """The positions among [start, end) whose logits are wanted, as ``(first, end)``."""
+        """Return the positions among [start, end) whose logits are wanted, as ``(first, end)``."""
         if self.start is None or self.known_inputs >= self.num_inputs:
             return start, start
         first = max(start, self.start)
         return first, max(first, min(end, self.start + self.num_inputs))
 
     def put_output(self, at: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray) -> None:
-        """Record output token number ``at``, from rows [K], [K] and [M]; this sample's columns come first in them."""
+        """Record output token number ``at``, from rows [K], [K] and [M]; this sample's columns come first in
+        them.
+        """
         self._outputs.put(at, top_ids[None], top[None], logprobs_of_ids[None])
 
     def put_inputs(
@@ -71,7 +75,9 @@ class LogprobRecord:
         top: np.ndarray,
         logprobs_of_ids: np.ndarray,
     ) -> None:
-        """Record the tokens that follow the positions from ``first`` on: [I], and [I, …] with columns as above."""
+        """Record the tokens that follow the positions from ``first`` on: [I], and [I, …] with columns as
+        above.
+        """
         assert self.start is not None
         at = first - self.start
         self._input_logprobs[at : at + len(logprobs)] = logprobs
@@ -83,11 +89,15 @@ class LogprobRecord:
         self.known_inputs = 0
 
     def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
-        """``(top, token_ids)`` of the output tokens [start, end); None for what was not asked for."""
+        """Return ``(top, token_ids)`` of the output tokens [start, end), with None for what was not asked
+        for.
+        """
         return self._outputs.wire(start, end, self.token_ids)
 
     def input_rows(self) -> tuple[bytes | None, LogprobRows | None, LogprobRows | None]:
-        """Logprobs of the prompt (the first is NaN), and ``(top, token_ids)``; all None unless all are wanted and known."""
+        """Return the prompt's logprobs (the first is NaN), and ``(top, token_ids)``; all None unless
+        wanted and known.
+        """
         if self.start is None or self.known_inputs < self.num_inputs:
             return None, None, None
         logprobs = np.concatenate([np.full(1, np.nan, "<f4"), self._input_logprobs]).astype("<f4").tobytes()
@@ -95,7 +105,7 @@ class LogprobRecord:
 
 
 class _Rows:
-    """Growing arrays of the ``top`` most likely and the requested token ids: log-probabilities by position."""
+    """Growing arrays of log-probabilities by position: of the ``top`` likeliest and the requested tokens."""
 
     def __init__(self, top: int, num_token_ids: int) -> None:
         self._known = 0
@@ -140,11 +150,11 @@ class _Rows:
 
 
 class SamplingExtras:
-    """Rarely used sampling parameters by slot; :meth:`bind` writes all but ``counted`` and ``output_start``."""
+    """Rarely used sampling parameters by slot. The table writes ``counted`` and ``output_start``."""
 
     def __init__(self, slots: int) -> None:
         self.special = np.zeros(slots, np.bool_)
-        """Whether the slot uses anything below except ``min_p``."""
+        """True for slots that use anything below except ``min_p``."""
         self.min_p = np.zeros(slots, np.float32)
         self.repetition = np.ones(slots, np.float32)
         self.frequency = np.zeros(slots, np.float32)
@@ -161,7 +171,7 @@ class SamplingExtras:
         self.top = np.zeros(slots, np.int64)
         self.token_ids = _Ids(slots)
         self.masked = np.zeros(slots, np.bool_)
-        """Whether the tokens that the filters keep are wanted."""
+        """True for slots that want the tokens that the filters keep."""
         self.num_counters = 0
         """Most counters that were ever in use at once."""
         self._free_counters: list[int] = []  # a heap
@@ -236,6 +246,6 @@ class _Ids:
         self.ids[slot, :count], self.values[slot, :count] = tokens, values
 
     def of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``(ids, values)`` of ``slots``, [n, W], where W is the length of the longest list."""
+        """Return ``(ids, values)`` of ``slots``, [n, W], where W is the length of the longest list."""
         width = int(self.count[slots].max(initial=0))
         return self.ids[slots, :width], self.values[slots, :width]

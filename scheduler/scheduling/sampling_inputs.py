@@ -1,10 +1,10 @@
 """A step's sampling inputs, gathered from the arrays of its slots.
 
 Invariants:
-- All of it is array work; Python loops only over requests whose token counter is rebuilt, and over prompts whose
-  log-probabilities are wanted.
-- These functions change no state, so a step that is built and not launched leaves no trace. ``batcher.py`` updates
-  ``counted``.
+- All of it is array work; Python loops only over requests whose token counter is rebuilt, and over prompts
+  whose log-probabilities are wanted.
+- These functions change no state, so a step that is built and not launched leaves no trace. ``batcher.py``
+  updates ``counted``.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,9 @@ class InputSpan:
 
 
 def sampling_batch(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
-    """Sampling inputs of ``slots``, int64 [S]; ``positions`` are the absolute positions of the tokens to sample."""
+    """Return the inputs of ``slots``, int64 [S]; ``positions`` are the absolute positions of the tokens to
+    sample.
+    """
     filtered = slots[table.filtered[slots]]
     any_filtered = bool(len(filtered))
     return SamplingBatch(
@@ -91,7 +93,10 @@ def _special_rows(table: RequestTable, slots: np.ndarray, positions: np.ndarray)
 
 
 def _biases(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``(token ids, values to add to their logits)``, [E, B] each: logit biases, and -inf for stop tokens that come too early."""
+    """Return ``(token ids, values to add to their logits)``, [E, B] each.
+
+    These are logit biases, and -inf for stop tokens that come too early.
+    """
     extras = table.extras
     ids, values = extras.bias.of(slots)
     stop_ids, forbidden = extras.stops.of(slots)
@@ -103,7 +108,9 @@ def _biases(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> tu
 
 
 def _history(table: RequestTable, slots: np.ndarray) -> tuple[Tensor, Tensor]:
-    """``counter * vocab_size + token`` for every known token of ``slots``: those of the prompts, those of the outputs."""
+    """Return ``counter * vocab_size + token`` for every known token of ``slots``: of the prompts, of the
+    outputs.
+    """
     prompts, outputs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for slot in slots:
         base = table.extras.counter[slot] * table.vocab_size
@@ -115,7 +122,9 @@ def _history(table: RequestTable, slots: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def input_spans(chunks: list[tuple[Request, int]], table: RequestTable) -> list[InputSpan]:
-    """The prompt positions of ``chunks`` (request, number of tokens) whose log-probabilities are wanted."""
+    """Return the prompt positions of ``chunks`` (request, number of tokens) whose log-probabilities are
+    wanted.
+    """
     spans = []
     for request, taken in chunks:
         if request.record is not None:
@@ -127,7 +136,11 @@ def input_spans(chunks: list[tuple[Request, int]], table: RequestTable) -> list[
 
 
 def input_tokens(spans: list[InputSpan], slots: np.ndarray, offsets: np.ndarray) -> InputTokens | None:
-    """The runner's inputs for ``spans``. ``offsets`` [R], one per slot: index of a query token in the step, minus its position."""
+    """Return the runner's inputs for ``spans``.
+
+    Args:
+        offsets: [R], one per slot: index of a query token in the step, minus its position.
+    """
     if not spans:
         return None
     offset_of = dict(zip(slots.tolist(), offsets.tolist(), strict=True))

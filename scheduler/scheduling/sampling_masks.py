@@ -1,8 +1,8 @@
-"""Which tokens a sample could have become at each of its positions: what top-k, top-p and min-p left of the vocabulary.
+"""The tokens that top-k, top-p and min-p left of the vocabulary at each position of a sample.
 
 Invariants:
-- The mask of an output position is overwritten when the position is sampled again, so a step that was rolled back leaves
-  nothing, and masks outlive retractions with the tokens that were sampled from them.
+- The mask of an output position is overwritten when the position is sampled again, so a step that was rolled
+  back leaves nothing, and masks outlive retractions with the tokens that were sampled from them.
 - A mask is what the sampler drew from, not a computation beside it: the sampled token is in it.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 from ...io_struct import GenerateReqInput, SamplingMask
 
 MAX_MASK_BYTES = 16 << 20
-"""Of one sample: what has more ends, since its result would not fit into a message beside everything else."""
+"""Bytes of one sample's masks. A sample with more ends: its result would not fit into a message."""
 
 
 class SamplingMaskRecord:
@@ -23,7 +23,7 @@ class SamplingMaskRecord:
 
     @staticmethod
     def of(message: GenerateReqInput) -> "SamplingMaskRecord | None":
-        """A record for a request of ``message``; None if it asks for none."""
+        """Return a record for a request of ``message``, or None if it asks for none."""
         return SamplingMaskRecord() if message.return_sampling_mask else None
 
     def put(self, at: int, kept: np.ndarray) -> None:
@@ -37,17 +37,17 @@ class SamplingMaskRecord:
         self.nbytes += ids.nbytes
 
     def at(self, position: int) -> np.ndarray:
-        """The token ids of one output position, int32, ascending."""
+        """Return the token ids of one output position, int32, ascending."""
         return self._positions[position]
 
     def wire(self, count: int) -> SamplingMask:
-        """The masks of the first ``count`` output tokens."""
+        """Return the masks of the first ``count`` output tokens."""
         assert count <= len(self._positions), f"{len(self._positions)} masks, {count} tokens"
         return joined_masks(self._positions[:count])
 
 
 def joined_masks(positions: list[np.ndarray]) -> SamplingMask:
-    """One mask for each of ``positions``, int32 each."""
+    """Return one mask for each of ``positions``, int32 each."""
     offsets = np.zeros(len(positions) + 1, "<i4")
     np.cumsum([len(ids) for ids in positions], out=offsets[1:])
     return SamplingMask(

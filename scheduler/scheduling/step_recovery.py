@@ -1,54 +1,60 @@
 """Recovery from a failed step: which requests end, and which tokens are computed again.
 
-A step may fail while it is built, launched or fetched, or while its output is processed. There are two kinds of failure.
-Out of memory is no request's fault: the step is rolled back, and its tokens are computed again in steps of half the size
-(decoding rows first, prompts later if both do not fit). Only a step of a single token that fails twice ends its request.
-Any other failure ends the requests of its step.
+A step may fail while it is built, launched or fetched, or while its output is processed. There are two kinds
+of failure. Out of memory is no request's fault: the step is rolled back, and its tokens or samples are
+computed again in steps of half the size (decoding rows first, prompts later if both do not fit). Only a step
+of a single one that fails twice ends its request. Any other failure ends the requests of its step.
 
 Invariants:
-- A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV slots, and its
-  noise is a function of position, so it samples the same tokens.
-- Of a model with states per sequence, requests whose state the step has overwritten start again from the last one that was kept
-  for a prefix of theirs (``states.py`` says which steps overwrite), and before others decode on.
-- A step that was launched after a failed one is rolled back with it, because its decoding rows read the failed step's
-  tokens. Its requests go on.
-- Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one before, and a
-  single token is tried twice. After any other failure there is no second attempt. Building a step is tried
-  :data:`MAX_BUILDS` times.
+- A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV
+  slots, and its noise is a function of position, so it samples the same tokens.
+- Of a model with states per sequence, requests whose state the step has overwritten start again from the last
+  one that was kept for a prefix of theirs (``states.py`` says which steps overwrite), and before others
+  decode on.
+- A step that was launched after a failed one is rolled back with it, because its decoding rows read the
+  failed step's tokens. Its requests go on.
+- Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one
+  before, and a single token is tried twice. After any other failure there is no second attempt. Building a
+  step is tried :data:`MAX_BUILDS` times.
 - The device cache is emptied once per failure, when nothing refers to the step's tensors any more.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ...io_struct import ErrorCode, StepFailures
 from ..execution.forward import Runner
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import is_out_of_memory
 from .batcher import Batcher
-from .chunking import ChunkSizer
-from .output_processor import OutputProcessor
-from .request import Request
-from .scheduled_batch import ScheduledBatch
+from .outputs import Outputs
+from .stepping import StepBatcher
 
 logger = logging.getLogger(__name__)
 
 MAX_BUILDS = 3
-"""Attempts to build a step before the requests fail that may cause it (:meth:`Batcher.schedule_failure_candidates`)."""
+"""Attempts to build a step before the requests fail that may cause it
+(:meth:`Batcher.schedule_failure_candidates`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The message of an exception. The exception itself is not kept, because its traceback keeps the step's tensors alive."""
+    """The message of an exception. The exception itself is not kept, because its traceback keeps the step's
+    tensors alive.
+    """
 
     message: str
     out_of_memory: bool
 
     @classmethod
     def of(cls, error: Exception, step: int) -> "Failure":
-        """The failure of step number ``step``. Logs ``error``, with its traceback unless memory ran out."""
+        """Return the failure of step number ``step``. Log ``error``, with its traceback unless memory ran
+        out.
+        """
         failure = cls(f"{type(error).__name__}: {error}", is_out_of_memory(error))
         if failure.out_of_memory:
             logger.warning("step %d ran out of memory: %s", step, failure.message)
@@ -56,38 +62,33 @@ class Failure:
             logger.error("step %d failed", step, exc_info=error)
         return failure
 
-    def ending(self, what: str) -> tuple[str, ErrorCode]:
-        """Message and code of the samples that end because ``what`` failed."""
-        if self.out_of_memory:
-            return f"out of memory: {self.message}", ErrorCode.OUT_OF_MEMORY
-        return f"{what} failed: {self.message}", ErrorCode.INTERNAL
-
 
 class Recovery:
     """Restores a consistent state after a failed step, and counts failures."""
 
     def __init__(
         self,
-        *,
-        batcher: Batcher,
-        outputs: OutputProcessor,
-        runner: Runner,
-        chunks: ChunkSizer,
+        batcher: StepBatcher,
+        outputs: Outputs[Any],
         device_cache: DeviceCache,
+        *,
+        restore: Callable[[], None] = lambda: None,
     ) -> None:
-        """``chunks`` is the batcher's chunk sizer."""
+        """``restore`` is called after a step was rolled back, and its requests were failed or not."""
         self._failed = self._retried = self._splits = 0
         self._batcher = batcher
         self._outputs = outputs
-        self._runner = runner
-        self._chunks = chunks
         self._device_cache = device_cache
+        self._restore = restore
         self._failed_builds = 0
 
     def counts(self) -> StepFailures:
-        """Failures since start, for status."""
+        """Return the failures since start, for status."""
         return StepFailures(
-            failed=self._failed, retried=self._retried, splits=self._splits, token_limit=self._chunks.limit
+            failed=self._failed,
+            retried=self._retried,
+            splits=self._splits,
+            token_limit=self._batcher.step_limit,
         )
 
     def step_built(self) -> None:
@@ -100,30 +101,32 @@ class Recovery:
         self._failed_builds += 1
         if self._failed_builds == MAX_BUILDS:
             self._failed_builds = 0
-            self._fail_requests(self._batcher.schedule_failure_candidates(), failure)
+            self._fail(self._batcher.schedule_failure_candidates(), failure)
         self._device_cache.after_failure(failure.message)
 
-    def step_failed(self, batch: ScheduledBatch, failure: Failure, later: ScheduledBatch | None) -> None:
-        """Roll back ``batch``, whose results are lost, and ``later``, which was launched after it. The device is done with both."""
+    def step_failed(self, batch: Any, failure: Failure, later: Any | None) -> None:
+        """Roll back ``batch``, whose results are lost, and ``later``, which was launched after it.
+
+        The device is done with both.
+        """
         self._failed += 1
         if later is not None:
             self._batcher.roll_back_step(later)
             self._retried += 1
         self._batcher.roll_back_step(batch)
-        if failure.out_of_memory and not self._failed_alone_before(batch):
-            self._chunks.halve(batch.num_tokens)
+        if failure.out_of_memory and self._batcher.halve(batch):
             self._splits += 1
             self._retried += 1
-            logger.warning("steps are limited to %d tokens for now", self._chunks.limit)
         else:
-            self._fail_requests(self._batcher.requests_of(batch), failure)
-        self._batcher.restart_states()
+            self._fail(self._batcher.requests_of(batch), failure)
         self._device_cache.after_failure(failure.message)
-        self._restore_last_tokens()
+        self._restore()
 
     @contextmanager
-    def output_processing(self, batch: ScheduledBatch, number: int) -> Iterator[None]:
-        """Context in which the output of ``batch`` is processed; an exception ends its requests, since some may have changed."""
+    def output_processing(self, batch: Any, number: int) -> Iterator[None]:
+        """Process the output of ``batch`` in the block; an exception ends its requests, since some may have
+        changed.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001  an unforeseen error: the other requests must go on
@@ -131,29 +134,24 @@ class Recovery:
         else:
             return
         self._failed += 1
-        self._fail_requests(self._batcher.requests_of(batch), failure)
+        self._fail(self._batcher.requests_of(batch), failure)
         self._device_cache.after_failure(failure.message)
 
-    def _failed_alone_before(self, batch: ScheduledBatch) -> bool:
-        """Whether ``batch``, which was rolled back, is a single token, as was a step of its request that failed no earlier before."""
-        requests = self._batcher.requests_of(batch)
-        if batch.num_tokens > 1 or not requests:
-            return False
-        (request,) = requests
-        computed = int(self._batcher.table.scheduled[request.slot])
-        before, request.failed_alone_at = request.failed_alone_at, computed
-        return before is not None and computed <= before
+    def _fail(self, requests: list[Any], failure: Failure) -> None:
+        if failure.out_of_memory:
+            self._outputs.fail(requests, f"out of memory: {failure.message}", ErrorCode.OUT_OF_MEMORY)
+        else:
+            self._outputs.fail(requests, f"the step failed: {failure.message}")
 
-    def _fail_requests(self, requests: list[Request], failure: Failure) -> None:
-        self._outputs.fail(requests, *failure.ending("the batch"))
 
-    def _restore_last_tokens(self) -> None:
-        """Overwrite the last tokens on the device: it may have sampled tokens that were rolled back."""
-        slots, tokens = self._batcher.last_tokens()
-        if not len(slots):
-            return
-        try:
-            self._runner.set_last_tokens(slots, tokens)
-        except Exception as error:  # the device may be in any state
-            logger.error("cannot restore the last tokens: retracting every request", exc_info=error)
-            self._batcher.retract_all()
+def restore_tokens(batcher: Batcher, runner: Runner) -> None:
+    """Restore the states and the last tokens that steps have overwritten which were rolled back."""
+    batcher.restart_states()
+    slots, tokens = batcher.last_tokens()
+    if not len(slots):
+        return
+    try:
+        runner.set_last_tokens(slots, tokens)
+    except Exception as error:  # the device may be in any state
+        logger.error("cannot restore the last tokens: retracting every request", exc_info=error)
+        batcher.retract_all()

@@ -6,16 +6,10 @@ Invariants:
 - Each protocol is the smallest that its users need. An engine's own modules work with their own types.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from ...io_struct import ErrorCode, ImageLoad, PromptCacheStatus, StepFailures
-
-if TYPE_CHECKING:
-    from .request import WeightStamp
-    from .step_recovery import Failure
+from ...io_struct import ImageLoad
 
 
 class Batch(Protocol):
@@ -101,12 +95,33 @@ class StepBatcher(Protocol):
         """Whether :meth:`schedule` may return a batch."""
         ...
 
+    @property
+    def step_limit(self) -> int | None:
+        """Most tokens or samples of a step after one ran out of memory, or None."""
+        ...
+
     def schedule(self) -> Batch | None:
         """Build the next step; None if there is nothing to run, or if a step in flight must be completed first."""
         ...
 
     def complete_step(self, batch: Any, seconds: float) -> None:
         """Complete a step whose output has been recorded; it took ``seconds``."""
+        ...
+
+    def roll_back_step(self, batch: Any) -> None:
+        """Roll back a step whose results are lost, so that it is scheduled again."""
+        ...
+
+    def halve(self, batch: Any) -> bool:
+        """Limit steps to half of ``batch``, which ran out of memory; False if it is as small as can be and failed before."""
+        ...
+
+    def requests_of(self, batch: Any) -> list[Any]:
+        """Return the samples that cannot go on without ``batch``."""
+        ...
+
+    def schedule_failure_candidates(self) -> list[Any]:
+        """Return the samples to fail when :meth:`schedule` raises again and again."""
         ...
 
     def retract_all(self) -> int:
@@ -119,104 +134,4 @@ class StepBatcher(Protocol):
 
     def mark_stale(self) -> None:
         """After a weight commit: what running samples hold was computed by older weights."""
-        ...
-
-
-class KeptPrompts(Protocol):
-    """What steps have made of prompts, kept for later requests beside any KV."""
-
-    def clear(self) -> None:
-        """Drop all of it."""
-        ...
-
-    def status(self) -> PromptCacheStatus:
-        """As of now."""
-        ...
-
-
-class StepOutputs(Protocol):
-    """Records the output of steps, and finishes samples, each with one terminal result."""
-
-    generated_tokens: int
-    """Since the engine's start; denoised steps of samples where nothing is a token."""
-    finished: Counter[str]
-    """Number of finished samples, by the type of their finish reason."""
-
-    def set_stamp(self, stamp: "WeightStamp") -> None:
-        """After a weight commit: what is made from now on carries ``stamp``."""
-        ...
-
-    def record(self, batch: Any, output: Any) -> None:
-        """Record the output of a step, and finish the samples that end."""
-        ...
-
-    def abort(self, requests: Iterable[Any], message: str, code: ErrorCode | None = None) -> int:
-        """Finish samples now, with what they have; returns how many were live."""
-        ...
-
-    def abort_all(self, message: str) -> int:
-        """:meth:`abort` of every live sample, queued ones included."""
-        ...
-
-    def fail(self, requests: Iterable[Any], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Finish samples with an error."""
-        ...
-
-
-class StepRecovery(Protocol):
-    """Restores a consistent state after a failed step."""
-
-    def counts(self) -> StepFailures:
-        """Failures since start, for status."""
-        ...
-
-    def step_built(self) -> None:
-        """Building a step succeeded, or there was nothing to build."""
-        ...
-
-    def build_failed(self, failure: "Failure") -> None:
-        """An attempt to build a step has failed; no step became in flight by it."""
-        ...
-
-    def step_failed(self, batch: Any, failure: "Failure", later: Any | None) -> None:
-        """Roll back ``batch``, whose results are lost, and ``later``, which was launched after it."""
-        ...
-
-    def output_processing(self, batch: Any, number: int) -> AbstractContextManager[None]:
-        """Context in which the output of a step is processed; an exception ends its samples."""
-        ...
-
-
-class StepOutbox(Protocol):
-    """Collects results, and sends them after the step that made them."""
-
-    @property
-    def has_undelivered(self) -> bool:
-        """Whether any output has not been sent yet."""
-        ...
-
-    def deliver(self, step: int) -> None:
-        """Send what was collected; ``step`` is the last processed step."""
-        ...
-
-
-class Admission(Protocol):
-    """Makes samples of a message that asks for some."""
-
-    def admit(self, message: Any, buffers: list[memoryview], client: bytes, waiting: int) -> list[Any]:
-        """Check a message and make its samples, to be queued; changes no state.
-
-        Raises:
-            CaesuraError: the engine will not do it.
-        """
-        ...
-
-
-class StepQueue(Protocol):
-    """The samples that wait."""
-
-    def __len__(self) -> int: ...
-
-    def append(self, request: Any, /) -> None:
-        """Add a new sample at the back."""
         ...

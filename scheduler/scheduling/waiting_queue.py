@@ -1,11 +1,14 @@
 """Admission and the queue of requests without KV.
 
 Invariants:
-- A request that could not run alone on an empty engine is refused here, with the numbers. Later stages refuse nothing.
-- First come, first served. Retracted and preempted requests go back to the front, in the order in which they first ran.
+- A request that could not run alone on an empty engine is refused here, with the numbers. Later stages refuse
+  nothing.
+- First come, first served. Retracted and preempted requests go back to the front, in the order in which they
+  first ran.
 - A request that may skip others and cannot start keeps its own place in the queue.
-- A request leaves the queue when it is started or finished. Finished entries are dropped when they reach the front, or when
-  there are more of them than live ones. Abort therefore never searches the queue; its amortised cost is O(1).
+- A request leaves the queue when it is started or finished. Finished entries are dropped when they reach the
+  front, or when there are more of them than live ones. Abort therefore never searches the queue; its
+  amortised cost is O(1).
 """
 
 import secrets
@@ -13,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from time import monotonic
+from typing import Generic
 
 from ...io_struct import (
     MAX_INT32,
@@ -24,6 +27,7 @@ from ...io_struct import (
     GenerateReqInput,
 )
 from ..runtime.config import PAGE_SIZE
+from .live_requests import SampleT
 from .request import Phase, Request, make_requests
 
 MAX_FURTHER_BYTES = 32 << 20
@@ -45,7 +49,7 @@ class AdmissionLimits:
     """Most samples in the waiting queue."""
     eos_token_ids: tuple[int, ...]
     has_experts: bool = False
-    """Whether the model routes tokens to experts, so that ``return_routed_experts`` is possible."""
+    """True if the model routes tokens to experts, so that ``return_routed_experts`` is possible."""
 
 
 def admit(
@@ -54,7 +58,8 @@ def admit(
     """Check a generate message and make its requests, one per sample; changes no state.
 
     Raises:
-        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool`` or ``queue_full``.
+        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool`` or
+            ``queue_full``.
     """
     params = message.sampling_params
     for field, value, requirement in params.problems():
@@ -74,18 +79,13 @@ def admit(
     if message.continued_tokens >= prompt_len:
         raise CaesuraError(
             ErrorCode.INVALID_REQUEST,
-            f"continued_tokens = {message.continued_tokens} must be less than the {prompt_len} tokens of input_ids",
+            f"continued_tokens = {message.continued_tokens} must be less than "
+            f"the {prompt_len} tokens of input_ids",
             field="continued_tokens",
             value=message.continued_tokens,
         )
     _check_routing(message, limits)
-    if waiting + params.n > limits.max_waiting:
-        raise CaesuraError(
-            ErrorCode.QUEUE_FULL,
-            f"{waiting} samples are waiting, the limit is {limits.max_waiting}",
-            waiting=waiting,
-            limit=limits.max_waiting,
-        )
+    require_room(params.n, waiting, limits.max_waiting)
     limit = _total_limit(prompt_len, params.max_new_tokens, limits)
     _check_further_logprobs(message, limit, limits)
     return make_requests(
@@ -98,31 +98,35 @@ def admit(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenAdmission:
-    """Makes requests of generate messages, within ``limits``."""
+def require_room(samples: int, waiting: int, limit: int) -> None:
+    """Refuse samples that do not fit into the queue.
 
-    limits: AdmissionLimits
-
-    def admit(
-        self, message: GenerateReqInput, buffers: list[memoryview], client: bytes, waiting: int
-    ) -> list[Request]:
-        """As :func:`admit`, now."""
-        return admit(message, client=client, limits=self.limits, waiting=waiting, now=monotonic())
+    Raises:
+        CaesuraError: ``queue_full``.
+    """
+    if waiting + samples > limit:
+        raise CaesuraError(
+            ErrorCode.QUEUE_FULL,
+            f"{waiting} samples are waiting, the limit is {limit}",
+            waiting=waiting,
+            limit=limit,
+        )
 
 
 def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:
-    """Number of tokens at which the request finishes; refuses a request that exceeds the context or the KV pool."""
+    """Return the number of tokens at which a request finishes; refuse what exceeds context or KV pool."""
     new_tokens = max_new_tokens if max_new_tokens is not None else max(limits.context_len - prompt_len, 1)
     if prompt_len + new_tokens > limits.context_len:
         raise CaesuraError(
             ErrorCode.PROMPT_TOO_LONG,
-            f"{prompt_len} prompt tokens and {new_tokens} new ones exceed the context of {limits.context_len}",
+            f"{prompt_len} prompt tokens and {new_tokens} new ones exceed "
+            f"the context of {limits.context_len}",
             prompt_tokens=prompt_len,
             max_new_tokens=new_tokens,
             limit=limits.context_len,
         )
-    # The last sampled token needs no KV. A request without max_new_tokens is limited by the pool instead of refused.
+    # The last sampled token needs no KV. A request without max_new_tokens is limited by the pool instead of
+    # refused.
     needed = prompt_len + new_tokens - 1
     if needed > limits.pool_tokens and max_new_tokens is None and prompt_len <= limits.pool_tokens:
         return limits.pool_tokens + 1
@@ -163,13 +167,15 @@ def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: Admis
     )
     prompt_len, most = len(message.input_ids), min(MAX_TOP_LOGPROBS, limits.vocab_size)
     nbytes = (8 * top + 4 * len(token_ids)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
+    num_ids, fits = len(token_ids), nbytes <= MAX_FURTHER_BYTES or not message.return_logprob
+    too_large = f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}"
+    most_ids = f"has at most {MAX_TOKEN_IDS_LOGPROB} ids"
     problems = (
         ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
         ("logprob_start_len", start, "must be a position, or -1", -1 <= start <= MAX_INT32),
-        ("token_ids_logprob", len(token_ids), f"has at most {MAX_TOKEN_IDS_LOGPROB} ids", len(token_ids) <= MAX_TOKEN_IDS_LOGPROB),
-        ("top_logprobs_num", top, f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}",
-         nbytes <= MAX_FURTHER_BYTES or not message.return_logprob),
-    )  # fmt: skip
+        ("token_ids_logprob", num_ids, most_ids, num_ids <= MAX_TOKEN_IDS_LOGPROB),
+        ("top_logprobs_num", top, too_large, fits),
+    )
     for field, value, requirement, holds in problems:
         if not holds:
             raise CaesuraError(
@@ -192,23 +198,22 @@ def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
         )
 
 
-class WaitingQueue:
-    """Requests without KV, in the order in which they will start."""
+class WaitingQueue(Generic[SampleT]):
+    """Requests that have not started, in the order in which they will start."""
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
+        self._queue: deque[SampleT] = deque()
         self._count = 0
 
     def __len__(self) -> int:
-        """Number of live requests in the queue."""
         return self._count
 
-    def append(self, request: Request) -> None:
+    def append(self, request: SampleT) -> None:
         """Add a new request at the back."""
         self._queue.append(request)
         self._count += 1
 
-    def push_front(self, requests: list[Request]) -> None:
+    def push_front(self, requests: list[SampleT]) -> None:
         """Put retracted or preempted requests at the front, in the given order."""
         for request in reversed(requests):
             request.phase = Phase.WAITING
@@ -216,35 +221,35 @@ class WaitingQueue:
         self._count += len(requests)
 
     def forget_finished(self) -> None:
-        """Count one queued request as finished. Its entry stays for now; all of them are dropped when there are too many."""
+        """Count one queued request as finished. Its entry stays until there are too many."""
         self._count -= 1
         if len(self._queue) > 2 * self._count + FINISHED_ENTRIES:
             self._queue = deque(self.live())
 
-    def live(self) -> Iterator[Request]:
+    def live(self) -> Iterator[SampleT]:
         """The waiting requests, in order."""
         return (request for request in self._queue if request.phase is Phase.WAITING)
 
-    def head(self) -> list[Request]:
+    def head(self) -> list[SampleT]:
         """The first waiting request as a list; empty if there is none."""
         return list(islice(self.live(), 1))
 
     def start_next(
-        self, may_start: Callable[[Request], bool], start: Callable[[Request, int], bool], look_ahead: int
-    ) -> Request | None:
+        self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
+    ) -> SampleT | None:
         """Start one request and remove it from the queue: the first of ``look_ahead`` requests for which ``may_start`` is true.
 
         Args:
             may_start: if it returns False, the request is skipped and the one behind it is considered.
-            start: called with the request and the number of requests it skips. If it returns False there is no room now,
-                and no other request is tried. If it raises, the queue is unchanged.
+            start: called with the request and the number of requests it skips. If it returns False there is
+                no room now, and no other request is tried. If it raises, the queue is unchanged.
 
         Returns:
-            The started request; None if none was started.
+            The started request, or None.
         """
-        skipped: list[Request] = []
-        started: Request | None = None
-        candidate: Request | None = None
+        skipped: list[SampleT] = []
+        started: SampleT | None = None
+        candidate: SampleT | None = None
         try:
             while self._queue and len(skipped) < look_ahead:
                 candidate = self._queue.popleft()
@@ -266,5 +271,5 @@ class WaitingQueue:
 
 
 def pages_for(tokens: int) -> int:
-    """KV pages that hold ``tokens`` tokens."""
+    """Return the number of KV pages that hold ``tokens`` tokens."""
     return -(-tokens // PAGE_SIZE)

@@ -1,8 +1,8 @@
 """Passes over a :class:`~.tracer.Trace`, and its compilation to a function of Python.
 
 Invariants:
-- No pass changes a bit of the result. Left out are calls whose results nobody takes, copies of a call with the same
-  arguments (unless some call writes to its arguments), and views of views.
+- No pass changes a bit of the result. Left out are calls whose results nobody takes, copies of a call with
+  the same arguments (unless some call writes to its arguments), and views of views.
 - A compiled function holds no result longer than the calls that take it.
 """
 
@@ -81,7 +81,7 @@ def replace(trace: Trace, values: Mapping[Value, Any]) -> None:
 
 
 def write_in_place(trace: Trace, value: Value) -> None:
-    """Have what is computed from ``value``, element by element, overwrite it as long as nothing else takes it."""
+    """Have what is computed from ``value`` by element overwrite it, as long as nothing else takes it."""
     takers = takers_of(trace)
     while value is not trace.out and len(takers.get(value, [])) == 1:
         (call,) = takers[value]
@@ -162,7 +162,9 @@ def makers_of(trace: Trace) -> Makers:
 
 
 def slice_of(makers: Makers, outs: Iterable[Value], borders: set[Value]) -> tuple[list[Call], set[Value]]:
-    """Return the calls that make ``outs`` from ``borders`` and inputs, in order, and which of these they take."""
+    """Return the calls that make ``outs`` from ``borders`` and inputs, in order, and which of these they
+    take.
+    """
     wanted: dict[int, Call] = {}
     begin: set[Value] = set()
     waiting = list(outs)
@@ -232,7 +234,8 @@ def compiled(
     stops: bool = False,
     constants: Mapping[int, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function of ``inputs`` and T that makes the calls and returns ``outs``, one as it is, several as a tuple.
+    """Return a function of ``inputs`` and T that makes the calls and returns ``outs``, one as it is, several
+    as a tuple.
 
     Args:
         stops: make a generator, which yields each layer's number before the layer's calls.

@@ -1,9 +1,10 @@
 """Traces of functions of torch: flat lists of calls that are repeated without the Python around them.
 
 Invariants:
-- Parameters and buffers are noted as the tensors that they are: a trace computes with the weights of the moment.
-- A function that looks at values on its way (``item()``, ``bool()``) is not traceable, nor one that makes other calls
-  for another number of tokens.
+- Parameters and buffers are noted as the tensors that they are: a trace computes with the weights of the
+  moment.
+- A function that looks at values on its way (``item()``, ``bool()``) is not traceable, nor one that makes
+  other calls for another number of tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _METADATA = frozenset({
-    "__len__", "dim", "dtype", "device", "element_size", "get_device", "is_complex", "is_contiguous", "is_cpu", "is_cuda",
-    "is_floating_point", "is_inference", "is_meta", "is_mps", "is_quantized", "is_sparse", "is_xla", "itemsize", "layout",
-    "names", "nbytes", "ndim", "ndimension", "nelement", "numel", "requires_grad", "shape", "size", "storage_offset",
-    "stride", "type",
+    "__len__", "dim", "dtype", "device", "element_size", "get_device", "is_complex", "is_contiguous",
+    "is_cpu", "is_cuda", "is_floating_point", "is_inference", "is_meta", "is_mps", "is_quantized",
+    "is_sparse", "is_xla", "itemsize", "layout", "names", "nbytes", "ndim", "ndimension", "nelement",
+    "numel", "requires_grad", "shape", "size", "storage_offset", "stride", "type",
 })  # fmt: skip
 """Functions of a tensor that do not depend on its values."""
 
@@ -48,7 +49,9 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call. Arguments hold :class:`Value`, :class:`Affine`, tensors of the model, and anything that never changes."""
+    """One call. Arguments hold :class:`Value`, :class:`Affine`, tensors of the model, and anything that never
+    changes.
+    """
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -61,7 +64,9 @@ class Call:
     reshapes: bool = False
     """The one result is the first argument, or its memory in another shape, both contiguous."""
     kind: str = ""
-    """Kind of a part of the engine: ``product``, ``norm``, ``attend``, ``layer`` (a stop before one) and so on."""
+    """Kind of a part of the engine: ``product``, ``norm``, ``attend``, ``layer`` (a stop before one) and so
+    on.
+    """
     detail: Any = None
 
     def inputs(self) -> list[Value]:
@@ -121,7 +126,8 @@ class Tracer(TorchFunctionMode):
         detail: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Note a call of a part of the engine, and return ``like()``, a tensor of its form, in place of its result.
+        """Note a call of a part of the engine, and return ``like()``, a tensor of its form, in place of its
+        result.
 
         Args:
             like: None for a call without a result.
@@ -226,7 +232,9 @@ def _linear(found: Sequence[int], sizes: Sequence[int]) -> int | Affine:
 
 
 def mapped(change: Callable[[Any], Any], structure: Any) -> Any:
-    """Return ``structure`` with other leaves: what its tuples, lists, dicts and slices hold, from left to right."""
+    """Return ``structure`` with other leaves: what its tuples, lists, dicts and slices hold, from left to
+    right.
+    """
     if isinstance(structure, dict):
         return {name: mapped(change, each) for name, each in structure.items()}
     if isinstance(structure, slice):

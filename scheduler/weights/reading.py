@@ -164,8 +164,22 @@ def find_non_finite(model: Weights, names: Collection[str]) -> Generator[None, N
     return found
 
 
-def require_finite(found: list[NonFinite]) -> None:
-    """Raise ``weights_not_finite`` if :func:`find_non_finite` has found anything."""
+def require_finite(
+    model: Weights, names: Collection[str], on_stream: OnStream
+) -> Generator[None, None, None]:
+    """Raise ``weights_not_finite`` if :func:`find_non_finite` finds anything; yields between slices.
+
+    ``on_stream`` makes the stream current on which weights are written.
+    """
+    search, found = find_non_finite(model, names), None
+    while found is None:
+        with on_stream():
+            try:
+                next(search)
+            except StopIteration as end:
+                found = end.value
+        if found is None:
+            yield
     if not found:
         return
     named = ", ".join(map(str, found[:NAMED]))

@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..memory.device_module import DeviceEvent, StreamModule, device_module_for, streams_of
+from ..memory.device_module import StreamModule, device_module_for, streams_of
 from .loader import WeightLoader
 from .source import Pieces, WeightPiece, WeightSource
 
@@ -53,20 +53,20 @@ class WriteStream:
         """Make the side stream current; in any thread."""
         return self._streams.stream(self._side)
 
-    def mark(self) -> DeviceEvent:
+    def mark(self) -> torch.Event:
         """Return an event after everything written so far."""
         with self.on_stream():
             return self.here()
 
-    def here(self) -> DeviceEvent:
+    def here(self) -> torch.Event:
         """Return an event after everything that the current stream has been given so far."""
         return self._streams.current_stream().record_event()
 
-    def wait(self, event: DeviceEvent) -> None:
+    def wait(self, event: torch.Event) -> None:
         """Order what comes next on the current stream after ``event``."""
         self._streams.current_stream().wait_event(event)
 
-    def write_after(self, event: DeviceEvent) -> None:
+    def write_after(self, event: torch.Event) -> None:
         """Order what is written from now on after ``event``."""
         with self.on_stream():
             self.wait(event)
@@ -128,9 +128,9 @@ class _Bucket:
 
     host: Tensor
     device: Tensor
-    written: DeviceEvent
+    written: torch.Event
     """Event after what was written from ``device``."""
-    copied: DeviceEvent | None = None
+    copied: torch.Event | None = None
     """Event after which ``host`` can be filled again."""
     places: list[Place] = field(default_factory=list)
     filled: int = 0

@@ -38,12 +38,12 @@ def test_the_blocking_clients_are_those_of_the_generator(generator):
 
 
 def test_a_change_of_a_source_is_noticed(generator):
-    changed = source("connection/async_handle.py").replace(
+    changed = source("connection/async_client.py").replace(
         "return self._future.done()", "return not self._future.done()"
     )
-    written = generator.generate("connection/async_handle.py", changed)
-    assert written != source("connection/handle.py")
-    assert written == source("connection/handle.py").replace(
+    written = generator.generate("connection/async_client.py", changed)
+    assert written != source("connection/scheduler_client.py")
+    assert written == source("connection/scheduler_client.py").replace(
         "return self._future.done()", "return not self._future.done()"
     )
 
@@ -52,8 +52,8 @@ def test_a_change_of_a_source_is_noticed(generator):
     "line", ["import asyncio", "x: AsyncThing", "# in a coroutine", "def f(): LoopChannel"]
 )
 def test_what_has_no_blocking_form_is_refused(generator, line):
-    with pytest.raises(ValueError, match=r"async_handle\.py: .* has no blocking form"):
-        generator.generate("connection/async_handle.py", f"{source('connection/async_handle.py')}\n{line}\n")
+    with pytest.raises(ValueError, match=r"async_client\.py: .* has no blocking form"):
+        generator.generate("connection/async_client.py", f"{source('connection/async_client.py')}\n{line}\n")
 
 
 def test_every_word_of_the_table_is_used(generator):

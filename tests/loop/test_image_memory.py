@@ -37,7 +37,7 @@ def run(driver, message, buffers=()):
 def held(driver):
     """Bytes that are there now: of latents, trajectories, images, and embeddings by request."""
     samples = driver.engine.batcher._running
-    embeds = {id(s.prompting): [s.prompting.embeds, s.prompting.negative] for s in samples}
+    embeds = {id(s.conditioning): [s.conditioning.embeds, s.conditioning.negative] for s in samples}
     tensors = [each for both in embeds.values() for part in both for each in (part or {}).values()]
     tensors += [sample.latent for sample in samples if sample.latent is not None]
     arrays = [each for sample in samples for each in sample.latents.values()]
@@ -50,19 +50,20 @@ def announced(driver, message):
     driver.send(message)
     driver.tick()
     sample = driver.engine.live.samples(message.id)[0]
-    assert sample.prompting.embeds is not None, "it has started"
-    embeds = [sample.prompting.embeds, sample.prompting.negative or {}]
+    conditioning = sample.conditioning
+    assert conditioning.embeds is not None, "it has started"
+    embeds = [conditioning.embeds, conditioning.negative or {}]
     there = sum(each.nbytes for part in embeds for each in part.values())
     driver.run_until_idle()
-    assert sample.prompting.nbytes == pytest.approx(there, rel=0.2)
-    return sample.latent_bytes + sample.kept_bytes, sample.prompting.nbytes
+    assert conditioning.nbytes == pytest.approx(there, rel=0.2)
+    return sample.latent_bytes + sample.kept_bytes, conditioning.nbytes
 
 
 @pytest.mark.parametrize("mode", [None, "in_place", "retract"])
 def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
     """However many come, and also while a pause keeps what they have."""
     sample, prompt = announced(driver, request(guidance_scale=3.0))
-    driver.engine.batcher._holding.device = limit = prompt * 2 + sample * 3
+    driver.engine.batcher._limit.device = limit = prompt * 2 + sample * 3
     messages = [request(n=n, prompt=text, guidance_scale=3.0) for n, text in ((2, "a blue"), (5, "green"))]
     for message in messages:
         driver.send(message)
@@ -84,7 +85,7 @@ def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
 def test_a_large_sample_keeps_its_place_and_starts_alone(driver):
     """Whatever it takes: nothing would be there sooner by waiting for more."""
     sample, prompt = announced(driver, request())
-    driver.engine.batcher._holding.device = prompt + sample
+    driver.engine.batcher._limit.device = prompt + sample
     small, large, last = request(), request(width=32, height=32), request()
     for message in (small, large, last):
         driver.send(message)
@@ -109,7 +110,7 @@ def test_embeddings_that_wait_are_limited(driver):
     ]
     buffers = [np.ascontiguousarray(each).tobytes() for each in arrays.values()]
     nbytes = sum(map(len, buffers))
-    driver.engine.batcher._holding.device = 4 * nbytes
+    driver.engine.batcher._limit.device = 4 * nbytes
     driver.call(PauseGenerationReqInput(mode="in_place"))
     given = [request(prompt=None, tensors=specs, n=3) for _ in range(2)]
     for message in given:
@@ -122,7 +123,7 @@ def test_embeddings_that_wait_are_limited(driver):
     driver.run_until_idle()
     for message in (*given, text):
         assert {reason.type for reason in reasons(driver, message)} == {"length"}
-    driver.engine.batcher._holding.device = 1
+    driver.engine.batcher._limit.device = 1
     assert run(driver, request(prompt=None, tensors=specs), buffers)[0].type == "length", "it is the only one"
 
 

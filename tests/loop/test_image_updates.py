@@ -20,7 +20,7 @@ pytest.importorskip("diffusers")
 from support.image_requests import STEPS, image, request, run
 from support.pipelines import tensors_of
 
-from caesura.scheduler.images import traced
+from caesura.scheduler.images import traced_module
 
 
 @pytest.fixture
@@ -31,9 +31,8 @@ def driver(sd3):
 
 def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
     """Bit for bit, and the steps say which weights made them; what was conditioned on stays as it was."""
-    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
-    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
-    monkeypatch.setattr(traced, "SLICE", float("inf"))
+    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
+    monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
     before = driver.call(WeightsCheckerReqInput())
     rid = driver.send(request(sde=SdeParams(type="sde")))
     driver.tick(3)

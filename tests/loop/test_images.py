@@ -23,7 +23,7 @@ pytest.importorskip("diffusers")
 from support.image_requests import STEPS, TEXT, image, request, run, spec
 from support.pipelines import load_pipeline, make_sd3, tensors_of
 
-from caesura.scheduler.images import traced
+from caesura.scheduler.images import traced_module
 from caesura.scheduler.observability.throughput import Counters, line
 
 NOISY = ["sde", "cps", "dance"]
@@ -82,7 +82,7 @@ def test_dynamic_shifting_and_a_folder_without_t5(tmp_path):
 
 def recomputed(pipeline, result, sde, guidance):
     """Log-probs as a learner computes them: diffusers' transformer on the returned latents and embeddings, the SDE's own formulas."""
-    from unit.scheduler.images.test_flow import reference
+    from unit.scheduler.images.test_scheduler_step import reference
 
     tensors = {name: torch.from_numpy(value.copy()) for name, value in tensors_of(result).items()}
     places = {place: row for row, place in enumerate(result.latent_indices)}
@@ -120,9 +120,8 @@ def recomputed(pipeline, result, sde, guidance):
 @pytest.mark.parametrize("kind", NOISY)
 @torch.no_grad()
 def test_a_learner_finds_the_same_log_probs(driver, pipeline, monkeypatch, kind, guidance, window):
-    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
-    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
-    monkeypatch.setattr(traced, "SLICE", float("inf"))
+    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
+    monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
     sde = SdeParams(type=kind, steps=window)
     # The pipeline's own grid ends at 0.001, where the std is so small that float32 says little.
     message = request(

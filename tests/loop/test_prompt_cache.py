@@ -18,7 +18,7 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import tensors_of
 
-from caesura.scheduler.images.prompts import ENTRY_BYTES
+from caesura.scheduler.images.prompt_cache import ENTRY_BYTES
 from caesura.scheduler.runtime.config import EngineConfig
 
 LENGTH = 6

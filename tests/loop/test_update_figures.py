@@ -189,7 +189,7 @@ def test_an_abandoned_session_says_why(driver, other_model, clock, now, late):
     session_id = driver.begin(deadline_s=600.0)
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     updates = driver.engine.updates
-    updates.sessions.current.deadline = 2000.0
+    driver.engine.sessions.current.deadline = 2000.0
     clock[0] = now
     updates.expire()
     status = driver.status()
@@ -201,7 +201,7 @@ def test_a_session_without_a_deadline_is_abandoned_for_its_client_alone(driver, 
     session_id = driver.begin(deadline_s=600.0)
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     updates = driver.engine.updates
-    updates.sessions.current.deadline = None
+    driver.engine.sessions.current.deadline = None
     updates.expire()
     assert driver.status().weights_detail == "its client is gone"
 

@@ -167,7 +167,7 @@ class Model:
     def write(self, number: int, value: int) -> None:
         """Overwrite a tensor wherever its values are, in two pieces of another dtype."""
         tensor, half = self.tensors[number], self.tensors[number].numel() // 2
-        movable = self.manager._movables["model"]
+        movable = self.manager._registered["model"]
         for start, count in ((0, half), (half, tensor.numel() - half)):
             movable.write(tensor, start, torch.full((count,), value, dtype=torch.float64))
         self.values[number] = value

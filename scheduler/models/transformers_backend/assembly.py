@@ -1,10 +1,12 @@
 """From a module on the meta device to one that computes over the engine's parameters.
 
 Invariants:
-- Linear layers, embeddings, the head and gated experts become the engine's layers; every other parameter (norms, routers,
-  sinks) gets engine storage that the module's own code reads. Nothing of a module is left on the meta device.
+- Linear layers, embeddings, the head and gated experts become the engine's layers; every other parameter
+  (norms, routers, sinks) gets engine storage that the module's own code reads. Nothing of a module is left on
+  the meta device.
 - Each checkpoint tensor has one slot; parts of one product are neighbours in one parameter.
-- Engine names begin with ``layers.N.`` for what belongs to decoder layer N, whatever the architecture calls it.
+- Engine names begin with ``layers.N.`` for what belongs to decoder layer N, whatever the architecture calls
+  it.
 """
 
 from collections.abc import Iterator
@@ -27,11 +29,11 @@ from .skeleton import float32_names, stored_tensors
 
 @dataclass(slots=True)
 class Assembled:
-    """The layers that own a module's parameters, and those that the engine calls itself."""
+    """Layers that own a module's parameters, and those that the engine calls itself."""
 
     layers: list[Layer] = field(default_factory=list)
     head: Head | None = None
-    """None: the module computes its logits itself."""
+    """None if the module computes its logits itself."""
     routing: RoutedExperts | None = None
     torch_experts: bool = False
     """Some experts are computed by the module's own code."""
@@ -44,17 +46,13 @@ class _Plain:
         self._parameter, self._slots = parameter, slots
 
     def parameters(self) -> Iterator[Parameter]:
-        """The one there is."""
         yield self._parameter
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Of every checkpoint tensor that is a part of it."""
         yield from self._slots
 
 
 class Assembler:
-    """Gives one module its parameters."""
-
     def __init__(self, module: PreTrainedModel, probe: Probe, place: Placement) -> None:
         self._module, self._probe, self._place = module, probe, place
         self._parts = checkpoint_parts(module)
@@ -101,7 +99,7 @@ class Assembler:
                 self._set(path, Product(product, self._place))
 
     def _linear(self, path: str) -> nn.Linear | None:
-        """The linear layer there, if the engine's stands in for it."""
+        """Return the linear layer at ``path`` if the engine's stands in for it, else None."""
         module = self._paths[path]
         if type(module) is not nn.Linear or f"{path}.weight" in self._done or not module.weight.is_meta:
             return None
@@ -110,7 +108,7 @@ class Assembler:
         return module if self._checkpoint_module(path, module) is not None else None
 
     def _checkpoint_module(self, path: str, module: nn.Module) -> str | None:
-        """What checkpoints call a module whose parameters they have as they are. None: they have them otherwise."""
+        """Return the checkpoint's name of a module whose parameters it has unchanged, or None."""
         found = set()
         for name, parameter in module.named_parameters(recurse=False):
             names = self._by_parameter.get(f"{path}.{name}", [])

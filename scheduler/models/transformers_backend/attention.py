@@ -1,10 +1,10 @@
 """Attention of transformers' modules over pages: the function that their ``AttentionInterface`` calls.
 
 Invariants:
-- A step's backend reaches the function by a context variable, which holds for that step alone: models pass their
-  forward's keyword arguments on or do not, and several models of one process never see each other's.
-- Models make no mask for this attention: what a mask would say (causal, a window) is the backend's to do, and that a model
-  asks for nothing else is known from :mod:`.probe` before the first step.
+- A step's backend reaches the function by a context variable, which holds for that step alone: models pass
+  their forward's keyword arguments on or do not, and several models of one process never see each other's.
+- Models make no mask for this attention: what a mask would say (causal, a window) is the backend's to do, and
+  that a model asks for nothing else is known from :mod:`.probe` before the first step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,8 @@ IMPLEMENTATION = "caesura"
 class _Step:
     backend: AttentionBackend
     forms: Sequence[AttentionForm]
-    """Of each layer."""
     head_size: int
-    """Of the pool: the wider of key and value heads."""
+    """Size of the pool's heads: the wider of keys and values."""
 
 
 _step: ContextVar[_Step] = ContextVar("step")
@@ -60,7 +59,7 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' signature: query [1, H, T, D], key [1, KV, T, D], value [1, KV, T, V]; returns [1, T, H, V].
+    """Attend as transformers asks: query [1, H, T, D], key and value [1, KV, T, D or V] to [1, T, H, V].
 
     Scale, window and the rest are those of the layer's form: no call differs from the one that was probed.
     """
@@ -77,7 +76,7 @@ def attend(
     form: AttentionForm,
     size: int,
 ) -> Tensor:
-    """One layer's attention; shapes as transformers has them, ``size`` is that of the pool's heads."""
+    """Compute one layer's attention, in transformers' shapes; ``size`` is that of the pool's heads."""
     q, k, v = (_rows(x, size) for x in (query, key, value))
     out = backend.forward(q, k, v, layer, form)
     return out.view(1, q.shape[0], q.shape[1], size)[..., : value.shape[-1]]
@@ -106,7 +105,7 @@ def attend_fused(
 
 
 def _rows(x: Tensor, size: int) -> Tensor:
-    """[1, heads, T, width] to [T, heads, size], contiguous; zeros change no score and are cut from outputs."""
+    """Return [1, heads, T, width] as [T, heads, size], contiguous; zeros are cut from outputs."""
     rows = x[0].transpose(0, 1)
     return pad(rows, (0, size - rows.shape[-1])) if rows.shape[-1] < size else rows.contiguous()
 

@@ -1,10 +1,11 @@
-"""A config.json as transformers reads it: the architecture's own config class, and what the engine takes from it.
+"""A config.json as transformers reads it: the architecture's own config class, and what the engine takes from
+it.
 
 Invariants:
-- What every config class can refuse is refused before a module is built: remote code, encoders, quantised weights, layers
-  that keep a state instead of keys and values.
-- Two equal values of :attr:`~..config.ModelConfig.transformers_config` mean the same forward pass over equal weights. They are
-  what the config class makes of a config.json, so a field left out equals its default.
+- What every config class can refuse is refused before a module is built: remote code, encoders, quantised
+  weights, layers that keep a state instead of keys and values.
+- Two equal values of :attr:`~..config.ModelConfig.transformers_config` mean the same forward pass over equal
+  weights. They are what the config class makes of a config.json, so a field left out equals its default.
 """
 
 from typing import Any
@@ -27,33 +28,36 @@ from ..config_reader import ConfigReader
 from .probe import FOREIGN_FAILURES, refused
 
 _NOT_FORWARD = frozenset({
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "aux_loss_alpha", "bos_token_id", "chunk_size_feed_forward",
-    "dropout", "dtype", "embd_pdrop", "eos_token_id", "gradient_checkpointing", "hidden_dropout", "id2label", "initializer_range",
-    "label2id", "max_position_embeddings", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype",
-    "transformers_version", "use_cache",
+    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "aux_loss_alpha", "bos_token_id",
+    "chunk_size_feed_forward", "dropout", "dtype", "embd_pdrop", "eos_token_id", "gradient_checkpointing",
+    "hidden_dropout", "id2label", "initializer_range", "label2id", "max_position_embeddings",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "problem_type", "resid_pdrop", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+    "torch_dtype", "transformers_version", "use_cache",
 })  # fmt: skip
 """Fields of config classes that change no logit, or that an update may change."""
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _COUNTS = ("head_dim", "num_experts", "num_local_experts", "num_experts_per_tok")
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 _ROTARY = (
-    "rope_theta", "factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    "rope_theta", "factor", "attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow",
 )  # fmt: skip
-"""Numbers that config classes take as they are, if they are there: these and those of rotary parameters."""
+"""Numbers of rotary parameters that config classes do not check."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 FAILURES = (*FOREIGN_FAILURES, StrictDataclassError)
-"""What config classes and modules raise for values that they do not take."""
+"""Errors that config classes and modules raise for values that they do not take."""
 
 
 def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    """The same as :func:`~..config.parse_model_config`, by the config class that transformers has.
+    """Do what :func:`~..config.parse_model_config` does, by the config class that transformers has.
 
-    Of attention it says what no config need say: :mod:`.probe` finds out, once there is a module, which does norms and rotation
-    itself.
+    What no config need say of attention, :mod:`.probe` finds out once there is a module, which does norms and
+    rotation itself.
 
     Raises:
-        CaesuraError: CHECKPOINT_ERROR, the config class does not take it; UNSUPPORTED_MODEL, it cannot be served.
+        CaesuraError: CHECKPOINT_ERROR, the config class does not take it; UNSUPPORTED_MODEL, it cannot be
+            served.
     """
     kind = model_class(config)
     if not kind._supports_attention_backend:
@@ -100,7 +104,7 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
 
 
 def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
-    """The class that config.json names.
+    """Return the class that config.json names.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, transformers has none of a causal language model by that name.
@@ -120,7 +124,7 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """A config object of transformers, equal to the one that ``config`` was read from."""
+    """Return a config object of transformers, equal to the one that ``config`` was read from."""
     assert config.transformers_config is not None
     kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
     return _from_dict(kind, msgspec.json.decode(config.transformers_config))
@@ -132,7 +136,7 @@ def _from_dict(kind: type[PreTrainedModel], config: dict[str, Any]) -> PreTraine
 
 
 def differing_fields(a: str, b: str) -> list[str]:
-    """Names of the fields in which two values of ``transformers_config`` differ and on which the forward pass depends."""
+    """Return the fields of two ``transformers_config`` that differ and on which the forward pass depends."""
     ours, theirs = msgspec.json.decode(a), msgspec.json.decode(b)
     names = sorted((ours.keys() | theirs.keys()) - _NOT_FORWARD)
     return [name for name in names if ours.get(name) != theirs.get(name)]
@@ -191,7 +195,7 @@ def _count(text: PreTrainedConfig, source: str, name: str, default: int | None =
 
 
 def _context(text: PreTrainedConfig, source: str) -> int:
-    """Longest context with one set of rotary frequencies: LongRoPE has two, and a batch one length for all its rows."""
+    """Return the longest context with one set of rotary frequencies: LongRoPE has two."""
     possible = _count(text, source, "max_position_embeddings")
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):

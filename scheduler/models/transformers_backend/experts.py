@@ -1,8 +1,10 @@
-"""Experts of transformers' modules: computed by the engine's layer where that does the same, else by the module.
+"""Experts of transformers' modules: computed by the engine's layer where that does the same, else by the
+module.
 
 Invariants:
-- The engine's layer stands in for experts that are gated by SiLU, without biases, whose checkpoints have a tensor for each
-  expert and projection; every other kind is computed as transformers does, with its parameters as they are.
+- The engine's layer stands in for experts that are gated by SiLU, without biases, whose checkpoints have a
+  tensor for each expert and projection; every other kind is computed as transformers does, with its
+  parameters as they are.
 - What a router chose is recorded before it is computed with, where every layer's choice has the same form.
 """
 
@@ -23,17 +25,16 @@ IMPLEMENTATION = "caesura"
 
 
 class Computed:
-    """How one module's experts are computed, and where their choice is recorded; the module has it as an attribute."""
+    """Computes one module's experts, and records their choice; an attribute of the module."""
 
     ATTRIBUTE = "_caesura"
 
     def __init__(self, layer: int, routing: RoutedExperts | None, experts: Experts | None) -> None:
-        """``experts``: None: as transformers does."""
         self._layer, self._routing = layer, routing
         self._experts = experts
 
     def __call__(self, module: nn.Module, hidden: Tensor, ids: Any, weights: Any, *args: Any) -> Tensor:
-        """transformers' signature: hidden [T, hidden], ids int64 [T, k], weights [T, k]."""
+        """Compute experts: hidden [T, hidden], ids int64 [T, k], weights [T, k]."""
         if self._routing is not None:
             self._routing.of_layer(self._layer, ids.shape[0]).copy_(ids)
         if self._experts is not None:
@@ -55,24 +56,23 @@ class NamedExperts:
     """The engine's experts under the names of a checkpoint that calls them otherwise; a ``Layer``."""
 
     def __init__(self, experts: Experts, names: list[str]) -> None:
-        """``names``: of each slot of ``experts``, in their order."""
+        """``names`` are those of each slot of ``experts``, in their order."""
         self._experts, self._names = experts, names
 
     def parameters(self) -> Iterator[Parameter]:
-        """Those of the experts."""
         yield from self._experts.parameters()
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Those of the experts."""
         for slot, name in zip(self._experts.slots(), self._names, strict=True):
             slot.name = name
             yield slot
 
 
 def checkpoint_names(module: nn.Module, path: str, parts: dict[str, Part]) -> list[str] | None:
-    """What checkpoints call gate, up and down of each expert of ``module``, in the order of :class:`Experts`' slots.
+    """Return the checkpoint's names of gate, up and down of each expert, in the order of the slots.
 
-    None: the engine's layer does not compute what this module does, or its checkpoints have other tensors.
+    Returns:
+        None if the engine's layer does not compute what ``module`` does, or checkpoints have other tensors.
     """
     if not _is_silu_gated(module):
         return None
@@ -98,7 +98,8 @@ def checkpoint_names(module: nn.Module, path: str, parts: dict[str, Part]) -> li
 
 def _is_silu_gated(module: nn.Module) -> bool:
     plain = {
-        "has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False, "is_concatenated": True,
+        "has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False,
+        "is_concatenated": True,
     }  # fmt: skip
     return (
         all(getattr(module, name, None) is value for name, value in plain.items())
@@ -109,6 +110,6 @@ def _is_silu_gated(module: nn.Module) -> bool:
 
 
 def engine_experts(module: nn.Module, name: str, path: str, place: Placement) -> Experts:
-    """The engine's layer in the sizes of ``module``."""
+    """Return the engine's layer in the sizes of ``module``."""
     count, hidden, width = getattr(module, "down_proj").shape  # noqa: B009
     return Experts(name, path, count, hidden, width, place=place)

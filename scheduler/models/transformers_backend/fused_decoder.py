@@ -1,7 +1,7 @@
 """All layers of a traced decoder in one call of the kernel, where its calls are those of the kernel's layers.
 
-Invariant: each tensor of the kernel is that of a call whose place in the chain of calls is known, and no call is left over
-between the first norm and the result.
+Invariant: each tensor of the kernel is that of a call whose place in the chain of calls is known, and no call
+is left over between the first norm and the result.
 """
 
 from typing import Any

@@ -1,15 +1,18 @@
-"""Kernels of the engine in the place of what a traced decoder calls between its products, where they compute the same.
+"""Kernels of the engine in the place of what a traced decoder calls between its products, where they compute
+the same.
 
-Between two products, or between a product and attention, a decoder's calls are a function of the product and, with rotary
-embeddings, of positions. Such a function is run on random values and compared with a kernel: a gate with ``gate_mul``,
-what makes queries, keys and values with ``rope_store``. Where they agree, one call of the kernel takes the place of all.
+Between two products, or between a product and attention, a decoder's calls are a function of the product and,
+with rotary embeddings, of positions. Such a function is run on random values and compared with a kernel: a
+gate with ``gate_mul``, what makes queries, keys and values with ``rope_store``. Where they agree, one call of
+the kernel takes the place of all.
 
 Invariants:
-- Nothing is recognised by its form: a rotation of neighbouring pairs, heads in another order or a scale in between give
-  other values, and the calls stay.
+- Nothing is recognised by its form: a rotation of neighbouring pairs, heads in another order or a scale in
+  between give other values, and the calls stay.
 - Weights of norms are random in the comparison, so what holds there holds for those of the moment.
 - What a kernel overwrites is taken by no other call.
-- Rotary tables are computed in blocks of one size, so no bit of a position depends on which others share a step.
+- Rotary tables are computed in blocks of one size, so no bit of a position depends on which others share a
+  step.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +63,7 @@ class RopeTable:
     half: int
     """Elements of a row that are taken, its first."""
     inputs: tuple[Value, Value] = ()  # type: ignore[assignment]
-    """What the kernel's calls take: cosines and sines of a step's tokens, [T, 1, half] each."""
+    """Inputs of the kernel's calls: cosines and sines of a step's tokens, [T, 1, half] each."""
     _table: tuple[Tensor, Tensor] | None = None
 
     def table(self, longest: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +166,7 @@ class _AttentionMatcher:
         self._takers = takers_of(trace)
 
     def fused(self, attend: Call) -> Call | None:
-        """Return the one call that stores and attends from the product of queries, keys and values, or None."""
+        """Return the call that stores and attends from the product of queries, keys and values, or None."""
         backend, q, k, v, layer, form, _ = attend.args
         region, begin = slice_of(self._makers, [q, k, v], self._borders)
         products = [value for value in begin if value in self._products]
@@ -259,7 +262,9 @@ class _AttentionMatcher:
 
 
 def _head_norms(q: Norm, k: Norm, size: int) -> HeadNorms | None:
-    """Return both as the kernel takes them, or None if they differ in more than their weights or are of other sizes."""
+    """Return both as the kernel takes them, or None if they differ in more than their weights or are of other
+    sizes.
+    """
     if (q.eps, q.from_one) != (k.eps, k.from_one) or not q.weight.shape == k.weight.shape == (size,):
         return None
     return HeadNorms(q.weight, k.weight, q.eps, q.from_one)

@@ -1,10 +1,10 @@
 """A decoder's forward with stops between its layers, by the model's own code around them.
 
-The decoder runs three times in parts: with layers that only note what they are called with, then each layer alone, then with
-layers that hand on the last one's result, which leaves what follows them (the norm).
+The decoder runs three times in parts: with layers that only note what they are called with, then each layer
+alone, then with layers that hand on the last one's result, which leaves what follows them (the norm).
 
-Invariant: what a layer is called with beside the hidden states follows from token ids and positions alone; the check at load
-compares with the forward that does not stop.
+Invariant: what a layer is called with beside the hidden states follows from token ids and positions alone;
+the check at load compares with the forward that does not stop.
 """
 
 import copy
@@ -28,7 +28,7 @@ class _Layer(nn.Module):
         self.result: Tensor | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
-        """:attr:`result` where there is one, else what came."""
+        """Return :attr:`result` if there is one, else the input."""
         if self.result is None:
             self.called = args, options
             self.first = hidden
@@ -57,7 +57,9 @@ class LayerByLayer:
         }
 
     def steps(self, input_ids: Tensor, positions: Tensor) -> Generator[int, None, Tensor]:
-        """Yields each layer's number before it is computed; returns the hidden states of all tokens, [T, hidden]."""
+        """Yield each layer's number before it is computed; return the hidden states of all tokens, [T,
+        hidden].
+        """
         self._run(input_ids, positions, None)
         hidden = self._noting[0].first
         calls = [layer.called for layer in self._noting]

@@ -1,12 +1,15 @@
-"""Any causal language model of transformers as a :class:`~..base.CausalLM`: its own modules over paged KV and engine weights.
+"""Any causal language model of transformers as a :class:`~..base.CausalLM`: its own modules over paged KV and
+engine weights.
 
 Invariants:
-- What computes a hidden state is the trainer's own code, but for products, embeddings, experts and attention, and on a CPU for
-  what compiled kernels are shown to compute the same (:mod:`.norms`, :mod:`.fusion`).
-- On a CPU the modules' calls are traced when the model is built, and repeated without them (:mod:`.traced_decoder`).
-- All requests of a step are one row [1, T] with the positions of each; nothing but attention looks across tokens, which the
-  check at load (:mod:`.self_check`) shows for the weights that are served.
-- Logits are what the model's own forward makes of a hidden state (soft caps, scales), with the head's product in between.
+- What computes a hidden state is the trainer's own code, but for products, embeddings, experts and attention,
+  and on a CPU for what compiled kernels are shown to compute the same (:mod:`.norms`, :mod:`.fusion`).
+- On a CPU the modules' calls are traced when the model is built, and repeated without them
+  (:mod:`.traced_decoder`).
+- All requests of a step are one row [1, T] with the positions of each; nothing but attention looks across
+  tokens, which the check at load (:mod:`.self_check`) shows for the weights that are served.
+- Logits are what the model's own forward makes of a hidden state (soft caps, scales), with the head's product
+  in between.
 """
 
 import copy
@@ -52,7 +55,8 @@ class TransformersForCausalLM(LayeredModel):
     """See :class:`~..base.CausalLM` for the contract."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        """
+        """Build the module, and give it the engine's parameters.
+
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, the architecture asks for what cannot be done, which is named.
         """
@@ -92,7 +96,7 @@ class TransformersForCausalLM(LayeredModel):
         self._skipped = _skipped(module)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
+        """Return hidden states of the sampled tokens, [S, hidden], after the final norm."""
         if self.traced is not None:
             return self.traced.sampled(batch, backend)
         with attending(backend, self.forms, self.config.head_dim):
@@ -100,7 +104,9 @@ class TransformersForCausalLM(LayeredModel):
         return hidden.index_select(0, batch.sample_tokens)
 
     def hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states of all tokens, int64 [T] to [T, hidden], by whatever attention the module has now."""
+        """Return hidden states of all tokens, int64 [T] to [T, hidden], by the attention that the module has
+        now.
+        """
         out = self.decoder(
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
         )
@@ -110,7 +116,7 @@ class TransformersForCausalLM(LayeredModel):
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
-        """:meth:`forward`, stopping before each layer."""
+        """Compute :meth:`forward`, stopping before each layer."""
         if self.traced is not None:
             found: Tensor = yield from self.traced.by_layer(batch, backend)
             return found
@@ -130,7 +136,9 @@ class TransformersForCausalLM(LayeredModel):
         return self.traced is not None and self.traced.in_one_call is not None
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
+        """Return logits [S, vocab], valid until the next call, of hidden states [S, hidden]; None in a dummy
+        run.
+        """
         return self._logits.forward(hidden)
 
     def _project(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -154,16 +162,16 @@ class TransformersForCausalLM(LayeredModel):
         check(self)
 
     def is_skipped(self, name: str) -> bool:
-        """Rotary buffers, copies of what is tied, what the architecture says it ignores, vision towers."""
+        """Return True for rotary buffers, tied copies, what the architecture ignores, and vision towers."""
         return self._skipped.search(name) is not None or is_vision_tensor(self.config.architecture, name)
 
     def owners(self) -> Iterator[Layer]:
-        """What took the place of the module's parts."""
+        """Yield the layers that took the place of the module's parts."""
         yield from self._layers
 
 
 def _form(module: nn.Module, call: Attended, *, one_scale: bool) -> AttentionForm:
-    """What a backend is asked for; ``one_scale``: which it has from the config."""
+    """Return what a backend is asked for; with ``one_scale`` it has the scale from the config."""
     return AttentionForm(
         window=call.window,
         softcap=call.softcap,
@@ -173,7 +181,7 @@ def _form(module: nn.Module, call: Attended, *, one_scale: bool) -> AttentionFor
 
 
 def _with_given(module: nn.Module, path: str) -> tuple[Any, Given]:
-    """A copy of ``module`` that shares its parts, but for the decoder at ``path``, whose output is given."""
+    """Return a copy of ``module`` that shares its parts, but has a given decoder at ``path``."""
     given = Given(lambda hidden: _DecoderOutput(last_hidden_state=hidden))
     *parents, last = path.split(".")
     copied = outer = _shallow(module)

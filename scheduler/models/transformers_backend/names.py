@@ -1,13 +1,13 @@
 """Which part of which parameter of a transformers module each checkpoint tensor is.
 
-transformers 5 keeps some weights in another form than checkpoints do (experts stacked in one parameter, modules renamed) and
-converts them where it loads and saves. What it would save is asked of it here, on the meta device, and each answer is traced
-back to the memory that it is a part of.
+transformers 5 keeps some weights in another form than checkpoints do (experts stacked in one parameter,
+modules renamed) and converts them where it loads and saves. What it would save is asked of it here, on the
+meta device, and each answer is traced back to the memory that it is a part of.
 
 Invariants:
 - Names and shapes are those that ``save_pretrained`` writes.
-- A checkpoint tensor is a contiguous part of one parameter; anything else, a concatenation of several for instance, is
-  refused by name.
+- A checkpoint tensor is a contiguous part of one parameter; anything else, a concatenation of several for
+  instance, is refused by name.
 """
 
 from collections.abc import Mapping
@@ -28,18 +28,19 @@ class Part:
     """Neighbouring elements of a parameter."""
 
     parameter: str
-    """Its name in the module."""
     shape: tuple[int, ...]
     offset: int
-    """In elements, from the parameter's first."""
+    """Offset in elements, from the parameter's first."""
 
     def of(self, data: Tensor) -> Tensor:
-        """This part of the parameter's storage ``data``, which is contiguous."""
+        """Return the part of ``data``, the parameter's contiguous storage."""
         return data.view(-1)[self.offset :][: prod(self.shape)].view(self.shape)
 
 
 class _WithoutCopies(TorchDispatchMode):
-    """Copies are their originals: a conversion makes its results contiguous, and they would no longer be views."""
+    """Copies are their originals: a conversion makes its results contiguous, and they would no longer be
+    views.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

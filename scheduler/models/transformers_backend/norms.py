@@ -1,9 +1,10 @@
-"""Modules of transformers that a compiled kernel stands in for, each shown to compute the same before it does.
+"""Modules of transformers that a compiled kernel stands in for, each shown to compute the same before it
+does.
 
 Invariants:
-- A module and its kernel are compared on random inputs of several sizes, with random weights in the place of the module's, in
-  the model's dtype: what holds there holds for the weights of the moment. They agree to a few units in the last place of a
-  value, or the module stays.
+- A module and its kernel are compared on random inputs of several sizes, with random weights in the place of
+  the module's, in the model's dtype: what holds there holds for the weights of the moment. They agree to a
+  few units in the last place of a value, or the module stays.
 - What a module is called decides nothing: a norm that subtracts the mean, or does anything else, differs.
 """
 
@@ -38,10 +39,11 @@ class Norm:
 
 
 def close(found: Tensor, expected: Tensor, *, cancels: bool = False) -> bool:
-    """Whether two tensors of a dtype that kernels compute in have the same form, and values that agree within rounding.
+    """Whether two tensors of a dtype that kernels compute in have the same form, and values that agree within
+    rounding.
 
-    Beside that of a value itself, there is what float32 loses where a row's values of any size cancel; with ``cancels`` values
-    of the tensors' dtype do.
+    Beside that of a value itself, there is what float32 loses where a row's values of any size cancel; with
+    ``cancels`` values of the tensors' dtype do.
     """
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         return False
@@ -59,7 +61,7 @@ def _precision(dtype: torch.dtype) -> float:
 def proven_norms(
     decoder: nn.Module, dtype: torch.dtype, device: torch.device, kernels: Elementwise
 ) -> dict[nn.Module, Norm]:
-    """The norms of a decoder that ``kernels`` compute as well; ``dtype`` is the model's."""
+    """Return the norms of a decoder that ``kernels`` compute as well; ``dtype`` is the model's."""
     found: dict[nn.Module, Norm] = {}
     known: dict[Any, bool | None] = {}
     for module in decoder.modules():
@@ -79,7 +81,7 @@ def proven_norms(
 
 
 def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[int, float] | None:
-    """Size and epsilon of what may be a norm with one weight."""
+    """Return size and epsilon of what may be a norm with one weight, or None."""
     own = dict(module.named_parameters(recurse=False))
     if any(True for _ in module.children()) or own.keys() != {"weight"} or module._buffers:
         return None
@@ -93,7 +95,7 @@ def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[int, float] | Non
 def _from_one(
     module: nn.Module, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Elementwise
 ) -> bool | None:
-    """Which of its two forms the kernel has the module's results in. None: in neither."""
+    """Return the form in which the kernel has the module's results, or None for neither."""
     generator = torch.Generator().manual_seed(size)
 
     def random(*shape: int) -> Tensor:

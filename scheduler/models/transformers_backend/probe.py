@@ -1,11 +1,12 @@
 """What a transformers module asks of attention and experts, seen in one forward on the meta device.
 
-Nothing is computed, so a model of any size takes milliseconds. A function that only notes its arguments stands for
-attention, another one for the masks; what arrives as an attention's mask tells which mask the model meant for it.
+Nothing is computed, so a model of any size takes milliseconds. A function that only notes its arguments
+stands for attention, another one for the masks; what arrives as an attention's mask tells which mask the
+model meant for it.
 
 Invariants:
-- An attention whose mask is neither causal nor a window that its keyword arguments tell as well is refused by name: no
-  backend would be asked for it.
+- An attention whose mask is neither causal nor a window that its keyword arguments tell as well is refused by
+  name: no backend would be asked for it.
 - Linear layers are one product where the same input went to neighbours in one parent module.
 """
 
@@ -27,7 +28,7 @@ _TOKENS = 7
 FOREIGN_FAILURES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What code of models that were not made for this raises."""
+"""Errors that code of models raises which was not made for this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,10 @@ class Attended:
     value_size: int
     scale: float
     window: int | None
-    """Newest tokens that a token sees, itself included. None: all."""
+    """Newest tokens that a token sees, itself included; None for all."""
     softcap: float | None
     sinks: str | None
-    """The parameter that is a logit per head in the softmax's denominator (``s_aux``). None: there is none."""
+    """Name of the parameter with a logit per head in the softmax's denominator (``s_aux``), or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +58,28 @@ class Routed:
 
 @dataclass(slots=True)
 class Probe:
-    """What a forward did."""
+    """Calls of one forward."""
 
     attended: list[Attended] = field(default_factory=list)
     routed: list[Routed] = field(default_factory=list)
     products: list[list[str]] = field(default_factory=list)
     """Linear modules that can be one product each, of two and more, in the order of their calls."""
     layers: list[nn.Module] = field(default_factory=list)
-    """The decoder layers."""
     paths: list[str] = field(default_factory=list)
-    """Their names in the module."""
+    """Names of the layers in the module."""
     returns_tuple: bool = False
     """Decoder layers return tuples."""
 
 
 @dataclass(slots=True)
 class _Notes:
-    """What one forward leaves."""
+    """Notes of one forward."""
 
     names: dict[nn.Module, str]
     architecture: str
     probe: Probe = field(default_factory=Probe)
     masks: dict[int, tuple[Tensor, int | None, bool]] = field(default_factory=dict)
-    """By identity: the mask, its window, and whether it is a plain causal one."""
+    """Masks by identity, each with its window, and True if it is plainly causal."""
     inputs: list[tuple[str, Tensor]] = field(default_factory=list)
     attending: dict[int, str] = field(default_factory=dict)
     """The module that attends in each layer."""
@@ -87,7 +87,7 @@ class _Notes:
 
 
 _notes: list[_Notes] = []
-"""Of the forwards that run now, the innermost last."""
+"""Notes of the forwards that run now, the innermost last."""
 
 
 def probe(module: PreTrainedModel, decoder: nn.Module) -> Probe:
@@ -210,7 +210,7 @@ def _attend(
 
 
 def _parameter(notes: _Notes, where: str, tensor: Tensor) -> str:
-    """Which parameter a tensor is."""
+    """Return the name of the parameter that a tensor is."""
     for module, path in notes.names.items():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter is tensor:
@@ -241,7 +241,7 @@ def _refused(notes: _Notes, reason: str) -> CaesuraError:
 
 
 def refused(architecture: str, reason: str) -> CaesuraError:
-    """The error of an architecture that cannot be served through transformers."""
+    """Return the error of an architecture that cannot be served through transformers."""
     return CaesuraError(
         ErrorCode.UNSUPPORTED_MODEL,
         f"{architecture} cannot be served through transformers: {reason}",

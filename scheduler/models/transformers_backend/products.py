@@ -1,10 +1,13 @@
-"""The modules that stand in a transformers model for its linear layers and embeddings, over the engine's own matrices.
+"""The modules that stand in a transformers model for its linear layers and embeddings, over the engine's own
+matrices.
 
 Invariants:
-- What a module here has as ``weight`` is an empty tensor, for code that asks a weight for its dtype or device.
+- What a module here has as ``weight`` is an empty tensor, for code that asks a weight for its dtype or
+  device.
 - Weights are the engine's (``layers/``), packed where kernels are compiled; a module here owns none.
-- Parts of one product are told by the tensor that they are called with: whoever comes first computes all of them, the others
-  take theirs. A part that is called with another tensor is computed with it, so the result never depends on the grouping.
+- Parts of one product are told by the tensor that they are called with: whoever comes first computes all of
+  them, the others take theirs. A part that is called with another tensor is computed with it, so the result
+  never depends on the grouping.
 """
 
 from collections.abc import Callable
@@ -28,7 +31,6 @@ class Product(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
         return self.linear.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
@@ -43,7 +45,7 @@ class SharedProduct:
         self._parts_left: dict[int, Tensor] = {}
 
     def part(self, number: int, x: Tensor) -> Tensor:
-        """Output features of one part, [..., part]."""
+        """Return the output features of one part, [..., part]."""
         left = self._parts_left
         if self._x is not x or number not in left:
             y = self.linear.forward(x.reshape(-1, self.linear.in_features)).view(*x.shape[:-1], -1)
@@ -56,7 +58,7 @@ class SharedProduct:
 
 
 class PartOfProduct(nn.Module):
-    """A linear layer that is a part of a product."""
+    """A linear layer that is a part of a merged product."""
 
     def __init__(
         self, shared: SharedProduct, number: int, in_features: int, out_features: int, place: Placement
@@ -67,26 +69,25 @@ class PartOfProduct(nn.Module):
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]: a view where another part has been computed with ``x``."""
+        """Return [..., out] of [..., in]: a view if another part has been computed with ``x``."""
         return self.shared.part(self.number, x)
 
 
 class GatheredEmbedding(nn.Embedding):
     """A token embedding that gathers from the engine's table.
 
-    A class of transformers that does more than gather (Gemma scales what it has gathered) is kept: :func:`gather_by` puts
-    this class between it and ``nn.Embedding``.
+    A class of transformers that does more than gather (Gemma scales what it has gathered) is kept:
+    :func:`gather_by` puts this class between it and ``nn.Embedding``.
     """
 
     table: Embedding
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [...] to [..., hidden]."""
         return self.table.forward(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
 
 
 def gather_by(module: nn.Embedding, table: Embedding, place: Placement) -> None:
-    """Have ``module`` gather from ``table``, whatever else its class does; its own weight is gone."""
+    """Have ``module`` gather from ``table``, whatever else its class does; drop its own weight."""
     kind = type(module)
     bases = (GatheredEmbedding,) if kind is nn.Embedding else (kind, GatheredEmbedding)
     del module.weight
@@ -110,10 +111,9 @@ class Head(nn.Module):
         self.project = project
         self.out_features = vocab_size
         self.out: Tensor | None = None
-        """[S, vocab]: of the next call."""
+        """Memory for the logits of the next call, [S, vocab]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, S, hidden] to [1, S, vocab]."""
         assert self.out is not None, "called outside of logits()"
         return self.project(x[0], self.out).unsqueeze(0)
 
@@ -127,6 +127,6 @@ class Given(nn.Module):
         self.hidden: Tensor | None = None
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """The decoder's output, with :attr:`hidden` as its last hidden state."""
+        """Return the decoder's output, with :attr:`hidden` as its last hidden state."""
         assert self.hidden is not None
         return self._make_output(self.hidden)

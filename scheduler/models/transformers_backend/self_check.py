@@ -1,12 +1,15 @@
-"""The check at load: packed requests over pages against a plain forward of each by transformers' own attention.
+"""The check at load: packed requests over pages against a plain forward of each by transformers' own
+attention.
 
-That a class says its attention goes through transformers' interface does not show that nothing else looks across tokens
-(convolutions, recurrent states) or that a second step goes on where the first ended. So three requests of random tokens are
-computed both ways, with the weights that are served: one of them in two chunks, one with a decode step. Where kernels are
-compiled, a decoder is computed otherwise over them (:mod:`.traced_decoder`), and all of it once more.
+That a class says its attention goes through transformers' interface does not show that nothing else looks
+across tokens (convolutions, recurrent states) or that a second step goes on where the first ended. So three
+requests of random tokens are computed both ways, with the weights that are served: one of them in two chunks,
+one with a decode step. Where kernels are compiled, a decoder is computed otherwise over them
+(:mod:`.traced_decoder`), and all of it once more.
 
 Invariants:
-- A model that differs is refused with the figures; its weights decide, so a state that weights switch off is served.
+- A model that differs is refused with the figures; its weights decide, so a state that weights switch off is
+  served.
 - Nothing of the engine's pools is touched: the check has pages of its own, which are gone when it returns.
 """
 
@@ -33,10 +36,12 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (9, 21, 5)
 _STEPS = (((0, 9), (0, 13), (0, 4)), ((4, 5), (13, 21)))
-"""Of each step: (first, end) of the tokens computed; the second step decodes request 2 and goes on with request 1."""
+"""First and end of the tokens of each step; the second step decodes request 2 and goes on with request 1."""
 _ROWS = ((0, 1, 2), (2, 1))
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Norm of a token's difference over that of its hidden state; a leak gives about 1, rounding a tenth of these."""
+"""Norm of a token's difference over that of its hidden state; a leak gives about 1, rounding a tenth of
+these.
+"""
 
 
 def check(model: "TransformersForCausalLM") -> None:
@@ -69,8 +74,9 @@ def check(model: "TransformersForCausalLM") -> None:
     if worst > _TOLERANCE.get(expected[0].dtype, 1e-3):
         raise refused(
             model.config.architecture,
-            f"over pages and beside others, the hidden state of {where} differs by {worst:.2g} of its norm from a plain "
-            "forward; something other than attention looks across tokens, or attention does what was not asked of it",
+            f"over pages and beside others, the hidden state of {where} differs by {worst:.2g} of its norm "
+            "from a plain forward; something other than attention looks across tokens, or attention does what was "
+            "not asked of it",
         )
     logger.info(
         "checked %s against transformers' attention: largest difference %.2g",
@@ -80,7 +86,7 @@ def check(model: "TransformersForCausalLM") -> None:
 
 
 def _plain(model: "TransformersForCausalLM", tokens: Tensor) -> Tensor:
-    """[T, hidden] by transformers' eager attention."""
+    """Return [T, hidden] by transformers' eager attention."""
     config = model.module.config
     before = config._attn_implementation
     config._attn_implementation = "eager"
@@ -92,7 +98,7 @@ def _plain(model: "TransformersForCausalLM", tokens: Tensor) -> Tensor:
 
 
 def _backends(model: "TransformersForCausalLM") -> list[type[SdpaBackend] | type[PagedCpuBackend]]:
-    """What attends with torch's operations and, where it serves, with compiled ones: they are called otherwise."""
+    """Return the backend of torch's operations and, where it serves, the compiled one."""
     if best("attention", model.device, model.dtype) == TORCH or model.device.type != "cpu":
         return [SdpaBackend]
     return [SdpaBackend, PagedCpuBackend]
@@ -147,7 +153,7 @@ def _batch(
     first_pages: Sequence[int],
     device: torch.device,
 ) -> ForwardBatch:
-    """A step of rows that begin on ``first_pages`` each; those of one token decode."""
+    """Return a step of rows that begin on ``first_pages`` each; those of one token decode."""
     positions = [torch.arange(start, end) for start, end in spans]
     ends = [end for _, end in spans]
     width = max(-(-end // PAGE_SIZE) for end in ends)

@@ -1,9 +1,10 @@
-"""A transformers model without weights: built on the meta device, its buffers computed, its parameters for others to place.
+"""A transformers model without weights: built on the meta device, its buffers computed, its parameters for
+others to place.
 
 Invariants:
 - No parameter of the module is ever given memory here: a model of any size is built in milliseconds.
-- Buffers that checkpoints do not hold (rotary frequencies) are what transformers computes when it loads a checkpoint. They are
-  allocated by torch as always, so no release of the weights loses them.
+- Buffers that checkpoints do not hold (rotary frequencies) are what transformers computes when it loads a
+  checkpoint. They are allocated by torch as always, so no release of the weights loses them.
 """
 
 import re
@@ -23,7 +24,7 @@ from .probe import refused
 
 
 def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The module of this config on the meta device, with the engine's attention and experts.
+    """Return the module of this config on the meta device, with the engine's attention and experts.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, transformers' modules do not take the config.
@@ -64,8 +65,9 @@ def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
 
 
 def _fix_frequencies(module: Any) -> None:
-    """Rotary types whose frequencies follow the longest position of a batch: no context here is longer than the first set of
-    frequencies serves, and to look would make the host wait."""
+    """Rotary types whose frequencies follow the longest position of a batch: no context here is longer than
+    the first set of frequencies serves, and to look would make the host wait.
+    """
     kind = getattr(module, "rope_type", None)
     if kind is not None:  # what a forward on the meta device has left for the second set
         for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
@@ -77,7 +79,7 @@ def _fix_frequencies(module: Any) -> None:
 
 
 def stored_tensors(module: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Every parameter and every buffer of checkpoints: its name, its owner, its name there, and itself; a tied one once."""
+    """Yield every parameter and buffer of checkpoints: name, owner, name there, tensor; a tied one once."""
     tied = set(module.all_tied_weights_keys)
     for path, each in module.named_modules(remove_duplicate=True):
         tensors = dict(each._parameters)
@@ -89,7 +91,9 @@ def stored_tensors(module: PreTrainedModel) -> Iterator[tuple[str, nn.Module, st
 
 
 def float32_names(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Names of tensors that stay float32 in a model of ``dtype``, as transformers loads them. None: there are none."""
+    """Return the names of tensors that stay float32 in a model of ``dtype``, as transformers loads them, or
+    None.
+    """
     kept = set(module._keep_in_fp32_modules_strict or ()) if dtype != torch.float32 else set()
     if dtype == torch.float16:
         kept |= set(module._keep_in_fp32_modules or ())

@@ -1,8 +1,8 @@
 """A traced decoder computing steps.
 
 Invariants:
-- What a step computes with is chosen by its backend: all layers in one call where it is planned for that, products as they
-  are where it rotates and stores them, else what the modules do.
+- What a step computes with is chosen by its backend: all layers in one call where it is planned for that,
+  products as they are where it rotates and stores them, else what the modules do.
 - All ways read the same parameters, and stop before the same layers.
 """
 
@@ -103,7 +103,9 @@ def traced_decoder(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TracedDecoder | None:
-    """Return ``decoder``, a part of ``module`` with its parameters in their places, traced; None if it cannot be."""
+    """Return ``decoder``, a part of ``module`` with its parameters in their places, traced; None if it cannot
+    be.
+    """
     if device.type != "cpu":
         return None  # graphs record there
     first = probe.attended[0]
@@ -121,7 +123,8 @@ def traced_decoder(
 def traced_head(
     headed: Any, given: Given, head: Head | None, dtype: torch.dtype, device: torch.device, hidden_size: int
 ) -> Callable[..., Tensor] | None:
-    """Return what makes logits [S, vocab] of hidden states [S, hidden], memory for them, and S; None if it cannot be traced.
+    """Return what makes logits [S, vocab] of hidden states [S, hidden], memory for them, and S; None if it
+    cannot be traced.
 
     What it returns may be other memory.
     """

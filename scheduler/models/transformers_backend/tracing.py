@@ -39,7 +39,8 @@ def trace_decoder(
     head_size: int,
     device: torch.device,
 ) -> Trace:
-    """Return the calls of ``decoder``, a part of ``module``: a function of token ids, positions and the backend.
+    """Return the calls of ``decoder``, a part of ``module``: a function of token ids, positions and the
+    backend.
 
     Args:
         norms: modules that a kernel stands in for.
@@ -72,7 +73,8 @@ def trace_decoder(
 
 
 def trace_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden_size: int) -> Trace:
-    """Return the calls of ``headed``, whose decoder is ``given``, that make logits of hidden states in memory for them.
+    """Return the calls of ``headed``, whose decoder is ``given``, that make logits of hidden states in memory
+    for them.
 
     Raises:
         NotTraceableError: no list of calls repeats what it does.

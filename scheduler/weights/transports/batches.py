@@ -1,7 +1,7 @@
 """Which tensors come in one broadcast: the same reading of a call for who sends and who receives.
 
-Invariants: a tensor is whole, and lies in one broadcast; its place there follows from the tensors before it, without padding.
-Everything that is wrong with a call is found here, before a broadcast is entered.
+Invariants: a tensor is whole, and lies in one broadcast; its place there follows from the tensors before it,
+without padding. Everything that is wrong with a call is found here, before a broadcast is entered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,8 @@ def batches_of(request: UpdateWeightsFromDistributedReqInput | SendWeightsReqInp
     """The broadcasts of ``request``.
 
     Raises:
-        CaesuraError: ``invalid_request``, a spec is not a whole tensor of a known dtype, or the broadcasts do not add up.
+        CaesuraError: ``invalid_request``, a spec is not a whole tensor of a known dtype, or the broadcasts do
+            not add up.
     """
     specs = [_whole(spec) for spec in request.specs]
     if sum(spec.nbytes for spec in specs) > _MAX_BYTES:

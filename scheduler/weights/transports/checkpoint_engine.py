@@ -1,6 +1,8 @@
-"""The engine's half of checkpoint-engine's protocol: a parameter server that pushes buckets through memory it shares.
+"""The engine's half of checkpoint-engine's protocol: a parameter server that pushes buckets through memory it
+shares.
 
-The server binds a REQ socket, the engine connects a REP socket. Server to engine are pickles, engine to server is text:
+The server binds a REQ socket, the engine connects a REP socket. Server to engine are pickles, engine to
+server is text:
 
     server                                            engine
     its buffer: (rebuild_cuda_tensor, arguments)      ""  it is open            state: opening
@@ -9,14 +11,18 @@ The server binds a REQ socket, the engine connects a REP socket. Server to engin
     None                                              ""  committed             the end
 
     an exception, any time                            no answer                 the end: some rank has failed
-    anything that failed here                         what was wrong            state: refusing, until the server's exception
+    anything that failed here                         what was wrong            state: refusing, until the
+    server's exception
 
-On a host without accelerators the buffer is a memfd: ``{"pid", "fd", "inode", "nbytes"}``, as in ``SharedMemoryHandle``.
+On a host without accelerators the buffer is a memfd: ``{"pid", "fd", "inode", "nbytes"}``, as in
+``SharedMemoryHandle``.
 
 Invariants:
 - Messages are parsed by ``legacy_pickle`` into plain fields, and every field is checked before it is used.
-- A thread talks to the server and touches nothing else. It hands over one turn at a time; the loop's verdict is the answer.
-- A server that waits for an answer gets one, also after the update has failed: it would block its own ranks otherwise.
+- A thread talks to the server and touches nothing else. It hands over one turn at a time; the loop's verdict
+  is the answer.
+- A server that waits for an answer gets one, also after the update has failed: it would block its own ranks
+  otherwise.
 - Silence is bounded: by ``timeout_s`` between two messages, and for all of *refusing*.
 """
 
@@ -44,7 +50,9 @@ _REBUILD_ARGUMENTS = (
     "class", "size", "stride", "start", "storage_class", "dtype", "device", "handle", "nbytes", "offset",
     "requires_grad", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
 )  # fmt: skip
-"""torch's rebuild_cuda_tensor takes them in this order; where they are the same, named as in ``CudaIPCHandle``."""
+"""torch's rebuild_cuda_tensor takes them in this order; where they are the same, named as in
+``CudaIPCHandle``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +134,9 @@ class Conversation:
         self._wakeup.set()
 
     def turns(self) -> Iterator[Turn]:
-        """The server's messages in the order of the protocol, in a thread. A turn is answered when the next one is asked for:
-        with consent, or with what :meth:`refuse` said meanwhile. After the last turn comes refusing, which yields nothing.
+        """The server's messages in the order of the protocol, in a thread. A turn is answered when the next
+        one is asked for: with consent, or with what :meth:`refuse` said meanwhile. After the last turn comes
+        refusing, which yields nothing.
         """
         context = zmq.Context()
         socket = context.socket(zmq.REP)
@@ -261,7 +270,9 @@ def opening_of(message: object, device_uuid: str) -> Opening:
 
 
 def specs_of(message: object) -> list[TensorSpec]:
-    """The tensors of one bucket; raises CaesuraError ``malformed_message``. Whether they fit the buffer is not known here."""
+    """The tensors of one bucket; raises CaesuraError ``malformed_message``. Whether they fit the buffer is
+    not known here.
+    """
     if type(message) is not list:
         raise _malformed("it is neither a buffer, a bucket, None nor an exception")
     return [_spec_of(item) for item in message]

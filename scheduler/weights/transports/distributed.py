@@ -1,14 +1,19 @@
 """Tensors that rank 0 of a process group of torch.distributed broadcasts: a trainer, or an engine.
 
 Invariants:
-- Joining, receiving and leaving happen in threads (background.py), each with a deadline; the loop never waits for one.
-- A broadcast that was entered must end: what is refused never enters one, and what is broken off leaves the group dead.
-- At most :data:`MAX_JOINING` threads join, those of groups that were destroyed meanwhile included, and :data:`MAX_GROUPS` groups are known.
-- Per group two buffers are in memory, kept between calls: one is received into while the other is written from. On a device with
-  streams the order between the two is that of events; the loop waits for neither.
-- What blocks without a timeout of its own (NCCL finding its ranks) is given up at ours: the group is dead, its thread is left.
+- Joining, receiving and leaving happen in threads (background.py), each with a deadline; the loop never waits
+  for one.
+- A broadcast that was entered must end: what is refused never enters one, and what is broken off leaves the
+  group dead.
+- At most :data:`MAX_JOINING` threads join, those of groups that were destroyed meanwhile included, and
+  :data:`MAX_GROUPS` groups are known.
+- Per group two buffers are in memory, kept between calls: one is received into while the other is written
+  from. On a device with streams the order between the two is that of events; the loop waits for neither.
+- What blocks without a timeout of its own (NCCL finding its ranks) is given up at ours: the group is dead,
+  its thread is left.
 
-- An engine that is rank 0 sends (transmission.py) and receives nothing there; what it receives elsewhere it can relay.
+- An engine that is rank 0 sends (transmission.py) and receives nothing there; what it receives elsewhere it
+  can relay.
 
 How a group's ranks meet and how its backend is made and ended is process_group.py's business.
 """
@@ -60,7 +65,9 @@ MAX_GROUPS = 64
 _LOOK_S = 1.0  # longest attempt to reach a port, between two looks at whether anybody still wants to
 _CLOSE_S = 0.5
 _QUESTION = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
-"""To a TCPStore: its check of clients, and how many keys it has (torch/csrc/distributed/c10d). Whatever comes back, somebody is there."""
+"""To a TCPStore: its check of clients, and how many keys it has (torch/csrc/distributed/c10d). Whatever comes
+back, somebody is there.
+"""
 _RETRY_S = 0.05  # between two looks at a port where nobody listens yet
 
 
@@ -127,7 +134,8 @@ class Group:
     def kill(self, reason: str) -> CaesuraError:
         """End the group: its connections are closed, so that other ranks that wait for this one hear of it.
 
-        A backend's end may have to wait for a broadcast, hence a thread. Returns the error of later calls, with the first reason.
+        A backend's end may have to wait for a broadcast, hence a thread. Returns the error of later calls,
+        with the first reason.
         """
         self._failure = self._failure or self.error(reason)
         self._joining.cancel()
@@ -191,7 +199,9 @@ class Group:
             raise self.error("not every rank has joined yet")
 
     def transmit(self, nbytes: int) -> Transmission:
-        """Broadcasts to the other ranks, the largest of ``nbytes``; raises as :meth:`WeightsUpdateGroups.transmit`."""
+        """Broadcasts to the other ranks, the largest of ``nbytes``; raises as
+        :meth:`WeightsUpdateGroups.transmit`.
+        """
         self.require_sender()
         for slot in (0, 1):
             self._make_room(slot, nbytes)
@@ -275,15 +285,17 @@ class Group:
             return
         seen = ranks_seen(member, own, ranks)
         which = "which ranks have joined is not known" if seen is None else f"only ranks {seen} have joined"
-        # The traceback of what is raised keeps this frame, and would keep the store's threads and sockets; that of torch's
-        # error would keep the backend's, so it is not its cause.
+        # The traceback of what is raised keeps this frame, and would keep the store's threads and sockets;
+        # that of torch's error would keep the backend's, so it is not its cause.
         if backend is not None:
             release([backend])
         del store, own, ranks, backend
         raise self.error(f"{which}: {reason}", ranks_seen=seen)
 
     def _await_listener(self, host: str, port: int) -> None:
-        """A look at the port costs little, while torch's own retries overshoot the deadline and flood the log."""
+        """A look at the port costs little, while torch's own retries overshoot the deadline and flood the
+        log.
+        """
         while self._failure is None:
             try:
                 limit = min(self._time_left().total_seconds(), _LOOK_S)
@@ -299,7 +311,9 @@ class Group:
         raise self._failure
 
     def _is_answered(self, probe: socket.socket) -> bool:
-        """The kernel accepts for a process that hangs; torch's store would wait for its answer without a limit."""
+        """The kernel accepts for a process that hangs; torch's store would wait for its answer without a
+        limit.
+        """
         with contextlib.suppress(ConnectionError):  # also an answer: torch's store says what is wrong
             probe.sendall(_QUESTION)
             while self._failure is None:
@@ -381,7 +395,8 @@ class WeightsUpdateGroups:
         Args:
             device: of the model, with its index.
             wake: makes the loop look again; called from threads.
-            interface: of the network, whose address is listened on. None: what suits the group (process_group.py).
+            interface: of the network, whose address is listened on. None: what suits the group
+                (process_group.py).
             write_stream: where pieces are written to the model. None: on the host.
         """
         self._interface = interface
@@ -395,8 +410,8 @@ class WeightsUpdateGroups:
         """The group of ``request``, which starts to join unless it is there already.
 
         Raises:
-            CaesuraError: ``unsupported``, ``invalid_request``; ``group_error``, the name is another group's, or it is dead;
-                ``queue_full``, too many groups are being joined, or are there.
+            CaesuraError: ``unsupported``, ``invalid_request``; ``group_error``, the name is another group's,
+                or it is dead; ``queue_full``, too many groups are being joined, or are there.
         """
         member = Membership(
             request.group_name,
@@ -435,7 +450,9 @@ class WeightsUpdateGroups:
             self._groups[name].broken(reason)
 
     def forget(self, group: Group) -> None:
-        """Joining ``group`` has failed: the next init tries again. One that was joined once must be destroyed."""
+        """Joining ``group`` has failed: the next init tries again. One that was joined once must be
+        destroyed.
+        """
         name = group.membership.group_name
         if not group.has_joined and self._groups.get(name) is group:
             self.leave(name)
@@ -444,8 +461,8 @@ class WeightsUpdateGroups:
         """What the trainer will broadcast; no broadcast is entered yet.
 
         Raises:
-            CaesuraError: ``group_error``, a group is unknown, not joined yet, dead, or has this engine in another role;
-                ``invalid_request``, as of :func:`batches_of`.
+            CaesuraError: ``group_error``, a group is unknown, not joined yet, dead, or has this engine in
+                another role; ``invalid_request``, as of :func:`batches_of`.
         """
         group = self.find(request.group_name)
         group.require_receiver()
@@ -458,8 +475,8 @@ class WeightsUpdateGroups:
         """A send over group ``name``, whose largest broadcast has ``nbytes``; no broadcast is entered yet.
 
         Raises:
-            CaesuraError: ``group_error``, the group is unknown, not joined yet, dead, or not this engine's to send in; ``busy``;
-                ``out_of_memory``.
+            CaesuraError: ``group_error``, the group is unknown, not joined yet, dead, or not this engine's to
+                send in; ``busy``; ``out_of_memory``.
         """
         return self.find(name).transmit(nbytes)
 

@@ -1,10 +1,13 @@
-"""The broadcasts of one update: a thread receives them into two buffers, the loop writes from the one while the other fills.
+"""The broadcasts of one update: a thread receives them into two buffers, the loop writes from the one while
+the other fills.
 
 Invariants:
-- A buffer is received into again after what was written from it: on the host when the loop has released it, on a device after
-  the event that the loop then gives. The loop never waits for either.
-- Each broadcast has a timeout. Where the backend's does not hold (NCCL looking for its ranks), the loop gives the group up.
-- Small tensors share a buffer on a device: their broadcasts are entered one behind the other and waited for together.
+- A buffer is received into again after what was written from it: on the host when the loop has released it,
+  on a device after the event that the loop then gives. The loop never waits for either.
+- Each broadcast has a timeout. Where the backend's does not hold (NCCL looking for its ranks), the loop gives
+  the group up.
+- Small tensors share a buffer on a device: their broadcasts are entered one behind the other and waited for
+  together.
 """
 
 import threading
@@ -16,16 +19,18 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ....io_struct import CaesuraError
-from ...memory.device_module import DeviceEvent
 from ...runtime.background import Feed
 from ..upload import WriteStream
 
 SHARED_BYTES = 32 << 20
-"""What broadcasts fill of a buffer on a device before they are waited for: torch looks for the end once in a millisecond."""
+"""What broadcasts fill of a buffer on a device before they are waited for: torch looks for the end once in a
+millisecond.
+"""
 GRACE_S = 2.0
 """For the backend's own timeout to be reported."""
 _ALIGN = 256
@@ -48,7 +53,7 @@ class Received:
 
     broadcasts: list[Tensor]
     """uint8, one for each."""
-    arrived: DeviceEvent | None
+    arrived: torch.Event | None
     """None: they have."""
 
 
@@ -90,12 +95,14 @@ def broadcasts(
     backend: Any,
     plans: Sequence[Plan],
     buffers: Sequence[Tensor],
-    written: Sequence[DeviceEvent | None],
+    written: Sequence[torch.Event | None],
     stream: WriteStream | None,
     timeout: timedelta,
     relay: "Relays | None" = None,
 ) -> Iterator[Received]:
-    """In a thread: fill ``buffers`` in turn, each after what was ``written`` from it, and ``relay`` what has arrived."""
+    """In a thread: fill ``buffers`` in turn, each after what was ``written`` from it, and ``relay`` what has
+    arrived.
+    """
     options = broadcast_options(timeout)
     works: deque[Any] = deque()
     try:
@@ -119,7 +126,8 @@ def broadcasts(
                 relay.settle(0)
                 relay.settle(1)
     finally:
-        # The traceback of a broadcast that failed keeps this frame, and would keep the backend's threads and sockets.
+        # The traceback of a broadcast that failed keeps this frame, and would keep the backend's threads and
+        # sockets.
         works.clear()
         del backend
 
@@ -130,7 +138,7 @@ class Reception:
     def __init__(
         self,
         feed: Feed[Received],
-        written: list[DeviceEvent | None],
+        written: list[torch.Event | None],
         stream: WriteStream | None,
         *,
         timeout_s: float,
@@ -157,7 +165,8 @@ class Reception:
         self._timer: threading.Timer | None = None
 
     def take(self) -> Tensor | None:
-        """The bytes of the next broadcast, valid until the one after it is asked for; None: it has not come yet.
+        """The bytes of the next broadcast, valid until the one after it is asked for; None: it has not come
+        yet.
 
         Raises:
             CaesuraError: ``group_error``, it failed or did not come in time; the group is dead.
@@ -180,7 +189,9 @@ class Reception:
         return self._ready.popleft()
 
     def is_over(self) -> bool:
-        """Whether the thread has relayed everything, too; asked when all have been taken. Raises as :meth:`take`."""
+        """Whether the thread has relayed everything, too; asked when all have been taken. Raises as
+        :meth:`take`.
+        """
         self._release()
         if self._feed.ended:
             return True

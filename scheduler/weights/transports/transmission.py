@@ -1,8 +1,10 @@
 """The broadcasts that this engine sends as rank 0: its own weights, or what it relays while it is received.
 
 Invariants:
-- A buffer is filled again after its broadcast has ended on every rank that it reaches directly. The loop waits for none of them.
-- Each broadcast has a timeout. A relay that fails is over, and says so; it never fails the reception that it serves.
+- A buffer is filled again after its broadcast has ended on every rank that it reaches directly. The loop
+  waits for none of them.
+- Each broadcast has a timeout. A relay that fails is over, and says so; it never fails the reception that it
+  serves.
 - What a thread is given, it broadcasts and nothing else: the bytes of weights are read by the loop.
 """
 
@@ -11,10 +13,10 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....io_struct import CaesuraError
-from ...memory.device_module import DeviceEvent
 from ...runtime.background import Task
 from ..upload import WriteStream
 from .reception import GRACE_S, broadcast_options
@@ -96,7 +98,7 @@ class Transmission:
             raise self._broken(f"a broadcast failed: {_first_line(error)}") from error
         return True
 
-    def _broadcast(self, view: Tensor, filled: DeviceEvent | None) -> None:
+    def _broadcast(self, view: Tensor, filled: torch.Event | None) -> None:
         """In the thread."""
         if self._stream is None or filled is None:
             self._backend.broadcast([view], self._options).wait()

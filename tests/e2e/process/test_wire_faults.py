@@ -225,7 +225,7 @@ def test_a_second_scheduler_is_refused_and_the_first_keeps_serving(client, launc
 
 def test_a_client_of_another_major_version_is_told_both(client, launched, monkeypatch):
     assert client.incarnation == client.status(timeout=PATIENCE).incarnation
-    monkeypatch.setattr("caesura.client.connection.hello.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
+    monkeypatch.setattr("caesura.client.connection.link.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
     ours = ".".join(map(str, WIRE_VERSION))
     with SchedulerClient(launched.endpoint) as other:
         for call in (other.status, other.pause):

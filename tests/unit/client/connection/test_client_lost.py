@@ -19,6 +19,7 @@ from support.waiting import PATIENCE_S as PATIENCE
 import caesura.client.connection.link
 from caesura.client import AsyncSchedulerClient, EngineDied, SchedulerClient
 from caesura.client.connection.link import Link, monitored
+from caesura.client.connection.options import ChannelOptions
 from caesura.io_struct import (
     GenerateReqInput,
     GetStatusReqInput,
@@ -51,8 +52,7 @@ class Pumped:
         self.unanswered = 0
         self.link = Link(
             endpoint,
-            connect_timeout=connect_timeout,
-            keepalive_timeout=keepalive_timeout,
+            ChannelOptions(connect_timeout, keepalive_timeout),
             pending=lambda: self.unanswered > 0,
             receive=lambda frames: self.received.append(decode_reply(frames[0])),
             lost=lambda error, final: self.lost.append(error),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from caesura.scheduler.cache.allocator import LedgerError
-from caesura.scheduler.cache.states import NO_ROW, StateRows
+from caesura.scheduler.cache.linear_states import NO_ROW, StateRows
 
 NO_PAGES = np.empty(0, np.int32)
 

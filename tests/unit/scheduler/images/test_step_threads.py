@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("diffusers")
 from caesura.scheduler.images.batcher import ImageBatch
-from caesura.scheduler.images.threads import ALONE, StepThreads
+from caesura.scheduler.images.runner import ALONE, step_threads
 
 TOKENS, WIDTH, CHANNELS = 64, 128, 16
 
@@ -30,12 +30,12 @@ def family():
 
 
 def batch(kind, rows, *, guided=False, side=32):
-    sample = SimpleNamespace(shape=(TOKENS,), size=(side, side), prompting=SimpleNamespace(guided=guided))
+    sample = SimpleNamespace(shape=(TOKENS,), size=(side, side), conditioning=SimpleNamespace(guided=guided))
     return ImageBatch(kind=kind, samples=[sample] * rows, prompts=[])
 
 
 def inside(step):
-    with StepThreads(family()).of(step):
+    with step_threads(family(), step):
         return torch.get_num_threads()
 
 
@@ -60,7 +60,7 @@ def test_the_number_follows_from_the_size_of_the_step(two_threads, step, expecte
 
 
 def test_a_step_that_fails_leaves_the_number_as_it_was(two_threads):
-    with pytest.raises(ZeroDivisionError), StepThreads(family()).of(batch("denoise", 1)):
+    with pytest.raises(ZeroDivisionError), step_threads(family(), batch("denoise", 1)):
         _ = 1 / 0
     assert torch.get_num_threads() == 2
 

@@ -38,9 +38,9 @@ def test_what_may_still_come_is_what_is_away(monkeypatch):
     manager = accelerator()
     model = Model(manager, ComponentOffloadStrategy())
     total = manager.nbytes("model")
-    assert (manager.still_to_come, manager.movable_bytes) == (0, total)
+    assert (manager.still_to_come, manager.registered_bytes) == (0, total)
     model.request()
-    assert (manager.still_to_come, manager.movable_bytes) == (total, 0)
+    assert (manager.still_to_come, manager.registered_bytes) == (total, 0)
 
 
 def test_the_allocator_knows_of_storage_and_not_of_mappings():

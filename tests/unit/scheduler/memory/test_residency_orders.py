@@ -93,18 +93,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def every_value_can_be_read(self):
-        movable = self.manager._movables["model"]
+        component = self.manager._registered["model"]
         for tensor, value in zip(self.model.tensors, self.model.values, strict=True):
-            assert bool((movable.values(tensor) == value).all())
+            assert bool((component.values(tensor) == value).all())
 
     @invariant()
-    def the_account_is_exact(self):
-        parts = self.manager._movables["model"].parts
-        for part in parts:
-            if part.on_device and not part._coming:
-                assert all(bool(tensor.any()) for tensor in part.tensors)
-            if not part.on_device:
-                assert not any(t.untyped_storage().nbytes() and bool(t.any()) for t in part.tensors)
+    def what_is_away_takes_no_memory(self):
+        units = self.manager._registered["model"].units
+        for unit in units:
+            if unit.on_device and not unit._coming:
+                assert all(bool(tensor.any()) for tensor in unit.tensors)
+            if not unit.on_device:
+                assert not any(t.untyped_storage().nbytes() and bool(t.any()) for t in unit.tensors)
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -62,12 +62,12 @@ def test_what_is_written_while_it_is_away_is_what_comes(make, strategy):
     """Also what is written while it is there, on its way, or was never away; and all of it can be read meanwhile."""
     manager = make()
     model = Model(manager, strategy())
-    movable = manager._movables["model"]
+    component = manager._registered["model"]
     numbers = range(len(model.tensors))
     for first in (100, 120, 140):
         for number in numbers:
             model.write(number, first + number)
-        assert [movable.values(each).unique().tolist() for each in model.tensors] == [
+        assert [component.values(each).unique().tolist() for each in model.tensors] == [
             [first + number] for number in numbers
         ]
         model.request()
@@ -109,7 +109,7 @@ def test_a_window_is_never_exceeded(make, window):
     model = Model(make(), LayerwiseOffloadStrategy(window=window))
     model.request()
     strategy = LayerwiseOffloadStrategy(window=window)
-    peak = strategy.peak_bytes(model.manager._movables["model"])
+    peak = strategy.peak_bytes(model.manager._registered["model"])
     assert peak == model.head.nbytes + min(window, LAYERS) * 8000
     assert model.request(passes=3) == peak
     assert model.manager.still_to_come == peak, "nobody else may take what it needs"
@@ -146,12 +146,12 @@ def test_the_system_really_gets_the_memory(strategy):
     full = HOST.memory_reserved()
 
     def expect_gone() -> None:
-        assert manager.movable_bytes == 0
+        assert manager.registered_bytes == 0
         left = HOST.memory_reserved() - nothing
         assert left < 8 * MIB, f"malloc has handed out {HOST.memory_allocated() - allocated} of them"
 
     assert full - nothing > 84 * MIB
-    assert manager.movable_bytes > 84 * MIB
+    assert manager.registered_bytes > 84 * MIB
     model.request()
     expect_gone()
     away = HOST.memory_reserved()

@@ -1,23 +1,23 @@
 """Slots of offloaded parameters: written where the values are, whether or not the device has them.
 
-Invariant: a slot reads and writes through its :class:`~..memory.offload.Movable`, which knows the place.
-Values written while a parameter is offloaded are those that come to the device next.
+Invariant: a slot reads and writes through its :class:`~..memory.offload.OffloadableComponent`, which knows
+the place. Values written while a parameter is offloaded are those that come to the device next.
 """
 
 from math import prod
 
 from torch import Tensor
 
-from ..memory.offload import Movable
+from ..memory.offload import OffloadableComponent
 from .parameters import Parameter, WeightSlot, differ
 
 
-class MovableSlot(WeightSlot):
+class OffloadableSlot(WeightSlot):
     """One checkpoint tensor that is one whole parameter of ``movable``."""
 
     __slots__ = ("_movable", "_tensor")
 
-    def __init__(self, parameter: Parameter, movable: Movable) -> None:
+    def __init__(self, parameter: Parameter, movable: OffloadableComponent) -> None:
         """``parameter`` was allocated for ``movable``."""
         tensor = parameter.data
         super().__init__(parameter.name, parameter.name, tuple(tensor.shape), tensor.dtype)

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from caesura.io_struct import SdeParams
-from caesura.scheduler.images.flow import INITIAL, advance, coefficients, log_prob, noise_of, problem_of
+from caesura.scheduler.images.scheduler_step import (
+    INITIAL,
+    advance,
+    coefficients,
+    log_prob,
+    noise_of,
+    problem_of,
+)
 
 GRIDS = {
     "even": [1.0, 0.8, 0.6, 0.4, 0.2, 0.0],

@@ -1,24 +1,27 @@
-"""The ledger of state rows: which sequence has which, and which are kept for the prefixes they belong to.
+"""The ledger of state rows: the row of each sequence, and those that are kept for prefixes.
 
-Layers with a state per sequence (``state_pool.py``) know a prefix by the state at its end and nothing else, so a prefix can
-be gone on from only where a state was kept: at the end of a page of the KV ledger (``manager.py``), with which it goes.
+Layers with a state per sequence (``state_pool.py``) know a prefix by the state at its end and nothing else,
+so a request can go on only from where a state was kept: at the end of a page of the KV ledger
+(``manager.py``), with which it goes. A row is
 
-| a row is     | whose                                            | given back when                                         |
-|--------------|--------------------------------------------------|---------------------------------------------------------|
-| live         | an open request's: its state after its last step | the request's KV is closed                              |
-| before       | an open request's: its state before a step under way, which writes to another row | the step is completed  |
-| spare        | an open request's: where its next step is to write | it has been before a step, or no step wants it any more |
-| promised     | a step's under way, which will fill it           | the step is completed (then kept), or the KV is closed  |
-| kept         | a page's: the state at the end of it             | the page is freed, or a row is needed: oldest use first |
-| free         | nobody's                                         |                                                         |
+- *live*, an open request's: its state after its last step; given back when the request's KV is closed;
+- *before*, an open request's: its state before a step under way, which writes to another row, until the step
+  is completed;
+- *spare*, an open request's: where its next step is to write, until it has been before a step or no step
+  wants it any more;
+- *promised*, a step's under way, which will fill it, until the step is completed (then kept), or the KV is
+  closed;
+- *kept*, a page's: the state at the end of it, until the page is freed or a row is needed: oldest use first;
+- *free*.
 
 Invariants:
 - live + before + spare + promised + kept + free = total; the scratch row is none of them.
-- A step writes to its request's spare row, which becomes the live one, and if it is lost the row before is live again. Without a
-  spare row it overwrites the live one, so a step whose results are lost leaves that undefined: its request starts again, from the
-  last prefix that has a kept state. A kept row is never written again.
-- A kept state is a convenience: any may be given up, but for one that a request has opened with and not yet been computed
-  from (it is *pinned*, and its page is locked by that request).
+- A step writes to its request's spare row, which becomes the live one, and if it is lost the row before is
+  live again. Without a spare row it overwrites the live one, so a step whose results are lost leaves that
+  undefined: its request starts again, from the last prefix that has a kept state. A kept row is never written
+  again.
+- A kept state is a convenience: any may be given up, but for one that a request has opened with and not yet
+  been computed from (it is *pinned*, and its page is locked by that request).
 - What a step promised counts as kept only when the step has been completed.
 """
 
@@ -32,33 +35,35 @@ import numpy as np
 from .allocator import LedgerError, PageAllocator
 
 NO_ROW = 0
-"""The scratch row."""
 NO_PAGE = 0
-"""The scratch page."""
 _OVERWRITTEN = -1
-"""Of a step under way, in the place of the row before it: what it began from is not in a row of its request's."""
+"""Stands for the row before a step under way that began from no row of its request's."""
 
 
 @dataclass(slots=True)
 class RequestState:
-    """The rows of one open request; written by :class:`StateRows`."""
+    """Rows of one open request; written by :class:`StateRows`."""
 
     row: int
-    """Its live row."""
+    """Live row."""
     source: int = NO_PAGE
-    """The page whose kept state it begins from, pinned until a step that reads it has been launched."""
+    """Page whose kept state it begins from, pinned until a step that reads it has been launched."""
     branch: int = 0
-    """Pages of its prefix that are cached, more than it could share for want of a state; a state will be kept at their end."""
+    """Cached pages of its prefix, if more than it could share for want of a state; a state will be kept at
+    their end.
+    """
     promised: dict[int, int] = field(default_factory=dict)
-    """Page of its row (by position there) to the row that a step under way keeps the state at the page's end in."""
+    """Page, by position in its row, to the row in which a step under way keeps the state at the page's
+    end.
+    """
     last_kept: int | None = None
-    """The page, by position in its row, whose state was kept last."""
+    """Page, by position in its row, whose state was kept last."""
     spare: int = NO_ROW
-    """The row that its next step writes. The scratch row: its live one."""
+    """Row that its next step writes, or the scratch row to overwrite the live one."""
     before: deque[int] = field(default_factory=deque)
-    """Of each step under way, oldest first: the row with the state before it. The scratch row: it began with the first token."""
+    """Row with the state before each step under way, oldest first; the scratch row before its first token."""
     lost: bool = False
-    """A step has been rolled back that had overwritten the live row."""
+    """True if a step has been rolled back that had overwritten the live row."""
 
 
 class StateUsage(NamedTuple):
@@ -66,14 +71,14 @@ class StateUsage(NamedTuple):
 
     free: int
     kept: int
-    """Of prefixes: given up when somebody needs them."""
+    """Rows of prefixes: given up when somebody needs them."""
     held: int
-    """Live, before, spare and promised."""
+    """Rows that are live, before, spare or promised."""
     total: int
 
 
 class StateRows:
-    """Which row is whose. Pages are those of the KV ledger, and may have a kept state each."""
+    """Owners of rows. Pages are those of the KV ledger, and may have a kept state each."""
 
     def __init__(self, num_pages: int, num_rows: int) -> None:
         """``num_pages`` of the KV ledger and ``num_rows``, both with the scratch one."""
@@ -86,11 +91,11 @@ class StateRows:
 
     @property
     def total(self) -> int:
-        """Rows, the scratch row not counted."""
+        """Number of rows without the scratch row."""
         return self._allocator.total
 
     def usage(self) -> StateUsage:
-        """Rows by state, from counters; O(1)."""
+        """Return the rows by state, from counters; O(1)."""
         kept = len(self._oldest) + len(self._pins)
         return StateUsage(self._allocator.num_free, kept, self._held, self.total)
 
@@ -100,17 +105,22 @@ class StateRows:
         return self._allocator.num_free + len(self._oldest)
 
     def shareable(self, pages: np.ndarray) -> int:
-        """How many of ``pages``, a prefix in whole pages, can be shared: up to the last one with a kept state."""
+        """Return how many of ``pages``, a prefix in whole pages, can be shared: up to the last one with a
+        kept state.
+        """
         kept = np.nonzero(self.kept[pages])[0]
         return int(kept[-1]) + 1 if len(kept) else 0
 
     def open(self, shared: np.ndarray, num_cached: int) -> RequestState:
-        """A live row for a request that goes on from the ``shared`` pages, which are locked; ``num_cached`` of its are cached.
+        """Return a live row for a request that goes on from the ``shared`` pages, which are locked.
 
         If the only row to be had is that of the shared prefix, the request takes it over.
 
+        Args:
+            num_cached: cached pages of its prefix.
+
         Raises:
-            LedgerError: every row is somebody's; nothing has changed.
+            LedgerError: no row is free or kept; nothing has changed.
         """
         if not self.available:
             raise LedgerError(f"all {self.total} rows of states are held")
@@ -129,25 +139,28 @@ class StateRows:
         return RequestState(row, source, branch)
 
     def reserve(self, state: RequestState, *, take_kept: bool) -> None:
-        """Have a spare row for the next step, if there is one to be had beside one for another request; ``take_kept``: give up
-        a kept state for it.
+        """Have a spare row for the next step, if there is one to be had beside one for another request.
 
-        None while the request begins from another's kept state: that outlives the step anyway, but not for this request.
+        There is none while the request begins from another's kept state: that outlives the step anyway.
+
+        Args:
+            take_kept: give up a kept state for it.
         """
         room = self.available if take_kept else self._allocator.num_free
         if state.source == NO_PAGE and state.spare == NO_ROW and room > 1:
             state.spare = self._take() or NO_ROW
 
     def unreserve(self, state: RequestState) -> None:
-        """The next step overwrites the live row."""
+        """Have the next step overwrite the live row."""
         if state.spare != NO_ROW:
             self._give_back(state.spare)
             state.spare = NO_ROW
 
     def launched(self, state: RequestState, *, from_start: bool) -> None:
-        """A step that reads what the request begins from has been launched: whatever comes later is ordered behind it.
+        """Note that a step has been launched: whatever comes later is ordered behind it.
 
-        ``from_start``: it begins with the request's first token.
+        Args:
+            from_start: it begins with the request's first token.
         """
         if state.spare != NO_ROW:
             state.before.append(state.row)
@@ -157,13 +170,15 @@ class StateRows:
         self._leave_source(state)
 
     def completed(self, state: RequestState) -> None:
-        """The oldest step under way has been computed: nobody goes back behind it."""
+        """Note that the oldest step under way has been computed: nobody goes back behind it."""
         row = state.before.popleft()
         if row not in (NO_ROW, _OVERWRITTEN):
             self._give_back(row)
 
     def rolled_back(self, state: RequestState) -> None:
-        """The results of the newest step under way are lost: the request's state is that before it, or :attr:`~RequestState.lost`."""
+        """Go back to the state before the newest step under way, whose results are lost, or set
+        :attr:`~RequestState.lost`.
+        """
         row = state.before.pop()
         state.lost = row == _OVERWRITTEN
         if row not in (NO_ROW, _OVERWRITTEN):
@@ -171,7 +186,9 @@ class StateRows:
             state.row = row
 
     def promise(self, state: RequestState, page: int) -> int | None:
-        """The row in which a step shall keep the state at the end of its ``page`` (by position). None: there is no room."""
+        """Return the row in which a step shall keep the state at the end of its ``page`` (by position), or
+        None without room.
+        """
         if page not in state.promised:
             row = self._take()
             if row is None:
@@ -180,9 +197,11 @@ class StateRows:
         return state.promised[page]
 
     def keep(self, state: RequestState, pages: np.ndarray, num_full: int, num_shared: int) -> None:
-        """Steps have filled the first ``num_full`` of the request's ``pages``: what was promised for these is kept.
+        """Keep what was promised for the first ``num_full`` of the request's ``pages``, which steps have
+        filled.
 
-        Beside the states of the ``num_shared`` pages that are the tree's, a request keeps the last one, and that of its branch.
+        Beside the states of the ``num_shared`` pages that are the tree's, a request keeps the last one, and
+        that of its branch.
         """
         for position in sorted(page for page in state.promised if page < num_full):
             row, page = state.promised.pop(position), int(pages[position])
@@ -205,14 +224,18 @@ class StateRows:
             self._drop(page)
 
     def close(self, state: RequestState) -> None:
-        """The request ends, or starts again; what was promised to it and is not kept by now never will be."""
+        """Give back the rows of a request that ends or starts again; what was promised and is not kept
+        never will be.
+        """
         self._leave_source(state)
         for row in _held_by(state):
             self._give_back(row)
         state.promised.clear()
 
     def replace(self, own: np.ndarray, tree: np.ndarray) -> None:
-        """The tree's pages take the place of a request's own, which have the same contents and are freed next."""
+        """Let the tree's pages take the place of a request's own, which have the same contents and are
+        freed next.
+        """
         for mine, its in zip(own.tolist(), tree.tolist(), strict=True):
             if mine != its and self.kept[mine] != NO_ROW and self.kept[its] == NO_ROW:
                 self.kept[its], self.kept[mine] = self.kept[mine], NO_ROW
@@ -256,7 +279,8 @@ class StateRows:
         self._allocator.free(np.asarray([row], np.int32))
 
     def check(self, states: Iterable[RequestState], owned: np.ndarray) -> None:
-        """Compare with a walk: the ``states`` of the open requests, and the pages that are ``owned`` by them or the tree.
+        """Compare with a walk: the ``states`` of the open requests, and the pages that are ``owned`` by them
+        or the tree.
 
         Raises:
             LedgerError: a row that is not exactly one thing, a state kept for a free page, or a wrong pin.
@@ -281,6 +305,5 @@ class StateRows:
 
 
 def _held_by(state: RequestState) -> list[int]:
-    """The rows that are the request's."""
     rows = (state.row, state.spare, *state.before, *state.promised.values())
     return [row for row in rows if row not in (NO_ROW, _OVERWRITTEN)]

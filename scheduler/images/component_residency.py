@@ -1,12 +1,14 @@
 """Which components the steps of each kind need, and when those that are not always on the device come and go.
 
-A *stage* is a stretch of steps of one kind. For components with a strategy it is a request to the residency manager: they come
-before its first step, each step uses them, and they leave before the next stage, or when no sample is left.
+A *stage* is a stretch of steps of one kind. For components with a strategy it is a request to the residency
+manager: they come before its first step, each step uses them, and they leave before the next stage, or when
+no sample is left.
 
 Invariants:
 - A step finds its components on the device, also after a release of memory in between.
 - What only steps of another kind need leaves at the border between stages, not between two steps of one kind.
-- Nothing here empties the device cache: the manager does, where something large has left or was there layer by layer.
+- Nothing here empties the device cache: the manager does, where something large has left or was there layer
+  by layer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +21,7 @@ from ..memory.residency import ComponentResidencyManager, ComponentUse
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.config import EngineConfig
 from .batcher import Kind
-from .blocks import Blocks
+from .components import Blocks
 
 _LOADING = "load_pipeline"
 _STRATEGIES: dict[Residency, Strategy] = {
@@ -29,19 +31,19 @@ _STRATEGIES: dict[Residency, Strategy] = {
 
 
 def strategy_of(name: str, config: EngineConfig) -> Strategy | None:
-    """How a component comes and goes; None: it is on the device, as the weights of any model are."""
+    """Return how a component comes and goes, or None if it is always on the device."""
     transformer = name == "transformer"
     return _STRATEGIES.get(config.transformer_residency if transformer else config.frozen_residency)
 
 
 def kind_using(component: str) -> Kind:
-    """The steps that need a component."""
+    """Return the kind of steps that need a component."""
     if component.startswith("text_encoder"):
         return "encode"
     return "decode" if component == "vae" else "denoise"
 
 
-class Stages:
+class ComponentStages:
     """Follows the kinds of steps."""
 
     def __init__(
@@ -55,7 +57,8 @@ class Stages:
         self._residency = residency
         self._times = times
         self._blocks = movable
-        # A window of blocks leaves as many holes in the allocator as a large component: the manager cannot tell by size.
+        # A window of blocks leaves as many holes in the allocator as a large component: the manager cannot
+        # tell by size.
         self._uses: dict[Kind, list[ComponentUse]] = {"encode": [], "denoise": [], "decode": []}
         for name, blocks in movable.items():
             use = ComponentUse(name=name)
@@ -63,7 +66,7 @@ class Stages:
         self._kind: Kind | None = None
 
     def comes_in_blocks(self, component: str) -> bool:
-        """Whether it is brought to the device block by block."""
+        """Return True if ``component`` is brought to the device block by block."""
         return self._blocks.get(component) is not None
 
     def enter(self, kind: Kind) -> None:
@@ -86,7 +89,7 @@ class Stages:
         self._use(kind)
 
     def leave(self) -> None:
-        """The stage is over, and no step of its kind comes next."""
+        """End the stage: no step of its kind comes next."""
         if self._kind is None:
             return
         kind, self._kind = self._kind, None
@@ -107,7 +110,7 @@ class Stages:
 
 
 def leave_after_loading(residency: ComponentResidencyManager, name: str) -> None:
-    """A component has its values, and nobody uses it yet."""
+    """Have a component that has its values, and that nobody uses yet, leave the device."""
     use = ComponentUse(name=name)
     residency.begin_request(_LOADING)
     residency.use(_LOADING, use)

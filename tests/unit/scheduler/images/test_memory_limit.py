@@ -5,15 +5,28 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("diffusers")
-from caesura.scheduler.images.holding import Holding
+from caesura.scheduler.images.memory_limit import MemoryLimit
 
 GB = 1 << 30
 
 
 def samples(count, *, latent=1, kept=0, prompt=0):
     """Of one request."""
-    prompting = SimpleNamespace(nbytes=prompt)
-    return [SimpleNamespace(prompting=prompting, latent_bytes=latent, kept_bytes=kept) for _ in range(count)]
+    conditioning = SimpleNamespace(nbytes=prompt)
+    return [
+        SimpleNamespace(conditioning=conditioning, latent_bytes=latent, kept_bytes=kept) for _ in range(count)
+    ]
+
+
+def starting(limit, running, waiting, most):
+    """How many of those that wait start, in their order and ``most`` at most."""
+    running, count = [*running], 0
+    for sample in waiting[:most]:
+        if not limit.allows(running, sample):
+            break
+        running.append(sample)
+        count += 1
+    return count
 
 
 @pytest.mark.parametrize(
@@ -30,15 +43,15 @@ def samples(count, *, latent=1, kept=0, prompt=0):
     ],
 )
 def test_as_many_start_as_fit_together(device, host, sample, expected):
-    assert Holding(device, host).starting([], samples(9, **sample), 6) == expected
+    assert starting(MemoryLimit(device, host), [], samples(9, **sample), 6) == expected
 
 
 def test_those_that_run_leave_less():
-    holding, running = Holding(10, None), samples(2, latent=2, prompt=3)
-    assert holding.starting(running, samples(9, latent=2), 6) == 1
-    assert holding.starting(running, samples(9, latent=4), 6) == 0
-    assert holding.starting(running, [*samples(1, latent=4), *samples(9, latent=1)], 6) == 0, "in their order"
-    assert holding.starting(running, [], 6) == 0
+    limit, running = MemoryLimit(10, None), samples(2, latent=2, prompt=3)
+    assert starting(limit, running, samples(9, latent=2), 6) == 1
+    assert starting(limit, running, samples(9, latent=4), 6) == 0
+    assert starting(limit, running, [*samples(1, latent=4), *samples(9, latent=1)], 6) == 0, "in their order"
+    assert starting(limit, running, [], 6) == 0
 
 
 def memory(free):
@@ -56,5 +69,5 @@ def memory(free):
     ],
 )
 def test_the_limit_is_a_share_of_what_is_free_beside_what_is_still_to_come(device, on_host, expected):
-    holding = Holding.of_free_memory(device, memory(64 * GB), 0.5, kept_free=10 * GB, on_host=on_host)
-    assert (holding.device, holding.host) == expected
+    limit = MemoryLimit.of_free_memory(device, memory(64 * GB), 0.5, kept_free=10 * GB, on_host=on_host)
+    assert (limit.device, limit.host) == expected

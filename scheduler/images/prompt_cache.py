@@ -1,9 +1,11 @@
 """Encoded prompts, kept for the requests that come with them again.
 
 Invariants:
-- An entry is found under everything that its embeddings follow from: the token ids for each encoder, the length of the request, and
-  the epoch of the text encoders. The epoch rises when an update has written one of them; what was kept before is gone then.
-- Kept bytes never exceed the limit; what was used longest ago goes first. Nobody changes embeddings, so samples and entries share them.
+- An entry is found under everything that its embeddings follow from: the token ids for each encoder, the
+  length of the request, and the epoch of the text encoders. The epoch rises when an update has written one of
+  them; what was kept before is gone then.
+- Kept bytes never exceed the limit; what was used longest ago goes first. Nobody changes embeddings, so
+  samples and entries share them.
 """
 
 import hashlib
@@ -11,7 +13,7 @@ from array import array
 from collections import OrderedDict
 
 from ...io_struct import PromptCacheStatus
-from .request import Embeds, Prompting
+from .request import Conditioning, Embeds
 
 ENTRY_BYTES = 512
 """Estimated memory of an entry beside its tensors."""
@@ -19,11 +21,10 @@ ENTRY_BYTES = 512
 _Key = tuple[int, bytes]
 
 
-class EncodedPrompts:
+class PromptCache:
     """A cache of embeddings, those of prompts and of negative prompts alike, where they were computed."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """``limit_bytes`` 0: nothing is kept."""
         self.limit_bytes = limit_bytes
         self.nbytes = 0
         self.hits = self.misses = 0
@@ -34,32 +35,35 @@ class EncodedPrompts:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keys(self, prompting: Prompting) -> set[_Key]:
-        """Of what is still to be encoded of ``prompting``."""
-        longest = prompting.max_sequence_length
-        return {self._key(ids, longest) for ids in prompting.unencoded}
+    def keys(self, conditioning: Conditioning) -> set[_Key]:
+        """Return the keys of what is still to be encoded of ``conditioning``."""
+        longest = conditioning.max_sequence_length
+        return {self._key(ids, longest) for ids in conditioning.unencoded}
 
-    def fill(self, prompting: Prompting) -> bool:
-        """Give ``prompting`` what is kept; whether it has all then."""
-        longest = prompting.max_sequence_length
-        if prompting.embeds is None:
-            prompting.embeds = self._find(prompting.ids, longest)
-        if prompting.guided and prompting.negative is None:
-            prompting.negative = self._find(prompting.negative_ids, longest)
-        return prompting.is_ready
+    def fill(self, conditioning: Conditioning) -> bool:
+        """Give ``conditioning`` what is kept; return True if it has all then."""
+        longest = conditioning.max_sequence_length
+        if conditioning.embeds is None:
+            conditioning.embeds = self._find(conditioning.ids, longest)
+        if conditioning.guided and conditioning.negative is None:
+            conditioning.negative = self._find(conditioning.negative_ids, longest)
+        return conditioning.is_ready
 
-    def keep(self, prompting: Prompting) -> None:
-        """A step has encoded ``prompting``, or the part of it that was not there."""
-        for ids, embeds in ((prompting.ids, prompting.embeds), (prompting.negative_ids, prompting.negative)):
+    def keep(self, conditioning: Conditioning) -> None:
+        """Keep what a step has encoded of ``conditioning``."""
+        for ids, embeds in (
+            (conditioning.ids, conditioning.embeds),
+            (conditioning.negative_ids, conditioning.negative),
+        ):
             if ids is None or embeds is None:
                 continue
-            key = self._key(ids, prompting.max_sequence_length)
+            key = self._key(ids, conditioning.max_sequence_length)
             if key not in self._entries:
                 self.misses += 1
                 self._add(key, embeds)
 
     def encoders_changed(self) -> None:
-        """An update has written a text encoder."""
+        """Drop what was encoded: an update has written a text encoder."""
         self._epoch += 1
         self.clear()
 
@@ -69,7 +73,6 @@ class EncodedPrompts:
         self.nbytes = 0
 
     def status(self) -> PromptCacheStatus:
-        """As of now."""
         return PromptCacheStatus(
             entries=len(self),
             nbytes=self.nbytes,
