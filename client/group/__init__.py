@@ -1,10 +1,9 @@
-"""Several engines behind one door: routing, updates in two phases, and generations that outlive the engine that began them."""
+"""Several engines used as one: routing, updates in two phases, generations that outlive their engine."""
 
-from .errors import FleetUpdateFailed
-from .fleet import Fleet
+from .fleet import Fleet, FleetStatus, FleetUpdate, MemberStatus
 from .members import EngineAddress
-from .reports import FleetStatus, FleetUpdate, MemberStatus
 from .router import routed_by
+from .session import FleetUpdateFailed
 
 __all__ = [
     "EngineAddress",

@@ -1,14 +1,17 @@
-"""Parts of one sample that different engines sampled, and the request that continues it: no sockets, no clocks.
+"""Parts of one sample that different engines have sampled, and the request that continues it.
 
 Invariants:
-- A part ends at a token that did not end the sample: an engine sends the token that ends one in the terminal result only.
-- Every list about tokens has one entry per token of the part; spans of a joined output are contiguous and cover all tokens.
-- The continuation samples token number ``t`` of sample ``i`` with the noise of (seed, ``i``, absolute position), as the first
-  engine would have: the position is that of the token in prompt plus output, whoever computed what is before it.
+- The last token of a part did not end the sample: an engine sends the token that does in the terminal result
+  only.
+- Every list about tokens has one entry per token of the part; spans of a joined output are contiguous and
+  cover all tokens.
+- The continuation samples token ``t`` of sample ``i`` with the noise of (seed, ``i``, absolute position), as
+  the first engine would have: the position counts prompt and output, whoever has computed what is before it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 
 import msgspec
 
@@ -17,24 +20,22 @@ from ...io_struct import (
     FinishReason,
     GenerateReqInput,
     SamplingMask,
-    SamplingParams,
     WeightVersionSpan,
 )
 from ..connection.results import GenerateOutput, TokenDelta, TokenLogprobs, joined_masks
 
 EpochOf = Callable[[int], int]
-"""From an engine's weights epoch to the fleet's."""
+"""Maps an engine's weights epoch to the group's."""
 
 
 @dataclass(slots=True)
 class Part:
-    """The tokens of one sample that have arrived so far, from one engine or from several."""
+    """Tokens of one sample that have arrived so far; what was not requested is empty."""
 
     tokens: list[int] = field(default_factory=list)
     weights: list[DeltaWeights] = field(default_factory=list)
-    """The weights that sampled each token; epochs are the fleet's."""
+    """Weights that sampled each token; epochs are the group's."""
     logprobs: list[float] = field(default_factory=list)
-    """Empty unless requested, as the following."""
     raw: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
     top: list[TokenLogprobs] = field(default_factory=list)
@@ -62,21 +63,12 @@ class Part:
             self.masks.append(delta.details.sampling_mask)
 
     def copy(self) -> "Part":
-        """The tokens so far, whatever is added to this part later."""
-        return Part(
-            list(self.tokens),
-            list(self.weights),
-            list(self.logprobs),
-            list(self.raw),
-            list(self.sampled),
-            list(self.top),
-            list(self.token_ids),
-            list(self.masks),
-        )
+        """Return a copy that later additions do not change."""
+        return Part(**{each.name: list(getattr(self, each.name)) for each in fields(self)})
 
     @staticmethod
     def of(output: GenerateOutput) -> "Part":
-        """All tokens of ``output``, whose epochs are the fleet's."""
+        """Return all tokens of ``output``, whose epochs are the group's."""
         weights = [
             DeltaWeights(
                 version=span.version, epoch=span.epoch, incarnation=span.incarnation, stale_kv=span.stale_kv
@@ -97,41 +89,40 @@ class Part:
 
     @property
     def newest_epoch(self) -> int | None:
-        """The fleet's epoch of the newest weights that sampled a token; None without tokens."""
+        """The group's epoch of the newest weights that sampled a token, or None without tokens."""
         return max((each.epoch for each in self.weights), default=None)
 
     def spans(self) -> list[WeightVersionSpan]:
-        """The weight-version spans of these tokens."""
+        """Return the weight-version spans of these tokens."""
         found: list[WeightVersionSpan] = []
-        start = 0
-        for at in range(1, len(self.weights) + 1):
-            if at == len(self.weights) or self.weights[at] != self.weights[start]:
-                by = self.weights[start]
-                found.append(
-                    WeightVersionSpan(
-                        version=by.version,
-                        epoch=by.epoch,
-                        incarnation=by.incarnation,
-                        stale_kv=by.stale_kv,
-                        start=start,
-                        end=at,
-                    )
+        for by, group in groupby(self.weights):
+            start = found[-1].end if found else 0
+            found.append(
+                WeightVersionSpan(
+                    version=by.version,
+                    epoch=by.epoch,
+                    incarnation=by.incarnation,
+                    stale_kv=by.stale_kv,
+                    start=start,
+                    end=start + sum(1 for _ in group),
                 )
-                start = at
+            )
         return found
 
 
 def continuation(
     request: GenerateReqInput, index: int, part: Part, *, rid: str, message_id: str
 ) -> GenerateReqInput:
-    """The request for the rest of sample ``index`` of ``request`` behind ``part``; on an empty part, for all of it.
+    """Return the request for the rest of sample ``index`` of ``request`` behind ``part``, which may be empty.
 
     ``request`` must have a seed, and ``part`` fewer tokens than ``max_new_tokens``.
     """
     params, done = request.sampling_params, len(part)
     prompt_len = len(request.input_ids)
     left = None if params.max_new_tokens is None else params.max_new_tokens - done
-    rest = _changed(params, n=1, max_new_tokens=left, min_new_tokens=max(0, params.min_new_tokens - done))
+    rest = msgspec.structs.replace(
+        params, n=1, max_new_tokens=left, min_new_tokens=max(0, params.min_new_tokens - done)
+    )
     floor = part.newest_epoch
     minimum = max((each for each in (request.min_weights_epoch, floor) if each is not None), default=None)
     return msgspec.structs.replace(
@@ -147,17 +138,13 @@ def continuation(
     )
 
 
-def _changed(params: SamplingParams, **fields: object) -> SamplingParams:
-    return msgspec.structs.replace(params, **fields)
-
-
 def joined(
     request: GenerateReqInput, part: Part, last: GenerateOutput, epoch_of: EpochOf, *, rid: str
 ) -> GenerateOutput:
-    """One output of ``part`` and of what an engine answered to its :func:`continuation`.
+    """Return one output of ``part`` and an engine's answer to its :func:`continuation`.
 
-    Log-probabilities of the prompt and experts are the last engine's, which has computed all positions; they are None if it
-    ended before it had.
+    Log-probabilities of the prompt and routed experts are the last engine's, which has computed all
+    positions, or None if it ended before it had.
     """
     prompt_len, done = len(request.input_ids), len(part)
     spans = [
@@ -193,7 +180,7 @@ def joined(
 def ended_here(
     request: GenerateReqInput, index: int, part: Part, reason: FinishReason, *, rid: str
 ) -> GenerateOutput:
-    """The output of a sample that no engine is asked to continue: ``part`` is all of it."""
+    """Return the output of a sample that no engine continues: ``part`` is all of it."""
     return GenerateOutput(
         rid=rid,
         index=index,

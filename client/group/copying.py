@@ -1,6 +1,7 @@
-"""Weights from one replica to another by a process of its own: the server has no torch, and answers meanwhile.
+"""Copies of weights by a process of its own: the server has no torch, and answers meanwhile.
 
-python -m caesura.client.group.copying   (the addresses stand on stdin, as JSON; status 1 and the reason on stderr if it fails)
+``python -m caesura.client.group.copying`` reads the addresses from stdin, as JSON; if it fails, its status is
+1 and the reason is the last line of stderr.
 """
 
 import json
@@ -17,7 +18,7 @@ from .recovery import RELOAD_S, copy_here
 
 
 class Copies:
-    """The copies of one server."""
+    """Copies of weights between the replicas of one server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +26,7 @@ class Copies:
         self._ended = False
 
     def copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        """A :data:`~..fleet.catching_up.Copy` in another process. Blocks.
+        """Copy weights in another process, as a :data:`~.recovery.Copy`. Blocks.
 
         Raises:
             InternalError: it failed, or was ended; the message says why.
@@ -48,7 +49,7 @@ class Copies:
             raise InternalError(f"the weights of {donor.name} could not be copied: {last[0]}")
 
     def end(self) -> None:
-        """Nobody needs them any more: what is under way fails at once, and so does what begins later. Idempotent."""
+        """Fail the copies under way, and all that begin later. Idempotent."""
         with self._lock:
             self._ended = True
             for process in self._running:
@@ -76,12 +77,12 @@ class Copies:
 
 
 def main() -> int:
-    """The process."""
+    """Copy as stdin says, and return the exit status."""
     told = json.load(sys.stdin)
     try:
         copy_here(EngineAddress(**told["donor"]), EngineAddress(**told["target"]), told["owner"])
     except CaesuraError as error:
-        print(error, file=sys.stderr)  # noqa: T201 (for the process that waits)
+        print(error, file=sys.stderr)  # noqa: T201 (the waiting process reads it)
         return 1
     return 0
 

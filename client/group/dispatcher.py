@@ -1,8 +1,11 @@
-"""Generations of a fleet: each goes to a member that serves, waits while none does, and moves when its member is lost.
+"""Requests of a group: each goes to a member that serves, waits for one, and moves when its member is lost.
 
 Invariants:
-- A generation ends in its results, in an error of its own, or after ``patience_s`` without any member that serves.
-- ``lost`` and ``fence`` are the only ways out of the state ``serving``; both move what the member had, unless the fleet is ending.
+- A generation ends in its results, in an error of its own, or after ``patience_s`` without any member that
+  serves.
+- ``lost`` and ``fence`` are the only ways out of the state ``serving``; both move the member's generations,
+  unless the group is ending.
+- Images and scores go to the least loaded member and end with it.
 
 Runs on one event loop, that of the members' clients.
 """
@@ -10,13 +13,28 @@ Runs on one event loop, that of the members' clients.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
-from ...io_struct import GenerateReqInput, encode
-from ..connection.async_channel import Deltas, Result
-from ..connection.connection import Generation, Sink
+from ...io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    FetchResultReqInput,
+    FetchResultReqOutput,
+    GenerateImagesReqInput,
+    GenerateReqInput,
+    Message,
+    Request,
+    ScoreReqInput,
+    encode,
+)
+from ..connection.async_channel import Channel, Deltas, Result
+from ..connection.async_client import AsyncSchedulerClient
+from ..connection.connection import Generation, ImageGeneration, Sink
+from ..connection.fork import Process
+from ..connection.options import ConnectionOptions
 from ..exceptions import (
     DuplicateRid,
     EngineDied,
@@ -25,6 +43,7 @@ from ..exceptions import (
     IdConflict,
     InvalidRequest,
     ShuttingDown,
+    Unsupported,
     error_for,
 )
 from .flow import Flow
@@ -37,44 +56,71 @@ DEFAULT_PATIENCE_S = 60.0
 
 
 class Dispatcher:
-    """The members of a fleet, and the generations that they have."""
+    """The members of a group and their generations; the channel of a :class:`GenerationClient`."""
 
     def __init__(self, *, patience_s: float | None = DEFAULT_PATIENCE_S) -> None:
-        """``patience_s``: how long a generation waits for a member that serves; None: without limit."""
+        """``patience_s``: seconds that a generation waits for a member that serves; None without limit."""
         self.members: dict[str, Member] = {}
-        """By name."""
+        """Members by name."""
         self.epoch = 0
-        """The fleet's weights epoch: that of its last update."""
+        """The group's weights epoch."""
         self.router = Router()
         self.moved = 0
-        """Samples that were continued on another member."""
+        """Number of times that a request was continued on another member."""
         self.on_lost: list[Callable[[Member], None]] = []
         """Called when a member is gone."""
         self.ending = False
-        """Nothing moves any more: what an engine ends because it ends has ended."""
+        """True when the engines are told to end: nothing moves any more."""
         self.refusal: EngineError | None = None
-        """Why it is of no use to wait while no member serves. None: it may be."""
+        """Why requests need not wait while no member serves, or None if they wait."""
         self._patience_s = patience_s
         self._flows: dict[str, Flow] = {}
         self._frames: dict[str, tuple[bytes, Flow]] = {}
+        self._images: dict[str, tuple[Member, int]] = {}
+        self._process = Process("client")
+        self._closed: EngineError | None = None
 
     @property
     def serving(self) -> list[Member]:
-        """The members that are given requests."""
+        """Members that receive requests."""
         return [member for member in self.members.values() if member.serves]
 
     @property
     def flows(self) -> Mapping[str, Flow]:
-        """The generations in flight, by rid."""
+        """Generations in flight, by rid."""
         return self._flows
 
-    def start(self, request: GenerateReqInput, sink: Sink | None = None) -> Generation[Result, Deltas]:
-        """Start a generation on a member; as :meth:`~..wire.async_channel.LoopChannel.start_generation`.
+    @property
+    def incarnation(self) -> str | None:
+        """None: members come and go."""
+        return None
+
+    @property
+    def pending(self) -> int:
+        """Number of generations in flight."""
+        return len(self._flows)
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
+        self._process.require()
+
+    def require_open(self) -> None:
+        """Raise RuntimeError in a forked child, and the error of :meth:`refuse` or of :meth:`close`."""
+        self._process.require()
+        if self._closed is not None:
+            raise error_for(self._closed.code, self._closed.message, self._closed.detail)
+
+    def start_generation(
+        self, request: GenerateReqInput, sink: Sink | None = None
+    ) -> Generation[Result, Deltas]:
+        """Start a generation on the member that the router chooses.
 
         Raises:
-            InvalidRequest: the request is none; DuplicateRid and IdConflict: it is another one than one in flight.
-            EpochBehind: the fleet's epoch is lower than ``min_weights_epoch``.
+            InvalidRequest: the request cannot be sent.
+            DuplicateRid, IdConflict: another request in flight has its rid or message id.
+            EpochBehind: the group's epoch is lower than ``min_weights_epoch``.
         """
+        self.require_open()
         frame = _encoded(request)
         known = self._frames.get(request.id)
         if known is not None:
@@ -87,8 +133,7 @@ class Dispatcher:
         wanted = request.min_weights_epoch
         if wanted is not None and wanted > self.epoch:
             raise EpochBehind(f"the fleet's weights epoch is {self.epoch}, not {wanted}", epoch=self.epoch)
-        loop = asyncio.get_running_loop()
-        waiter: Result = loop.create_future()
+        waiter: Result = asyncio.get_running_loop().create_future()
         deltas: Deltas | None = asyncio.Queue() if request.stream and sink is None else None
         if request.sampling_params.seed is None:
             params = msgspec.structs.replace(request.sampling_params, seed=secrets.randbits(63))
@@ -100,8 +145,57 @@ class Dispatcher:
         self.place(flow)
         return flow.generation
 
+    def start_images(
+        self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
+    ) -> ImageGeneration[Result]:
+        """Start images on the least loaded member."""
+        self.require_open()
+        member = self._least_loaded()
+        generation = member.client.channel.start_images(request, buffers)
+        self._count(member, generation.waiter, generation.n)
+        self._images[generation.rid] = member, generation.n
+        generation.waiter.add_done_callback(lambda _: self._images.pop(generation.rid, None))
+        return generation
+
+    def start_call(
+        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+    ) -> Result:
+        """Abort or fetch requests, or score on the least loaded member; commands are methods of the group.
+
+        Raises:
+            Unsupported: the message is a command to one engine.
+        """
+        self.require_open()
+        if isinstance(request, AbortReq):
+            return _answered(AbortReqOutput(id=request.id, aborted=self._abort(request)))
+        if isinstance(request, FetchResultReqInput):
+            flow = self._flows.get(request.rid)
+            live = 0 if flow is None else flow.generation.n
+            return _answered(FetchResultReqOutput(id=request.id, results=[], live=live))
+        if isinstance(request, ScoreReqInput):
+            member = self._least_loaded()
+            answer = member.client.channel.start_call(request, expects, buffers)
+            self._count(member, answer, len(request.input_ids))
+            return answer
+        raise Unsupported(
+            f"{type(request).__name__} is a command to one engine: a fleet has methods for all of them "
+            "(pause, update, flush_cache, status), and fleet.members[i].client for one"
+        )
+
+    def refuse(self, error: EngineError | None) -> None:
+        """Raise ``error`` for every new request from now on; None ends that."""
+        self._closed = error
+
+    def close(self) -> None:
+        """Fail what is pending. The members' clients are their owner's to close. Idempotent."""
+        if not self._process.is_here:
+            return
+        self._closed = EngineDied("this client is closed")
+        for flow in list(self._flows.values()):
+            flow.fail(EngineDied("the client was closed before the answer came"))
+
     def place(self, flow: Flow) -> None:
-        """Give what waits of ``flow`` to a member. Without one it waits on; if all that serve are full, it fails."""
+        """Give what waits of ``flow`` to a member, if one serves; if all that do are full, it fails."""
         able = [member for member in self.serving if member.own_epoch(flow.least_epoch) is not None]
         free = [member for member in able if member.name not in flow.refused_by]
         if self.ending:
@@ -117,62 +211,58 @@ class Dispatcher:
         elif self._patience_s is not None:
             asyncio.get_running_loop().call_later(self._patience_s, self._lose_patience, flow, flow.moves)
 
-    def admitted(self) -> None:
-        """There is a member more that serves: what waits goes on."""
+    def place_waiting(self) -> None:
+        """Place all that waits: another member serves, or the engines are ending."""
         for flow in list(self._flows.values()):
             if flow.waits:
                 self.place(flow)
 
     def lost(self, member: Member, error: EngineError) -> None:
-        """The process of ``member`` has ended, or cannot be reached."""
+        """Take out ``member``, whose process has ended or cannot be reached."""
         if member.state != "gone" and self.members.get(member.name) is member:
-            self._out(member, "gone", error.message)
+            self._take_out(member, "gone", error.message)
             for listener in list(self.on_lost):
                 listener(member)
 
     def unfit(self, member: Member, error: EngineError) -> None:
-        """``member`` has refused a request that the fleet's weights would serve."""
+        """Fence ``member``, which has refused a request that the group's weights would serve."""
         if member.serves:
             self.fence(member, f"it refuses requests: {error.message}")
 
     def fence(self, member: Member, reason: str) -> None:
-        """Take ``member`` out of routing: it does not have the fleet's weights, or cannot be waited for."""
+        """Take ``member`` out of routing: it does not have the group's weights, or does not answer."""
         if member.state != "gone":
-            self._out(member, "fenced", reason)
+            self._take_out(member, "fenced", reason)
 
-    def move(self, member: Member) -> None:
-        """Continue on others what ``member`` has."""
-        for flow in list(self._flows.values()):
-            flow.leave(member)
+    def drop(self, member: Member, error: EngineError, what: str) -> None:
+        """Take ``member`` out: it has ended, or is fenced for ``what`` it did not do."""
+        if isinstance(error, EngineDied):
+            self.lost(member, error)
+        else:
+            self.fence(member, f"{what}: {error.message}")
 
     def abort(self, flows: Iterable[Flow], index: int | None = None) -> int:
-        """End generations with what they have; returns how many samples were live."""
+        """End generations with the tokens that they have, and return the number of samples that were live."""
         return sum(flow.abort(index) for flow in list(flows))
 
     def ended(self, flow: Flow) -> None:
-        """``flow`` has its results, or an error."""
+        """Forget ``flow``, which has its results or an error."""
         if self._flows.get(flow.generation.rid) is flow:
             del self._flows[flow.generation.rid]
             del self._frames[flow.generation.message_id]
 
     def end(self) -> None:
-        """The engines are about to be told to end: what they then answer is final, and what waits for one fails."""
+        """Take what engines answer from now on as final, and fail what waits for one."""
         self.ending = True
-        for flow in list(self._flows.values()):
-            if flow.waits:
-                self.place(flow)
+        self.place_waiting()
 
-    def close(self, error: EngineError) -> None:
-        """Fail everything in flight."""
-        for flow in list(self._flows.values()):
-            flow.fail(error)
-
-    def _out(self, member: Member, state: State, reason: str) -> None:
+    def _take_out(self, member: Member, state: State, reason: str) -> None:
         level = logging.INFO if self.ending else logging.WARNING
         logger.log(level, "engine %s serves no more (%s): %s", member.name, state, reason)
         member.leave(state, reason)
         self.router.forget(member.name)
-        self.move(member)
+        for flow in list(self._flows.values()):
+            flow.leave(member)
 
     def _lose_patience(self, flow: Flow, moves: int) -> None:
         if flow.waits and flow.moves == moves:
@@ -180,6 +270,50 @@ class Dispatcher:
             flow.fail(
                 EngineDied(f"no engine of the fleet has served for {self._patience_s:g} s", members=reasons)
             )
+
+    def _abort(self, request: AbortReq) -> int:
+        every = request.abort_all
+        aborted = 0
+        for rid, (member, n) in list(self._images.items()):
+            if every or rid == request.rid:
+                aborted += n if request.index is None else 1
+                with suppress(EngineError):
+                    member.client.channel.start_call(AbortReq(rid=rid, index=request.index), AbortReqOutput)
+        flows = [flow for rid, flow in self._flows.items() if every or rid == request.rid]
+        return aborted + self.abort(flows, None if every else request.index)
+
+    def _least_loaded(self) -> Member:
+        serving = self.serving
+        if not serving:
+            raise EngineDied("no engine of the fleet serves now")
+        return min(serving, key=lambda member: member.load)
+
+    @staticmethod
+    def _count(member: Member, answer: Result, work: int) -> None:
+        """Count ``work`` as load of ``member`` until ``answer`` is there."""
+
+        def done(_: Result) -> None:
+            member.load -= work
+
+        member.load += work
+        answer.add_done_callback(done)
+
+
+class GenerationClient(AsyncSchedulerClient):
+    """Generations, images and scores of a group, for whatever takes an :class:`AsyncSchedulerClient`."""
+
+    def __init__(self, dispatcher: Dispatcher, *, owner: str | None) -> None:
+        self._dispatcher = dispatcher
+        super().__init__("fleet", owner=owner)
+
+    def _opened(self, connection: ConnectionOptions) -> Channel:
+        return self._dispatcher
+
+
+def _answered(reply: Message) -> Result:
+    future: Result = asyncio.get_running_loop().create_future()
+    future.set_result(reply)
+    return future
 
 
 def _encoded(request: GenerateReqInput) -> bytes:

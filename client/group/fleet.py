@@ -1,11 +1,13 @@
-"""``Fleet``: several engines behind one door, for coroutines of one event loop.
+"""``Fleet``: several engines with the same weights, for coroutines of one event loop.
 
 Invariants:
-- All members that serve have the same weights: an engine is admitted, and admitted again, only with the fleet's weights.
-- Updates, pauses and admissions exclude one another: one lock, held for the whole of each. Another one, taken before it, keeps apart
-  what moves weights: an update waits for a member that is being brought to the fleet's weights, and pauses do not.
-- A generation is not lost with a member (``flow.py``); an update is committed by all members that take part, or by none
-  (``two_phase.py``).
+- All members that serve have the same weights: an engine is admitted, also again, only with the group's
+  weights.
+- Updates, pauses and admissions exclude one another: :attr:`Fleet.lock` is held for the whole of each. What
+  moves weights holds :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought
+  up to date, and a pause does not.
+- A generation is not lost with its member (``flow.py``); an update is committed by all members that take
+  part, or by none (``session.py``).
 """
 
 import asyncio
@@ -13,40 +15,81 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ...io_struct import GetStatusReqOutput, PauseMode, new_id
+from ...io_struct import GetStatusReqOutput, PauseMode, WeightUpdateReqOutput, new_id
 from ..connection.async_client import AsyncGenerationHandle
-from ..connection.options import GenerateOptions, folder_of, label
+from ..connection.options import GenerateOptions, label
 from ..connection.prompts import Ids, Prompts, Sampling
 from ..exceptions import EngineDied, EngineError, InvalidRequest
-from .channel import FleetChannel, FleetClient
-from .dispatcher import DEFAULT_PATIENCE_S, Dispatcher
-from .errors import FleetUpdateFailed
+from .dispatcher import DEFAULT_PATIENCE_S, Dispatcher, GenerationClient
 from .leases import LeaseRenewal
-from .members import EngineAddress, Member
-from .opening import Adopt, agree, take_over
-from .recovery import Source, catch_up, copy_here
-from .reports import FleetStatus, FleetUpdate, MemberStatus
+from .members import EngineAddress, Member, State
+from .recovery import ASK_S, Adopt, Source, agree, catch_up, copy_here, take_over
 from .router import routed_by
-from .session import Answers, Committed, FleetSession, Load, Verify, everywhere, two_phase
-from .transports import Transport, Weights, loader
+from .session import Answers, FleetUpdateFailed, Session, Verify, everywhere, two_phase
+from .transports import Transport, Weights, WeightSender
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 10.0
-"""How long a status request to a member may take."""
 LOOK_INTERVAL_S = 1.0
-"""How often members are looked at that have nothing to answer."""
 KEEPALIVE_TIMEOUT_S = 30.0
 PAUSE_S = 60.0
-"""How long a member may take to pause, and to continue."""
+"""Seconds that a member may take to pause, and to continue."""
 LEASE_S = 60.0
-"""How long engines stay paused after the fleet's process has died."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetUpdate:
+    """An update that a fleet has committed."""
+
+    epoch: int
+    """The fleet's weights epoch after it."""
+    weight_version: str
+    """Its label."""
+    replies: dict[str, WeightUpdateReqOutput]
+    """Replies to the commits, by name; epochs in them are the engines' own."""
+    fenced: dict[str, str]
+    """Members that do not have the new weights and are out of routing, with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """A member as the fleet sees it."""
+
+    name: str
+    """Its name, or else its endpoint."""
+    state: State
+    """``serving``: it receives requests. ``joining``, ``fenced``, ``gone``: it does not."""
+    reason: str
+    """Why it does not serve; empty if it does."""
+    load: int
+    """Number of unfinished samples that this fleet has given it."""
+    engine: GetStatusReqOutput | None
+    """Its reply to a status request; None if there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """A fleet and its members."""
+
+    weights_epoch: int
+    """Epoch of the fleet's weights; spans of its outputs and ``min_weights_epoch`` count alike."""
+    weight_version: str
+    """Label of these weights."""
+    paused: PauseMode | None
+    """Mode of the fleet's pause; None while it runs."""
+    live_requests: int
+    """Number of requests that have not ended, waiting ones included."""
+    moved_requests: int
+    """Number of times that a request was continued on another member."""
+    members: list[MemberStatus]
+    """All engines, in the order in which they were added."""
 
 
 class Fleet:
@@ -66,17 +109,24 @@ class Fleet:
     ) -> None:
         """
         Args:
-            members: where the engines listen; all must run when the fleet is opened, or one that is adopted.
-            owner: owner token of the fleet's pauses. None: a random one.
-            verify: what members compare before an update is committed, and what an engine that joins is compared by.
-            patience_s: how long a generation waits for a member that serves. None: without limit.
-            keepalive_timeout: a member that sends nothing for so many seconds while it has requests is gone.
-            look_interval_s: seconds between looks at the members; one that has restarted is then brought to the fleet's weights.
-            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires, because
-                this process has died, an engine ends the fleet's session and continues if its weights are valid.
+            members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
+            owner: owner token of the fleet's pauses. None means a random one.
+            verify: what members compare before an update is committed, and what an engine that joins is
+                compared by.
+            patience_s: seconds that a generation waits for a member that serves. None means without limit.
+            keepalive_timeout: seconds without a message after which a member with requests counts as gone.
+            look_interval_s: seconds between looks at the members; one that has restarted is then brought to
+                the fleet's weights.
+            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
+                because this process has died, an engine ends the fleet's session and continues if its weights
+                are valid.
             adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
                 weights; requests then wait for an update.
         """
+        if lease_s is not None and not lease_s > 0:
+            raise InvalidRequest(
+                f"lease_s = {lease_s!r} must be a positive number of seconds, or None", field="lease_s"
+            )
         self.owner = owner or f"fleet-{new_id()[:12]}"
         """Owner token of the fleet's pauses and sessions."""
         self.verify: Verify = verify
@@ -84,50 +134,42 @@ class Fleet:
         self.weight_version = ""
         """Label of the weights that the fleet serves."""
         self.paused_mode: PauseMode | None = None
-        """Mode of the fleet's pause; None: it runs."""
+        """Mode of the fleet's pause; None while it runs."""
         self.heals = True
-        """Whether members that are fenced or gone are brought back in the background."""
+        """True if members that are fenced or gone are brought back in the background."""
         self.source = Source()
-        """Where the fleet's weights are from."""
+        """Origin of the fleet's weights."""
         self.lock = asyncio.Lock()
         """Held by what changes weights, pauses or membership."""
         self.weights_lock = asyncio.Lock()
         """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member up to date."""
+        self.dispatcher = Dispatcher(patience_s=patience_s)
+        """The members and the generations that they have."""
+        self.client = GenerationClient(self.dispatcher, owner=self.owner)
+        """Generations of the fleet, for what takes a client, such as a ``TokenizerManager``."""
         self._addresses = [EngineAddress.of(each) for each in members]
         self._keepalive_timeout = keepalive_timeout
-        if lease_s is not None and not lease_s > 0:
-            raise InvalidRequest(
-                f"lease_s = {lease_s!r} must be a positive number of seconds, or None", field="lease_s"
-            )
         self._lease_s, self._adopt = lease_s, adopt
         self._leases = LeaseRenewal(self.owner, lease_s)
         self._look_interval_s = look_interval_s
-        self._dispatcher = Dispatcher(patience_s=patience_s)
         self._looking: asyncio.Task[None] | None = None
-        self._loader = loader(self.owner)
-        self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
-        """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
+        self._sender = WeightSender(self.owner)
 
     @property
     def members(self) -> list[Member]:
         """The engines of the fleet, in the order in which they were added."""
-        return list(self._dispatcher.members.values())
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """Who gives generations to members."""
-        return self._dispatcher
+        return list(self.dispatcher.members.values())
 
     @property
     def weights_epoch(self) -> int:
         """The fleet's count of weights; spans of its outputs and ``min_weights_epoch`` count alike."""
-        return self._dispatcher.epoch
+        return self.dispatcher.epoch
 
     async def open(self) -> Self:
         """Connect to all members, and begin to look after them.
 
         Raises:
-            EngineError: one cannot be reached, or does not have the weights of the others.
+            EngineError: a member cannot be reached, or does not have the weights of the others.
             WeightsInvalid: none of the engines to adopt has complete weights.
         """
         try:
@@ -152,7 +194,7 @@ class Fleet:
         await self.client.close()
         for member in self.members:
             await member.client.close()
-        await self._loader.close()
+        await asyncio.to_thread(self._sender.close)
         await asyncio.to_thread(self._leases.close)
 
     async def __aenter__(self) -> Self:
@@ -176,7 +218,8 @@ class Fleet:
     ) -> Any:
         """Generate on the members; arguments and results are those of :meth:`AsyncSchedulerClient.generate`.
 
-        ``routing_key``: requests of one key go to the same member, as long as it serves. ``min_weights_epoch`` is the fleet's.
+        Requests with one ``routing_key`` go to the same member as long as it serves. ``min_weights_epoch`` is
+        the fleet's.
         """
         with routed_by(routing_key):
             return await self.client.generate(
@@ -194,24 +237,24 @@ class Fleet:
         message_id: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationHandle:
-        """Start a generation and return at once; as :meth:`AsyncSchedulerClient.submit`."""
+        """Start a generation and return at once, as :meth:`AsyncSchedulerClient.submit`."""
         with routed_by(routing_key):
             return await self.client.submit(
                 input_ids, sampling_params, stream=stream, rid=rid, message_id=message_id, **options
             )
 
     async def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """Abort a generation of this fleet, or all of them; returns how many samples were live."""
+        """Abort a generation of this fleet, or all, and return the number of samples that were live."""
         return (await self.client.abort(rid, abort_all=abort_all)).aborted
 
     async def pause(self, mode: PauseMode = "in_place", *, timeout: float | None = PAUSE_S) -> None:
         """Pause all members. One that does not answer in time is fenced.
 
         Raises:
-            EngineError: of the first that refused; the fleet is then in the state of before.
+            EngineError: the first refusal of a member; the fleet is then in its former state.
         """
         async with self.lock:
-            answers = await self.pause_members(mode, self._dispatcher.serving, timeout)
+            answers = await self.pause_members(mode, self.dispatcher.serving, timeout)
             if answers.failed and self.paused_mode is None:
                 await self.continue_members(timeout, torch_empty_cache=False)
             Answers(failed=answers.failed).raise_first()
@@ -220,7 +263,7 @@ class Fleet:
     async def continue_generation(
         self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S
     ) -> None:
-        """Continue all members, which empty their device caches first unless ``torch_empty_cache`` is False."""
+        """Continue all members, which by default empty their device caches first."""
         async with self.lock:
             await self.continue_members(timeout, torch_empty_cache=torch_empty_cache)
 
@@ -240,19 +283,19 @@ class Fleet:
             await self.continue_generation(torch_empty_cache=torch_empty_cache, timeout=timeout)
 
     async def flush_cache(self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S) -> None:
-        """Flush the prefix cache of every member, and empty its device cache unless ``torch_empty_cache`` is False.
+        """Flush the prefix cache of every member, and by default empty its device cache.
 
         Raises:
-            EngineError: of the first that refused.
+            EngineError: the first refusal of a member.
         """
         answers = await everywhere(
-            self._dispatcher.serving,
+            self.dispatcher.serving,
             lambda each: each.client.flush_cache(torch_empty_cache=torch_empty_cache),
             timeout,
         )
         for member, error in answers.out.items():
-            self.drop(member, error, "it does not answer")
-        self._dispatcher.router.forget()
+            self.dispatcher.drop(member, error, "it does not answer")
+        self.dispatcher.router.forget()
         answers.raise_first()
 
     async def update(
@@ -271,25 +314,25 @@ class Fleet:
         Generation is paused in ``pause_mode`` meanwhile, unless the fleet is paused already.
 
         Args:
-            named_tensors: checkpoint names and tensors, for the transports ``tensor``, ``ipc`` and ``distributed``.
+            named_tensors: checkpoint names and tensors, for the transports ``tensor``, ``ipc`` and
+                ``distributed``.
             model_path: a checkpoint folder that every engine can read, for the transport ``disk``.
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
-            torch_empty_cache: empty the members' device caches before they continue, if the update has paused them.
-            deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the others go on.
+            torch_empty_cache: empty the members' device caches before they continue, if the update has paused
+                them.
+            deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the
+                others go on.
 
         Raises:
             FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.
         """
         weights = Weights.of(named_tensors, model_path, transport)
-        source = Source(path=folder_of(model_path) if model_path is not None else None, updated=True)
         async with self.weights_lock, self.lock:
-            mode = self.paused_mode or pause_mode
-            load = self._loader.load(weights, flush_cache=mode != "in_place")
-            session = FleetSession(verify=self.verify)
+            session = Session(verify=self.verify)
             work = asyncio.ensure_future(
                 self._update(
-                    session, load, label(weight_version), source, mode, deadline_s, empty=torch_empty_cache
+                    session, weights, label(weight_version), pause_mode, deadline_s, empty=torch_empty_cache
                 )
             )
             try:
@@ -302,65 +345,76 @@ class Fleet:
 
     async def _update(
         self,
-        session: FleetSession,
-        load: Load,
+        session: Session,
+        weights: Weights,
         version: str | None,
-        source: Source,
-        mode: PauseMode,
+        pause_mode: PauseMode,
         deadline_s: float,
         *,
         empty: bool,
     ) -> FleetUpdate:
-        """:meth:`update`, whose caller holds :attr:`lock`."""
-        paused_here = self.paused_mode is None
+        was_paused, mode = self.paused_mode is not None, self.paused_mode or pause_mode
+        flush = mode != "in_place"  # requests that are frozen in place keep their cache
+
+        async def load(members: Sequence[Member], name: str, left: float) -> Answers:
+            return await self._sender.send(weights, members, name, left, flush_cache=flush)
+
         try:
-            members = [member for member in self.members if member.state != "gone"]
-            answers = await self.pause_members(mode, members, min(deadline_s, PAUSE_S))
+            present = [member for member in self.members if member.state != "gone"]
+            answers = await self.pause_members(mode, present, min(deadline_s, PAUSE_S))
             done = await two_phase(session, answers, load, label=version, deadline_s=deadline_s)
         except (FleetUpdateFailed, asyncio.CancelledError) as error:
             await self.after_failure()
-            if paused_here:
+            if not was_paused:
                 await self.continue_members(PAUSE_S, torch_empty_cache=empty)
             if isinstance(error, FleetUpdateFailed):
-                error.serving = [member.name for member in self._dispatcher.serving]
-                error.detail["serving"] = error.serving
+                error.serving = error.detail["serving"] = [each.name for each in self.dispatcher.serving]
             raise
-        self.committed(done, source)
-        if paused_here:
+        self.committed(done, Source(path=weights.model_path or None, updated=True))
+        if not was_paused:
             await self.continue_members(PAUSE_S, torch_empty_cache=empty)
-        self._dispatcher.admitted()
+        self.dispatcher.place_waiting()
         return FleetUpdate(
-            epoch=self._dispatcher.epoch,
+            epoch=self.weights_epoch,
             weight_version=self.weight_version,
             replies={member.name: reply for member, reply in done.replies.items()},
             fenced={member.name: member.reason for member in self.members if not member.serves},
         )
 
-    def committed(self, done: Committed, source: Source) -> None:
-        """The members of ``done`` have new weights; its caller holds :attr:`lock`, and they are paused."""
-        self._dispatcher.epoch += 1
-        self._dispatcher.router.forget()
+    def committed(self, done: Answers, source: Source) -> None:
+        """Record the commits ``done``; the caller holds :attr:`lock`, and the members are paused."""
+        self.dispatcher.epoch += 1
+        self.dispatcher.router.forget()
         self.source = source
         for member, reply in done.replies.items():
-            member.admit(reply.weights_epoch, self._dispatcher.epoch)
+            member.admit(reply.weights_epoch, self.dispatcher.epoch)
             self.weight_version = reply.weight_version
-        for member, late in done.out.items():
-            self.drop(member, late, "it did not take part in an update to the end")
+        for member, error in done.out.items():
+            self.dispatcher.drop(member, error, "it did not take part in an update to the end")
 
     async def status(self, *, timeout: float = ASK_S) -> FleetStatus:
-        """The fleet, and every member's own status."""
+        """Return the state of the fleet, and every member's own status."""
         answers = await everywhere(self.members, lambda member: member.client.status(owner=""), timeout)
         return FleetStatus(
             weights_epoch=self.weights_epoch,
             weight_version=self.weight_version,
             paused=self.paused_mode,
-            live_requests=len(self._dispatcher.flows),
-            moved_requests=self._dispatcher.moved,
-            members=[MemberStatus.of(member, answers.replies.get(member)) for member in self.members],
+            live_requests=self.dispatcher.pending,
+            moved_requests=self.dispatcher.moved,
+            members=[
+                MemberStatus(
+                    name=member.name,
+                    state=member.state,
+                    reason=member.reason,
+                    load=member.load,
+                    engine=answers.replies.get(member),
+                )
+                for member in self.members
+            ],
         )
 
     async def add(self, address: EngineAddress | str) -> Member:
-        """A new member: it is brought to the fleet's weights, and then serves.
+        """Add a member, which is brought to the fleet's weights and then serves.
 
         Raises:
             EngineError: it cannot be reached, or not be brought to the fleet's weights.
@@ -376,15 +430,15 @@ class Fleet:
             return member
 
     async def remove(self, name: str) -> None:
-        """Take a member out of the fleet: what it had is continued on others. The engine itself goes on."""
+        """Take a member out of the fleet; its requests continue on others. The engine itself goes on."""
         async with self.lock:
-            if (member := self._dispatcher.members.get(name)) is None:
+            if (member := self.dispatcher.members.get(name)) is None:
                 raise InvalidRequest(f"the fleet has no member {name!r}", field="name", value=name)
-            self._dispatcher.fence(member, "it was removed from the fleet")
+            self.dispatcher.fence(member, "it was removed from the fleet")
             await self.forget(member)
 
     async def heal(self) -> list[str]:
-        """Bring back what is fenced or gone and can be reached; returns the names of those that serve again."""
+        """Bring back fenced and gone members, and return the names of those that serve again."""
         healed = []
         async with self.weights_lock:
             for member in self.members:
@@ -397,49 +451,81 @@ class Fleet:
 
     @property
     def may_heal(self) -> bool:
-        """Whether :meth:`heal` does anything now."""
+        """True if members may be brought back now."""
         return self.paused_mode is None
 
     @property
     def needs_care(self) -> bool:
-        """Whether :meth:`heal` may have something to do."""
+        """True if :meth:`heal` may have something to do."""
         return any(not member.serves for member in self.members)
 
-    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        """How a member's weights get to another one; a :data:`Copy`. Blocks."""
-        copy_here(donor, target, owner)
-
-    def _add(self, address: EngineAddress) -> Member:
-        member = Member(
-            address, owner=self.owner, keepalive_timeout=self._keepalive_timeout, lease_s=self._lease_s
-        )
-        if member.name in self._dispatcher.members:
-            raise InvalidRequest(f"the fleet has a member {member.name!r} already", field="name")
-        self._dispatcher.members[member.name] = member
-        return member
-
     async def forget(self, member: Member) -> None:
-        """Close the connection to a member that is not routed to any more. Its caller holds :attr:`lock`."""
-        if self._dispatcher.members.get(member.name) is member:
-            del self._dispatcher.members[member.name]
+        """Close the connection to a member that is out of routing. The caller holds :attr:`lock`."""
+        if self.dispatcher.members.get(member.name) is member:
+            del self.dispatcher.members[member.name]
         await member.client.close()
 
     async def ask(self, member: Member) -> GetStatusReqOutput:
-        """The status of ``member``, which is remembered."""
+        """Return the status of ``member``, and remember it."""
         status = await member.client.status(owner="", timeout=ASK_S)
         if member.status is not None and member.status.incarnation != status.incarnation:
             member.restarted()
         member.status = status
         return status
 
+    async def pause_members(
+        self, mode: PauseMode, members: Sequence[Member], timeout: float | None
+    ) -> Answers:
+        """Pause ``members``; those that do not answer are out of routing. The caller holds :attr:`lock`."""
+        self._leases.hold(member.address for member in self.members)
+        answers = await everywhere(
+            members, lambda member: member.client.pause(mode, lease_s=member.lease_s), timeout
+        )
+        for member, error in answers.out.items():
+            self.dispatcher.drop(member, error, "it does not pause")
+        return answers
+
+    async def continue_members(self, timeout: float | None, *, torch_empty_cache: bool) -> None:
+        """Continue all that serve. The caller holds :attr:`lock`."""
+        answers = await everywhere(
+            self.dispatcher.serving,
+            lambda member: member.client.continue_generation(force=True, torch_empty_cache=torch_empty_cache),
+            timeout,
+        )
+        self.paused_mode = None
+        self._leases.hold(())
+        for member, error in (answers.out | answers.failed).items():
+            self.dispatcher.drop(member, error, "it does not continue")
+
+    async def after_failure(self) -> None:
+        """Fence members without valid weights after an aborted update. The caller holds :attr:`lock`."""
+        answers = await everywhere(self.dispatcher.serving, self.ask, ASK_S)
+        for member, error in (answers.out | answers.failed).items():
+            self.dispatcher.drop(member, error, "it does not answer")
+        for member, status in answers.replies.items():
+            if status.weights != "valid" or status.weights_epoch != member.epoch:
+                self.dispatcher.fence(member, f"its weights are {status.weights} after an update that failed")
+
+    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+        copy_here(donor, target, owner)
+
+    def _add(self, address: EngineAddress) -> Member:
+        member = Member(
+            address, owner=self.owner, keepalive_timeout=self._keepalive_timeout, lease_s=self._lease_s
+        )
+        if member.name in self.dispatcher.members:
+            raise InvalidRequest(f"the fleet has a member {member.name!r} already", field="name")
+        self.dispatcher.members[member.name] = member
+        return member
+
     async def _caught_up(self, member: Member) -> GetStatusReqOutput:
-        """Bring ``member`` to the fleet's weights; its status then. Its caller holds :attr:`weights_lock`."""
+        """Bring ``member`` to the fleet's weights, and return its status. Needs :attr:`weights_lock`."""
         status = await asyncio.wait_for(self.ask(member), ASK_S)
-        serving = self._dispatcher.serving
+        serving = self.dispatcher.serving
         if not serving and not self.source.updated and not self.weight_version:
             self.weight_version = status.weight_version
-            self.source = Source(path=None, model_path=status.model_path)
-            self._dispatcher.epoch = max(self._dispatcher.epoch, status.weights_epoch)
+            self.source = Source(model_path=status.model_path)
+            self.dispatcher.epoch = max(self.dispatcher.epoch, status.weights_epoch)
         donor = min(serving, key=lambda each: each.load, default=None)
         return await catch_up(
             member, donor, self.source, self.weight_version, status=status, verify=self.verify,
@@ -447,14 +533,11 @@ class Fleet:
         )  # fmt: skip
 
     async def _admit(self, member: Member, reached: GetStatusReqOutput, *, healing: bool = False) -> bool:
-        """Have ``member`` serve, which has ``reached`` the fleet's weights; False: it was removed, or nobody is healed any more.
-
-        Its caller holds :attr:`weights_lock`.
-        """
+        """Admit ``member``, unless it was removed or may not be healed now. Needs :attr:`weights_lock`."""
         async with self.lock:
-            if self._dispatcher.members.get(member.name) is not member:
+            if self.dispatcher.members.get(member.name) is not member:
                 return False
-            member.committed(reached.weights_epoch, self._dispatcher.epoch)  # nobody copies them again
+            member.committed(reached.weights_epoch, self.weights_epoch)  # it is not copied to again
             if healing and not self.may_heal:
                 return False
             if self.paused_mode is not None:
@@ -462,65 +545,23 @@ class Fleet:
                 self._leases.hold(each.address for each in self.members)
             elif reached.generation != "running":
                 await member.client.continue_generation(force=True, timeout=ASK_S)
-            member.admit(reached.weights_epoch, self._dispatcher.epoch)
-            self._dispatcher.admitted()
+            member.admit(reached.weights_epoch, self.weights_epoch)
+            self.dispatcher.place_waiting()
             return True
 
-    async def pause_members(
-        self, mode: PauseMode, members: Sequence[Member], timeout: float | None
-    ) -> Answers:
-        """Pause ``members``; those that do not answer are out of routing. Its caller holds :attr:`lock`."""
-        self._leases.hold(member.address for member in self.members)
-        answers = await everywhere(
-            members, lambda member: member.client.pause(mode, lease_s=member.lease_s), timeout
-        )
-        for member, error in answers.out.items():
-            self.drop(member, error, "it does not pause")
-        return answers
-
-    async def continue_members(self, timeout: float | None, *, torch_empty_cache: bool) -> None:
-        """Continue all that serve. The caller holds :attr:`lock`."""
-        answers = await everywhere(
-            self._dispatcher.serving,
-            lambda member: member.client.continue_generation(force=True, torch_empty_cache=torch_empty_cache),
-            timeout,
-        )
-        self.paused_mode = None
-        self._leases.hold(())
-        for member, error in (answers.out | answers.failed).items():
-            self.drop(member, error, "it does not continue")
-
-    async def after_failure(self) -> None:
-        """An update was aborted. Members without valid weights serve no more; the others have the weights of before."""
-        answers = await everywhere(self._dispatcher.serving, self.ask, ASK_S)
-        for member, error in (answers.out | answers.failed).items():
-            self.drop(member, error, "it does not answer")
-        for member, status in answers.replies.items():
-            if status.weights != "valid" or status.weights_epoch != member.epoch:
-                self._dispatcher.fence(
-                    member, f"its weights are {status.weights} after an update that failed"
-                )
-
-    def drop(self, member: Member, error: EngineError, what: str) -> None:
-        """Take ``member`` out of routing: it has ended, or is fenced for ``what`` it did not do."""
-        if isinstance(error, EngineDied):
-            self._dispatcher.lost(member, error)
-        else:
-            self._dispatcher.fence(member, f"{what}: {error.message}")
-
     async def _look_after(self) -> None:
-        """Notice what has ended without a request, and bring back what can be."""
+        """Notice members that have ended without a request, and bring back those that can be."""
         while True:
             await asyncio.sleep(self._look_interval_s)
-            for member in self._dispatcher.serving:
+            for member in self.dispatcher.serving:
                 try:
                     status = await member.client.status(owner="", timeout=ASK_S)
                 except EngineError as error:
                     if isinstance(error, EngineDied):
-                        self._dispatcher.lost(member, error)
+                        self.dispatcher.lost(member, error)
                     continue
                 if member.status is not None and member.status.incarnation != status.incarnation:
-                    self._dispatcher.lost(member, EngineDied("another process has its endpoint"))
+                    self.dispatcher.lost(member, EngineDied("another process has its endpoint"))
                 elif member.serves:
                     member.status = status
             if self.heals and self.needs_care:

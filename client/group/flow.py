@@ -1,12 +1,14 @@
-"""One generation of a fleet: as long as a member serves, no end of another one ends it.
+"""One generation of a group, which outlives the engine that began it.
 
 Invariants:
-- The caller sees one :class:`Generation`: every token once, in order, and one result per sample, whoever sampled its tokens.
-- At most one engine at a time is followed for a sample: only the loss of the attempt that has it makes it wait
-  for another. What an engine sends after it was given up is ignored.
-- A token is passed on only if the fleet has committed the epoch that sampled it. An engine with another epoch is fenced.
-- A sample is continued from the tokens that had arrived, on weights that are at least as new as those that sampled them.
-- What the caller did (an abort) and what is wrong with the request itself end it; the end of an engine does not.
+- The caller sees one :class:`Generation`: every token once, in order, and one result per sample, whoever
+  sampled its tokens.
+- One engine at a time is followed for a sample: only the loss of its attempt makes the sample wait for
+  another engine. What an engine sends after it was given up is ignored.
+- A token is passed on only if the group has committed the epoch that sampled it. An engine with another epoch
+  is fenced.
+- A sample continues from the tokens that had arrived, on weights at least as new as those that sampled them.
+- An abort by the caller and an error of the request itself end it; the end of an engine does not.
 """
 
 import time
@@ -49,30 +51,27 @@ if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
 LOST = (EngineDied, EngineRestarting, ShuttingDown)
-"""The engine is gone, or goes."""
+"""Errors of an engine that has ended or is ending."""
 UNFIT = (EpochBehind, WeightsInvalid, WeightsPoisoned, MemoryReleased)
-"""The engine answers, but not with the weights that the fleet takes it for."""
-_ABORTED = FinishReason(type="abort", message="Aborted")
+"""Errors of an engine that does not have the weights that the group assumes."""
 FULL = (QueueFull, EnginePaused)
-"""The engine takes nothing now."""
+"""Errors of an engine that takes no request now."""
+_ABORTED = FinishReason(type="abort", message="Aborted")
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample of a flow."""
-
     index: int
     part: Part
-    """The tokens that have arrived, over all attempts."""
+    """Tokens that have arrived, over all attempts."""
     attempt: "_Attempt | None" = None
-    """None: it waits for a member, or has ended."""
+    """None while it waits for a member, and when it has ended."""
     ended: bool = False
     aborted: bool = False
-    """Its caller does not want more of it."""
 
 
 class _Attempt:
-    """Some samples of a flow on one member: takes what that member sends of them."""
+    """Some samples of a flow on one member; the sink of what the member sends."""
 
     def __init__(
         self, flow: "Flow", member: Member, request: GenerateReqInput, samples: list[_Sample]
@@ -80,12 +79,12 @@ class _Attempt:
         self.flow, self.member, self.request = flow, member, request
         self.rid = request.rid or request.id
         self.bases = {sample.index: sample.part.copy() for sample in samples}
-        """What each sample had before."""
+        """Tokens that each sample had before."""
         self.left = set(self.bases)
-        """The samples that have not ended here."""
+        """Samples that have not ended here."""
         self.given_up = False
         self.tail: TokenDelta | None = None
-        """The last tokens of a sample, without details: the result, which follows at once, says which weights sampled them."""
+        """Last tokens of a sample, without details: the result that follows names their weights."""
         member.load += len(samples)
 
     def on_tokens(self, delta: TokenDelta) -> None:
@@ -108,15 +107,15 @@ class _Attempt:
         self.flow.on_tokens(replace(delta, start=delta.start + base), self.member)
 
     def _knows(self, weights: Iterable[DeltaWeights | WeightVersionSpan]) -> bool:
-        """Return True if tokens of ``weights`` may be passed on; fence the member if somebody else has committed them."""
+        """Return True if tokens of ``weights`` may be passed on; fence a member with foreign ones."""
         if not self.given_up:
             foreign = next((each for each in weights if not self.member.has_given(each.epoch)), None)
-            if foreign is not None:
-                self.flow.on_foreign(self.member, foreign)
+            if foreign is not None:  # this gives up all attempts on the member
+                reason = foreign_commit(foreign.version, foreign.epoch)
+                self.flow.dispatcher.fence(self.member, reason)
         return not self.given_up
 
     def on_end(self, waiter: Result) -> None:
-        """The member has answered all of it, or cannot any more."""
         error = waiter.exception() if not waiter.cancelled() else None
         output = error.output if isinstance(error, EngineError) else None
         if output is not None and not self._knows(output.weight_versions):
@@ -128,7 +127,7 @@ class _Attempt:
             self.flow.on_failed(self, left, error)
 
     def give_up(self) -> None:
-        """Nothing that the member still sends counts."""
+        """Ignore what the member still sends."""
         self.given_up = True
         left = sorted(self.left)
         for index in left:
@@ -137,19 +136,19 @@ class _Attempt:
             self.abort()
 
     def abort(self, index: int | None = None) -> None:
-        """Tell the member, without waiting for its reply."""
+        """Abort on the member, without waiting for its reply."""
         with suppress(EngineError):
             self.member.client.channel.start_call(AbortReq(rid=self.rid, index=index), AbortReqOutput)
 
     def leave(self, index: int) -> None:
-        """The member has no more to do with this sample."""
+        """Count the sample as ended on this member."""
         if index in self.left:
             self.left.remove(index)
             self.member.load -= 1
 
 
 class Flow:
-    """A request to a fleet, from its arrival to its last sample."""
+    """A request to a group, from its arrival to its last sample."""
 
     def __init__(
         self,
@@ -160,58 +159,53 @@ class Flow:
         key: str | None,
     ) -> None:
         self.generation = generation
+        self.dispatcher = dispatcher
         self.key = key
-        """Its routing key."""
-        self._dispatcher = dispatcher
+        """Routing key."""
+        self.refused_by: dict[str, EngineError] = {}
+        """Members that had no room for it, since the last one that took a part of it."""
+        self.moves = 0
+        """Number of times that a sample of it was continued on another engine."""
         self._request = request
-        """As the caller sent it, with a seed."""
         self._samples = {
             index: _Sample(index, Part())
             for index in range(request.first_sample, request.first_sample + request.sampling_params.n)
         }
         self._attempts: set[_Attempt] = set()
-        self._refused_by: dict[str, EngineError] = {}
         self._began = time.monotonic()
-        self.moves = 0
-        """How often a sample of it was continued on another engine."""
 
     @property
     def waits(self) -> bool:
-        """Whether a sample of it waits for a member."""
+        """True if a sample waits for a member."""
         return not self.generation.waiter.done() and any(self._waiting())
 
     @property
     def prompt(self) -> list[int]:
-        """The caller's prompt."""
+        """Token ids of the caller's prompt."""
         return self._request.input_ids
 
     @property
     def least_epoch(self) -> int | None:
-        """The fleet's epoch that a member must have reached to take what waits of it; None: any."""
+        """The group's epoch that a member needs to take what waits, or None for any."""
         seen = [each.part.newest_epoch for each in self._waiting()]
         known = [each for each in (self._request.min_weights_epoch, *seen) if each is not None]
         return max(known, default=None)
 
     @property
     def salt(self) -> str:
-        """The cache salt of the request."""
+        """Cache salt of the request."""
         return self._request.cache_salt
-
-    @property
-    def refused_by(self) -> dict[str, EngineError]:
-        """Members that had no room for it, since the last one that took a part of it."""
-        return self._refused_by
 
     def dispatch(self, member: Member) -> None:
         """Give ``member`` all samples that wait."""
         waiting = list(self._waiting())
         untouched = len(waiting) == len(self._samples) and not any(len(each.part) for each in waiting)
         for samples in [waiting] if untouched else [[each] for each in waiting]:
-            if samples[0].attempt is None:  # else a start that failed has sent them elsewhere
+            if samples[0].attempt is None:  # otherwise a failed start has sent them elsewhere
                 self._start(member, samples)
 
     def leave(self, member: Member) -> None:
-        """Give up on ``member``; what it had waits for another one."""
+        """Give up on ``member``; its samples wait for another one."""
         for attempt in [each for each in self._attempts if each.member is member]:
             lost = sorted(attempt.left)
             attempt.give_up()
@@ -219,7 +213,7 @@ class Flow:
             self._again(attempt, lost)
 
     def abort(self, index: int | None = None) -> int:
-        """As the caller asked; returns how many samples were live."""
+        """Abort one sample or all, and return the number of those that were live."""
         live = [each for each in self._samples.values() if not each.ended and index in (None, each.index)]
         for sample in live:
             sample.aborted = True
@@ -231,7 +225,7 @@ class Flow:
         return len(live)
 
     def fail(self, error: EngineError) -> None:
-        """End the whole request with ``error``; engines that work on it are told."""
+        """End the whole request with ``error``, and abort it on the engines that work on it."""
         if self.generation.waiter.done():
             return
         failed = next((each for each in self._samples.values() if not each.ended and len(each.part)), None)
@@ -242,61 +236,51 @@ class Flow:
         self.drop()
 
     def drop(self) -> None:
-        """The caller has its answer, or wants none: engines that still work on it are told."""
+        """Abort it on the engines that still work on it, and forget it."""
         for attempt in list(self._attempts):
             attempt.give_up()
         self._attempts.clear()
-        self._dispatcher.ended(self)
+        self.dispatcher.ended(self)
 
     def on_end(self, waiter: Result) -> None:
-        """Drop what no engine has ended: the caller's sink has raised, or its waiter was cancelled."""
+        """Drop it if no engine has ended it: the caller's sink has raised, or its waiter was cancelled."""
         if not waiter.cancelled():
             waiter.exception()  # counts as seen
-        if self._dispatcher.flows.get(self.generation.rid) is self:
+        if self.dispatcher.flows.get(self.generation.rid) is self:
             self.drop()
 
     def on_tokens(self, delta: TokenDelta, member: Member) -> None:
-        """New tokens of one sample, at their place in the whole output."""
+        """Deliver new tokens of one sample, at their place in the whole output."""
         sample = self._samples[delta.index]
         if delta.details is not None:
-            sample.part.add(delta, member.fleet_epoch)
+            sample.part.add(delta, member.group_epoch)
         self.generation.deliver(delta if self._request.stream_details else replace(delta, details=None))
 
-    def on_foreign(self, member: Member, weights: DeltaWeights | WeightVersionSpan) -> None:
-        """``member`` has sampled with weights that somebody else has committed; that gives up all its attempts."""
-        self._dispatcher.fence(member, foreign_commit(weights.version, weights.epoch))
-
     def on_finished(self, attempt: _Attempt, output: GenerateOutput) -> None:
-        """One sample has ended, or its engine has ended it for reasons of its own."""
+        """End one sample, or continue it elsewhere if its engine has ended it because it ends itself."""
         sample = self._samples[output.index]
         reason = output.finish_reason
-        whole = joined(
-            self._request,
-            attempt.bases[output.index],
-            output,
-            attempt.member.fleet_epoch,
-            rid=self.generation.rid,
-        )
+        whole = self._whole(attempt, output)
         engine_ends = reason.code in (ErrorCode.SHUTTING_DOWN, ErrorCode.ENGINE_DIED)
-        if engine_ends and not self._dispatcher.ending:
+        if engine_ends and not self.dispatcher.ending:
             sample.part = Part.of(whole)
-            self._dispatcher.lost(attempt.member, EngineDied(reason.message or f"{attempt.member.name} ends"))
+            self.dispatcher.lost(attempt.member, EngineDied(reason.message or f"{attempt.member.name} ends"))
             self._again(attempt, [output.index])
         else:
             self._end(sample, replace(whole, e2e_latency=time.monotonic() - self._began))
 
     def on_failed(self, attempt: _Attempt, indices: list[int], error: EngineError) -> None:
-        """The member cannot, or will not, go on with ``indices``."""
+        """Continue ``indices`` elsewhere, or fail if ``error`` is one of the request."""
         self._attempts.discard(attempt)
         unfinished = [index for index in indices if not self._samples[index].ended]
         if not unfinished:
             return
         if isinstance(error, LOST):
-            self._dispatcher.lost(attempt.member, error)
+            self.dispatcher.lost(attempt.member, error)
         elif isinstance(error, UNFIT):
-            self._dispatcher.unfit(attempt.member, error)
+            self.dispatcher.unfit(attempt.member, error)
         elif isinstance(error, FULL):
-            self._refused_by[attempt.member.name] = error
+            self.refused_by[attempt.member.name] = error
         else:
             error.output = error.output and self._whole(attempt, error.output)
             self.fail(error)
@@ -331,30 +315,30 @@ class Flow:
         generation.waiter.add_done_callback(attempt.on_end)
 
     def _again(self, attempt: _Attempt, indices: Iterable[int]) -> None:
-        """These samples of ``attempt`` wait for another member, unless one has them already."""
+        """Have these samples of ``attempt`` wait for another member, unless one has them already."""
         if self.generation.waiter.done():
             return
         for sample in (self._samples[index] for index in indices):
             if sample.attempt is not attempt:
                 continue
             sample.attempt = None
-            if sample.aborted:  # its engine did not live to say so
+            if sample.aborted:  # its engine has died before it said so
                 self._end(sample, self._ended_here(sample, _ABORTED))
         if self.waits:
             self.moves += 1
-            self._dispatcher.place(self)
+            self.dispatcher.place(self)
 
     def _end(self, sample: _Sample, output: GenerateOutput) -> None:
         sample.ended, sample.attempt = True, None
-        self._refused_by.clear()
+        self.refused_by.clear()
         if self.generation.complete(output):
-            self._dispatcher.ended(self)
+            self.dispatcher.ended(self)
 
     def _waiting(self) -> Iterable[_Sample]:
         return (each for each in self._samples.values() if each.attempt is None and not each.ended)
 
     def _whole(self, attempt: _Attempt, output: GenerateOutput) -> GenerateOutput:
-        base, epoch_of = attempt.bases[output.index], attempt.member.fleet_epoch
+        base, epoch_of = attempt.bases[output.index], attempt.member.group_epoch
         return joined(self._request, base, output, epoch_of, rid=self.generation.rid)
 
     def _ended_here(self, sample: _Sample, reason: FinishReason) -> GenerateOutput:

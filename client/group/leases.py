@@ -1,19 +1,23 @@
-"""Renews the leases of a fleet's pauses for as long as the fleet's process lives.
+"""Leases of pauses: a thread that renews a group's, and the count of one that engines may have forgotten.
 
 Invariants:
-- A thread of its own renews, over connections of its own: the fleet's event loop may belong to a trainer that
+- Renewals have a thread and connections of their own: the group's event loop may belong to a trainer that
   computes for minutes.
 - Nothing is connected before a pause has lasted as long as the first renewal.
+- A :class:`PauseLease` is not over before the engines' own, which the same commands renew.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 
 from ...io_struct import RenewPauseLeaseReqInput, RenewPauseLeaseReqOutput
+from ...io_struct.control import LeaseAction
 from ..connection.control_client import ControlClient
 from ..exceptions import EngineError
 from .members import EngineAddress
@@ -21,15 +25,16 @@ from .members import EngineAddress
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+ResultT = TypeVar("ResultT")
 RENEW_S = 2.0
 """Seconds between renewals; a third of the lease if that is less."""
 
 
 class LeaseRenewal:
-    """The renewals of one fleet."""
+    """Renews the leases of one group's pauses as long as the group's process lives."""
 
     def __init__(self, owner: str, lease_s: float | None) -> None:
-        """``lease_s``: None: there are no leases, and nothing is renewed."""
+        """``lease_s``: seconds of the leases; None if there are none and nothing is renewed."""
         self._owner = owner
         self._interval_s = None if lease_s is None else min(RENEW_S, lease_s / 3)
         self._paused: tuple[EngineAddress, ...] = ()
@@ -61,7 +66,7 @@ class LeaseRenewal:
                 for address in paused:
                     if address in asked and not asked[address].done():
                         continue  # it has not answered yet
-                    # The fleet notices itself who is gone; without descriptors the next round tries again.
+                    # The group itself notices who is gone; without descriptors the next round tries again.
                     with suppress(EngineError, OSError, zmq.ZMQError):
                         if address not in clients:
                             clients[address] = ControlClient(
@@ -73,3 +78,31 @@ class LeaseRenewal:
         finally:
             for client in clients.values():
                 client.close()
+
+
+@dataclass(slots=True)
+class PauseLease:
+    """The lease of a server's pause, counted beside the engines.
+
+    It covers what no engine counts: all engines have died, one has come back since and was paused without a
+    lease, or the weights of all are half an update that its sender has left.
+    """
+
+    seconds: float
+    action: LeaseAction
+    _under_way: int = 0
+    _renewed: float = field(default_factory=monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is over."""
+        return self.seconds - (0.0 if self._under_way else monotonic() - self._renewed)
+
+    async def renewed_by(self, command: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Await ``command``, one of the owner's; the lease begins again after it."""
+        self._under_way += 1
+        try:
+            return await command
+        finally:
+            self._under_way -= 1
+            self._renewed = monotonic()

@@ -1,10 +1,10 @@
-"""Which devices, threads and share of the memory each replica of a host gets.
+"""Devices, threads and memory of each replica of a host.
 
 Invariants:
-- What the command line says is left as it is; only what it leaves open is divided.
+- Options of the command line stay as they are; only what it leaves open is divided.
 - Replicas share no CUDA device, unless ``--device`` names one.
 
-Needs no torch: CUDA devices are counted as the driver counts them, which is how torch does.
+CUDA devices are counted by the driver, as torch does, which is not needed here.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ from ..launch.supervise import has_option, option_value
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED_FRACTION = 0.5
-"""Of the memory that is free when engines start: what all replicas that share it plan for their KV pools together."""
+"""Share of the free memory that all replicas which share it plan for their KV pools together."""
 PER_CORE = 4
-"""Most ranks for each core, where they have no devices of their own: more only wait for each other, or end the host's memory."""
+"""Maximum number of ranks for each core, if they have no devices: more only wait for each other."""
 _OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
 """Options of a scheduler that two cannot share."""
 _THREADS = "OMP_NUM_THREADS"
@@ -29,21 +29,22 @@ _THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One replica."""
+    """Command line and environment of one replica."""
 
     arguments: list[str]
-    """Of its scheduler."""
+    """Arguments of its scheduler."""
     environment: dict[str, str]
-    """Variables that it has beside those of this process."""
+    """Variables in addition to those of this process."""
 
 
 def placed(
     arguments: Sequence[str], replicas: int, environment: Mapping[str, str] = os.environ
 ) -> list[Place]:
-    """The places of ``replicas`` schedulers with these arguments.
+    """Return the places of ``replicas`` schedulers with these arguments.
 
     Raises:
-        InvalidRequest: an option cannot be shared, or there are too few CUDA devices, or cores where those are not used.
+        InvalidRequest: an option cannot be shared, or there are too few CUDA devices, or cores where those
+            are not used.
     """
     for option in _OWN:
         if has_option(arguments, option):
@@ -54,8 +55,8 @@ def placed(
     devices = _assigned(option_value(arguments, "--device"), replicas, ranks, environment)
     if devices is None and replicas * ranks > PER_CORE * _cores():
         raise InvalidRequest(
-            f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and there are {_cores()} cores: at most {PER_CORE} "
-            "for each core",
+            f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and there are "
+            f"{_cores()} cores: at most {PER_CORE} for each core",
             field="--replicas",
             value=replicas,
         )
@@ -76,7 +77,7 @@ def placed(
 
 
 def ranks_of(arguments: Sequence[str]) -> int:
-    """``--tp`` of a scheduler with these arguments; 1 where it is none, which the scheduler refuses."""
+    """Return ``--tp`` of a scheduler with these arguments; 1 if it is no number, which is refused later."""
     with suppress(ValueError):
         return max(1, int(option_value(arguments, "--tp") or 1))
     return 1
@@ -85,7 +86,7 @@ def ranks_of(arguments: Sequence[str]) -> int:
 def _assigned(
     device: str | None, replicas: int, ranks: int, environment: Mapping[str, str]
 ) -> list[str] | None:
-    """CUDA devices, as ``CUDA_VISIBLE_DEVICES`` names them; None: there are none to be assigned."""
+    """Return CUDA devices as ``CUDA_VISIBLE_DEVICES`` names them, or None if there are none to assign."""
     if device not in (None, "auto", "cuda"):
         return None
     devices = cuda_devices(environment)
@@ -95,8 +96,9 @@ def _assigned(
     if len(devices) < needed:
         each = "one each" if ranks == 1 else f"{ranks} each (--tp {ranks})"
         raise InvalidRequest(
-            f"{replicas} replicas need {needed} CUDA devices, {each}, and there are {len(devices)}: give fewer --replicas, or "
-            "--device cuda:0 to have all of them share one (with --kv-pool-tokens), or --device cpu",
+            f"{replicas} replicas need {needed} CUDA devices, {each}, and there are {len(devices)}: give "
+            "fewer --replicas, or --device cuda:0 to have all of them share one (with --kv-pool-tokens), or "
+            "--device cpu",
             field="--replicas",
             value=replicas,
         )
@@ -104,7 +106,7 @@ def _assigned(
 
 
 def cuda_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The CUDA devices that a process with this environment sees, by index or UUID."""
+    """Return the CUDA devices that a process with this environment sees, by index or UUID."""
     given = environment.get(VISIBLE)
     if given is not None:
         names = [name.strip() for name in given.split(",")]
@@ -121,14 +123,14 @@ def cuda_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _threads(environment: Mapping[str, str]) -> int:
-    """How many threads one engine alone would use: OpenMP's number, else the cores that this process may run on."""
+    """Return the number of threads of one engine alone: OpenMP's, else this process's cores."""
     with suppress(ValueError):
         return int(environment[_THREADS]) if _THREADS in environment else _cores()
     return _cores()
 
 
 def _cores() -> int:
-    """Cores, two hardware threads of which count once."""
+    """Return the number of cores that this process may run on; hardware threads of one core count once."""
     siblings = set()
     for cpu in os.sched_getaffinity(0):
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

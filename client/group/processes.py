@@ -1,8 +1,9 @@
-"""The processes of the replicas: one supervisor each, which restarts its engine at the same endpoint.
+"""Processes of the replicas: one supervisor each, which restarts its engine at the same endpoint.
 
 Invariants:
-- Either all replicas have become ready, or none is left and the first reason is raised.
-- What becomes of one replica later concerns that one; the listener hears of the end of all once, when the last has ended.
+- Either all replicas have become ready, or all have ended and the first reason is raised.
+- Later each replica ends or is restarted by itself; listeners hear once of the end of all, when the last has
+  ended.
 
 Listeners are called in the supervisors' threads.
 """
@@ -20,12 +21,12 @@ from ..launch.supervisor import Ended, Listener, RestartPolicy, Serving, State, 
 from .placement import placed, ranks_of
 
 ReplicaListener = Callable[[str, State], None]
-"""Is told a replica's name and its state."""
+"""Called with a replica's name and its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A replica's name, and who starts it."""
+    """Name and supervisor of a replica."""
 
     name: str
     supervisor: Supervisor
@@ -43,14 +44,14 @@ class ReplicaProcesses:
         curve_server_key: KeyOrFile | None = None,
         curve_client_key_file: KeyOrFile | None = None,
     ) -> None:
-        """``arguments``: those of each ``caesura scheduler``, ``--model`` included.
+        """``arguments`` are those of each ``caesura scheduler``, ``--model`` included.
 
         Raises:
             InvalidRequest: of :func:`.placement.placed`, or keys that cannot be used.
         """
         self.keys = curve_server_key, curve_client_key_file
         self.ranks = ranks_of(arguments)
-        """Ranks of each replica (``--tp``)."""
+        """Number of ranks of each replica (``--tp``)."""
         self._lock = threading.Lock()
         self._ended: dict[str, EngineError | None] = {}
         self._listeners: list[Listener] = []
@@ -74,7 +75,7 @@ class ReplicaProcesses:
         """Start all of them, and return when all are ready.
 
         Raises:
-            EngineError: why one is not; all have ended then.
+            EngineError: one is not; all have ended then.
         """
         try:
             self._start()
@@ -85,12 +86,12 @@ class ReplicaProcesses:
             replica.supervisor.subscribe(_named(replica.name, self._hear))
 
     def follow(self, listener: ReplicaListener) -> None:
-        """``listener`` hears the present state of every replica now, and every later one."""
+        """Call ``listener`` with the present state of every replica, and with every later one."""
         for replica in self.replicas:
             replica.supervisor.subscribe(_named(replica.name, listener))
 
     def subscribe(self, listener: Listener) -> None:
-        """``listener`` hears when the last replica has ended for good, at once if it has already."""
+        """Call ``listener`` when the last replica has ended for good, at once if it has already."""
         with self._lock:
             self._listeners.append(listener)
             over = len(self._ended) == len(self.replicas)
@@ -98,7 +99,7 @@ class ReplicaProcesses:
             listener(Ended(self._reason()))
 
     def hurry(self) -> None:
-        """Requests that engines still finish, while :meth:`close` waits in another thread, end now."""
+        """End the requests that engines still finish while :meth:`close` waits in another thread."""
         for replica in self.replicas:
             replica.supervisor.hurry()
 
@@ -138,7 +139,7 @@ class ReplicaProcesses:
                 listener(Ended(self._reason()))
 
     def _reason(self) -> EngineError | None:
-        """The first error of any; None: all were told to end."""
+        """Return the first error of any, or None if all were told to end."""
         return next((error for error in self._ended.values() if error is not None), None)
 
 

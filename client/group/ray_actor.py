@@ -1,8 +1,8 @@
-"""The actor of one replica: an engine process on the node where Ray has placed it. Needs no Ray itself.
+"""The actor of one replica: an engine process on the node where Ray has placed it.
 
 Invariants:
-- The engine's life is the actor's: an engine that ends takes the actor's process with it, so that Ray restarts both, and an
-  actor that is killed takes the engine (its lifeline, ``launch/launcher.py``).
+- Engine and actor end together: an engine that ends takes the actor's process with it, so that Ray restarts
+  both, and an actor that is killed takes the engine (its lifeline, ``launch/launcher.py``).
 - Beyond its own host an engine listens with CURVE keys only. Its secret key is made here and stays here.
 """
 
@@ -29,20 +29,20 @@ PORT_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Where the engine of an actor listens."""
+    """Address of an actor's engine."""
 
     endpoint: str
     server_key: str | None
-    """CURVE public key of the engine; None: it listens on its own host only."""
+    """CURVE public key of the engine, or None if it listens on its own host only."""
     pid: int
     """Process id of the engine, on its node."""
     start: str
-    """Another one after every start of the actor."""
+    """Random name of this start of the actor."""
     node_ip: str
 
 
 class EngineActor:
-    """Starts an engine, and says where it listens."""
+    """Starts an engine and watches it."""
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class EngineActor:
         Args:
             options: keywords of :func:`launch_scheduler`.
             client_key: CURVE public key of the fleet's clients.
-            driver_ip: address of the host of the fleet; an engine of that host listens on a socket file. Empty: none does.
-            startup_timeout: seconds until the engine must be ready.
+            driver_ip: address of the fleet's host; an engine of that host listens on a socket file. Empty:
+                none does.
+            startup_timeout: maximum seconds until the engine is ready.
         """
         self._start = secrets.token_hex(8)
         self._client_key = client_key
@@ -78,20 +79,20 @@ class EngineActor:
         threading.Thread(target=self._watch, name="caesura-replica", daemon=True).start()
 
     def replica(self, client_key: str) -> Replica:
-        """Return where the engine listens, and have it accept ``client_key`` instead of a former fleet's."""
+        """Return the engine's address, and have it accept ``client_key`` instead of a former fleet's."""
         if self._replica.server_key is not None and client_key != self._client_key:
             self._authorize(client_key)
         self._client_key = client_key
         return self._replica
 
     def place(self) -> Any:
-        """Ray's handle of the placement group that this actor is in."""
+        """Return Ray's handle of the actor's placement group."""
         import ray
 
         return ray.util.get_current_placement_group()
 
     def close(self) -> None:
-        """End the engine in order; the actor is its owner's to kill."""
+        """End the engine in order; the owner kills the actor."""
         self._ends = True
         self._engine.close()
         self._remove_keys()
@@ -99,9 +100,9 @@ class EngineActor:
     def _beyond(
         self, model: str, options: Mapping[str, Any], client_key: str, node_ip: str, startup_timeout: float
     ) -> tuple[str, LaunchedScheduler]:
-        """An engine that listens at the node's address, for the owner of ``client_key`` alone, and its public key."""
+        """Start an engine at the node's address for the owner of ``client_key``; return its key, too."""
         public, secret = zmq.curve_keypair()
-        own, own_secret = zmq.curve_keypair()  # of the actor, which watches the engine as a client
+        own, own_secret = zmq.curve_keypair()  # the actor watches the engine as a client
         files = {
             f"server{SECRET_SUFFIX}": key_file(public, secret),
             f"actor{SECRET_SUFFIX}": key_file(own, own_secret),
@@ -129,7 +130,7 @@ class EngineActor:
         raise AssertionError("unreachable")
 
     def _authorize(self, client_key: str) -> None:
-        """Put the key file of the fleet's clients into place whole: the engine may read it at any time."""
+        """Replace the key file of the fleet's clients at once: the engine may read it at any time."""
         assert self._folder is not None
         part = self._folder / f"part{SECRET_SUFFIX}"
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

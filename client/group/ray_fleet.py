@@ -2,9 +2,10 @@
 
 Invariants:
 - Ray carries addresses, keys and lifetimes; tokens, commands and weights go to the engines directly.
-- A replica serves only after the fleet has brought it to its weights: at the start, after a restart, and after a scale-up.
-- Actors and placement groups end with :meth:`RolloutFleet.close`. Those of a fleet without a name end with the
-  Ray job, too; those of one with a name are detached, and a fleet of that name in another process can adopt them.
+- A replica serves only with the fleet's weights: at the start, after a restart, and after a scale-up.
+- Actors and placement groups end with :meth:`RolloutFleet.close`. Those of a fleet without a name also end
+  with the Ray job; those of one with a name are detached, and a fleet of that name in another process can
+  adopt them.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
 from .dispatcher import DEFAULT_PATIENCE_S
 from .fleet import KEEPALIVE_TIMEOUT_S, LEASE_S, LOOK_INTERVAL_S, Fleet
 from .members import EngineAddress, Member
-from .opening import Adopt
 from .ray_actor import EngineActor, Replica
+from .recovery import Adopt
 from .session import Verify
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_S = 600.0
-"""How long an engine may take to be ready, loading included."""
+"""Seconds until an engine must be ready, loading included."""
 RESTART_LOOK_S = 0.2
-"""Between questions to an actor that Ray restarts."""
+"""Seconds between questions to an actor that Ray restarts."""
 NAMESPACE = "caesura"
-"""Ray's namespace of the actors of fleets that have a name: every job of the cluster finds them there."""
+"""Ray's namespace of the actors of named fleets: every job of the cluster finds them there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Placement:
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    """Devices of one replica; Ray sets ``CUDA_VISIBLE_DEVICES`` accordingly."""
+    """Number of devices of one replica; Ray sets ``CUDA_VISIBLE_DEVICES`` accordingly."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Custom resources of the cluster."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
@@ -65,7 +66,7 @@ class Placement:
 
 @dataclass(slots=True)
 class _Slot:
-    """One replica: its actor, and its place."""
+    """Actor and place of one replica."""
 
     name: str
     actor: Any
@@ -75,7 +76,7 @@ class _Slot:
 
 
 class RolloutFleet(Fleet):
-    """A fleet of engines on a Ray cluster; ``ray.init`` is the caller's, or this class connects as ``ray.init()`` does."""
+    """A fleet of engines on a Ray cluster; it calls ``ray.init()`` unless the caller has."""
 
     def __init__(
         self,
@@ -98,13 +99,16 @@ class RolloutFleet(Fleet):
         """
         Args:
             model: a Hugging Face folder that every node can read.
-            replicas: how many engines.
+            replicas: number of engines.
             placement: a :class:`Placement`, or a dict of its fields.
             engine_options: keywords of :func:`launch_scheduler` for every engine.
-            start_timeout: seconds until all replicas must be placed and ready.
-            listen: ``auto``: engines on this process's node listen on socket files, others on ``tcp://`` with keys. ``tcp``: all do.
-            name: name of the fleet on the cluster; its engines then outlive this process, and listen on ``tcp://``.
-            adopt: take over the engines that a fleet of that name has left behind, and start those that are missing.
+            start_timeout: maximum seconds until all replicas are placed and ready.
+            listen: ``auto``: engines on this process's node listen on socket files, others on ``tcp://`` with
+                keys. ``tcp``: all do.
+            name: name of the fleet on the cluster; its engines then outlive this process, and listen on
+                ``tcp://``.
+            adopt: take over the engines that a fleet of that name has left behind, and start those that are
+                missing.
 
         The other arguments are those of :class:`Fleet`.
         """
@@ -136,15 +140,17 @@ class RolloutFleet(Fleet):
 
     @property
     def replicas(self) -> int:
-        """How many replicas the fleet has, serving or not."""
+        """Number of replicas, serving or not."""
         return len(self._slots)
 
     async def open(self) -> Self:
         """Place and start all replicas, or find them, and connect to them.
 
         Raises:
-            TimedOut: the cluster had no room for them in time. EngineError: an engine does not start, or not in time.
-            InvalidRequest: another fleet has that name. WeightsInvalid: as of :meth:`Fleet.open`.
+            TimedOut: the cluster had no room for them in time.
+            EngineError: an engine does not start, or not in time.
+            InvalidRequest: another fleet has that name.
+            WeightsInvalid: as :meth:`Fleet.open`.
         """
         if not ray.is_initialized():
             ray.init()
@@ -183,11 +189,13 @@ class RolloutFleet(Fleet):
             private_directory.remove(folder)
 
     async def scale(self, replicas: int) -> None:
-        """Have so many replicas from now on. New ones are brought to the fleet's weights before they serve; what the ones that
-        leave have in flight is continued on others.
+        """Change the number of replicas.
+
+        New ones serve only with the fleet's weights; requests of those that leave continue on others.
 
         Raises:
-            TimedOut: the cluster has no room for them. EngineError: a new one does not start, or cannot be admitted.
+            TimedOut: the cluster has no room for them.
+            EngineError: a new one does not start, or cannot be admitted.
         """
         if replicas < 1:
             raise InvalidRequest(f"replicas = {replicas} must be at least 1", field="replicas")
@@ -210,7 +218,7 @@ class RolloutFleet(Fleet):
         self._wanted = replicas
 
     def replica(self, name: str) -> Replica | None:
-        """Where the engine of that name runs; None while it is not known."""
+        """Return the address of the engine of that name, or None while it is not known."""
         slot = self._slots.get(name)
         return None if slot is None else slot.replica
 
@@ -237,7 +245,7 @@ class RolloutFleet(Fleet):
         return EngineAddress(replica.endpoint, name=slot.name, **keys)
 
     def _place(self, count: int) -> list[_Slot]:
-        """Actors of ``count`` more replicas, in a placement group of their own."""
+        """Start actors of ``count`` more replicas, in a placement group of their own."""
         placement = self._placement
         files = self._listen == "auto" and self._name is None  # who adopts them may be on another node
         lifetime = None if self._name is None else "detached"
@@ -277,7 +285,7 @@ class RolloutFleet(Fleet):
         return slots
 
     def _left_behind(self) -> list[str]:
-        """Names of the replicas that the cluster has of a fleet of this name, the oldest first."""
+        """Return the names of the cluster's replicas of a fleet of this name, the oldest first."""
         if self._name is None:
             return []
         of_fleet = f"{self._name}/"
@@ -289,7 +297,7 @@ class RolloutFleet(Fleet):
         return sorted(names, key=self._age)
 
     async def _found(self, names: list[str]) -> list[_Slot]:
-        """The actors of these replicas, and their places."""
+        """Return the slots of these replicas."""
         actors = [ray.get_actor(f"{self._name}/{name}", namespace=NAMESPACE) for name in names]
         asked = [actor.place.remote() for actor in actors]
         places = await self._answered(asked)
@@ -300,12 +308,12 @@ class RolloutFleet(Fleet):
         return list(self._slots.values())
 
     async def _located(self, slots: list[_Slot]) -> list[tuple[_Slot, Replica]]:
-        """Where the engines of ``slots`` listen, once they are ready."""
+        """Return the addresses of ``slots`` once their engines are ready."""
         found = await self._answered([slot.actor.replica.remote(self._client_key) for slot in slots])
         return list(zip(slots, found, strict=True))
 
     async def _answered(self, asked: list[Any]) -> list[Any]:
-        """What actors answer that have been asked, once their engines are ready."""
+        """Return the answers of actors once their engines are ready."""
         try:
             return await asyncio.wait_for(asyncio.gather(*asked), self._start_timeout)
         except TimeoutError:
@@ -333,7 +341,7 @@ class RolloutFleet(Fleet):
             slot.coming_back = asyncio.ensure_future(self._come_back(slot, member))
 
     async def _come_back(self, slot: _Slot, lost: Member) -> None:
-        """Ray restarts the actor; its new engine takes the place of the lost one."""
+        """Admit the new engine of the actor, which Ray restarts, in the place of the lost one."""
         before = slot.replica
         while self._slots.get(slot.name) is slot:
             await asyncio.sleep(RESTART_LOOK_S)

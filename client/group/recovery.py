@@ -1,63 +1,117 @@
-"""Brings an engine that joins a fleet, for the first time or again, to the weights that the fleet serves.
+"""Members that get the group's weights: the first ones, those of a dead group, and later ones.
 
-Invariant: what returns from here has valid weights under the fleet's label, from where the fleet has its own: the checkpoint that
-all started with, or were updated from, or another member. A member's copy is preferred: it is what the fleet serves, whatever has
-become of the folder.
+Invariants:
+- Members that serve have the same bytes under the same label. Engines that were left behind are compared by
+  checksums, since one label may name two weights there.
+- A member that is brought up to date has valid weights under the group's label, from where the group has its
+  own: another member (preferred: it has what the group serves, whatever has become of the folder), or the
+  checkpoint folder.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from ...io_struct import GetStatusReqOutput
 from ..connection.control_client import ControlClient
-from ..exceptions import EngineError, MemoryReleased, WeightsInvalid
+from ..exceptions import EngineError, InvalidRequest, MemoryReleased, NoSession, WeightsInvalid
 from .members import EngineAddress, Member
-from .session import Verify
+from .session import ABORT_S, Verify, everywhere
 from .transports import own_address
 
+if TYPE_CHECKING:
+    from .fleet import Fleet
+
 RELOAD_S = 600.0
-"""How long an engine may take for a whole reload."""
+"""Seconds that an engine may take for a whole reload."""
 ASK_S = 10.0
+"""Seconds that a status request to a member may take."""
+Adopt = bool | Literal["any"]
+"""True takes over engines that were left behind; ``any`` does even if none has complete weights."""
+Copy = Callable[[EngineAddress, EngineAddress, str | None], None]
+"""Copies weights and label of the first engine, which serves on, to the second. Blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the fleet's weights are from."""
+    """Origin of the group's weights."""
 
     path: str | None = None
-    """The folder of the last update, if it was from disk."""
+    """Folder of the last update, if it was from disk."""
     model_path: str | None = None
-    """The folder that the engines started with."""
+    """Folder that the engines started with."""
     updated: bool = False
-    """Whether the fleet has been updated since it was opened."""
+    """True if the group has been updated since it was opened."""
 
     @property
     def folder(self) -> str | None:
-        """A folder with the fleet's weights; None if there is none."""
+        """A folder with the group's weights, or None."""
         return self.path if self.updated else self.model_path
 
 
-Copy = Callable[[EngineAddress, EngineAddress, str | None], None]
-"""Copies the weights and the label of the first engine, which serves on, to the second. Blocks."""
+async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
+    """Admit ``members``, which must have valid weights under one label.
+
+    Raises:
+        EngineError: a member cannot be reached.
+        InvalidRequest: a member has other weights than the first, or none that are valid.
+    """
+    answers = await everywhere(members, fleet.ask, ASK_S)
+    answers.raise_first()
+    statuses: dict[Member, GetStatusReqOutput] = answers.replies
+    if not statuses:
+        return
+    first = next(iter(statuses.values()))
+    for member, status in statuses.items():
+        if status.weights != "valid" or status.weight_version != first.weight_version:
+            raise InvalidRequest(
+                f"{member.name} has {status.weights} weights {status.weight_version!r}, the fleet "
+                f"{first.weight_version!r}: update it before it joins, or open the fleet with adopt=True if "
+                "its former owner has died",
+                field="members",
+            )
+    _admit_first(fleet, statuses, statuses, Source(model_path=first.model_path))
 
 
-def copy_here(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-    """A :data:`Copy` within this process, which then has torch."""
-    from ..trainer import clone_weights
+async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> None:
+    """End what a former group has begun on ``members``, and admit those with the newest complete weights.
 
-    with ExitStack() as stack:
-        clients = [
-            stack.enter_context(closing(ControlClient(each.endpoint, owner=owner, **each.keys)))
-            for each in (donor, target)
-        ]
-        clone_weights(
-            clients[0],
-            clients[1:],
-            master_address=own_address([donor.endpoint, target.endpoint]),
-            timeout=RELOAD_S,
-        )
+    The others are fenced: :meth:`Fleet.heal` gives them the weights of those that serve.
+
+    Raises:
+        WeightsInvalid: none has complete weights, and ``adopt`` is not ``any``; or none answers.
+    """
+
+    async def ended(member: Member) -> GetStatusReqOutput:
+        if (await fleet.ask(member)).session is not None:
+            with suppress(NoSession):  # the engine has ended it itself meanwhile
+                await member.client.end_weight_update(commit=False, force=True)
+        return await fleet.ask(member)
+
+    answers = await everywhere(members, ended, ABORT_S)
+    statuses: dict[Member, GetStatusReqOutput] = answers.replies
+    lost = answers.failed | answers.out
+    for member, error in lost.items():
+        fleet.dispatcher.drop(member, error, "it does not answer")
+    valid = [member for member, status in statuses.items() if status.weights == "valid"]
+    checks = await everywhere(valid, lambda member: member.client.check_weights("checksum"), RELOAD_S)
+    for member, error in (checks.failed | checks.out).items():
+        fleet.dispatcher.drop(member, error, "its weights cannot be compared")
+        del statuses[member]
+        lost[member] = error
+    complete = {member: statuses[member] for member in checks.replies}
+    if not complete and not (statuses and adopt == "any"):
+        raise _no_complete_weights(statuses, lost)
+    newest = max(complete, key=lambda member: complete[member].weights_epoch, default=None)
+    found = {each: (status.weight_version, checks.replies[each].total) for each, status in complete.items()}
+    same = {each: status for each, status in complete.items() if newest and found[each] == found[newest]}
+    for member, status in statuses.items():
+        if member not in same:
+            fleet.dispatcher.fence(member, f"it has {status.weights} weights {status.weight_version!r}")
+    _admit_first(fleet, same, statuses, Source(updated=True))
+    await fleet.continue_members(ABORT_S, torch_empty_cache=True)
 
 
 async def catch_up(
@@ -68,19 +122,19 @@ async def catch_up(
     *,
     status: GetStatusReqOutput,
     verify: Verify,
-    current: bool = False,
-    copy: Copy = copy_here,
+    current: bool,
+    copy: Copy,
 ) -> GetStatusReqOutput:
-    """Give ``member``, whose last answer is ``status``, the fleet's weights; its status afterwards.
+    """Give ``member``, whose last reply is ``status``, the group's weights, and return its status afterwards.
 
     Args:
-        donor: a member that serves them. None: there is none.
-        current: it is known to have them still, if they are valid.
-        copy: how the weights get from it to ``member``.
+        donor: a member that serves them, or None.
+        current: True if it is known to have them still, provided that they are valid.
+        copy: copies them from the donor to ``member``.
 
     Raises:
-        MemoryReleased: the memory of ``member`` is. WeightsInvalid: nobody has them, or the engine has not got them.
-        EngineError: of the engine.
+        MemoryReleased: the memory of ``member`` is released.
+        WeightsInvalid: no engine and no folder has the weights, or the engine has not received them.
     """
     if status.released_tags:  # whoever released it says when it is needed again
         raise MemoryReleased(f"{member.name} has released {', '.join(status.released_tags)}")
@@ -89,7 +143,7 @@ async def catch_up(
     if not (
         labelled and (as_started or (status.session is None and (current or await _equal(member, donor))))
     ):
-        await _bring(member, donor, source, label, copy)
+        await _reload(member, donor, source, label, copy)
         status = await member.client.status(owner="", timeout=ASK_S)
     if status.weights != "valid" or status.weight_version != label:
         raise WeightsInvalid(
@@ -100,8 +154,49 @@ async def catch_up(
     return status
 
 
+def copy_here(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+    """Copy weights from this process, which needs torch; a :data:`Copy`."""
+    from ..trainer import clone_weights
+
+    with ExitStack() as stack:
+        source, *targets = [
+            stack.enter_context(closing(ControlClient(each.endpoint, owner=owner, **each.keys)))
+            for each in (donor, target)
+        ]
+        address = own_address([donor.endpoint, target.endpoint])
+        clone_weights(source, targets, master_address=address, timeout=RELOAD_S)
+
+
+def _admit_first(
+    fleet: "Fleet",
+    serving: Mapping[Member, GetStatusReqOutput],
+    every: Mapping[Member, GetStatusReqOutput],
+    source: Source,
+) -> None:
+    """Admit ``serving``, which have the same weights, under an epoch that none of ``every`` exceeds."""
+    fleet.source = source
+    fleet.dispatcher.epoch = max(status.weights_epoch for status in every.values())
+    for member, status in serving.items():
+        fleet.weight_version = status.weight_version
+        member.admit(status.weights_epoch, fleet.dispatcher.epoch)
+
+
+def _no_complete_weights(
+    statuses: Mapping[Member, GetStatusReqOutput], lost: Mapping[Member, EngineError]
+) -> WeightsInvalid:
+    reasons = {
+        member.name: f"{status.weights} ({status.weights_detail})" for member, status in statuses.items()
+    } | {member.name: error.message for member, error in lost.items()}
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return WeightsInvalid(
+        f"no engine has complete weights ({told}). Send one of them a complete update with a SchedulerClient "
+        "of its endpoint and open the fleet again, or open it with adopt='any' and update it",
+        members=reasons,
+    )
+
+
 async def _equal(member: Member, donor: Member | None) -> bool:
-    """Return True if ``member`` has the weights of ``donor``, as one that has restored them when it was restarted."""
+    """Return True if ``member`` has the bytes of ``donor``, as one that has restored them at its restart."""
     if donor is None:
         return False
     with suppress(EngineError):
@@ -110,12 +205,13 @@ async def _equal(member: Member, donor: Member | None) -> bool:
     return False
 
 
-async def _bring(member: Member, donor: Member | None, source: Source, label: str, copy: Copy) -> None:
-    with suppress(EngineError):  # what an update that failed has left open
+async def _reload(member: Member, donor: Member | None, source: Source, label: str, copy: Copy) -> None:
+    with suppress(EngineError):  # a failed update may have left a session open
         await member.client.end_weight_update(commit=False, force=True, timeout=ASK_S)
     await member.client.pause("abort", lease_s=member.lease_s, timeout=RELOAD_S)
     failure: EngineError = WeightsInvalid(
-        f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for the next update"
+        f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for "
+        "the next update"
     )
     if donor is not None:
         try:

@@ -1,10 +1,10 @@
-"""Which engine of a fleet takes a request: the least loaded one, unless a key or a cached prefix speaks for another.
+"""Choice of the engine for a request: by routing key, else by cached prefix, else the least loaded.
 
 Invariants:
 - A choice is a function of the candidates, the request and earlier choices: no clock, no randomness.
-- A routing key decides alone. It is hashed with each candidate's name, and the highest hash wins (rendezvous hashing: Thaler
-  and Ravishankar, 1998), so that only the keys of an engine that leaves move, and several routers agree.
-- Memory is bounded: at most :data:`MAX_PREFIXES` prefixes are remembered, the most recently used ones.
+- A routing key decides alone, by rendezvous hashing (Thaler and Ravishankar, 1998): only the keys of an
+  engine that leaves move, and several routers agree.
+- At most :data:`MAX_PREFIXES` prefixes are remembered, the most recently used ones.
 """
 
 import hashlib
@@ -12,25 +12,28 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .members import Member
 
 PREFIX_BLOCK = 32
 """Tokens of a block of the remembered prefixes."""
 MAX_BLOCKS = 64
-"""Blocks of a prompt that are looked at."""
+"""Number of blocks of a prompt that count."""
 MAX_PREFIXES = 1 << 16
 LEAST_SHARE = 0.3
-"""A remembered prefix counts if it is at least this share of the prompt."""
+"""Least share of the prompt for a remembered prefix to count."""
 LOAD_MARGIN = 16
 LOAD_RATIO = 1.5
-"""An engine with a prefix is not chosen if it has more than this many times the load of the least loaded one, plus the margin."""
+"""Maximum load of an engine with a prefix: this times that of the least loaded one, plus the margin."""
 
 _routing_key: ContextVar[str | None] = ContextVar("caesura_routing_key", default=None)
 
 
 @contextmanager
 def routed_by(key: str | None) -> Iterator[None]:
-    """Generations that are started in this block (and in tasks made in it) go to the engine of ``key``, as long as it serves."""
+    """Send generations of this block, and of tasks made in it, to the engine of ``key`` while it serves."""
     token = _routing_key.set(key)
     try:
         yield
@@ -39,42 +42,25 @@ def routed_by(key: str | None) -> Iterator[None]:
 
 
 def current_routing_key() -> str | None:
-    """The key of the innermost :func:`routed_by` block; None outside of one."""
+    """Return the key of the innermost :func:`routed_by` block, or None."""
     return _routing_key.get()
 
 
-class Candidate(Protocol):
-    """An engine that serves."""
-
-    @property
-    def name(self) -> str:
-        """Names it among the candidates, for as long as it keeps its cache."""
-        ...
-
-    @property
-    def load(self) -> int:
-        """Samples that it works on or has waiting."""
-        ...
-
-
-CandidateT = TypeVar("CandidateT", bound=Candidate)
-
-
 class Router:
-    """Chooses, and remembers which engine has seen which prefix."""
+    """Chooses members, and remembers which of them has seen which prefix."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[bytes, str] = OrderedDict()
 
     def choose(
         self,
-        candidates: Sequence[CandidateT],
+        candidates: Sequence["Member"],
         prompt: Sequence[int],
         *,
         key: str | None = None,
         salt: str = "",
-    ) -> CandidateT:
-        """One of ``candidates``, which must not be empty. ``salt`` separates prompts that share no cache."""
+    ) -> "Member":
+        """Return one of ``candidates``, at least one. ``salt`` separates prompts that share no cache."""
         if key is not None:
             return max(
                 candidates, key=lambda each: _digest(key.encode("utf-8", "surrogatepass"), each.name.encode())
@@ -91,7 +77,7 @@ class Router:
         return chosen
 
     def forget(self, name: str | None = None) -> None:
-        """The engine ``name`` has lost its cache; None: all have."""
+        """Forget the prefixes of the engine ``name``, or of all."""
         if name is None:
             self._seen.clear()
             return
@@ -99,8 +85,8 @@ class Router:
             del self._seen[block]
 
     def _by_prefix(
-        self, candidates: Sequence[CandidateT], blocks: Sequence[bytes], length: int
-    ) -> CandidateT | None:
+        self, candidates: Sequence["Member"], blocks: Sequence[bytes], length: int
+    ) -> "Member | None":
         limit = LOAD_RATIO * min(each.load for each in candidates) + LOAD_MARGIN
         by_name = {each.name: each for each in candidates if each.load <= limit}
         for count in range(len(blocks), 0, -1):
@@ -113,7 +99,7 @@ class Router:
 
 
 def _blocks(prompt: Sequence[int], salt: str) -> list[bytes]:
-    """A digest of every prefix of whole blocks, the shortest first."""
+    """Return a digest of every prefix of whole blocks, the shortest first."""
     found: list[bytes] = []
     digest = salt.encode()
     for start in range(0, min(len(prompt), MAX_BLOCKS * PREFIX_BLOCK) - PREFIX_BLOCK + 1, PREFIX_BLOCK):

@@ -1,11 +1,14 @@
-"""Two-phase updates: every member loads and verifies in a session of its own, then all commit, or none does.
+"""The two-phase weight session of a group: every member loads and verifies, then all commit, or none does.
 
 Invariants:
-- No member is told to commit before every member that takes part has loaded and agrees with the others.
-- A refusal or a failure of one member that serves aborts all. A member that has ended, or has not answered at the deadline, is out:
-  it is fenced, nobody waits for it, and the others go on without it; so is one that did not serve and cannot take part.
-- The session has the same name everywhere: the message id of its ``begin`` (docs/reference/lifecycle.md, "Session ownership").
-- Between the first commit and the last, no member runs: the caller has paused all of them, and continues them afterwards.
+- No member is told to commit before every member that takes part has loaded and agrees with the rest.
+- A refusal or failure of a serving member fails the session for all. A member that has ended or has not
+  answered at the deadline is out: nobody waits for it and the rest go on without it. So is a member that was
+  not serving and fails.
+- The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md,
+  "Session ownership").
+- No member generates between the first commit and the last: the caller has paused all of them.
+- A session that has failed is open until its caller aborts it.
 """
 
 import asyncio
@@ -15,38 +18,55 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...io_struct import TensorSpec, WeightUpdateReqOutput, new_id
+from ...io_struct import TensorSpec, new_id
 from ..exceptions import EngineDied, EngineError, EngineRestarting, InternalError, ShuttingDown, TimedOut
-from .errors import FleetUpdateFailed
 from .members import Member
 
 OUT = (EngineDied, EngineRestarting, ShuttingDown, TimedOut)
-"""What says that a member takes no further part, rather than that the update is wrong."""
-
+"""Errors of a member that takes no further part, as opposed to those of a wrong update."""
 Verify = Literal["counts", "checksums"]
-"""``counts``: every member has written as many tensors. ``checksums``: every member has the same bytes in every parameter."""
-
+"""``counts`` compares the number of written tensors, ``checksums`` the bytes of every parameter."""
 LEAST_COMMIT_S, ABORT_S = 30.0, 30.0
-"""How long members may take to commit, however late it is, and to abort."""
+"""Seconds that members may take to commit, however late it is, and to abort."""
 SPARE_S = 60.0
-"""By how much the engines' own deadline of a session is later than the fleet's."""
+"""Seconds by which the engines' own deadline of a session is later than the group's."""
 
-Load = Callable[[Sequence[Member], str, float], Awaitable[Mapping[Member, Any]]]
-"""Gives the members the weights within the session of that name and the seconds; a member's value is its reply, or its error."""
+
+class FleetUpdateFailed(EngineError):  # noqa: N818  (as the errors of one engine)
+    """An update of a fleet was not committed anywhere: no member serves the new weights.
+
+    Members that had written a byte are poisoned and fenced; the others serve the weights that they had.
+
+    Attributes:
+        reasons: the error of each member that had one, by name.
+        serving: names of the members that still serve, with the weights of before.
+    """
+
+    error_code = EngineError.error_code
+
+    def __init__(self, reasons: Mapping[str, EngineError], serving: list[str]) -> None:
+        messages = {name: error.message for name, error in reasons.items()}
+        told = "; ".join(f"{name}: {message}" for name, message in messages.items())
+        super().__init__(f"no engine was updated: {told}", members=messages, serving=serving)
+        self.reasons = dict(reasons)
+        self.serving = serving
+        first = next(iter(reasons.values()), None)
+        if first is not None:
+            self.code = first.code
 
 
 @dataclass(slots=True)
 class Answers:
-    """What the members answered to one command."""
+    """Answers of members to one command."""
 
     replies: dict[Member, Any] = field(default_factory=dict)
     failed: dict[Member, EngineError] = field(default_factory=dict)
     """Refusals and failures of members that are there."""
     out: dict[Member, EngineError] = field(default_factory=dict)
-    """Members that have ended, or had not answered in time."""
+    """Errors of members that have ended, or had not answered in time."""
 
-    def sort(self, member: Member, answer: Any) -> None:
-        """Put an answer where it belongs."""
+    def add(self, member: Member, answer: Any) -> None:
+        """Sort in a reply or an error."""
         if isinstance(answer, OUT):
             self.out[member] = answer
         elif isinstance(answer, EngineError):
@@ -55,16 +75,20 @@ class Answers:
             self.replies[member] = answer
 
     def raise_first(self) -> None:
-        """Raise the first error of a member, if there is one, with the member's name as a note."""
+        """Raise the first error, if there is one, with the member's name as a note."""
         for member, error in (self.failed | self.out).items():
             error.add_note(f"engine {member.name}")
             raise error
 
 
+Load = Callable[[Sequence[Member], str, float], Awaitable[Answers]]
+"""Sends weights to the members within the session of that name and the seconds."""
+
+
 async def everywhere(
     members: Sequence[Member], act: Callable[[Member], Awaitable[Any]], timeout: float | None
 ) -> Answers:
-    """Do the same on all members at once; what has not ended after ``timeout`` seconds is not waited for."""
+    """Do the same on all members at once, and wait at most ``timeout`` seconds for them."""
     tasks = {asyncio.ensure_future(act(member)): member for member in members}
     answers = Answers()
     if not tasks:
@@ -78,42 +102,28 @@ async def everywhere(
     for task, member in tasks.items():
         if task in late:
             task.cancel()
-            answers.sort(member, TimedOut(f"no answer within {timeout:g} s", timeout=timeout))
+            answers.add(member, TimedOut(f"no answer within {timeout:g} s", timeout=timeout))
             continue
         error = task.exception()
         if error is not None and not isinstance(error, EngineError):
             raise error
-        answers.sort(member, task.result() if error is None else error)
+        answers.add(member, task.result() if error is None else error)
     return answers
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """An update that the fleet has committed."""
-
-    replies: dict[Member, WeightUpdateReqOutput]
-    """The reply to the commit, of each member that has the new weights."""
-    out: dict[Member, EngineError]
-    """Members that have ended or were too late: they do not have the new weights, or nobody knows."""
-
-
-class FleetSession:
-    """One update of several members, from ``begin`` to its commit or abort; the members are paused by its owner before the commit."""
+class Session:
+    """An update of several members, from ``begin`` to its commit or abort."""
 
     def __init__(self, *, verify: Verify, session_id: str | None = None) -> None:
         self.id = session_id or new_id()
         """Name of the session on every member."""
         self.committing = False
-        """Whether members are being told to commit: it goes on to the end then, whoever stops waiting."""
+        """True once members are told to commit: it then runs to the end, whoever stops waiting."""
+        self.members: list[Member] = []
+        """Members that take part, now."""
         self.out: dict[Member, EngineError] = {}
         """Members that were lost on the way."""
         self._verify: Verify = verify
-        self._members: list[Member] = []
-
-    @property
-    def members(self) -> list[Member]:
-        """Those that take part, now."""
-        return list(self._members)
 
     async def begin(
         self,
@@ -123,38 +133,34 @@ class FleetSession:
         deadline_s: float | None,
         manifest: list[TensorSpec] | None = None,
     ) -> None:
-        """Open it on the members that ``paused``, the answers to a pause, says are there.
+        """Open it on the members that have answered ``paused``, the pause before it.
 
         Raises:
-            FleetUpdateFailed: of this and the following: a member refused or failed, or none is left; all are aborted.
+            FleetUpdateFailed: a member refused or failed, or none is left.
         """
 
         async def begin(member: Member) -> Any:
-            if not member.serves:  # what an earlier update left open there
+            if not member.serves:  # an earlier update may have left a session open there
                 with suppress(EngineError):
                     await member.client.end_weight_update(commit=False, force=True)
             return await member.client.begin_weight_update(
                 message_id=self.id, deadline_s=deadline_s, manifest=manifest
             )
 
-        self._members = list(paused.replies)
-        await self._settle(paused)
-        await self._settle(await everywhere(self._members, begin, timeout))
+        self.members = list(paused.replies)
+        self.settle(paused)
+        self.settle(await everywhere(self.members, begin, timeout))
 
-    async def load(self, load: Load, timeout: float) -> dict[Member, Any]:
-        """Give every member weights; their replies. Raises as :meth:`begin`."""
-        loaded = Answers()
-        for member, answer in (await load(list(self._members), self.id, timeout)).items():
-            loaded.sort(member, answer)
-        await self._settle(loaded)
-        return loaded.replies
+    async def commit(self, label: str | None, timeout: float) -> Answers:
+        """Verify, then commit everywhere; the commits' replies, and the members that are out.
 
-    async def commit(self, label: str | None, timeout: float) -> Committed:
-        """Verify, then commit everywhere. Raises as :meth:`begin`, before any member was told to commit."""
-        await self._settle(await _verified(self._members, self._verify, timeout))
+        Raises:
+            FleetUpdateFailed: as :meth:`begin`, before any member was told to commit; or all refused to.
+        """
+        self.settle(await _verified(self.members, self._verify, timeout))
         self.committing = True
         answers = await everywhere(
-            self._members,
+            self.members,
             lambda member: member.client.end_weight_update(
                 commit=True, session_id=self.id, weight_version=label
             ),
@@ -162,41 +168,36 @@ class FleetSession:
         )
         lost = answers.out | answers.failed
         if not answers.replies:
-            raise self._failure(self.out | lost)
+            raise _failure(self.out | lost)
         self.out |= lost
-        return Committed(answers.replies, self.out)
+        return Answers(answers.replies, out=self.out)
 
     async def abort(self) -> None:
         """End it everywhere without a commit."""
         await everywhere(
-            self._members,
+            self.members,
             lambda member: member.client.end_weight_update(commit=False, session_id=self.id),
             ABORT_S,
         )
 
-    async def _settle(self, answers: Answers) -> None:
-        """Go on with those that answered well, or abort all if one refused or nobody is left."""
-        if any(member.serves for member in self._members):
+    def settle(self, answers: Answers) -> None:
+        """Go on with the members that have replied. Raises as :meth:`begin`."""
+        if any(member.serves for member in self.members):
             for member in [each for each in answers.failed if not each.serves]:
                 answers.out[member] = answers.failed.pop(member)
         self.out |= answers.out
-        self._members = [member for member in self._members if member not in self.out]
-        if answers.failed or not self._members:
-            await self.abort()
-            raise self._failure({**answers.failed, **self.out})
-
-    @staticmethod
-    def _failure(reasons: Mapping[Member, EngineError]) -> FleetUpdateFailed:
-        return FleetUpdateFailed({member.name: error for member, error in reasons.items()}, [])
+        self.members = [member for member in self.members if member not in self.out]
+        if answers.failed or not self.members:
+            raise _failure({**answers.failed, **self.out})
 
 
 async def two_phase(
-    session: FleetSession, paused: Answers, load: Load, *, label: str | None, deadline_s: float
-) -> Committed:
-    """A whole update within ``deadline_s``. Cancelled before its commit: aborted.
+    session: Session, paused: Answers, load: Load, *, label: str | None, deadline_s: float
+) -> Answers:
+    """Update all members within ``deadline_s`` seconds. Failed or cancelled before the commit, it is aborted.
 
     Raises:
-        FleetUpdateFailed: as :meth:`FleetSession.begin`.
+        FleetUpdateFailed: as :meth:`Session.begin`.
     """
     deadline = time.monotonic() + deadline_s
 
@@ -205,15 +206,16 @@ async def two_phase(
 
     try:
         await session.begin(paused, timeout=left(), deadline_s=deadline_s + SPARE_S)
-        await session.load(load, left())
+        session.settle(await load(session.members, session.id, left()))
         return await session.commit(label, left())
-    except asyncio.CancelledError:
-        await session.abort()
+    except (FleetUpdateFailed, asyncio.CancelledError):
+        if not session.committing:
+            await session.abort()
         raise
 
 
 async def _verified(members: Sequence[Member], verify: Verify, timeout: float) -> Answers:
-    """Whether all members have loaded the same; a member that differs from the first has failed."""
+    """Compare what the members have loaded; one that differs from the first serving member has failed."""
 
     async def look(member: Member) -> Any:
         if verify == "checksums":
@@ -231,3 +233,7 @@ async def _verified(members: Sequence[Member], verify: Verify, timeout: float) -
                 f"it has loaded other weights than the others: {verify} {found}, not {expected}"
             )
     return answers
+
+
+def _failure(reasons: Mapping[Member, EngineError]) -> FleetUpdateFailed:
+    return FleetUpdateFailed({member.name: error for member, error in reasons.items()}, [])

@@ -1,20 +1,22 @@
-"""Weight sessions of several replicas: what one engine does with a session, in two phases on all of them.
+"""Weight sessions of several replicas, for clients that take them for one engine.
 
 Invariants:
-- Every call loads within one session of the same name on every replica; the label changes on all of them, or on none
-  (``group/session.py``). Between the first commit and the last, no replica generates.
-- The kinds are an engine's own: ``explicit`` from ``begin`` to ``end``; ``implicit`` for calls without a session while paused, or while
-  no replica has valid weights, committed when everything is written, at continue, at a flush or at ``end``; ``single`` otherwise, and
-  for a whole checkpoint.
-- What all replicas refuse in the same words is the request's fault: it changes nothing, as on one engine. What only some refuse
-  aborts the session on all; replicas that had written are fenced then, until they have valid weights again.
+- Every call loads within one explicit session of the same name on every replica; the label changes on all of
+  them, or on none (``session.py``). No replica generates between the first commit and the last.
+- A client sees the kinds of one engine: ``explicit`` from ``begin`` to ``end``; ``implicit`` for calls
+  without a session while paused, or while no replica has valid weights, committed when everything is written,
+  at continue, at a flush or at ``end``; ``single`` otherwise, and for a whole checkpoint.
+- A refusal by all replicas in the same words is the request's fault: it changes nothing, as on one engine.
+  Another refusal aborts the session on all; replicas that had written are fenced until they have valid
+  weights again.
 - A pause that an update has made ends with it; a pause that was there before stays.
 
-All methods but :meth:`Updates.status` and :meth:`Updates.close` are called with the fleet's lock held.
+All methods but :meth:`Updates.carry_out`, :meth:`Updates.status` and :meth:`Updates.close` need the group's
+lock.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -28,6 +30,7 @@ from ...io_struct import (
     EndWeightUpdateReqInput,
     ErrorCode,
     PauseMode,
+    Request,
     SessionStatus,
     StageTimes,
     UpdateWeightFromDiskReqInput,
@@ -36,6 +39,7 @@ from ...io_struct import (
     WeightUpdateOptions,
     WeightUpdateReqOutput,
 )
+from ..connection.async_channel import wait_for
 from ..exceptions import (
     EngineError,
     EngineRestarting,
@@ -45,61 +49,53 @@ from ..exceptions import (
     SessionOpen,
     WeightMismatch,
 )
-from .answers import combined_answer, one_error, sent_to, uniform
-from .coverage import Coverage
-from .errors import FleetUpdateFailed
+from .combining import one_error, uniform
 from .fleet import PAUSE_S
 from .members import Member
-from .recovery import Source
-from .session import Answers, FleetSession, everywhere
+from .recovery import ASK_S, Source
+from .session import Answers, FleetUpdateFailed, Session, everywhere
 
 if TYPE_CHECKING:
     from .replicas import ReplicaFleet
 
 SETTLE_S = 60.0
-"""How long replicas may take to open a session, and to say what they have loaded."""
+"""Seconds that replicas may take to open a session, and to say what they have loaded."""
 LATE_S = 2.0
-"""How much later than the engines' own deadline a session is looked at."""
-_NEVER = 1e9
+"""Seconds after the engines' own deadline at which a session is looked at."""
+_LONGEST_S = 1e9
 _WHOLE = (UpdateWeightFromDiskReqInput, UpdateWeightsFromCheckpointEngineReqInput)
 """Calls whose sender says that they are complete."""
-_STILL_OPEN = {ErrorCode.WEIGHT_MISMATCH, ErrorCode.NOT_IDLE}
+_LEAVE_OPEN = {ErrorCode.WEIGHT_MISMATCH, ErrorCode.NOT_IDLE}
 """Refusals of a commit that leave the session open."""
-
-
-class _RefusedError(Exception):
-    """All replicas have refused a call in the same words."""
-
-    def __init__(self, error: EngineError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 @dataclass(slots=True)
 class _Open:
     """The session that is open."""
 
-    session: FleetSession
+    session: Session
     kind: Literal["explicit", "implicit", "single"]
     owner: str | None
     route: tuple[Any, ...] = ()
-    """What calls of an implicit session must agree in: transport, group and label."""
+    """Transport, group and label, in which the calls of an implicit session must agree."""
     paused_here: bool = False
-    """The update has paused the replicas, and continues them."""
+    """True if the update has paused the replicas."""
     began: float = field(default_factory=monotonic)
     count: int = 0
-    """Replicas at its begin."""
+    """Number of replicas at its begin."""
     incarnations: dict[Member, str | None] = field(default_factory=dict)
-    """Those of the replicas at its begin: a later one knows nothing of the session."""
+    """Processes of the replicas at its begin: a later one does not know the session."""
     calls: int = 0
     tensors: int = 0
     source: Source | None = None
-    coverage: Coverage | None = None
+    missing: set[str] | None = None
+    """Tensors of an implicit session that no call has named, or None if unknown. A hint: the commit decides,
+    since engines may store other names, and pieces count as whole tensors."""
     timer: asyncio.TimerHandle | None = None
 
 
 class Updates:
-    """The open session of a fleet of replicas, if there is one."""
+    """The open session of a group of replicas, if there is one."""
 
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
@@ -108,93 +104,114 @@ class Updates:
 
     @property
     def is_open(self) -> bool:
-        """Whether a session is open."""
+        """True if a session is open."""
         return self._open is not None
 
     def status(self) -> SessionStatus | None:
-        """The open session, as an engine would tell of it."""
+        """Return the open session as an engine reports its own, or None."""
         opened = self._open
         if opened is None:
             return None
-        deadline = None if opened.timer is None else opened.timer.when() - LATE_S
+        due = None if opened.timer is None else opened.timer.when() - LATE_S
         return SessionStatus(
             kind=opened.kind,
             session_id=opened.session.id,
             owner=opened.owner,
             age_s=monotonic() - opened.began,
-            deadline_s=None if deadline is None else deadline - asyncio.get_running_loop().time(),
+            deadline_s=None if due is None else due - asyncio.get_running_loop().time(),
             written_tensors=opened.tensors,
         )
 
     def close(self) -> None:
-        """Forget it; the engines abort it when their client is gone."""
+        """Forget the session; the engines abort it when their client is gone."""
         self._forget()
         if self._looking is not None:
             self._looking.cancel()
 
     def leave_paused(self) -> None:
-        """A pause of somebody's own has come: the update leaves it."""
+        """Leave the replicas paused after the open update: another owner has paused them."""
         if self._open is not None:
             self._open.paused_here = False
 
-    async def begin(self, request: BeginWeightUpdateReqInput) -> BeginWeightUpdateReqOutput:
-        """Open an explicit session on all replicas.
+    async def carry_out(self, request: Request, buffers: Sequence[memoryview]) -> Any:
+        """Begin or end a session, or load weights and commit if the call is the last one.
 
         Raises:
-            SessionOpen: another one is open. EngineError: a replica refuses.
+            FleetUpdateFailed: a replica failed, and nobody serves the new label.
+            NoSession, SessionOpen: the request does not belong to the open session.
+            EngineError: what all replicas refuse.
         """
+        fleet = self._fleet
+        async with fleet.weights_lock, fleet.lock:
+            if isinstance(request, BeginWeightUpdateReqInput):
+                return await self._begin(request)
+            if isinstance(request, EndWeightUpdateReqInput):
+                return await self._end(request)
+            assert isinstance(request, WeightUpdateOptions)
+            async with fleet.groups.used_by(request):
+                return await self._load(request, buffers)
+
+    async def give_up(self, request: WeightUpdateOptions) -> None:
+        """Abort the session of ``request``, which cannot be carried out, nor can what would follow."""
+        with suppress(NoSession, SessionOpen):
+            if self._joined(request) is not None:
+                await self.abandon()
+
+    async def abandon(self) -> None:
+        """Abort the open session, if there is one."""
+        if self._open is not None:
+            await self._open.session.abort()
+            await self._over(self._open)
+
+    async def settle(self) -> None:
+        """Commit an implicit session, before a continue or a flush. Raises as :meth:`carry_out`."""
+        if self._open is not None and self._open.kind == "implicit":
+            await self._still_open()
+            if self._open is not None:
+                await self._commit(self._open, None, "")
+
+    async def _begin(self, request: BeginWeightUpdateReqInput) -> BeginWeightUpdateReqOutput:
         await self._still_open()
         if self._open is not None:
             raise self._is_open(self._open)
-        opened = _Open(
-            FleetSession(verify=self._fleet.verify, session_id=request.id), "explicit", request.owner
-        )
+        session = Session(verify=self._fleet.verify, session_id=request.id)
         answers = await everywhere(self._fleet.asked, self._fleet.ask, SETTLE_S)
         self._fleet.notice_continued(answers)
-        await self._start(opened, answers, request)
+        await self._start(_Open(session, "explicit", request.owner), answers, request)
         return BeginWeightUpdateReqOutput(
-            id=request.id, session_id=opened.session.id, weights_epoch=self._fleet.weights_epoch
+            id=request.id, session_id=session.id, weights_epoch=self._fleet.weights_epoch
         )
 
-    async def load(
+    async def _load(
         self, request: WeightUpdateOptions, buffers: Sequence[memoryview]
     ) -> WeightUpdateReqOutput:
-        """One call of an update; commits where it is the last one.
-
-        Raises:
-            FleetUpdateFailed: a replica failed: nobody serves the new label. EngineError: what all of them refuse.
-        """
         opened = self._joined(request)
         if opened is None:
-            await self._still_open()
-            opened = self._joined(request) or await self._opened(request)
+            opened = await self._opened(request)
         elif not opened.paused_here and self._fleet.paused_mode is None:
             await self._pause(opened, "retract" if request.flush_cache else "in_place")
+        if isinstance(request, UpdateWeightsFromDistributedReqInput):
+            await self._require_all(opened)
         replies = await self._loaded(opened, request, buffers)
-        reply: WeightUpdateReqOutput = self._combined(replies, request.id)
+        reply = self._combined(replies, request.id)
         opened.calls += 1
         opened.tensors += reply.written_tensors
         opened.source = Source(path=getattr(request, "model_path", None), updated=True)
         if opened.kind == "single":
             return await self._commit(opened, None, request.id)
-        if opened.coverage is not None and opened.coverage.is_complete_with(request):
-            try:
-                return await self._commit(opened, None, request.id)
-            except WeightMismatch:  # something is missing all the same: the session stays open
-                pass
+        if opened.missing is not None:
+            opened.missing -= {spec.name for spec in getattr(request, "specs", ())}
+            if not opened.missing:
+                with suppress(WeightMismatch):  # something is missing all the same: the session stays open
+                    return await self._commit(opened, None, request.id)
         return msgspec.structs.replace(reply, committed=False, session_id=opened.session.id)
 
-    async def end(self, request: EndWeightUpdateReqInput) -> WeightUpdateReqOutput:
-        """Commit or abort the session.
-
-        Raises:
-            NoSession, SessionOpen: it is not the open one. FleetUpdateFailed, EngineError: as :meth:`load`.
-        """
+    async def _end(self, request: EndWeightUpdateReqInput) -> WeightUpdateReqOutput:
         if request.force and request.commit:
             raise InvalidRequest("force aborts: it needs commit=false", field="force", value=True)
         opened, forced = self._open, request.force
         if opened is None and forced:
-            return await self._aborted_elsewhere(request)
+            return await self._aborted_elsewhere(request.id)
         if opened is None or (not forced and request.session_id not in (None, opened.session.id)):
             name = "" if request.session_id is None else f" {request.session_id}"
             raise NoSession(f"the weight session{name} is not open")
@@ -202,32 +219,25 @@ class Updates:
             raise self._is_open(opened)
         if request.commit:
             return await self._commit(opened, request.weight_version, request.id)
-        await opened.session.abort()
-        await self._over(opened)
-        return await self._as_it_is(request.id, written=opened.tensors)
-
-    async def give_up(self, request: WeightUpdateOptions) -> None:
-        """``request`` cannot be carried out, nor can what would follow it: the session that it belongs to is aborted."""
-        with suppress(NoSession, SessionOpen):
-            if self._joined(request) is not None:
-                await self.abandon()
-
-    async def abandon(self) -> None:
-        """Abort the open session, if there is one."""
-        opened = self._open
-        if opened is not None:
-            await opened.session.abort()
-            await self._over(opened)
-
-    async def settle(self) -> None:
-        """A continue or a flush commits an implicit session. Raises as :meth:`end`."""
-        if self._open is not None and self._open.kind == "implicit":
-            await self._still_open()
-            if self._open is not None:
-                await self._commit(self._open, None, "")
+        await self.abandon()
+        status = await self._fleet.combined("")
+        return WeightUpdateReqOutput(
+            id=request.id,
+            committed=False,
+            weights=status.weights,
+            weights_epoch=status.weights_epoch,
+            weight_version=status.weight_version,
+            written_tensors=opened.tensors,
+            written_bytes=0,
+            changed_tensors=0,
+            cast_tensors=0,
+            skipped_tensors=0,
+            flushed=False,
+            stages=StageTimes(),
+        )
 
     def _joined(self, request: WeightUpdateOptions) -> _Open | None:
-        """The open session, if the call belongs to it; None: none is open."""
+        """Return the open session if the call belongs to it, or None if none is open."""
         opened, name = self._open, request.session_id
         if name is not None and (opened is None or name != opened.session.id):
             raise NoSession(f"the weight session {name} is not open")
@@ -247,7 +257,7 @@ class Updates:
         )
 
     async def _opened(self, request: WeightUpdateOptions) -> _Open:
-        """A session for a call that names none, on all replicas that are there, paused."""
+        """Open a session for a call that names none, on all replicas that are there, paused."""
         fleet = self._fleet
         if not fleet.present:
             raise EngineRestarting("no replica is there now")
@@ -256,7 +266,7 @@ class Updates:
         valid = any(status.weights == "valid" for member, status in known.replies.items() if member.serves)
         single = isinstance(request, _WHOLE) or (fleet.paused_mode is None and valid)
         opened = _Open(
-            FleetSession(verify=fleet.verify),
+            Session(verify=fleet.verify),
             "single" if single else "implicit",
             request.owner,
             route=_route(request),
@@ -265,78 +275,81 @@ class Updates:
         mode: PauseMode = "retract" if request.flush_cache else "in_place"
         there = await self._held(known, fleet.paused_mode or mode)
         await self._start(opened, there, BeginWeightUpdateReqInput(id=opened.session.id))
-        if opened.kind == "implicit":
+        if not single:
             for member in opened.session.members:  # the first may have ended since
-                opened.coverage = opened.coverage or await Coverage.of(member, request.component)
+                with suppress(EngineError):
+                    manifest = await member.client.weights_manifest(
+                        component=request.component, timeout=ASK_S
+                    )
+                    opened.missing = {tensor.name for tensor in manifest.tensors}
+                    break
         return opened
 
     async def _held(self, known: Answers, mode: PauseMode) -> Answers:
-        """Pause those of ``known``, whose statuses they are, that are not paused: a pause keeps its lease. All that are there."""
+        """Pause the replicas of ``known``, statuses, that are not paused yet: a pause keeps its lease."""
         running = [member for member, status in known.replies.items() if status.generation != "paused"]
         paused = await self._fleet.pause_members(mode, running, PAUSE_S)
         for member, error in known.out.items():
-            self._fleet.drop(member, error, "it does not answer")
+            self._fleet.dispatcher.drop(member, error, "it does not answer")
         held = {member: reply for member, reply in known.replies.items() if member not in running}
-        return Answers(
-            {**held, **paused.replies}, {**known.failed, **paused.failed}, {**known.out, **paused.out}
-        )
+        return Answers(held | paused.replies, known.failed | paused.failed, known.out | paused.out)
 
     async def _start(self, opened: _Open, there: Answers, request: BeginWeightUpdateReqInput) -> None:
         if there.failed:
             raise one_error(there.failed, among=len(there.failed) + len(there.replies))
         self._open, opened.count = opened, len(there.replies)
+        session = opened.session
         try:
-            await opened.session.begin(
+            await session.begin(
                 there, timeout=SETTLE_S, deadline_s=request.deadline_s, manifest=request.manifest
             )
         except FleetUpdateFailed as error:
             raise await self._failed(opened, error) from error
-        opened.incarnations = {each: each.client.incarnation for each in opened.session.members}
-        answers = await everywhere(opened.session.members, self._fleet.ask, SETTLE_S)
+        opened.incarnations = {each: each.client.incarnation for each in session.members}
+        answers = await everywhere(session.members, self._fleet.ask, SETTLE_S)
         sessions = [status.session for status in answers.replies.values() if status.session is not None]
         due = [each.deadline_s for each in sessions if each.deadline_s is not None]
         if due:
-            left = min(*due, _NEVER) + LATE_S
+            left = min(*due, _LONGEST_S) + LATE_S
             opened.timer = asyncio.get_running_loop().call_later(left, self._look)
 
     async def _pause(self, opened: _Open, mode: PauseMode) -> None:
-        """Before the first byte, or the commit: no replica generates until the session is over."""
         await self._fleet.pause_members(mode, opened.session.members, PAUSE_S)
         opened.paused_here = True
 
     async def _loaded(
         self, opened: _Open, request: WeightUpdateOptions, buffers: Sequence[memoryview]
     ) -> dict[Member, Any]:
-        named = msgspec.structs.replace(request, session_id=opened.session.id)
-        if isinstance(request, UpdateWeightsFromDistributedReqInput):
-            await self._require_all(opened)
+        session = opened.session
 
-        async def load(members: Sequence[Member], _: str, __: float) -> Mapping[Member, Any]:
-            answers = await everywhere(members, sent_to(named, WeightUpdateReqOutput, buffers), None)
-            if answers.failed and not answers.replies and not answers.out and uniform(answers.failed):
-                raise _RefusedError(next(iter(answers.failed.values())))
-            return {**answers.replies, **answers.failed, **answers.out}
+        async def load(member: Member) -> Any:
+            own = msgspec.structs.replace(request, session_id=session.id)
+            return await wait_for(member.client.start(own, WeightUpdateReqOutput, buffers), own.id, None)
 
+        answers = await everywhere(session.members, load, None)
+        refused = answers.failed
+        if refused and not answers.replies and not answers.out and uniform(refused):
+            if opened.calls == 0 and opened.kind != "explicit":
+                await session.abort()
+            await self._still_open()
+            raise next(iter(refused.values()))
         try:
-            return await opened.session.load(load, _NEVER)
+            session.settle(answers)
         except FleetUpdateFailed as error:
             raise await self._failed(opened, error) from error
-        except _RefusedError as refusal:
-            if opened.calls == 0 and opened.kind != "explicit":
-                await opened.session.abort()
-            await self._still_open()
-            raise refusal.error from None
+        return answers.replies
 
     async def _require_all(self, opened: _Open) -> None:
-        """A group has every replica, so all of them must take what is broadcast, or nobody will get it."""
+        """Refuse a broadcast that some replica would not take: a group has every replica."""
         began = opened.incarnations
         there = {each for each in opened.session.members if each.client.incarnation == began.get(each)}
         absent = [member.name for member in self._fleet.members if member not in there]
         if absent:
             await self.abandon()
             raise GroupError(
-                f"{', '.join(absent)} has no part in the open session, as it was not there or has been restarted. The session is over: "
-                "destroy the group, have all replicas join again, and send every tensor again",
+                f"{', '.join(absent)} has no part in the open session, as it was not there or has been "
+                "restarted. The session is over: destroy the group, have all replicas join again, and send "
+                "every tensor again",
                 members=absent,
             )
 
@@ -348,38 +361,34 @@ class Updates:
             done = await opened.session.commit(label, SETTLE_S)
         except FleetUpdateFailed as error:
             raise await self._refused_commit(opened, error) from error
-        kept = Source(path=fleet.source.folder, updated=True)
-        fleet.committed(done, opened.source or kept)
+        fleet.committed(done, opened.source or Source(path=fleet.source.folder, updated=True))
         fleet.awaits_update = False
         for member in fleet.dispatcher.serving:
             if member not in done.replies:
                 fleet.dispatcher.fence(member, "it did not take part in an update")
         await self._over(opened)
-        reply = self._combined(done.replies, message_id)
-        return msgspec.structs.replace(reply, weight_version=fleet.weight_version)
+        return self._combined(done.replies, message_id)
 
     async def _refused_commit(self, opened: _Open, error: FleetUpdateFailed) -> EngineError:
-        """A commit that all refuse for what is missing leaves the session open, but for one without an end of its own."""
+        """Return the error of a commit; if all refuse because tensors are missing, the session stays open."""
         codes = {reason.code for reason in error.reasons.values()}
-        if len(codes) == 1 and codes <= _STILL_OPEN and len(error.reasons) == len(opened.session.members):
+        if len(codes) == 1 and codes <= _LEAVE_OPEN and len(error.reasons) == len(opened.session.members):
             if opened.kind == "single":
                 await opened.session.abort()
             await self._still_open()
             return next(iter(error.reasons.values()))
-        await opened.session.abort()
         return await self._failed(opened, error)
 
     async def _failed(self, opened: _Open, error: FleetUpdateFailed) -> EngineError:
-        """The session was aborted on all; what the caller is told."""
-        reasons = error.reasons
+        """Abort the session on all, and return the error for its caller."""
+        await opened.session.abort()
         await self._over(opened)
-        error.serving = [member.name for member in self._fleet.dispatcher.serving]
-        error.detail["serving"] = error.serving
-        by_all = len(reasons) == opened.count and uniform(reasons)
-        return next(iter(reasons.values())) if by_all else error
+        error.serving = error.detail["serving"] = [each.name for each in self._fleet.dispatcher.serving]
+        by_all = len(error.reasons) == opened.count and uniform(error.reasons)
+        return next(iter(error.reasons.values())) if by_all else error
 
     async def _over(self, opened: _Open) -> None:
-        """It has been committed or aborted: who has no valid weights is fenced, and the others go on."""
+        """Fence replicas without valid weights, and continue the others if the session has paused them."""
         fleet = self._fleet
         if self._open is opened:
             self._forget()
@@ -387,18 +396,16 @@ class Updates:
         if opened.paused_here:
             # The engines have emptied their caches at the commit, if the update asked for that.
             await fleet.continue_members(PAUSE_S, torch_empty_cache=False)
-        fleet.dispatcher.admitted()
+        fleet.dispatcher.place_waiting()
 
     async def _still_open(self) -> None:
-        """Notice that the engines have ended the session: its deadline has passed, or somebody has aborted it."""
+        """Notice that the engines have ended the session, at its deadline or by an abort of somebody else."""
         opened = self._open
         if opened is None:
             return
         answers = await everywhere(opened.session.members, self._fleet.ask, SETTLE_S)
-        if not any(
-            status.session is not None and status.session.kind == "explicit"
-            for status in answers.replies.values()
-        ):
+        sessions = [status.session for status in answers.replies.values()]
+        if not any(each is not None and each.kind == "explicit" for each in sessions):
             await self._over(opened)
 
     def _look(self) -> None:
@@ -413,36 +420,21 @@ class Updates:
             self._open.timer.cancel()
         self._open = None
 
-    async def _aborted_elsewhere(self, request: EndWeightUpdateReqInput) -> WeightUpdateReqOutput:
-        """No session is open here; one may be open on engines, by somebody who talks to them directly."""
-        answers = await everywhere(self._fleet.present, sent_to(request, WeightUpdateReqOutput), None)
+    async def _aborted_elsewhere(self, message_id: str) -> WeightUpdateReqOutput:
+        """Abort sessions that somebody has opened on engines directly."""
+        answers = await everywhere(
+            self._fleet.present,
+            lambda member: member.client.end_weight_update(commit=False, force=True, message_id=message_id),
+            None,
+        )
         if answers.replies:
             answers.failed.clear()
-        reply: WeightUpdateReqOutput = combined_answer(answers, self._fleet.position, self._fleet.tp)
+        reply: WeightUpdateReqOutput = self._fleet.combine(answers)
         await self._fleet.after_failure()
         return reply
 
-    async def _as_it_is(self, message_id: str, *, written: int) -> WeightUpdateReqOutput:
-        """The reply to an abort."""
-        status = await self._fleet.combined("")
-        return WeightUpdateReqOutput(
-            id=message_id,
-            committed=False,
-            weights=status.weights,
-            weights_epoch=status.weights_epoch,
-            weight_version=status.weight_version,
-            written_tensors=written,
-            written_bytes=0,
-            changed_tensors=0,
-            cast_tensors=0,
-            skipped_tensors=0,
-            flushed=False,
-            stages=StageTimes(),
-        )
-
-    def _combined(self, replies: Mapping[Member, Any], message_id: str) -> WeightUpdateReqOutput:
-        answers = Answers(replies=dict(replies))
-        reply: WeightUpdateReqOutput = combined_answer(answers, self._fleet.position, self._fleet.tp)
+    def _combined(self, replies: dict[Member, Any], message_id: str) -> WeightUpdateReqOutput:
+        reply: WeightUpdateReqOutput = self._fleet.combine(Answers(replies))
         epoch, label = self._fleet.weights_epoch, self._fleet.weight_version
         return msgspec.structs.replace(reply, id=message_id, weights_epoch=epoch, weight_version=label)
 

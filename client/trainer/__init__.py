@@ -3,14 +3,13 @@ imports torch.
 """
 
 from .buckets import Bucket, NamedTensors, Piece, as_frames, buckets, manifest
-from .chain import WeightUpdateChain
-from .fan_out import update_from_shared
+from .chain import WeightUpdateChain, clone_weights
 from .group import WeightUpdateGroup
 from .names import checkpoint_tensors
-from .peers import clone_weights
 from .shared import SharedBucket, SharedBuckets, SharedTensors
 from .steps import Await, Run, Send, Steps, Ticket, call, in_one_session, ipc_steps, tensor_steps
 from .token_weights import importance_weights
+from .two_phase import update_from_shared
 
 __all__ = [
     "Await",

@@ -1,90 +1,69 @@
-"""Updates that engines pass on, one to the next, so that the first sender sends once however many engines there are.
+"""Updates that engines pass on, one to the next: the sender, a trainer or an engine, sends once.
 
-    sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …        a link: a process group, the sender its rank 0
+    sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …
+
+A link is a process group whose rank 0 is the sender.
 
 Invariants:
-- Engines load in two phases (several.py). One that fails costs itself and those behind it, never those before it: these commit.
-- A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 further buckets.
-- Links belong to one chain. An engine's end closes when an update over it fails, so that neither neighbour waits for the other:
-  close the chain then, and create one of the engines that live.
+- Engines load in two phases (two_phase.py). One that fails costs itself and those behind it, never those
+  before it: these commit.
+- A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 further
+  buckets.
+- Links belong to one chain. An engine's end closes when an update over it fails, so that no engine waits for
+  the next: close the chain then, and create one of the engines that live.
+- An engine that sends its weights serves on. The rendezvous is this process's and carries no weights.
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ...io_struct import CaesuraError, TensorSpec, UpdateWeightsFromDistributedReqInput, WeightUpdateReqOutput
+from ...io_struct import (
+    CaesuraError,
+    SendWeightsReqInput,
+    SendWeightsReqOutput,
+    TensorSpec,
+    UpdateWeightsFromDistributedReqInput,
+    WeightUpdateReqOutput,
+    new_id,
+)
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import Backend, mark_present
-from ..connection.options import UpdateOptions, update_fields
+from ..connection.channel import wait_for
+from ..connection.options import UpdateOptions
 from ..exceptions import InvalidRequest
 from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .group import WeightUpdateGroup, whole
-from .rendezvous import GRACE_S, await_ranks, common_backend, invite, leave, ranks_of
-from .several import TwoPhaseUpdate, require_clients
+from .rendezvous import (
+    GRACE_S,
+    await_ranks,
+    backend_of,
+    common_backend,
+    invite,
+    leave,
+    make_store,
+    ranks_of,
+)
+from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields, started
 
 if TYPE_CHECKING:
     from ..connection.control_client import ControlClient
 
-Hopeless = Callable[[], bool]
-"""Whether the first engine of the chain has answered, so that it takes no further broadcast."""
-Head = Callable[[Hopeless], str | None]
-"""Broadcasts all tensors over link 0; returns the label that the update is committed with, None: unchanged."""
-
-
-def update_chain(
-    clients: "Sequence[ControlClient]",
-    links: Sequence[str],
-    specs: list[TensorSpec],
-    counts: Sequence[int],
-    options: dict[str, Any],
-    head: Head,
-    timeout: float | None,
-) -> list[WeightUpdateReqOutput]:
-    """Load ``specs`` into every engine, then commit; the commits' replies in the order of the chain.
-
-    Args:
-        links: per client, the name of the group that it receives from; it is rank 0 of the next one's.
-        counts: tensors in each broadcast.
-        options: fields of ``WeightUpdateOptions``; a label there takes the place of the head's.
-        timeout: limits each wait for an answer, in seconds.
-
-    Raises:
-        CaesuraError: what an engine or the head refused.
-        PartialUpdate: some engines have not got everything.
-    """
-    update = TwoPhaseUpdate(clients, specs, options, timeout)
-    behind = [*links[1:], None]
-    update.start(
-        [
-            UpdateWeightsFromDistributedReqInput(
-                specs=specs,
-                group_name=link,
-                relay_to=next_link,
-                load_format="flattened_bucket",
-                tensors_per_broadcast=list(counts),
-                **options,
-            )
-            for link, next_link in zip(links, behind, strict=True)
-        ]
-    )
-    try:
-        version = head(update.tickets[0].done)
-    except CaesuraError as error:
-        update.fail(error)
-    except BaseException:
-        update.abort()
-        raise
-    return update.commit(version)
+CLONE_BROADCAST_TIMEOUT_S = 60.0
+"""Seconds of one broadcast of a clone: nothing is gathered meanwhile, as it may be in a trainer's update."""
+Head = Callable[[Callable[[], bool]], str | None]
+"""Broadcasts all tensors over link 0, and returns the label of the update; None leaves it unchanged. Its
+argument returns True once the first engine has answered and takes no further broadcast."""
 
 
 class WeightUpdateChain:
-    """A trainer, and engines that pass on what it sends: it sends each update once, over one link, to any number of them."""
+    """A trainer, and engines that pass on its updates: it sends each once, to any number of them."""
 
     def __init__(
         self, group: WeightUpdateGroup, clients: "Sequence[ControlClient]", links: list[str]
     ) -> None:
-        """As :meth:`create` makes it."""
+        """Use :meth:`create`."""
         self.clients = list(clients)
         """Clients of its engines, in the order in which they pass updates on."""
         self._group = group
@@ -102,10 +81,10 @@ class WeightUpdateChain:
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
     ) -> Self:
-        """Join this process with the first engine, and each engine with the next; returns when all have joined.
+        """Join this process with the first engine, and each engine with the next; return when all have.
 
-        The arguments, and what is raised, are those of :meth:`WeightUpdateGroup.create`. Put engines of one host next to one
-        another: each link is one connection.
+        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Put engines of one host next to
+        one another: each link is one connection.
         """
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
@@ -120,11 +99,10 @@ class WeightUpdateChain:
             broadcast_timeout_s=broadcast_timeout_s,
         )
         chain = cls(group, clients, links)
+        limits = timeout_s, broadcast_timeout_s
         try:
-            chain._leave_links()  # those of an earlier trainer
-            join_links(
-                clients, links[1:], group.store, master_address, with_all, (timeout_s, broadcast_timeout_s)
-            )
+            leave_links(clients, links[1:])  # those of an earlier trainer
+            join_links(clients, links[1:], group.store, master_address, with_all, limits)
         except BaseException:
             chain.close()
             raise
@@ -138,39 +116,35 @@ class WeightUpdateChain:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> list[WeightUpdateReqOutput]:
-        """Update all engines; returns their replies in the order of the chain.
+        """Update all engines, and return their replies in the order of the chain.
 
         ``named_tensors`` are all tensors of the checkpoint; other arguments are those of
-        ``ControlClient.update_weights_from_distributed``. The engines commit when each of them has everything.
+        ``ControlClient.update_weights_from_distributed``. The engines commit when each of them has
+        everything.
 
         Raises:
-            CaesuraError: what an engine refused; nothing was written then.
+            CaesuraError: an engine refused; nothing was written then.
             PartialUpdate: some engines have not got everything, because they or one before them failed.
         """
-        fields = update_fields(options)
-        if fields.pop("session_id", None) is not None:
-            raise InvalidRequest("a chain opens sessions of its own", field="session_id")
+        fields = sessionless_fields(options)
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
         parts = list(whole(tensors, bucket_size(bucket_bytes)))
         if not parts:
             raise InvalidRequest("there are no tensors to send", field="named_tensors")
-        counts = [len(part) for part in parts]
 
-        def head(hopeless: Hopeless) -> None:
+        def head(hopeless: Callable[[], bool]) -> None:
             for part in parts:
                 self._group.send(part, "flattened_bucket", hopeless)
 
-        return update_chain(self.clients, self._links, manifest(tensors), counts, fields, head, timeout)
+        counts = [len(part) for part in parts]
+        return _update(self.clients, self._links, manifest(tensors), counts, fields, head, timeout)
 
     def close(self) -> None:
         """Leave the chain, and have its engines leave. Idempotent."""
-        self._leave_links()
+        if self.clients:
+            leave_links(self.clients, self._links[1:])
         self.clients = []
         self._group.close()
-
-    def _leave_links(self) -> None:
-        for number, link in enumerate(self._links[1:] if self.clients else ()):
-            leave(self.clients[number : number + 2], link, GRACE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -181,6 +155,85 @@ class WeightUpdateChain:
         self.close()
 
 
+def clone_weights(
+    source: "ControlClient",
+    targets: "Sequence[ControlClient]",
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    master_address: str = "127.0.0.1",
+    master_port: int = 0,
+    backend: Backend | None = None,
+    timeout_s: float = 60.0,
+    broadcast_timeout_s: float = CLONE_BROADCAST_TIMEOUT_S,
+    timeout: float | None = None,
+    **options: Unpack[UpdateOptions],
+) -> list[WeightUpdateReqOutput]:
+    """Give the committed weights of ``source`` to ``targets``, and return their replies in order.
+
+    All are engines of one model, the targets replicas that joined late or have lost their weights. Each
+    target has the source's label afterwards, unless ``weight_version`` is another; epochs are each engine's
+    own. The options are those of every update: by default a running target retracts its requests and flushes
+    its prefix cache.
+
+    Args:
+        bucket_bytes: maximum size of a broadcast of whole tensors, at least one in each; source and targets
+            have two of them in memory.
+        master_address: address of this process for the engines; they connect to one another by their own
+            addresses.
+        backend: None means nccl if every engine is on a CUDA device, else gloo.
+        timeout_s: maximum seconds for joining.
+        broadcast_timeout_s: maximum seconds for each broadcast, after which a hanging engine is given up.
+        timeout: maximum seconds of each wait for an engine's answer.
+
+    Raises:
+        CaesuraError: an engine refused; nothing has changed then. By name, for the source:
+            ``weights_poisoned``, ``weights_invalid``, ``memory_released``, ``session_open`` (an update has
+            written and not committed).
+        PartialUpdate: some targets have not got everything, because they or one before them failed.
+    """
+    require_clients(targets)
+    fields = sessionless_fields(options)
+    component = fields.get("component")
+    tensors = source.weights_manifest(component=component, timeout=timeout).tensors
+    specs = [tensor.spec() for tensor in tensors]
+    counts = tensors_per_bucket(specs, bucket_size(bucket_bytes))
+    links = [f"clone-{new_id()}" for _ in targets]
+    engines = [source, *targets]
+    with_all = backend or backend_of(engines, timeout_s)
+    store, _ = make_store(master_address, master_port, timedelta(seconds=timeout_s))
+
+    def head(_: Callable[[], bool]) -> str:
+        sending = SendWeightsReqInput(
+            specs=specs,
+            group_name=links[0],
+            load_format="flattened_bucket",
+            tensors_per_broadcast=counts,
+            component=component,
+        )
+        ticket = started(source, sending, SendWeightsReqOutput)
+        sent: SendWeightsReqOutput = wait_for(ticket, sending.id, timeout)
+        return sent.weight_version
+
+    try:
+        join_links(engines, links, store, master_address, with_all, (timeout_s, broadcast_timeout_s))
+        return _update(targets, links, specs, counts, fields, head, timeout)
+    finally:
+        leave_links(engines, links)
+
+
+def tensors_per_bucket(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[int]:
+    """Return the number of tensors in each bucket: as many as fit into ``bucket_bytes``, at least one."""
+    counts: list[int] = []
+    size = 0
+    for spec in specs:
+        if not counts or size + spec.nbytes > bucket_bytes:
+            counts.append(0)
+            size = 0
+        counts[-1] += 1
+        size += spec.nbytes
+    return counts
+
+
 def join_links(
     engines: "Sequence[ControlClient]",
     links: Sequence[str],
@@ -189,9 +242,9 @@ def join_links(
     backend: Backend,
     limits: tuple[float, float],
 ) -> None:
-    """Join each of ``engines`` with the next, as ``links`` are called, in ``store`` of this process at ``address``.
+    """Join each of ``engines`` with the next, over ``links`` in ``store``, of this process at ``address``.
 
-    ``limits``: seconds for joining, and for each broadcast.
+    ``limits`` are the maximum seconds for joining, and for each broadcast.
 
     Raises:
         CaesuraError: the error of an engine; ``group_error`` if one did not join in time.
@@ -205,3 +258,43 @@ def join_links(
             pair, address, store.port, link, backend, limits, first_rank=0, ranks=[1, ranks]
         )  # one rank of an engine sends, and all receive
     await_ranks(tickets, limits[0])
+
+
+def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> None:
+    """Have each of ``engines`` and the next leave their link."""
+    for number, link in enumerate(links):
+        leave(engines[number : number + 2], link, GRACE_S)
+
+
+def _update(
+    clients: "Sequence[ControlClient]",
+    links: Sequence[str],
+    specs: list[TensorSpec],
+    counts: Sequence[int],
+    options: dict[str, Any],
+    head: Head,
+    timeout: float | None,
+) -> list[WeightUpdateReqOutput]:
+    """Load ``specs`` into every engine, then commit. Engine ``i`` receives from ``links[i]``."""
+    update = TwoPhaseUpdate(clients, specs, options, timeout)
+    first = update.start(
+        [
+            UpdateWeightsFromDistributedReqInput(
+                specs=specs,
+                group_name=link,
+                relay_to=next_link,
+                load_format="flattened_bucket",
+                tensors_per_broadcast=list(counts),
+                **options,
+            )
+            for link, next_link in zip(links, [*links[1:], None], strict=True)
+        ]
+    )
+    try:
+        version = head(first.done)
+    except CaesuraError as error:
+        update.fail(error)
+    except BaseException:
+        update.abort()
+        raise
+    return update.commit(version)

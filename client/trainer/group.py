@@ -52,8 +52,8 @@ from .rendezvous import (
     make_store,
     ranks_of,
 )
-from .several import started
 from .steps import Await, Run, Send, Steps, in_one_session
+from .two_phase import started
 
 if TYPE_CHECKING:
     from ..connection.control_client import ControlClient

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...io_struct import InitWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqOutput
 from ...transfer.process_group import Backend, serve_store
 from ..exceptions import EngineError, GroupError
-from .several import started
+from .two_phase import started
 
 if TYPE_CHECKING:
     from ..connection.control_client import ControlClient

@@ -175,18 +175,11 @@ def test_members_that_loaded_are_poisoned_when_another_fails_and_come_back_from_
 
     async def body(fleet: Fleet) -> None:
         first, second = fleet.members
-        inner = fleet._loader.load
 
-        def one_fails(weights, **options):
-            load = inner(weights, **options)
+        async def fails(*_: Any, **__: Any) -> Any:
+            raise InternalError("the test says so")
 
-            async def loading(members, session, left):
-                answers = dict(await load([first], session, left))
-                return {**answers, second: InternalError("the test says so")}
-
-            return loading
-
-        fleet._loader.load = one_fails
+        second.client.update_weights_from_tensor = fails
         handle = await fleet.submit(PROMPT, LONG)
         with pytest.raises(FleetUpdateFailed) as caught:
             await fleet.update(tensors, weight_version="second")
@@ -204,25 +197,15 @@ def test_members_that_loaded_are_poisoned_when_another_fails_and_come_back_from_
 
 def test_members_that_differ_are_not_committed(engines, tensors):
     async def body(fleet: Fleet) -> None:
-        inner = fleet._loader.load
+        second = fleet.members[1].client
+        send = second.update_weights_from_tensor
         others = {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1}
-
-        def differs(weights, **options):
-            async def loading(members, session, left):
-                answers = {}
-                for member, values in zip(members, (tensors, others), strict=True):
-                    load = inner(type(weights)("tensor", tensors=values), **options)
-                    answers |= await load([member], session, left)
-                return answers
-
-            return loading
-
-        fleet._loader.load = differs
+        second.update_weights_from_tensor = lambda _, **options: send(others, **options)
         with pytest.raises(FleetUpdateFailed, match="other weights than the others"):
             await fleet.update(tensors, weight_version="second")
         assert not fleet.dispatcher.serving
         handle = await fleet.submit(PROMPT, GREEDY)  # waits: nobody has weights to serve it with
-        fleet._loader.load = inner
+        del second.update_weights_from_tensor
         done = await fleet.update(tensors, weight_version="third")
         assert done.fenced == {}
         assert {span.version for span in (await handle.result()).weight_versions} == {"third"}
@@ -345,18 +328,19 @@ def test_a_lease_that_is_no_duration_is_refused(lease_s):
 
 def test_an_update_that_is_cancelled_before_its_commit_is_aborted(engines, tensors):
     async def body(fleet: Fleet) -> None:
-        inner = fleet._loader.load
-        loaded = asyncio.Event()
+        loaded = asyncio.Barrier(len(fleet.members) + 1)
 
-        def never_ends(weights, **options):
-            async def loading(members, session, left):
-                await inner(weights, **options)(members, session, left)
-                loaded.set()
+        def never_ending(send: Any) -> Any:
+            async def send_and_wait(*args: Any, **options: Any) -> Any:
+                await send(*args, **options)
+                await loaded.wait()
                 await asyncio.Event().wait()
 
-            return loading
+            return send_and_wait
 
-        fleet._loader.load = never_ends
+        for member in fleet.members:
+            client = member.client
+            client.update_weights_from_tensor = never_ending(client.update_weights_from_tensor)
         work = asyncio.ensure_future(fleet.update(tensors, weight_version="second"))
         await loaded.wait()
         work.cancel()
@@ -364,7 +348,8 @@ def test_an_update_that_is_cancelled_before_its_commit_is_aborted(engines, tenso
             await work
         assert {engine.status().weights for engine in engines} == {"poisoned"}
         assert {engine.status().session for engine in engines} == {None}
-        fleet._loader.load = inner
+        for member in fleet.members:
+            del member.client.update_weights_from_tensor
         await fleet.update(tensors, weight_version="third")
         assert await served(fleet) == [("third", fleet.weights_epoch)] * 2
 

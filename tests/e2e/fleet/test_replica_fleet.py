@@ -1,4 +1,4 @@
-"""The replicas of one server, without its HTTP: what an engine's end at the worst moment leaves."""
+"""The replicas of one server, without its HTTP: engines that end at the worst moment, and leases that outlive them."""
 # ruff: noqa: ASYNC110  (another process's state is asked for)
 
 import asyncio
@@ -29,32 +29,26 @@ from caesura.client.group.processes import ReplicaProcesses
 from caesura.client.group.replicas import ReplicaFleet
 from caesura.client.launch.supervisor import RestartPolicy
 from caesura.io_struct import WeightUpdateReqOutput
+from caesura.io_struct.control import LeaseAction
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+ALL_TOKENS = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def processes(tiny_model) -> Iterator[ReplicaProcesses]:
-    arguments = [
-        "--model",
-        str(tiny_model),
-        "--num-threads",
-        "1",
-        "--kv-pool-tokens",
-        "2048",
-        "--dtype",
-        "float32",
-    ]
-    started = ReplicaProcesses(
-        arguments, 2, RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01, window_s=0)
-    )
+    options = ["--num-threads", "1", "--kv-pool-tokens", "2048", "--dtype", "float32"]
+    policy = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01, window_s=0)
+    started = ReplicaProcesses(["--model", str(tiny_model), *options], 2, policy)
     started.start()
     yield started
     started.close()
 
 
-def run(processes: ReplicaProcesses, model: Path, body: Callable[[ReplicaFleet], Awaitable[None]]) -> None:
-    """``body`` on a fleet that serves the weights of ``model``, and that serves with all replicas again afterwards."""
+def run(
+    processes: ReplicaProcesses, body: Callable[[ReplicaFleet], Awaitable[None]], *, model: Path | None = None
+) -> None:
+    """``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands; then they get ``model``."""
 
     async def main() -> None:
         async with (
@@ -62,8 +56,11 @@ def run(processes: ReplicaProcesses, model: Path, body: Callable[[ReplicaFleet],
             ReplicaFleet(processes, owner="test", look_interval_s=0.05) as fleet,
         ):
             await body(fleet)
-            while not all(member.serves for member in fleet.members):
+            while {each.state for each in fleet.members} != {"serving"} or await states(fleet) != {"running"}:
                 await asyncio.sleep(0.01)
+            assert (fleet.paused_mode, fleet.lease) == (None, None)
+            if model is None:
+                return
             await fleet.client.update_weights_from_disk(model, weight_version="first")
             statuses = [await member.client.status() for member in fleet.members]
             assert {(each.generation, each.weight_version, each.memory) for each in statuses} == {
@@ -73,8 +70,19 @@ def run(processes: ReplicaProcesses, model: Path, body: Callable[[ReplicaFleet],
     asyncio.run(main())
 
 
+async def states(fleet: ReplicaFleet) -> set[str]:
+    return {(await member.client.status(owner="")).generation for member in fleet.members}
+
+
 def kill(processes: ReplicaProcesses, index: int) -> None:
     processes.replicas[index].supervisor.signal(signal.SIGKILL)
+
+
+async def kill_all(processes: ReplicaProcesses, fleet: ReplicaFleet) -> None:
+    for index in range(len(processes.replicas)):
+        kill(processes, index)
+    while {member.state for member in fleet.members} != {"gone"}:
+        await asyncio.sleep(0.01)
 
 
 def test_an_engine_that_ends_as_its_session_begins_does_not_leave_it_open(processes, tiny_model, other_model):
@@ -96,7 +104,7 @@ def test_an_engine_that_ends_as_its_session_begins_does_not_leave_it_open(proces
         (output,) = await fleet.client.generate([[5, 6, 7]], GREEDY)
         assert [span.version for span in output.weight_versions] == ["second"]
 
-    run(processes, tiny_model, body)
+    run(processes, body, model=tiny_model)
 
 
 def test_memory_that_was_resumed_while_an_engine_was_away_is_resumed_when_it_is_back(processes, tiny_model):
@@ -113,7 +121,7 @@ def test_memory_that_was_resumed_while_an_engine_was_away_is_resumed_when_it_is_
         status = await away.client.status()
         assert (status.memory, status.weights, status.weight_version) == ("resident", "valid", "second")
 
-    run(processes, tiny_model, body)
+    run(processes, body, model=tiny_model)
 
 
 def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_others(
@@ -138,7 +146,7 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
         assert "never" not in {span.version for span in output.weight_versions}
 
     try:
-        run(processes, tiny_model, body)
+        run(processes, body, model=tiny_model)
     finally:
         trainer.close()
 
@@ -149,10 +157,7 @@ def test_an_update_reaches_engines_whose_weights_nobody_has(processes, tiny_mode
     async def body(fleet: ReplicaFleet) -> None:
         await fleet.client.update_weights_from_tensor(weights_of(Path(other_model)), weight_version="second")
         await fleet.client.pause("retract")
-        kill(processes, 0)
-        kill(processes, 1)
-        while {member.state for member in fleet.members} != {"gone"}:
-            await asyncio.sleep(0.01)
+        await kill_all(processes, fleet)
         with pytest.raises(EngineRestarting, match="no replica is there now"):
             await fleet.client.end_weight_update(commit=False, force=True)
         while {member.state for member in fleet.members} != {"fenced"}:
@@ -165,7 +170,7 @@ def test_an_update_reaches_engines_whose_weights_nobody_has(processes, tiny_mode
         (output,) = await fleet.client.generate([[5, 6, 7]], GREEDY)
         assert [span.version for span in output.weight_versions] == ["third"]
 
-    run(processes, tiny_model, body)
+    run(processes, body, model=tiny_model)
 
 
 def test_an_engine_that_does_not_serve_has_no_veto(processes, tiny_model, other_model):
@@ -187,7 +192,7 @@ def test_an_engine_that_does_not_serve_has_no_veto(processes, tiny_model, other_
         del away.client.begin_weight_update
         fleet.heals = True
 
-    run(processes, tiny_model, body)
+    run(processes, body, model=tiny_model)
 
 
 def join(fleet: ReplicaFleet, trainer: PlainTrainer, **fields: Any) -> Awaitable[Any]:
@@ -219,7 +224,7 @@ def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, t
             await fleet.members[1].client.destroy_weights_update_group(trainer.name)
 
     try:
-        run(processes, tiny_model, body)
+        run(processes, body, model=tiny_model)
     finally:
         trainer.close()
 
@@ -234,7 +239,7 @@ def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processe
         with pytest.raises(GroupError, match="replica-0 ended before all had joined"):
             await joining
 
-    run(processes, tiny_model, body)
+    run(processes, body, model=tiny_model)
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by an update", "by nobody"])
@@ -288,7 +293,7 @@ def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_
             await fleet.client.destroy_weights_update_group("made")
 
     try:
-        run(processes, tiny_model, body)
+        run(processes, body, model=tiny_model)
     finally:
         for trainer in trainers:
             trainer.close()
@@ -325,7 +330,7 @@ def test_a_restarted_replica_is_copied_to_only_if_it_has_not_restored_the_weight
         assert (status.weight_version, status.totals.updates == []) == ("second", restores)
         await fleet.client.check_weights("checksum")  # which compares them
 
-    run(processes, tiny_model, body)
+    run(processes, body, model=tiny_model)
 
 
 def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, other_model, monkeypatch):
@@ -374,7 +379,7 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
         await fleet.client.continue_generation()
 
     try:
-        run(processes, tiny_model, body)
+        run(processes, body, model=tiny_model)
     finally:
         go.set()
 
@@ -416,7 +421,84 @@ def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, ti
         first.client.status, second.client.status = statuses  # type: ignore[method-assign]
         await fleet.client.continue_generation()
 
-    run(processes, tiny_model, body)
+    run(processes, body, model=tiny_model)
+
+
+@pytest.mark.parametrize("action", ["continue", "abort", "stay"])
+def test_a_lease_ends_though_every_engine_that_knew_of_it_has_died(processes, action: LeaseAction):
+    async def body(fleet: ReplicaFleet) -> None:
+        await fleet.client.pause("in_place", lease_s=0.5, on_lease_expiry=action)
+        handle = await fleet.submit([5, 6, 7], ALL_TOKENS)
+        await kill_all(processes, fleet)
+        while fleet.lease is not None:
+            await asyncio.sleep(0.01)
+        if action == "continue":
+            assert len((await handle.result()).output_ids) == 8
+            return
+        while not fleet.present:
+            await asyncio.sleep(0.01)
+        status = await fleet.combined("")
+        assert (status.generation, status.pause_mode, status.pause_owner) == ("paused", "in_place", None)
+        if action == "abort":
+            assert (await handle.result()).finish_reason.type == "abort"
+        await fleet.client.continue_generation()
+        if action == "stay":
+            assert len((await handle.result()).output_ids) == 8
+
+    run(processes, body)
+
+
+def test_a_status_tells_a_pause_that_no_engine_knows_of(processes):
+    async def body(fleet: ReplicaFleet) -> None:
+        await fleet.client.pause("retract", lease_s=PATIENCE_S)
+        await kill_all(processes, fleet)
+        while not fleet.present:
+            await asyncio.sleep(0.01)
+        status = await fleet.combined("")
+        assert (status.generation, status.pause_mode, status.pause_owner) == ("paused", "retract", "test")
+        assert status.pause_age_s is not None
+        assert status.lease_left_s is not None
+        await fleet.client.continue_generation()
+
+    run(processes, body)
+
+
+def test_a_lease_ends_for_a_replica_that_an_update_has_brought_into_the_pause(processes, other_model):
+    """It was restarted, and the update paused it, without the lease that the others have."""
+
+    async def body(fleet: ReplicaFleet) -> None:
+        back = fleet.members[0]
+        await fleet.client.pause("in_place", lease_s=3.0)
+        kill(processes, 0)
+        while back.state != "fenced":
+            await fleet.client.status()  # which renews the lease
+        updated = await fleet.client.update_weights_from_disk(
+            other_model, weight_version="second", flush_cache=False
+        )
+        assert updated.committed
+        assert back.serves
+
+    run(processes, body)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_half_an_update_that_its_trainer_has_left_ends_with_the_lease(
+    processes, tiny_model, other_model, explicit
+):
+    async def body(fleet: ReplicaFleet) -> None:
+        await fleet.client.update_weights_from_disk(tiny_model, weight_version="whole")
+        await fleet.client.pause("retract", lease_s=0.5)
+        handle = await fleet.submit([5, 6, 7], ALL_TOKENS)
+        if explicit:
+            await fleet.client.begin_weight_update()
+        half = dict(list(weights_of(Path(other_model)).items())[::2])
+        await fleet.client.update_weights_from_tensor(half, weight_version="never")
+        output = await handle.result()
+        assert {span.version for span in output.weight_versions} == {"whole"}
+        assert len(output.output_ids) == 8
+        assert not fleet.updates.is_open
+
+    run(processes, body)
 
 
 def test_a_copy_ends_with_its_server(tmp_path):

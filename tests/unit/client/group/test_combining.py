@@ -5,9 +5,7 @@ import pytest
 from support.fake_scheduler import status_reply
 
 from caesura.client import InternalError
-from caesura.client.group.combining import combined
-from caesura.client.group.coverage import Coverage
-from caesura.client.group.statuses import Counters, combined_status
+from caesura.client.group.combining import Counters, combined, combined_status
 from caesura.io_struct import (
     ContinueGenerationReqOutput,
     Distribution,
@@ -19,8 +17,6 @@ from caesura.io_struct import (
     RankMemory,
     ReleaseMemoryOccupationReqOutput,
     RenewPauseLeaseReqOutput,
-    TensorSpec,
-    UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqOutput,
 )
 
@@ -98,17 +94,6 @@ def test_a_restart_sets_no_counter_back():
     assert total(*again, serving=[0, 1], counters=counters).generated_tokens == 18
     third = [status(incarnation="d", generated_tokens=0), first[1]]
     assert total(*third, serving=[0, 1], counters=counters).generated_tokens == 18
-
-
-def test_an_update_is_complete_when_every_tensor_has_been_named():
-    def call(*names: str) -> UpdateWeightsFromTensorReqInput:
-        return UpdateWeightsFromTensorReqInput(
-            specs=[TensorSpec(name=n, dtype="F32", shape=[]) for n in names]
-        )
-
-    coverage = Coverage({"a", "b", "c"})
-    assert not coverage.is_complete_with(call("a", "other"))
-    assert coverage.is_complete_with(call("b", "c"))
 
 
 def test_histograms_of_samples_are_added():

@@ -28,7 +28,7 @@ def weights_at(token: int) -> DeltaWeights:
     return DeltaWeights(version=f"v{token // 5}", epoch=100 + token // 5, incarnation="e", stale_kv=token > 5)
 
 
-def fleet_epoch(epoch: int) -> int:
+def group_epoch(epoch: int) -> int:
     return epoch - 100
 
 
@@ -123,14 +123,14 @@ def answer(asked: GenerateReqInput, start: int, end: int) -> GenerateOutput:
 @given(st.integers(1, 24), st.data())
 def test_parts_join_to_what_one_engine_would_have_answered(count, data):
     asked = request(count)
-    whole = joined(asked, Part(), answer(asked, 0, count), fleet_epoch, rid="r")
+    whole = joined(asked, Part(), answer(asked, 0, count), group_epoch, rid="r")
     assert covered(whole) == [(f"v{token // 5}", token // 5, token > 5) for token in range(count)]
     part, done, rest = Part(), 0, asked
     for _ in range(data.draw(st.integers(0, 3))):  # engines that were lost
         for _ in range(data.draw(st.integers(0, 3))):
             end = data.draw(st.integers(done, count - 1))
             if end > done:
-                part.add(delta(done, done, end), fleet_epoch)
+                part.add(delta(done, done, end), group_epoch)
             done = end
         rest = continuation(asked, 2, part, rid="other", message_id="m")
         assert rest.input_ids == [*PROMPT, *range(done)]
@@ -139,7 +139,7 @@ def test_parts_join_to_what_one_engine_would_have_answered(count, data):
         assert (params.n, params.seed, params.max_new_tokens) == (1, 7, count - done)
         assert params.min_new_tokens == max(0, 2 - done)
         assert rest.min_weights_epoch == (None if not done else (done - 1) // 5)
-    found = joined(asked, part, answer(rest, done, count), fleet_epoch, rid="r")
+    found = joined(asked, part, answer(rest, done, count), group_epoch, rid="r")
     assert replace(found, weight_versions=[]) == replace(whole, weight_versions=[])
     assert covered(found) == covered(whole)
     assert Part.of(found).spans() == whole.weight_versions
@@ -159,7 +159,7 @@ def covered(output: GenerateOutput) -> list[tuple[str, int, bool]]:
 
 def test_a_promised_epoch_is_kept_and_never_lowered():
     part = Part()
-    part.add(delta(0, 0, 6), fleet_epoch)
+    part.add(delta(0, 0, 6), group_epoch)
     for minimum, expected in ((None, 1), (0, 1), (3, 3)):
         rest = continuation(request(24, minimum=minimum), 2, part, rid="o", message_id="m")
         assert rest.min_weights_epoch == expected
@@ -168,6 +168,6 @@ def test_a_promised_epoch_is_kept_and_never_lowered():
 def test_no_logprobs_of_the_prompt_are_not_asked_for_behind_the_seam():
     """A position at the prompt's end asks for none; in the longer prompt it would ask for the output's."""
     part = Part()
-    part.add(delta(0, 0, 6), fleet_epoch)
+    part.add(delta(0, 0, 6), group_epoch)
     rest = continuation(request(24, first_input=len(PROMPT)), 2, part, rid="o", message_id="m")
     assert rest.logprob_start_len == -1

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caesura.client.trainer.peers import tensors_per_bucket
+from caesura.client.trainer.chain import tensors_per_bucket
 from caesura.io_struct import (
     CaesuraError,
     SendWeightsReqInput,

@@ -1,0 +1,210 @@
+"""An update of several engines by blocking clients: all of them load, then those commit that could.
+
+Invariants:
+- A refusal comes before a byte is written: each engine opens a session with the whole manifest first, or none
+  does.
+- No engine commits before every engine has everything, or cannot get it.
+- An engine that fails costs no other its update: :class:`PartialUpdate` names those that have it and those
+  that have not. The latter are poisoned at worst, until the next complete update (``clone_weights`` from one
+  that has it).
+- Sessions that are open when an update ends early are aborted, without waiting for engines that may be gone.
+"""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
+
+import msgspec
+
+from ...io_struct import (
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    CaesuraError,
+    EndWeightUpdateReqInput,
+    ErrorCode,
+    Message,
+    Request,
+    TensorSpec,
+    UpdateWeightsFromIPCReqInput,
+    WeightUpdateOptions,
+    WeightUpdateReqOutput,
+)
+from ..connection.channel import wait_for
+from ..connection.options import UpdateOptions, update_fields
+from ..exceptions import EngineError, InvalidRequest, PartialUpdate
+from .shared import SharedTensors
+
+if TYPE_CHECKING:
+    from ..connection.control_client import ControlClient
+
+
+class TwoPhaseUpdate:
+    """An update of ``clients``, from its sessions to the commits."""
+
+    def __init__(
+        self,
+        clients: "Sequence[ControlClient]",
+        specs: list[TensorSpec],
+        options: dict[str, Any],
+        timeout: float | None,
+    ) -> None:
+        """Open a session on every engine, or on none.
+
+        Args:
+            options: fields of ``WeightUpdateOptions``.
+            timeout: maximum seconds of each wait for an answer.
+
+        Raises:
+            CaesuraError: the first refusal of an engine.
+        """
+        self._clients, self._options, self._timeout = clients, options, timeout
+        self._errors: dict[int, CaesuraError] = {}
+        component = options.get("component")
+        begins = [BeginWeightUpdateReqInput(manifest=specs, component=component) for _ in clients]
+        self._sessions = [begin.id for begin in begins]  # these messages name the sessions as well
+        self._send(begins, BeginWeightUpdateReqOutput)
+        self._gather()
+        if self._errors:
+            self.abort()
+            raise self._errors[min(self._errors)]
+
+    def start(self, calls: Sequence[WeightUpdateOptions]) -> Future[Any]:
+        """Send each engine its call, which joins its session, and return the ticket of the first."""
+        for call, session in zip(calls, self._sessions, strict=True):
+            call.session_id = session
+        return self._send(calls, WeightUpdateReqOutput)[0]
+
+    def commit(self, version: str | None = None) -> list[WeightUpdateReqOutput]:
+        """Wait for the calls, commit where they succeeded, and return the commits' replies.
+
+        ``version`` is the label, unless the options have one; None leaves it unchanged.
+
+        Raises:
+            PartialUpdate: some engines failed.
+        """
+        replies: dict[int, WeightUpdateReqOutput] = {}
+        try:
+            given = self._options.get("weight_version")
+            label = version if given is None else given
+            loaded = self._gather()
+            ends = {
+                number: EndWeightUpdateReqInput(session_id=self._sessions[number], weight_version=label)
+                for number in loaded
+            }
+            tickets = {
+                number: started(self._clients[number], end, WeightUpdateReqOutput)
+                for number, end in ends.items()
+            }
+            for number, ticket in tickets.items():
+                try:
+                    replies[number] = wait_for(ticket, ends[number].id, self._timeout)
+                except CaesuraError as error:
+                    self._errors[number] = error
+        except BaseException:
+            self.abort()
+            raise
+        if self._errors:
+            self.abort(self._errors)
+            raise self._partial(replies) from self._errors[min(self._errors)]
+        return [replies[number] for number in range(len(self._clients))]
+
+    def fail(self, cause: CaesuraError) -> NoReturn:
+        """Give up for ``cause``, after waiting for the calls: they end, as it has closed their group.
+
+        Raises:
+            PartialUpdate: engines failed, and ``cause`` may be a consequence.
+            CaesuraError: else ``cause``.
+        """
+        self._gather()
+        self.abort()
+        if cause.code != ErrorCode.GROUP_ERROR or not self._errors:
+            raise cause
+        raise self._partial({}) from cause
+
+    def abort(self, numbers: Iterable[int] | None = None) -> None:
+        """Abort the sessions of the engines ``numbers``, or of all, without waiting."""
+        for number in range(len(self._clients)) if numbers is None else numbers:
+            request = EndWeightUpdateReqInput(commit=False, session_id=self._sessions[number])
+            with contextlib.suppress(CaesuraError):
+                self._clients[number].start(request, WeightUpdateReqOutput)
+
+    def _send(self, requests: Sequence[Request], expects: type[Message]) -> list[Future[Any]]:
+        self._requests = requests
+        both = zip(self._clients, requests, strict=True)
+        self._tickets = [started(client, request, expects) for client, request in both]
+        return self._tickets
+
+    def _gather(self) -> list[int]:
+        """Wait for all tickets, and return the numbers of the engines that have not failed."""
+        for number, (ticket, request) in enumerate(zip(self._tickets, self._requests, strict=True)):
+            try:
+                wait_for(ticket, request.id, self._timeout)
+            except CaesuraError as error:
+                error.add_note(f"engine at {self._clients[number].endpoint}")
+                self._errors[number] = error
+        return [number for number in range(len(self._clients)) if number not in self._errors]
+
+    def _partial(self, replies: dict[int, WeightUpdateReqOutput]) -> PartialUpdate:
+        return PartialUpdate([client.endpoint for client in self._clients], replies, self._errors)
+
+
+def update_from_shared(
+    clients: "Sequence[ControlClient]",
+    tensors: SharedTensors,
+    *,
+    timeout: float | None = None,
+    **options: Unpack[UpdateOptions],
+) -> list[WeightUpdateReqOutput]:
+    """Update engines of this host from one export of all tensors, and return their replies in order.
+
+    All engines read it at the same time: each is sent a message with its handle. The memory must not change
+    until this returns. ``timeout`` is the maximum seconds of each wait for an engine's answer; the options
+    are those of every update.
+
+    Raises:
+        CaesuraError: an engine refused; nothing was written then.
+        PartialUpdate: some engines failed; the others have committed.
+    """
+    require_clients(clients)
+    if not isinstance(tensors, SharedTensors):
+        raise InvalidRequest(
+            f"tensors must be SharedTensors, not a {type(tensors).__name__}: SharedTensors(named_tensors) "
+            "makes them",
+            field="tensors",
+        )
+    fields = sessionless_fields(options)
+    manifest = [msgspec.structs.replace(spec, offset=0) for spec in tensors.specs]
+    update = TwoPhaseUpdate(clients, manifest, fields, timeout)
+    handle = tensors.memory.handle
+    update.start(
+        [UpdateWeightsFromIPCReqInput(handle=handle, specs=tensors.specs, **fields) for _ in clients]
+    )
+    return update.commit()
+
+
+def sessionless_fields(options: UpdateOptions) -> dict[str, Any]:
+    """Return ``options`` as fields of a request, or raise ``invalid_request`` if they name a session."""
+    fields = update_fields(options)
+    if fields.pop("session_id", None) is not None:
+        raise InvalidRequest("an update of several engines opens sessions of its own", field="session_id")
+    return fields
+
+
+def started(client: "ControlClient", request: Request, expects: type[Message]) -> Future[Any]:
+    """Return the ticket of ``client.start``, which also has its error: others may have been sent theirs."""
+    try:
+        return client.start(request, expects)
+    except EngineError as error:
+        future: Future[Any] = Future()
+        future.set_exception(error)
+        return future
+
+
+def require_clients(clients: object) -> None:
+    """Raise ``invalid_request`` unless these are several clients, or one, in a list."""
+    if not isinstance(clients, Sequence) or not clients:
+        raise InvalidRequest(
+            f"clients must be a list of clients, at least one, not a {type(clients).__name__}",
+            field="clients",
+        )
