@@ -75,8 +75,8 @@ def check(model: "TransformersForCausalLM") -> None:
         raise refused(
             model.config.architecture,
             f"over pages and beside others, the hidden state of {where} differs by {worst:.2g} of its norm "
-            "from a plain forward; something other than attention looks across tokens, or attention does what was "
-            "not asked of it",
+            "from a plain forward; something other than attention looks across tokens, or attention does "
+            "what was not asked of it",
         )
     logger.info(
         "checked %s against transformers' attention: largest difference %.2g",
