@@ -1,14 +1,11 @@
 """Cost of an update of 1, 2 and 4 engines of this host to its trainer, and a model of a thousand.
 
 Routes: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it
-receives, gloo over loopback), ``broadcast`` (one group of all, gloo), ``clone`` (no trainer: an engine sends
-to the others down a chain), ``crowded`` (the chain, while a process copies memory for each engine that is not
-in it: what sharing the cores costs a trainer) and ``bare`` (the chain without engines,
-``harness/bare_chain.py``). Columns:
+receives, gloo over loopback), ``broadcast`` (one group of all, gloo) and ``clone`` (no trainer: an engine
+sends to the others down a chain). Columns:
 
     CPU         time of all threads of the trainer's process
     own         time of its calling thread: copies into buckets, messages, handing over broadcasts
-    busy        until the trainer has handed over its last byte (chain), or is back from the call (the others)
     committed   until every engine serves the new weights
     sent        copies of the weights that its TCP connections had acknowledged, from the kernel's counters
 
@@ -20,12 +17,9 @@ cost of a hop into the model of ``harness/fan_out_model.py`` (alone: ``--hop-ms`
 """
 
 import os
-import signal
 import socket
 import statistics
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +29,6 @@ from pathlib import Path
 
 import torch
 from checkpoints import SHAPES, write_checkpoint
-from harness.bare_chain import BareChain
 from harness.fan_out_model import ROADS, FanOut, best_bucket
 from harness.script import begin, parser, table, write_json
 from rich.console import Console
@@ -51,18 +44,12 @@ from caesura.client.trainer import (
     clone_weights,
     update_from_shared,
 )
-from caesura.client.trainer.group import whole
 
 MIB = 1 << 20
 SIZES = {**MODELS, "tiny": SHAPES["tiny"]}
 GB = 1e9
 _BYTES_ACKED = 120
 """Offset of tcpi_bytes_acked in the kernel's struct tcp_info (include/uapi/linux/tcp.h)."""
-_COPIES = """import torch
-torch.set_num_threads(1)
-a, b = torch.ones(2, 1 << 23, dtype=torch.uint8)
-while True: a.copy_(b)"""
-"""Program of a process that competes for the cores: it copies memory as a receiver does with a bucket."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -72,7 +59,6 @@ class Measured:
 
     cpu_s: list[float] = field(default_factory=list)
     own_s: list[float] = field(default_factory=list)
-    busy_s: list[float] = field(default_factory=list)
     committed_s: list[float] = field(default_factory=list)
     sent_copies: list[float] = field(default_factory=list)
 
@@ -104,9 +90,6 @@ class Trainer:
         self._shared = self._stack.enter_context(SharedTensors(weights))
         self._chains: dict[int, WeightUpdateChain] = {}
         self._groups: dict[int, WeightUpdateGroup] = {}
-        self._bare: dict[int, BareChain] = {}
-        self._crowd: list[subprocess.Popen[bytes]] = []
-        self._last_sent = 0.0
         self._turns = 0
         self.num_tensors = len(weights)
         self.nbytes = sum(tensor.nbytes for tensor in weights.values())
@@ -120,8 +103,6 @@ class Trainer:
         for tensor in self._weights.values():
             tensor.view(-1)[0] = self._turns % 251  # which bfloat16 holds exactly
         push = self._push(road, self._engines[:number], bucket_bytes or self._bucket_bytes)
-        crowd = self._others(len(self._engines) - number if road == "crowded" else 0)
-        _signal(crowd, signal.SIGCONT)
         acknowledged, cpu, began = acknowledged_bytes(), time.process_time(), time.perf_counter()
         own = time.thread_time()
         push()
@@ -129,8 +110,6 @@ class Trainer:
         into.own_s.append(time.thread_time() - own)
         into.cpu_s.append(time.process_time() - cpu)
         into.committed_s.append(ended - began)
-        _signal(crowd, signal.SIGSTOP)
-        into.busy_s.append((self._last_sent if road in ("chain", "crowded") else ended) - began)
         into.sent_copies.append((acknowledged_bytes() - acknowledged) / self.nbytes)
 
     def _push(self, road: str, engines: Sequence[ControlClient], bucket: int) -> Callable[[], object]:
@@ -147,45 +126,14 @@ class Trainer:
                 made = WeightUpdateGroup.create(engines, group_name=f"all of {number}")
                 self._groups[number] = self._stack.enter_context(made)
             return lambda: self._groups[number].update(weights, bucket_bytes=bucket)
-        if road in ("chain", "crowded"):
-            chain = self._chain(engines)
-            return lambda: chain.update(weights, bucket_bytes=bucket)
-        if road == "bare":
-            if number not in self._bare:
-                made_bare = BareChain(number, list(whole(list(weights.items()), bucket)))
-                self._bare[number] = self._stack.enter_context(made_bare)
-            return self._bare[number].update
+        if road == "chain":
+            if number not in self._chains:
+                chain = WeightUpdateChain.create(engines, group_name=f"chain of {number}")
+                self._chains[number] = self._stack.enter_context(chain)
+            return lambda: self._chains[number].update(weights, bucket_bytes=bucket)
         source, *targets = self._engines
         source.update_weights_from_ipc(weights)
         return lambda: clone_weights(source, targets[:number], bucket_bytes=bucket)
-
-    def _others(self, number: int) -> list["subprocess.Popen[bytes]"]:
-        """Return processes that copy memory between the two signals of :func:`_signal`."""
-        while len(self._crowd) < number:
-            process = subprocess.Popen([sys.executable, "-c", _COPIES])
-            self._stack.callback(process.wait)
-            self._stack.callback(process.kill)
-            self._crowd.append(process)
-        return self._crowd[:number]
-
-    def _chain(self, engines: Sequence[ControlClient]) -> WeightUpdateChain:
-        number = len(engines)
-        if number not in self._chains:
-            chain = WeightUpdateChain.create(engines, group_name=f"chain of {number}")
-            send = chain._group.send
-
-            def noted(*arguments: object) -> None:
-                send(*arguments)  # type: ignore[arg-type]
-                self._last_sent = time.perf_counter()
-
-            chain._group.send = noted  # type: ignore[method-assign, assignment]
-            self._chains[number] = self._stack.enter_context(chain)
-        return self._chains[number]
-
-
-def _signal(processes: Sequence["subprocess.Popen[bytes]"], number: signal.Signals) -> None:
-    for process in processes:
-        process.send_signal(number)
 
 
 @contextmanager
@@ -230,11 +178,11 @@ def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
         first = statistics.median(counted[min(counted)].cpu_s)
         for number, each in counted.items():
             cpu = statistics.median(each.cpu_s)
-            times = [statistics.median(seconds) for seconds in (each.own_s, each.busy_s, each.committed_s)]
+            times = [statistics.median(seconds) for seconds in (each.own_s, each.committed_s)]
             sent = statistics.median(each.sent_copies)
             figures = [f"{1e3 * cpu:.0f}", f"{cpu / first:.2f}", *(f"{1e3 * each:.0f}" for each in times)]
             rows.append([road, str(number), *figures, f"{sent:.2f}"])
-    headings = "route|engines|CPU ms|of one engine|own ms|busy ms|committed ms|sent"
+    headings = "route|engines|CPU ms|of one engine|own ms|committed ms|sent"
     return table(f"one update of {nbytes / GB:.2f} GB", headings.split("|"), rows)
 
 

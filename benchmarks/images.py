@@ -28,12 +28,12 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from harness.cycles import ALLOWANCE_MS, distribution
 from harness.image_pipelines import SHAPES, write_pipeline
-from harness.image_residency import STAGES, measure_occupation
 from harness.process_memory import MB, read_memory
 from harness.script import begin, parser, table, write_json
 from rich.console import Console
 
 from caesura.client import SchedulerClient, launch_scheduler
+from caesura.io_struct import Residency
 
 PROMPT = "a red circle"
 STEPS = 10
@@ -44,6 +44,19 @@ GAP_SAMPLES = 5
 WAITED_FOR = ("encode", "denoise", "decode", "pause")
 """Stages that a pause may meet, and its own."""
 WAYS = ("one", "eight", "mixed")
+STRATEGIES: list[tuple[Residency, Residency]] = [
+    ("resident", "resident"),
+    ("offload", "resident"),
+    ("layerwise", "resident"),
+    ("offload", "offload"),
+    ("offload", "layerwise"),
+    ("layerwise", "layerwise"),
+]
+"""Strategies of the text encoders and the VAE, and of the transformer."""
+STAGES = ("encode", "denoise", "decode", "components.arrive", "components.leave")
+"""Stages of an image. The first three contain the coming and going of components before them."""
+LONG = 1000
+"""Steps of an image that is paused."""
 
 Rates = dict[str, dict[str, list[float]]]
 """Images per second by way and engine, one figure per round."""
@@ -103,7 +116,7 @@ class Caesura:
         self._client = client
         self._workload = workload
 
-    def images(self, count: int, seed: int) -> None:
+    def images(self, count: int, seed: int, steps: int = STEPS) -> None:
         """Ask for ``count`` images at once."""
         self._client.generate_images(
             PROMPT,
@@ -111,7 +124,7 @@ class Caesura:
             seed=seed,
             width=self._workload.side,
             height=self._workload.side,
-            num_inference_steps=STEPS,
+            num_inference_steps=steps,
             max_sequence_length=0,
             return_embeds=False,
             sde={"type": "ode"},
@@ -215,6 +228,86 @@ def measure_cycles(client: SchedulerClient, pid: int, folder: Path, workload: Wo
         rss_mb=rss,
         reserved_mb=reserved,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupation:
+    """Bytes that an engine with these strategies has on the device, and the time of an image."""
+
+    frozen: Residency
+    transformer: Residency
+    peak: int
+    """Most bytes over whole images."""
+    denoising: int
+    """Bytes between two denoising steps."""
+    idle: int
+    """Bytes between two images."""
+    seconds: float
+    """Seconds of one image of :data:`STEPS` steps, all alone."""
+    stage_ms: dict[str, float]
+    """Milliseconds of each of :data:`STAGES` for one image, the mean over the images."""
+
+
+def measure_occupation(folder: Path, side: int, threads: int, images: int) -> list[Occupation]:
+    """Measure an engine for each of :data:`STRATEGIES`, one after the other."""
+    return [_measure(folder, side, threads, images, *each) for each in STRATEGIES]
+
+
+def _measure(
+    folder: Path, side: int, threads: int, images: int, frozen: Residency, transformer: Residency
+) -> Occupation:
+    with launch_scheduler(
+        folder,
+        dtype="float32",
+        device="cpu",
+        num_threads=threads,
+        log_level="WARNING",
+        frozen_residency=frozen,
+        transformer_residency=transformer,
+        prompt_cache_bytes=0,
+    ) as client:
+        engine = Caesura(client, Workload(side=side, images=1, rounds=1))
+
+        def image(steps: int = STEPS) -> None:
+            engine.images(1, 0, steps)
+
+        image()
+        before = _stage_seconds(client)
+        took = [_seconds(image) for _ in range(images)]
+        stages = {name: after - before[name] for name, after in _stage_seconds(client).items()}
+        idle, peak = _present(client), _present(client, peak=True)
+        with ThreadPoolExecutor(1) as thread:
+            made = client.status(timeout=PATIENCE_S).generated_tokens
+            long = thread.submit(image, LONG)
+            while client.status(timeout=PATIENCE_S).generated_tokens == made and not long.done():
+                time.sleep(0.01)
+            client.pause("in_place", timeout=PATIENCE_S)
+            denoising = _present(client)
+            client.abort(abort_all=True, timeout=PATIENCE_S)
+            long.result()
+        return Occupation(
+            frozen=frozen,
+            transformer=transformer,
+            peak=peak,
+            denoising=denoising,
+            idle=idle,
+            seconds=median(took),
+            stage_ms={name: 1e3 * seconds / images for name, seconds in stages.items()},
+        )
+
+
+def _present(client: SchedulerClient, *, peak: bool = False) -> int:
+    """Return the bytes of weights on the device: those that always are, and those that come and go."""
+    status = client.status(timeout=PATIENCE_S)
+    memory = status.device_memory
+    always = memory.weights - sum(each.nbytes for each in status.components)
+    return always + (memory.components_peak if peak else memory.components)
+
+
+def _stage_seconds(client: SchedulerClient) -> dict[str, float]:
+    """Return the seconds of each of :data:`STAGES` since the engine's start; 0 where it never ran."""
+    totals = {stage.name: stage.total_s for stage in client.status(timeout=PATIENCE_S).stages}
+    return {name: totals.get(name, 0.0) for name in STAGES}
 
 
 def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:

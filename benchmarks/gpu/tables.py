@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Yield tables of decoding, updates, and the rest."""
+    """Return tables of decoding, updates, and the rest."""
     return [table for table in (_decode(found), _transports(found), _rest(found)) if table.row_count]
 
 
