@@ -169,8 +169,8 @@ def test_a_result_that_cannot_be_encoded_is_replaced(driver, monkeypatch):
     original = results._result
     spoiled = []
 
-    def result(request, outputs, reason):
-        made = original(request, outputs, reason)
+    def result(request, reason):
+        made = original(request, reason)
         if len(request.prompt) == 4 and not spoiled:
             spoiled.append(request.rid)
             return msgspec.structs.replace(made, seed=Odd())

@@ -416,7 +416,7 @@ def test_a_loop_that_fails_tells_everybody_and_why(tiny_model, endpoint):
     prelude = """
         from caesura.scheduler.runtime.loop import Scheduler
         def tick(self, ongoing, tick=Scheduler.tick):
-            if self._live:
+            if self._engine.live:
                 raise MemoryError("no more")
             return tick(self, ongoing)
         Scheduler.tick = tick
@@ -437,7 +437,7 @@ def test_a_thread_that_fails_ends_the_engine(tiny_model, endpoint):
         import threading
         from caesura.scheduler.messaging.dispatcher import Dispatcher
         def reap(self):
-            if self._generations._live:
+            if self._engine.live:
                 def fail(): raise MemoryError("no more")
                 threading.Thread(target=fail, name="caesura-x").start()
                 Dispatcher.reap = lambda self: None
