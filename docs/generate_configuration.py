@@ -1,7 +1,8 @@
 """Writes the tables of docs/reference/configuration.md from the command lines themselves.
 
-Invariant: an option's meaning is its ``--help``, which for the scheduler is the docstring of a field of ``EngineConfig``. Run
-``python docs/generate_configuration.py`` after a change of an option (``--check``: see :mod:`generated_parts`).
+Invariant: an option's meaning is its ``--help``, which for the scheduler is the docstring of a field of
+``EngineConfig``. Run ``python docs/generate_configuration.py`` after a change of an option (``--check``: see
+:mod:`generated_parts`).
 """
 
 import re
@@ -33,7 +34,7 @@ def table(described: click.Command) -> str:
 
 
 def names(option: click.Option) -> str:
-    """The option, with the values that it takes or its negative form."""
+    """Return the option, with the values that it takes or its negative form."""
     spelled = [f"`{name}`" for name in (*option.opts, *option.secondary_opts)]
     if isinstance(option.type, click.Choice):
         spelled.append(", ".join(map(str, option.type.choices)))
@@ -41,12 +42,12 @@ def names(option: click.Option) -> str:
 
 
 def stated(option: click.Option) -> dict[str, str]:
-    """What the help text says of ``env`` and ``default``."""
+    """Return the help text's words about ``env`` and ``default``."""
     return dict(_STATED.findall(option.help or ""))
 
 
 def default(option: click.Option) -> str:
-    """The default as it is typed on a command line; empty where there is none."""
+    """Return the default as it is typed on a command line; empty where there is none."""
     if option.required:
         return "required"
     if "default" in stated(option):

@@ -1,9 +1,11 @@
-"""Writes the table of docs/reference/models.md of what runs through transformers, by running and comparing each of it.
+"""Writes the table of docs/reference/models.md of what runs through transformers, by running and comparing
+each of it.
 
-Invariant: an architecture is in the table because it was compared, in the ways that ``tests/support/foreign_comparison.py`` has,
-and the figure is the largest difference of a logit that was seen. Run ``python docs/generate_models.py`` after a change of
-``tests/support/architectures.py``, of ``scheduler/models/transformers_backend/`` or of the version of transformers. It takes
-minutes, so tests compare the names alone.
+Invariant: an architecture is in the table because it was compared, in the ways that
+``tests/support/foreign_comparison.py`` has, and the figure is the largest difference of a logit that was
+seen. Run ``python docs/generate_models.py`` after a change of ``tests/support/architectures.py``, of
+``scheduler/models/transformers_backend/`` or of the version of transformers. It takes minutes, so tests
+compare the names alone.
 """
 
 import sys
@@ -26,7 +28,10 @@ def table() -> str:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     rows = [
-        f"Compared with transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]} on a CPU, in fp32.",
+        (
+            f"Compared with transformers {transformers.__version__} and torch "
+            f"{torch.__version__.partition('+')[0]} on a CPU, in fp32."
+        ),
         "",
         "| architecture | largest difference of a logit |",
         "|---|---|",

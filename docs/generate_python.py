@@ -1,7 +1,9 @@
-"""Writes the tables of docs/reference/python.md: parameters and results of the Python clients, field by field.
+"""Writes the tables of docs/reference/python.md: parameters and results of the Python clients, field by
+field.
 
-Invariant: every struct and dataclass of ``caesura.client`` and ``caesura.client.text`` has a table, and a field's meaning is the
-docstring below it. Run ``python docs/generate_python.py`` after a change of one (``--check``: see :mod:`generated_parts`).
+Invariant: every struct and dataclass of ``caesura.client`` and ``caesura.client.text`` has a table, and a
+field's meaning is the docstring below it. Run ``python docs/generate_python.py`` after a change of one
+(``--check``: see :mod:`generated_parts`).
 """
 
 import ast
@@ -27,7 +29,7 @@ INSIDE = (TokenDetails, io_struct.SamplingMask, io_struct.RoutedExperts)
 
 
 def structs() -> Iterator[Any]:
-    """What clients take and return as a value with fields, in the order of their names."""
+    """Return values with fields that clients take and return, ordered by name."""
     for module in (client, text):
         for name in module.__all__:
             value = getattr(module, name)
@@ -60,7 +62,7 @@ def section(cls: Any) -> Iterator[str]:
 
 
 def named(function: ast.FunctionDef) -> str:
-    """A property by its name, a method with the names of its arguments."""
+    """Return a property by its name, a method with the names of its arguments."""
     if any(ast.unparse(each) == "property" for each in function.decorator_list):
         return function.name
     arguments = [each.arg for each in function.args.args if each.arg not in ("self", "cls")]
@@ -68,24 +70,26 @@ def named(function: ast.FunctionDef) -> str:
 
 
 def is_method(function: ast.FunctionDef) -> bool:
-    """A property, or a method of an instance."""
+    """Return a property, or a method of an instance."""
     return all(ast.unparse(each) == "property" for each in function.decorator_list)
 
 
 class Plain(ast.NodeTransformer):
-    """Types as a caller needs them: the constraints of ``Annotated`` are the wire's to say, and names of unions are spelled out."""
+    """Types as a caller needs them: the constraints of ``Annotated`` are the wire's to say, and names of
+    unions are spelled out.
+    """
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
 
     def text(self, node: ast.expr) -> str:
-        """A type as a code span of a table."""
+        """Return a type as a code span of a table."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node = ast.parse(node.value, mode="eval").body
         return f"`{ast.unparse(self.visit(node))}`".replace("|", "\\|")
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """An alias of the module."""
+        """Return an alias of the module."""
         kind = self._names.get(node.id)
         if get_origin(kind) is Annotated:
             return ast.Name(get_args(kind)[0].__name__)
@@ -102,12 +106,12 @@ class Plain(ast.NodeTransformer):
 
 
 def parameters() -> str:
-    """What a request is made of."""
+    """Return the parameters of requests."""
     return "\n\n".join(part for cls in PARAMETERS for part in section(cls))
 
 
 def results() -> str:
-    """What comes back."""
+    """Return the results."""
     found = [cls for cls in structs() if cls not in PARAMETERS]
     return "\n\n".join(part for cls in (*found, *INSIDE) for part in section(cls))
 

@@ -1,4 +1,5 @@
-"""Writes the generated parts of docs/reference/wire.md from the structs that are the wire, so that the two cannot drift.
+"""Writes the generated parts of docs/reference/wire.md from the structs that are the wire, so that the two
+cannot drift.
 
 Invariant: a field's meaning is the docstring below it, its type and default are what the decoder checks. Run
 ``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see :mod:`generated_parts`).
@@ -80,7 +81,7 @@ def field_docs(owner: Any) -> dict[str, str]:
 
 
 def markdown(docstring: str | None) -> str:
-    """A docstring's paragraphs on one line each, its reStructuredText marks as code spans."""
+    """Return a docstring's paragraphs on one line each, its reStructuredText marks as code spans."""
     text = re.sub(r":\w+:`~?([^`]*)`", lambda role: f"`{role[1].rpartition('.')[2]}`", docstring or "")
     text = text.replace("``", "`").replace("|", "\\|")
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")).strip()
@@ -93,7 +94,7 @@ def wrapped(text: str) -> str:
 
 
 def type_text(kind: wire_types.Type) -> str:
-    """A type in terms of msgpack, with the limits that the decoder checks."""
+    """Return a type in terms of msgpack, with the limits that the decoder checks."""
     match kind:
         case wire_types.StructType(cls=cls):
             return f"[{cls.__name__}](#{cls.__name__.lower()})"
@@ -121,7 +122,7 @@ def type_text(kind: wire_types.Type) -> str:
 
 
 def scalar_text(kind: wire_types.IntType | wire_types.FloatType | wire_types.StrType) -> str:
-    """A number or string with its range."""
+    """Return a number or string with its range."""
     if isinstance(kind, wire_types.StrType):
         bounds = "at most" if kind.min_length is None else f"{kind.min_length} to"
         limits = f", {bounds} {kind.max_length} characters" if kind.max_length else ""
@@ -132,7 +133,7 @@ def scalar_text(kind: wire_types.IntType | wire_types.FloatType | wire_types.Str
 
 
 def default_text(field: wire_types.Field) -> str:
-    """What an absent field means."""
+    """Return the meaning of an absent field."""
     if field.required:
         return "required"
     if field.default_factory is not msgspec.NODEFAULT:
@@ -153,7 +154,8 @@ def section(cls: Any) -> Iterator[str]:
     assert isinstance(info, wire_types.StructType)
     docs = field_docs(cls)
     rows = [
-        f"| `{field.encode_name}` | {type_text(field.type)} | {default_text(field)} | {docs.get(field.name, '')} |"
+        f"| `{field.encode_name}` | {type_text(field.type)} | {default_text(field)} | "
+        f"{docs.get(field.name, '')} |"
         for field in info.fields
         if field.encode_name not in known
     ]
@@ -164,7 +166,7 @@ def section(cls: Any) -> Iterator[str]:
 
 
 def with_bases(messages: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The structs that several messages build on, in the order of first use, then the messages."""
+    """Return the structs that several messages build on, in the order of first use, then the messages."""
     bases: dict[Any, None] = {}
     for cls in messages:
         for base in reversed(cls.__mro__):
@@ -179,7 +181,7 @@ def sections(classes: Iterator[Any] | tuple[Any, ...]) -> str:
 
 
 def requests() -> str:
-    """What a client sends: an overview, then each message."""
+    """Return the messages of clients: an overview, then each message."""
     messages, replies = get_args(ToScheduler), {cls.__name__ for cls in get_args(ToClient)}
     rows = ["| message | answered by | |", "|---|---|---|"]
     for cls in messages:
@@ -191,12 +193,12 @@ def requests() -> str:
 
 
 def replies() -> str:
-    """What the scheduler sends."""
+    """Return the messages of the scheduler."""
     return sections(with_bases(get_args(ToClient)))
 
 
 def records() -> str:
-    """The plain values inside messages."""
+    """Return the plain values inside messages."""
     found = (getattr(io_struct, name) for name in io_struct.__all__)
     return sections(
         cls
@@ -213,7 +215,7 @@ def errors() -> str:
 
 
 def limits() -> str:
-    """The constants that bound what a peer can cost."""
+    """Return the constants that bound what a peer can cost."""
     rows = ["| limit | of | name |", "|---|---|---|"]
     for module, name, unit, meaning in LIMITS:
         value = getattr(importlib.import_module(f"caesura.{module}"), name)
@@ -223,7 +225,7 @@ def limits() -> str:
 
 
 def link(name: str) -> str:
-    """A reference to a struct's section."""
+    """Return a reference to a struct's section."""
     return f"[{name}](#{name.lower()})"
 
 

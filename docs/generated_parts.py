@@ -1,7 +1,8 @@
-"""The parts of a page that a program writes, between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``.
+"""The parts of a page that a program writes, between ``<!-- generated: NAME -->`` and ``<!-- end of NAME
+-->``.
 
-Invariant: nothing else of a page is ever changed. With ``--check`` nothing is written, and the exit status says whether the
-page is up to date.
+Invariant: nothing else of a page is ever changed. With ``--check`` nothing is written, and the exit status
+says whether the page is up to date.
 """
 
 import sys
@@ -26,7 +27,9 @@ def generate(page: str, parts: Mapping[str, Callable[[], str]]) -> str:
 
 
 def update(path: Path, parts: Mapping[str, Callable[[], str]]) -> int:
-    """Write the parts of the page at ``path``; returns the exit status, 1 where ``--check`` finds it out of date."""
+    """Write the parts of the page at ``path``; returns the exit status, 1 where ``--check`` finds it out of
+    date.
+    """
     old = path.read_text(encoding="utf-8")
     new = generate(old, parts)
     if "--check" in sys.argv[1:]:

@@ -1,4 +1,5 @@
-"""Links and anchors of a Markdown page, as a code host reads them; for the site's hooks and for the tests of the pages.
+"""Links and anchors of a Markdown page, as a code host reads them; for the site's hooks and for the tests of
+the pages.
 
 Invariant: code, in fences or in backticks, has no links and no headings.
 """
@@ -36,7 +37,9 @@ def with_links(text: str, change: Callable[[str], str]) -> str:
 
 
 def anchors(text: str) -> list[str]:
-    """The anchor of each heading, in order: in lower case, without punctuation, a hyphen for each space."""
+    """Return the anchor of each heading, in order: in lower case, without punctuation, a hyphen for each
+    space.
+    """
     prose = "".join(part for part, fenced in _blocks(text) if not fenced)
     titles = (
         re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading["title"]) for heading in _HEADING.finditer(prose)
@@ -45,7 +48,9 @@ def anchors(text: str) -> list[str]:
 
 
 def resolved(page: str, target: str) -> str:
-    """The path in the repository that ``target`` (without an anchor) names on the page at the path ``page``."""
+    """Return the path in the repository that ``target`` (without an anchor) names on the page at the path
+    ``page``.
+    """
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), target)) if target else page
 
 
@@ -55,7 +60,7 @@ def is_address(target: str) -> bool:
 
 
 def _split(text: str) -> Iterator[tuple[str, bool]]:
-    """The parts of ``text`` in order, and whether each is code."""
+    """Return the parts of ``text`` in order, and whether each is code."""
     for block, fenced in _blocks(text):
         end = 0
         for code in () if fenced else _TICKS.finditer(block):
@@ -66,7 +71,7 @@ def _split(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, bool]]:
-    """The blocks of ``text`` in order, and whether each is fenced."""
+    """Return the blocks of ``text`` in order, and whether each is fenced."""
     block, fence = "", ""
     for line in text.splitlines(keepends=True):
         mark = _FENCE.match(line)

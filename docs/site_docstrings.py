@@ -1,4 +1,4 @@
-"""A griffe extension: references of the docstrings (``:meth:`x```) as code, which is how Markdown shows them."""
+"""A griffe extension: references of the docstrings (``:meth:`x```) as code, as in Markdown."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ class Roles(griffe.Extension):
     """Rewrites the docstring of every object that is read."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """The object has been read from its source."""
+        """Change an object that has been read from its source."""
         if obj.docstring is not None:
             obj.docstring.value = ROLE.sub(
                 lambda role: f"`{role[1].rpartition('.')[2]}`", obj.docstring.value

@@ -1,8 +1,8 @@
 """Hooks of mkdocs: what the pages link to outside docs/ becomes part of the site.
 
-Invariant: the pages are written for a code host, where a link is a path in the repository. The site shows the same pages: a file
-outside docs/ that a page links to is added below ``repository/``, as a page, and the links to it are rewritten. Neither needs the
-address of a host.
+Invariant: the pages are written for a code host, where a link is a path in the repository. The site shows the
+same pages: a file outside docs/ that a page links to is added below ``repository/``, as a page, and the links
+to it are rewritten. Neither needs the address of a host.
 """
 
 import os
@@ -28,7 +28,8 @@ LANGUAGES = {
 
 
 def on_startup(*, command: str, dirty: bool) -> None:
-    """Link the documented parts of the package into a folder of its import name, which the root of the repository need not have.
+    """Link the documented parts of the package into a folder of its import name, which the root of the
+    repository need not have.
 
     Before anything is configured: mkdocstrings drops paths that do not exist.
     """
@@ -77,7 +78,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_uri(path: str) -> str:
-    """The place in the site's sources of a path in the repository."""
+    """Return the place in the site's sources of a path in the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return OUTSIDE + (path if path.endswith(".md") else f"{path}.md")

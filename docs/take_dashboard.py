@@ -1,6 +1,8 @@
-"""Takes docs/images/dashboard.png: an engine, a server and a trainer for a minute, then the page in a headless Chromium.
+"""Takes docs/images/dashboard.png: an engine, a server and a trainer for a minute, then the page in a
+headless Chromium.
 
-Run ``PYTHONPATH=tests python docs/take_dashboard.py`` after a change of the page, and look at the picture: nothing checks it.
+Run ``PYTHONPATH=tests python docs/take_dashboard.py`` after a change of the page, and look at the picture:
+nothing checks it.
 """
 
 import tempfile
@@ -22,7 +24,7 @@ SAMPLING = {"max_new_tokens": 96, "temperature": 1.0, "ignore_eos": True}
 
 
 def generate(endpoint: str, worker: int, ended: threading.Event) -> None:
-    """A rollout worker that asks for one sample after another."""
+    """Ask for one sample after another, as a rollout worker does."""
     with SchedulerClient(endpoint) as client:
         number = 0
         while not ended.is_set():

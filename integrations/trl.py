@@ -4,9 +4,10 @@
 - :class:`WeightTransfer` is the ``weight_transfer`` of ``trl.experimental.async_grpo.AsyncGRPOTrainer``.
 
 Invariants:
-- The log-probabilities that leave here are those of the distribution that TRL's loss recomputes: logits divided by the
-  temperature, softmax over the full vocabulary, before top-k, top-p and min-p.
-- Weights are labelled ``step-N`` with the trainer's step, so spans, status and logs name them as the trainer does.
+- The log-probabilities that leave here are those of the distribution that TRL's loss recomputes: logits
+  divided by the temperature, softmax over the full vocabulary, before top-k, top-p and min-p.
+- Weights are labelled ``step-N`` with the trainer's step, so spans, status and logs name them as the trainer
+  does.
 - A pause has an owner and a lease: an engine does not stay paused for a trainer that has died.
 """
 
@@ -40,10 +41,12 @@ class Tokenizer(Protocol):
 
 
 class Rollouts:
-    """``GRPOTrainer(..., rollout_func=Rollouts(client))``: completions from an engine that has the trainer's weights.
+    """``GRPOTrainer(..., rollout_func=Rollouts(client))``: completions from an engine that has the trainer's
+    weights.
 
-    Before a batch is generated under another step than the last one, the trainer's parameters are sent through shared
-    memory of the host. A distributed trainer calls this on each rank; only the main process sends weights, the others wait.
+    Before a batch is generated under another step than the last one, the trainer's parameters are sent
+    through shared memory of the host. A distributed trainer calls this on each rank; only the main process
+    sends weights, the others wait.
     """
 
     def __init__(
@@ -70,8 +73,9 @@ class Rollouts:
         """One completion per prompt: the trainer's sampler repeats each prompt ``num_generations`` times.
 
         Returns:
-            Lists of ``len(prompts)``: ``prompt_ids``, ``completion_ids`` and ``logprobs`` ([tokens] each), which TRL reads,
-            and ``weight_versions``, a list of spans for each, which reward functions get as a keyword.
+            Lists of ``len(prompts)``: ``prompt_ids``, ``completion_ids`` and ``logprobs`` ([tokens] each),
+            which TRL reads, and ``weight_versions``, a list of spans for each, which reward functions get as
+            a keyword.
         """
         if self._sync_weights:
             self._send_weights(trainer)
@@ -101,14 +105,17 @@ class Rollouts:
 
 
 class WeightTransfer:
-    """``AsyncGRPOTrainer(..., weight_transfer=WeightTransfer(client))``: TRL's protocol over pause, update and continue.
+    """``AsyncGRPOTrainer(..., weight_transfer=WeightTransfer(client))``: TRL's protocol over pause, update
+    and continue.
 
-    Requests in flight keep their KV (``in_place``) and go on under the new weights; their spans say which token came from
-    which. Tensors go through the process's own connection, in buckets, so no process group has to be formed.
+    Requests in flight keep their KV (``in_place``) and go on under the new weights; their spans say which
+    token came from which. Tensors go through the process's own connection, in buckets, so no process group
+    has to be formed.
     """
 
     def __init__(self, client: SchedulerClient, *, lease_s: float = LEASE_S) -> None:
-        """``lease_s``: the engine continues by itself when nothing was heard of the trainer for so many seconds.
+        """``lease_s``: the engine continues by itself when nothing was heard of the trainer for so many
+        seconds.
 
         A lease needs an owner: a client without one gets one here.
         """
@@ -119,7 +126,9 @@ class WeightTransfer:
         self._sent = 0
 
     def init_weight_transfer(self) -> None:
-        """Fails at the beginning of the training, and not at the first step, where the engine cannot be reached."""
+        """Fails at the beginning of the training, and not at the first step, where the engine cannot be
+        reached.
+        """
         self._client.status()
 
     def pause(self) -> None:
@@ -138,7 +147,7 @@ class WeightTransfer:
         self._client.continue_generation()
 
     def destroy(self) -> None:
-        """The client is its owner's to close."""
+        """Leave the client open: its owner closes it."""
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Any, **chat_template_kwargs: Any) -> list[int]:
@@ -152,7 +161,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Any, **chat_template_kwargs: Any) -
 
 
 def sampling_params(args: Any) -> SamplingParams:
-    """The sampling parameters of a ``GRPOConfig``, in which ``min_p = None`` means off."""
+    """Return the sampling parameters of a ``GRPOConfig``, in which ``min_p = None`` means off."""
     return SamplingParams(
         max_new_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -164,6 +173,6 @@ def sampling_params(args: Any) -> SamplingParams:
 
 
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a transformers model by their names in the checkpoint; tied ones once."""
+    """Return the parameters of a transformers model by their names in the checkpoint; tied ones once."""
     for name, parameter in model.named_parameters():
         yield name.removeprefix("_orig_mod.").replace("._orig_mod.", "."), parameter.detach()

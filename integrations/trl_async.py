@@ -1,4 +1,5 @@
-"""A rollout worker for ``trl.experimental.async_grpo.AsyncGRPOTrainer`` that needs no vLLM and no process of its own.
+"""A rollout worker for ``trl.experimental.async_grpo.AsyncGRPOTrainer`` that needs no vLLM and no process of
+its own.
 
     worker = RolloutWorker(endpoint, dataset, [reward], tokenizer, args)
     AsyncGRPOTrainer(..., rollout_worker=worker, weight_transfer=WeightTransfer(SchedulerClient(endpoint)))
@@ -79,7 +80,7 @@ class RolloutWorker:
             self._thread.join(timeout=15)
 
     def update_model_version(self, model_version: int) -> None:
-        """The engine's weights are the trainer's version ``model_version`` from now on."""
+        """Record that the engine's weights are the trainer's version ``model_version`` from now on."""
         with SchedulerClient(self._endpoint) as client:
             self._versions_ahead = model_version - client.status().weights_epoch
 
@@ -126,7 +127,7 @@ class RolloutWorker:
             self._alive_at = time.monotonic()
 
     async def _until_stopped(self, generation: Any) -> Any:
-        """The result, or None where the worker shall end first."""
+        """Return the result, or None where the worker shall end first."""
         task = asyncio.ensure_future(generation)
         while not task.done():
             if self._stop.is_set():

@@ -34,7 +34,9 @@ _ALSO = {"weights_cpu_backup": "--enable-weights-cpu-backup"}
 
 
 def _field_help() -> dict[str, str]:
-    """The docstring below each field of the configuration, read from the source, so that each text is written only once."""
+    """Return the docstring below each field of the configuration, read from the source, so that each text is
+    written only once.
+    """
     body = ast.parse(Path(inspect.getfile(config_module)).read_text(encoding="utf-8")).body
     engine = next(
         node for node in body if isinstance(node, ast.ClassDef) and node.name == EngineConfig.__name__

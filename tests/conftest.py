@@ -29,14 +29,14 @@ from caesura.client import launch_scheduler
 
 gc.disable()  # until everything is collected
 torch.set_num_threads(1)
-# Started in the background of a shell, or by nohup, this process would ignore these signals, and with it every process that
-# it starts.
+# Started in the background of a shell, or by nohup, this process would ignore these signals, and with it
+# every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
-# A machine's load is no property of the code: nothing is measured in time. `HYPOTHESIS_PROFILE=explore` tries new examples
-# and remembers those that fail, which is how to look for more; the default tries the same ones in every run, and `short`, in
-# `make test`, a third of them (support/properties.py).
+# A machine's load is no property of the code: nothing is measured in time. `HYPOTHESIS_PROFILE=explore` tries
+# new examples and remembers those that fail, which is how to look for more; the default tries the same ones
+# in every run, and `short`, in `make test`, a third of them (support/properties.py).
 settings.register_profile(
     "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -87,13 +87,17 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no process of pytest-xdist begins one when the others have nothing left to do."""
+    """Files with slow tests come first, so that no process of pytest-xdist begins one when the others have
+    nothing left to do.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected lives as long as the process: a full collection need not go through it."""
+    """What has been imported and collected lives as long as the process: a full collection need not go
+    through it.
+    """
     gc.enable()
     gc.collect()
     gc.freeze()

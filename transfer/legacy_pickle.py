@@ -48,8 +48,8 @@ class Call:
 
 
 def parse(data: bytes) -> object:
-    """The one object in ``data``: None, bool, int, float, str, bytes, list, tuple, dict, :class:`Global`,
-    :class:`Call`.
+    """Return the one object in ``data``: None, bool, int, float, str, bytes, list, tuple, dict,
+    :class:`Global`, :class:`Call`.
 
     Raises:
         CaesuraError: ``malformed_message``, it is not a pickle of such an object within the limits above.
@@ -135,7 +135,7 @@ class _Machine:
             _refuse(f"opcode {name}")
 
     def pop(self, count: int = 1) -> list[_Node]:
-        """The topmost ``count``, in the order in which they were pushed, and not from below a mark."""
+        """Return the topmost ``count``, in the order in which they were pushed, and not from below a mark."""
         start = len(self.stack) - count
         if start < (self.marks[-1] if self.marks else 0):
             raise IndexError

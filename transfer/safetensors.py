@@ -111,7 +111,7 @@ def header_length(prefix: bytes, size: int, limit: int = MAX_HEADER_BYTES) -> in
 
 
 def parse_header(header: bytes | memoryview, data_bytes: int) -> list[TensorEntry]:
-    """The tensors of a file, in file order, behind whose header are ``data_bytes``.
+    """Return the tensors of a file, in file order, behind whose header are ``data_bytes``.
 
     Raises:
         SafetensorsError: the header is not one, or does not describe these bytes.
@@ -144,7 +144,9 @@ def parse_header(header: bytes | memoryview, data_bytes: int) -> list[TensorEntr
 
 
 def file_of_one(name: str, dtype: str, shape: Sequence[int], data: bytes) -> bytes:
-    """A whole file with one tensor. The library's own writer takes other arguments from version to version."""
+    """Return a whole file with one tensor. The library's own writer takes other arguments from version to
+    version.
+    """
     entry = {"dtype": dtype, "shape": shape, "data_offsets": (0, len(data))}
     header = msgspec.json.encode({name: entry})
     header += b" " * (-len(header) % _ALIGNMENT)

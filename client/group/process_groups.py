@@ -35,8 +35,9 @@ class ProcessGroups:
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
         self._joined: dict[str, dict[str, str | None] | None] = {}
-        """Processes of the replicas that have joined each group; None if it was ended here and its trainer, who is
-        told to, has not ended it yet."""
+        """Processes of the replicas that have joined each group; None if it was ended here and its trainer,
+        who is told to, has not ended it yet.
+        """
 
     async def join(
         self,

@@ -1,7 +1,8 @@
 """The memory of a running engine in a terminal, refreshed; where there is no terminal, one line per look.
 
-Invariants: looking disturbs the engine no more than status does, whose figures these are; the parts by tag are those of the
-last event, since the engine looks at them only then. It ends with Ctrl-C, and with an error when the engine ends.
+Invariants: looking disturbs the engine no more than status does, whose figures these are; the parts by tag
+are those of the last event, since the engine looks at them only then. It ends with Ctrl-C, and with an error
+when the engine ends.
 """
 
 from collections import deque
@@ -32,10 +33,12 @@ _COLOURS = {
     "runtime": "bright_black", "weights": "green", "derived": "magenta", "kv": "blue", "reference": "yellow",
     "graphs": "bright_magenta", "answers": "white", "workspace": "cyan", "other": "red", "pause": "yellow",
     "continue": "green",
-    "update_begin": "blue", "update_commit": "blue", "update_failed": "red", "failure": "red", "release": "magenta",
+    "update_begin": "blue", "update_commit": "blue", "update_failed": "red", "failure": "red",
+    "release": "magenta",
 }  # fmt: skip
 _COLUMNS = {
-    "time": 10, "reserved MiB": 12, "allocated MiB": 13, "generation": 22, "weights": 8, "epoch": 6, "last event": 10,
+    "time": 10, "reserved MiB": 12, "allocated MiB": 13, "generation": 22, "weights": 8, "epoch": 6,
+    "last event": 10,
 }  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def curve_lines(looks: Sequence[int], low: int, high: int) -> list[Text]:
 
 
 def parts(record: MemoryRecord) -> RenderableType:
-    """What holds it, as bars."""
+    """Return the parts of the memory as bars."""
     event = record.events[-1]
     most = max((getattr(event.by_tag, tag) for tag in TAGS), default=1)
     table = Table.grid(padding=(0, 2))
@@ -165,7 +168,7 @@ def parts(record: MemoryRecord) -> RenderableType:
 
 
 def events(record: MemoryRecord, count: int = LAST_EVENTS) -> RenderableType:
-    """The last ``count`` events, newest first."""
+    """Return the last ``count`` events, newest first."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
     for name, width in (("#", 4), ("time", 10), ("what", None), *_FIGURES):
         flexible = width is None

@@ -1,4 +1,4 @@
-"""What an engine tells of its memory, and what follows from it: growth over the cycles of pause and continue."""
+"""An engine's record of its memory, and conclusions: growth over the cycles of pause and continue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from ...io_struct import GetStatusReqOutput, MemoryByTag, MemoryCause, MemoryEve
 from ..connection.control_client import ControlClient
 
 TAGS = ("runtime", "weights", "derived", "kv", "reference", "graphs", "answers", "workspace", "other")
-"""Parts of the reserved memory, in the order in which they are stacked: what changes least is at the bottom."""
+"""Parts of the reserved memory, in the order in which they are stacked: what changes least is at the bottom.
+"""
 assert set(TAGS) == set(MemoryByTag.__struct_fields__)
 SETTLED = 10
 """Cycles after which an engine's workspaces have reached their sizes."""

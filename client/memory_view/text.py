@@ -15,7 +15,9 @@ _WORDS: dict[MemoryCause, str] = {
 
 
 def model_label(path: str) -> str:
-    """Return a model's name from its folder: the last part, or the repository of a snapshot in Hugging Face's cache."""
+    """Return a model's name from its folder: the last part, or the repository of a snapshot in Hugging Face's
+    cache.
+    """
     parts = path.rstrip("/").split("/")
     cached = next((part for part in reversed(parts) if part.startswith("models--")), None)
     return parts[-1] if cached is None else cached.split("--")[-1]
@@ -30,7 +32,7 @@ def size(nbytes: float, *, sign: bool = False) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration, short."""
+    """Return a duration, short."""
     if seconds < 1:
         return f"{1e3 * seconds:.1f} ms"
     if seconds < 120:
@@ -46,5 +48,5 @@ def clock(at: float) -> str:
 
 
 def cause(event: MemoryEvent) -> str:
-    """What made the engine look."""
+    """Return the cause of an event in words."""
     return _WORDS.get(event.cause, event.cause)

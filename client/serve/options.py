@@ -46,8 +46,10 @@ class CommandLine:
     )
     replicas: int = _option(
         1,
-        "Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, else "
-        "a part of the CPU threads. A request goes to the least loaded one, a command to all, and one that dies "
+        "Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, "
+        "else "
+        "a part of the CPU threads. A request goes to the least loaded one, a command to all, and one that "
+        "dies "
         "is restarted.",
         click.IntRange(1),
     )

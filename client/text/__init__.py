@@ -1,4 +1,6 @@
-"""Text on both sides of the tokens: clients, tokenizers, incremental decoding, stop strings, chat templates. No torch."""
+"""Text on both sides of the tokens: clients, tokenizers, incremental decoding, stop strings, chat templates.
+No torch.
+"""
 
 from .detokenizer import Detokenizer, output_text
 from .stop_strings import StopMatcher, StopStrings

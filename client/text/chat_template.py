@@ -86,8 +86,9 @@ class ChatTemplate:
     """The chat templates of one model."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """``sources``: template by name, ``"default"`` and perhaps ``"tool_use"``. ``special_tokens``: ``bos_token`` and the
-        like, which templates use by name."""
+        """Compile ``sources``: template by name, ``"default"`` and perhaps ``"tool_use"``.
+        ``special_tokens``: ``bos_token`` and the like, which templates use by name.
+        """
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._idle: dict[int, list[_Process]] = {}  # by the process that started them: a fork has none
@@ -101,7 +102,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation; ``variables`` are further variables of the template (``enable_thinking``, …).
+        """Return the prompt of a conversation; ``variables`` are further variables of the template
+        (``enable_thinking``, …).
 
         Raises:
             InvalidRequest: no messages, or the template refuses them, fails on them or takes too much.

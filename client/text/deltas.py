@@ -1,7 +1,7 @@
 """Joins and splits the deltas of one sample, for a reader that is slower or faster than the engine.
 
-Invariant: a delta made here is like one of the engine: each list about tokens has one entry per token, and ``start`` is the
-position of the first token.
+Invariant: a delta made here is like one of the engine: each list about tokens has one entry per token, and
+``start`` is the position of the first token.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,9 @@ def _joined_further(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | No
 
 
 def _joined_details(parts: Sequence[TokenDetails | None]) -> TokenDetails | None:
-    """None unless every part has them: the last tokens of a sample come with its terminal result, which has them otherwise."""
+    """None unless every part has them: the last tokens of a sample come with its terminal result, which has
+    them otherwise.
+    """
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -56,5 +58,5 @@ def _flat(parts: Sequence[list[float] | None]) -> list[float] | None:
 
 
 def part(delta: TokenDelta, start: int, end: int | None) -> TokenDelta:
-    """The tokens [start, end) of a delta."""
+    """Return the tokens [start, end) of a delta."""
     return delta.cut(start, end)

@@ -1,12 +1,12 @@
 """``Detokenizer``: incremental detokenization of one sample.
 
 Invariants:
-- All pieces together are the text of all output ids, decoded after the last :data:`CONTEXT` tokens of the prompt
-  (:func:`output_text`). These tokens of the prompt decide, for instance, whether the first word keeps the space before it. A
-  character that begins in the prompt belongs to the output that completes it.
-- A piece never ends within a character: U+FFFD at the end is held back until the next token shows whether it was an
-  incomplete character. If it still is U+FFFD then, it is given out. :meth:`Detokenizer.flush` gives out what is held back at
-  the end of the output.
+- All pieces together are the text of all output ids, decoded after the last :data:`CONTEXT` tokens of the
+  prompt (:func:`output_text`). These tokens of the prompt decide, for instance, whether the first word keeps
+  the space before it. A character that begins in the prompt belongs to the output that completes it.
+- A piece never ends within a character: U+FFFD at the end is held back until the next token shows whether it
+  was an incomplete character. If it still is U+FFFD then, it is given out. :meth:`Detokenizer.flush` gives
+  out what is held back at the end of the output.
 - Work per token is bounded: only the last tokens are decoded again.
 """
 
@@ -15,11 +15,15 @@ from collections.abc import Sequence
 from .tokenizer import TextTokenizer
 
 CONTEXT = 8
-"""Tokens that are kept when the window is cut. A token has at least one byte and a character at most four. So the first three
-tokens may be decoded wrongly and the last three may still change; those between are decoded as in the whole text."""
+"""Tokens that are kept when the window is cut. A token has at least one byte and a character at most four. So
+the first three tokens may be decoded wrongly and the last three may still change; those between are decoded
+as in the whole text.
+"""
 
 WINDOW = 24
-"""Most decoded tokens that are kept. Larger: fewer cuts, each of which decodes twice; smaller: less to decode again."""
+"""Most decoded tokens that are kept. Larger: fewer cuts, each of which decodes twice; smaller: less to decode
+again.
+"""
 
 _HALF = "\ufffd"
 
@@ -42,7 +46,7 @@ class Detokenizer:
         """Whether the text given out contains all ids that were fed."""
 
     def copy(self) -> "Detokenizer":
-        """A copy of this detokenizer, in the same state and independent of it."""
+        """Return a copy of this detokenizer, in the same state and independent of it."""
         twin = Detokenizer.__new__(Detokenizer)
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))
@@ -60,16 +64,16 @@ class Detokenizer:
         return self._advance(len(self._window) - self._open, final=False)
 
     def peek(self) -> str:
-        """The text that :meth:`flush` would return now."""
+        """Return the text that :meth:`flush` would return now."""
         return self.copy().flush()
 
     def flush(self) -> str:
-        """Returns the text that is held back. Nothing may be fed afterwards."""
+        """Return the text that is held back. Nothing may be fed afterwards."""
         self._open = 0
         return self._advance(len(self._window), final=True)
 
     def _count_open(self, new: int) -> int:
-        """The number of byte tokens at the end: their text is only known when another token follows."""
+        """Return the number of byte tokens at the end: their text is known when another token follows."""
         byte_ids = self._tokenizer.byte_ids
         if not byte_ids:
             return 0
@@ -106,7 +110,7 @@ def output_text(
     *,
     skip_special_tokens: bool = True,
 ) -> str:
-    """The text of a complete output, decoded after the end of its prompt."""
+    """Return the text of a complete output, decoded after the end of its prompt."""
     detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
     return detokenizer.feed(output_ids) + detokenizer.flush()
 

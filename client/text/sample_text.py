@@ -1,10 +1,11 @@
-"""``SampleText``: text and stop strings of one sample as its tokens arrive; and ``cut``, the text before a stop string.
+"""``SampleText``: text and stop strings of one sample as its tokens arrive; and ``cut``, the text before a
+stop string.
 
 Invariants:
-- Text that was given out is final: no stop string can begin in it and no character in it is incomplete. All of it together is
-  the text of the sample.
-- A stop string ends the output after the token that completes it: the first token with which the decoded output contains the
-  stop string. The result does not depend on how the tokens were divided into messages.
+- Text that was given out is final: no stop string can begin in it and no character in it is incomplete. All
+  of it together is the text of the sample.
+- A stop string ends the output after the token that completes it: the first token with which the decoded
+  output contains the stop string. The result does not depend on how the tokens were divided into messages.
 """
 
 import math
@@ -53,7 +54,8 @@ class SampleText:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         self._matcher = None if stops is None else StopMatcher(stops)
         self._skip = min_new_tokens
-        # What a match is traced back to its token with: the state after the last settled token, and what came since.
+        # What a match is traced back to its token with: the state after the last settled token, and what came
+        # since.
         self._checkpoint = self._detokenizer if stops is None else self._detokenizer.copy()
         self._before = 0  # characters up to the checkpoint
         self._unsettled: list[int] = []
@@ -86,8 +88,9 @@ class SampleText:
         return shown
 
     def finish(self, last: Sequence[int] = ()) -> str:
-        """The rest of the text, when the output is complete. ``last``: ids whose text is added without looking for stop strings in
-        them, such as a stop token that is to be kept."""
+        """Return the rest of the text, when the output is complete. ``last``: ids whose text is added without
+        looking for stop strings in them, such as a stop token that is to be kept.
+        """
         if self.length is not None:
             return ""
         if self._matcher is None:
@@ -114,7 +117,7 @@ class SampleText:
             self._text = ""
 
     def _trace(self) -> int:
-        """The number of tokens after the checkpoint that complete the match."""
+        """Return the number of tokens after the checkpoint that complete the match."""
         assert self._matcher is not None
         assert self._matcher.match is not None
         wanted = self._text[: self._matcher.match.end - self._before]
@@ -128,8 +131,9 @@ class SampleText:
 
 
 def cut(output: GenerateOutput, length: int) -> GenerateOutput:
-    """The output with only its first ``length`` tokens: every list about output tokens is cut. Values about the prompt,
-    the finish reason and the times are unchanged."""
+    """Return the output with only its first ``length`` tokens: every list about output tokens is cut. Values
+    about the prompt, the finish reason and the times are unchanged.
+    """
     if length >= len(output.output_ids):
         return output
     spans = [span for span in output.weight_versions if span.start < length]
@@ -155,7 +159,7 @@ def _first(values: list[float] | None, length: int) -> list[float] | None:
 
 
 def _first_rows(routed: RoutedExperts | None, end: int) -> RoutedExperts | None:
-    """The rows of the positions before ``end``."""
+    """Return the rows of the positions before ``end``."""
     if routed is None:
         return None
     _, *row = routed.shape

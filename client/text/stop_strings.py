@@ -1,9 +1,10 @@
 """Finds stop strings in text as it arrives.
 
 Invariants:
-- The first complete match counts, and of several that end at the same character the longest. So the result does not depend on
-  how the text is divided into tokens, or tokens into messages.
-- Text that could be the beginning of a stop string is held back until it cannot be one any more, or until the text ends.
+- The first complete match counts, and of several that end at the same character the longest. So the result
+  does not depend on how the text is divided into tokens, or tokens into messages.
+- Text that could be the beginning of a stop string is held back until it cannot be one any more, or until the
+  text ends.
 - The time is linear in the text and does not depend on the number of stop strings (Aho and Corasick 1975).
 """
 
@@ -21,7 +22,7 @@ class StopStrings:
     __slots__ = ("depth", "fail", "first", "longest", "next")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises InvalidRequest if a stop string is empty or not a string."""
+        """Raise InvalidRequest if a stop string is empty or not a string."""
         _check(stops)
         self.next: list[dict[str, int]] = [{}]
         """Per state: the state after each character that continues a stop string."""
@@ -59,14 +60,16 @@ class StopStrings:
             self.longest[state] = self.longest[state] or self.longest[self.fail[state]]
 
     def step(self, state: int, character: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         while state and character not in self.next[state]:
             state = self.fail[state]
         return self.next[state].get(character, 0)
 
 
 def shared_stop_strings(stops: Sequence[str]) -> StopStrings:
-    """The automaton of these stop strings; requests with the same stop strings share it. Raises like :class:`StopStrings`."""
+    """Return the automaton of these stop strings; requests with the same stop strings share it. Raises like
+    :class:`StopStrings`.
+    """
     _check(stops)
     return _built(tuple(stops))
 
@@ -104,8 +107,9 @@ class StopMatcher:
         """The stop string that was found; None before."""
 
     def feed(self, text: str) -> str:
-        """Add text; returns the text in which no stop string can begin any more. After a :attr:`match` this is the text before it, and
-        later text is ignored."""
+        """Add text; returns the text in which no stop string can begin any more. After a :attr:`match` this
+        is the text before it, and later text is ignored.
+        """
         if self.match is not None:
             return ""
         stops, state, at = self._stops, self._state, 0
@@ -126,12 +130,12 @@ class StopMatcher:
         return buffer[:clear]
 
     def skip(self, text: str) -> str:
-        """Add text without looking for stop strings in it, and return it; only before the first :meth:`feed`."""
+        """Add text without looking for stop strings, and return it; only before the first :meth:`feed`."""
         self._seen += len(text)
         return text
 
     def flush(self) -> str:
-        """Returns the text that is held back, when no more text will come."""
+        """Return the text that is held back, when no more text will come."""
         held, self._held = self._held, ""
         return held
 

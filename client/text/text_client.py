@@ -1,4 +1,5 @@
-"""``AsyncTextClient`` and ``TextClient``: generation with text input, stop strings and text output, from Python.
+"""``AsyncTextClient`` and ``TextClient``: generation with text input, stop strings and text output, from
+Python.
 
 Invariants:
 - Tokenizing, decoding and the search for stop strings are those of the HTTP front end (tokenizer_manager.py).
@@ -31,7 +32,9 @@ ResultT = TypeVar("ResultT")
 
 
 class TextOptions(TypedDict, total=False):
-    """Keywords of every generation of text: fields of :class:`~.tokenizer_manager.GenerationRequest`, with its defaults."""
+    """Keywords of every generation of text: fields of :class:`~.tokenizer_manager.GenerationRequest`, with
+    its defaults.
+    """
 
     no_stop_trim: bool
     skip_special_tokens: bool
@@ -51,8 +54,8 @@ class TextOptions(TypedDict, total=False):
 class AsyncTextClient:
     """Text over a connection to one engine, for coroutines of one event loop.
 
-    ``tokenizer`` is a model folder with a ``tokenizer.json``, or a :class:`TextTokenizer`. The other keywords are those of
-    :class:`~caesura.client.connection.options.ConnectionOptions`.
+    ``tokenizer`` is a model folder with a ``tokenizer.json``, or a :class:`TextTokenizer`. The other keywords
+    are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
     """
 
     def __init__(
@@ -77,17 +80,19 @@ class AsyncTextClient:
         timeout: float | None = None,
         **options: Unpack[TextOptions],
     ) -> Any:
-        """Generate and wait for the results. One prompt returns one :class:`Sample` (a list if ``n`` > 1); a list of prompts
-        returns a list of samples in the order of the prompts, with the ``n`` samples of each prompt together.
+        """Generate and wait for the results. One prompt returns one :class:`Sample` (a list if ``n`` > 1); a
+        list of prompts returns a list of samples in the order of the prompts, with the ``n`` samples of each
+        prompt together.
 
         Args:
             prompt: text or token ids, or a list of such prompts.
-            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a dict of its fields.
+            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a
+                dict of its fields.
             stop: strings at which a sample ends; ``text`` and tokens are cut there.
             no_stop_trim: keep the stop string or token in the text.
             skip_special_tokens: leave special tokens out of the text; True by default.
-            add_special_tokens: let the tokenizer add its special tokens to text, such as BOS; True by default. False for prompts
-                that a chat template has written.
+            add_special_tokens: let the tokenizer add its special tokens to text, such as BOS; True by
+                default. False for prompts that a chat template has written.
             rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
             timeout: seconds for the whole call. None means no limit.
 
@@ -123,12 +128,15 @@ class AsyncTextClient:
         rid: str | None = None,
         **options: Unpack[TextOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the text of one prompt as it comes; the last chunk of each sample has its :class:`Sample`. Closing the
-        generator early aborts the request. Arguments and errors are those of :meth:`generate`."""
+        """Yield the text of one prompt as it comes; the last chunk of each sample has its :class:`Sample`.
+        Closing the generator early aborts the request. Arguments and errors are those of :meth:`generate`.
+        """
         return self._manager.stream(_request(prompt, sampling_params, stop, rid, options))
 
     async def close(self) -> None:
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
+        Idempotent.
+        """
         await self.client.close()
 
     async def __aenter__(self) -> Self:
@@ -141,7 +149,9 @@ class AsyncTextClient:
 
 
 class TextClient:
-    """Text over a connection to one engine, for any number of threads; arguments are those of :class:`AsyncTextClient`."""
+    """Text over a connection to one engine, for any number of threads; arguments are those of
+    :class:`AsyncTextClient`.
+    """
 
     def __init__(
         self,
@@ -202,7 +212,9 @@ class TextClient:
                         ending.result()
 
     def close(self) -> None:
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
+        Idempotent.
+        """
         if not self._process.is_here:
             return
         with self._submitting:
@@ -253,7 +265,7 @@ def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
 
 
 def _prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether the caller passed one rather than several."""
+    """Return the prompts, and whether the caller passed one rather than several."""
     if isinstance(given, str):
         return [given], True
     if isinstance(given, Sequence) and given and isinstance(given[0], str):

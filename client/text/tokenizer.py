@@ -1,9 +1,9 @@
 """``TextTokenizer``: the tokenizer of a Hugging Face model folder, from text to ids and back.
 
 Invariants:
-- The results equal those of ``transformers.AutoTokenizer`` for the same folder, without importing transformers: ids of a
-  text, text of ids, prompt of a conversation. As there, no spaces are added between special tokens, and
-  ``clean_up_tokenization_spaces``, which damages byte-level text, is not applied.
+- The results equal those of ``transformers.AutoTokenizer`` for the same folder, without importing
+  transformers: ids of a text, text of ids, prompt of a conversation. As there, no spaces are added between
+  special tokens, and ``clean_up_tokenization_spaces``, which damages byte-level text, is not applied.
 - Immutable after loading, so threads may share it.
 """
 
@@ -45,8 +45,9 @@ class TextTokenizer:
         byte_ids: ids that stand for one byte each where the decoder joins runs of them into characters
             (SentencePiece's byte fallback); empty for byte-level tokenizers.
         size: ids from here on are unknown, and decode to nothing.
-        longest: characters of the longest entry of the vocabulary. A text of ``n`` characters is at least ``n / longest``
-            tokens, but where the tokenizer drops or joins characters (unknown ones, in SentencePiece).
+        longest: characters of the longest entry of the vocabulary. A text of ``n`` characters is at least ``n
+            / longest`` tokens, but where the tokenizer drops or joins characters (unknown ones, in
+            SentencePiece).
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "TextTokenizer":
-        """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``. Whether a text gets a
-        BOS token is up to ``tokenizer.json``: ``add_bos_token`` of the config is not looked at, as in transformers.
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``.
+        Whether a text gets a BOS token is up to ``tokenizer.json``: ``add_bos_token`` of the config is not
+        looked at, as in transformers.
 
         Raises:
             TokenizerMissing: there is no ``tokenizer.json``.
@@ -131,7 +133,8 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation; encode it without adding special tokens, the template has written them.
+        """Return the prompt of a conversation; encode it without adding special tokens, the template has
+        written them.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
@@ -152,7 +155,7 @@ def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty where there is no file."""
+    """Return the JSON object of a file; empty where there is no file."""
     if not file.is_file():
         return {}
     try:
@@ -162,7 +165,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str | None:
-    """A token of a config, written as text or as an object with ``content``."""
+    """Return a token of a config, written as text or as an object with ``content``."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -178,13 +181,16 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     for name, source in templates.items():
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise CheckpointError(
-                f"chat template {name!r} of {folder} is over the limit of {MAX_TEMPLATE_CHARACTERS} characters"
+                f"chat template {name!r} of {folder} is over the limit of {MAX_TEMPLATE_CHARACTERS} "
+                "characters"
             )
     return templates
 
 
 def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. ``chat_template.jinja`` goes before ``chat_template.json`` and ``tokenizer_config.json``."""
+    """Templates by name. ``chat_template.jinja`` goes before ``chat_template.json`` and
+    ``tokenizer_config.json``.
+    """
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(in_config, str):

@@ -1,13 +1,13 @@
 """``TokenizerManager``: generation with text input and output, over one connection to the engine.
 
 Invariants:
-- Every sample ends in exactly one :class:`Sample`, or its request in one exception. Messages of the engine that arrive after
-  a stop string was found (more tokens, the reply to the abort) do not change the sample; only an error of the engine is
-  raised.
-- The engine does not generate tokens that are not needed: a stop string aborts its sample there, and a cancelled
-  :meth:`generate` or a closed :meth:`stream` aborts its request.
-- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk. Stop strings are searched
-  for as tokens arrive, independently of the reader.
+- Every sample ends in exactly one :class:`Sample`, or its request in one exception. Messages of the engine
+  that arrive after a stop string was found (more tokens, the reply to the abort) do not change the sample;
+  only an error of the engine is raised.
+- The engine does not generate tokens that are not needed: a stop string aborts its sample there, and a
+  cancelled :meth:`generate` or a closed :meth:`stream` aborts its request.
+- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk. Stop
+  strings are searched for as tokens arrive, independently of the reader.
 - Requests without stop strings that do not stream get one message from the engine, and are decoded once.
 
 Runs on one event loop, that of the client.
@@ -34,7 +34,9 @@ from .stop_strings import StopStrings, shared_stop_strings
 from .tokenizer import TextTokenizer
 
 ENCODE_INLINE = 2048
-"""Characters of the longest text that is tokenized on the event loop: about a millisecond. Longer ones take a thread."""
+"""Characters of the longest text that is tokenized on the event loop: about a millisecond. Longer ones take a
+thread.
+"""
 
 START_SLICE = 32
 """Generations of a batch that are started before others are served."""
@@ -44,7 +46,9 @@ _DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt with ``sampling_params.n`` samples. The constructor raises InvalidRequest if a field is too large."""
+    """One prompt with ``sampling_params.n`` samples. The constructor raises InvalidRequest if a field is too
+    large.
+    """
 
     prompt: str | Sequence[int]
     """Text is tokenized here."""
@@ -72,7 +76,9 @@ class GenerationRequest:
     cache_salt: str = ""
     min_weights_epoch: int | None = None
     scored: bool = False
-    """Only the prompt is of interest: the engine samples a token all the same, which is left out of everything."""
+    """Only the prompt is of interest: the engine samples a token all the same, which is left out of
+    everything.
+    """
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -91,7 +97,9 @@ class Sample:
     text: str
     """The text, without the stop string or token that ended it unless ``no_stop_trim``."""
     output: GenerateOutput
-    """Tokens, logprobs and spans, all cut at the token that completed a stop string; its finish reason is then ``stop``."""
+    """Tokens, logprobs and spans, all cut at the token that completed a stop string; its finish reason is
+    then ``stop``.
+    """
     matched: int | str | None
     """Stop string or token id that ended it; None unless the finish reason is ``stop``."""
 
@@ -105,7 +113,8 @@ class Chunk:
     rid: str
     """Request id: the given one, or a random one."""
     text: str
-    """The new text: never half a character, and held back while it could be the beginning of a stop string."""
+    """The new text: never half a character, and held back while it could be the beginning of a stop string.
+    """
     delta: TokenDelta | None
     """New tokens; None where only text is new."""
     finished: Sample | None
@@ -126,7 +135,7 @@ class _Work:
     stops: StopStrings | None
 
     def new_text(self) -> SampleText | None:
-        """The object that makes text of one sample's tokens; None if no text is wanted."""
+        """Return the object that makes text of one sample's tokens; None if no text is wanted."""
         if self.tokenizer is None:
             return None
         return SampleText(
@@ -138,7 +147,7 @@ class _Work:
         )
 
     def finished(self, output: GenerateOutput, text: str, stopped: SampleText | None) -> Sample:
-        """The terminal result; ``stopped`` is given where a stop string ended it."""
+        """Return the terminal result; ``stopped`` is given where a stop string ended it."""
         if self.request.scored:
             ended = output.finish_reason.type in ("stop", "length")
             reason = FinishReason(type="length", length=0) if ended else output.finish_reason
@@ -158,7 +167,9 @@ class _Work:
 
 
 class _Follower:
-    """The tokens of one sample that have arrived, and which of them its reader has not seen. Text is made when it is asked for."""
+    """The tokens of one sample that have arrived, and which of them its reader has not seen. Text is made
+    when it is asked for.
+    """
 
     def __init__(self, work: _Work, index: int) -> None:
         self._work = work
@@ -179,7 +190,7 @@ class _Follower:
             self._arrived.append(delta)
 
     def end(self, output: GenerateOutput) -> None:
-        """The engine's terminal result; all tokens have arrived."""
+        """Return the engine's terminal result; all tokens have arrived."""
         self._output = output
 
     @property
@@ -201,7 +212,8 @@ class _Follower:
             self._ended = output is not None
             return
         ids = list(chain.from_iterable(delta.output_ids for delta in arrived))
-        # A stop token has no text of its own. It comes in one message with the end, so none is taken for text before.
+        # A stop token has no text of its own. It comes in one message with the end, so none is taken for text
+        # before.
         last = ids[-1:] if output is not None and output.finish_reason.matched is not None else []
         self._show(text.feed(ids[: len(ids) - len(last)]))
         if output is not None and not self._ended:
@@ -211,13 +223,13 @@ class _Follower:
             self._show((text.stop or "") if keep else "")
 
     def sample(self) -> Sample:
-        """The terminal result, after the end."""
+        """Return the terminal result, after the end."""
         self.advance()
         assert self._output is not None
         return self._work.finished(self._output, "".join(self._whole), self._text)
 
     def chunk(self, rid: str) -> Chunk | None:
-        """The new text and tokens since the last call; None if there are none."""
+        """Return the new text and tokens since the last call; None if there are none."""
         self.advance()
         delta = self._read_tokens()
         text = "".join(self._unread)
@@ -237,7 +249,9 @@ class _Follower:
             self._unread.append(text)
 
     def _read_tokens(self) -> TokenDelta | None:
-        """Tokens are given out together with their text: they wait while a stop string could still cut them off."""
+        """Tokens are given out together with their text: they wait while a stop string could still cut them
+        off.
+        """
         if not self._tokens:
             return None
         delta = joined(self._tokens)
@@ -282,7 +296,7 @@ class _Flow:
         return found
 
     def next_chunk(self) -> Chunk | None:
-        """The unread part of one sample, of the one that has waited longest; None: there is none."""
+        """Return the unread part of one sample, of the one that has waited longest; None: there is none."""
         while self._unread:
             index = next(iter(self._unread))
             del self._unread[index]
@@ -315,7 +329,9 @@ def _abort(channel: Channel, generation: Generation[Result, Deltas], index: int 
 
 
 class TokenizerManager:
-    """Generates text over one client. Without a tokenizer prompts and results are token ids, and texts are empty."""
+    """Generates text over one client. Without a tokenizer prompts and results are token ids, and texts are
+    empty.
+    """
 
     def __init__(
         self,
@@ -324,7 +340,9 @@ class TokenizerManager:
         *,
         context_length: int | None = None,
     ) -> None:
-        """``context_length``: the engine's, in tokens. Texts that must be longer are refused without tokenizing them. None: no limit."""
+        """``context_length``: the engine's, in tokens. Texts that must be longer are refused without
+        tokenizing them. None: no limit.
+        """
         self.client = client
         self.tokenizer = tokenizer
         self._context_length = context_length
@@ -334,7 +352,8 @@ class TokenizerManager:
         """All samples of one prompt, in order. Cancelled: aborted.
 
         Raises:
-            InvalidRequest: a prompt that is no text or no ids, stop strings or text where there is no tokenizer, ...
+            InvalidRequest: a prompt that is no text or no ids, stop strings or text where there is no
+                tokenizer, ...
             EngineError: refused or failed; what had been generated is in ``.output`` and ``.outputs``.
         """
         work = await self._prepare(request, stream=False)
@@ -347,8 +366,9 @@ class TokenizerManager:
         return [flow.follower(output.index).sample() for output in outputs]
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks as they come; each sample's last has its :class:`Sample`. Closed early: aborted. Raises as :meth:`generate`,
-        refusals at the first step, failures after what had been generated."""
+        """Chunks as they come; each sample's last has its :class:`Sample`. Closed early: aborted. Raises as
+        :meth:`generate`, refusals at the first step, failures after what had been generated.
+        """
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
         waiter = self._started(flow.generation).waiter
@@ -366,8 +386,9 @@ class TokenizerManager:
                 _abort(self.client.channel, flow.generation)
 
     async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
-        """Many prompts at once, in order. Cancelled, or one refused or failed: the others are aborted, and the first such error
-        is raised, with its position as a note."""
+        """Many prompts at once, in order. Cancelled, or one refused or failed: the others are aborted, and
+        the first such error is raised, with its position as a note.
+        """
         tasks: list[asyncio.Task[list[Sample]]] = []
         try:
             for request in requests:
@@ -388,7 +409,9 @@ class TokenizerManager:
         return [task.result() for task in tasks]
 
     def abort_all(self) -> None:
-        """Abort every generation of this manager; each returns what it has. Generations of other clients go on."""
+        """Abort every generation of this manager; each returns what it has. Generations of other clients go
+        on.
+        """
         for generation in self._live:
             _abort(self.client.channel, generation)
 
@@ -396,7 +419,8 @@ class TokenizerManager:
         """Token ids of a text.
 
         Raises:
-            PromptTooLong: it has more characters than the context has tokens, times those of the longest token.
+            PromptTooLong: it has more characters than the context has tokens, times those of the longest
+                token.
         """
         return self._encoder(text).encode(text, add_special_tokens=add_special_tokens)
 
@@ -412,7 +436,7 @@ class TokenizerManager:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """The token ids of a conversation; ``kwargs`` are variables of the template."""
+        """Return the token ids of a conversation; ``kwargs`` are variables of the template."""
         tokenizer = self._need_tokenizer("messages")
         prompt = tokenizer.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
@@ -420,7 +444,9 @@ class TokenizerManager:
         return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
 
     def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
-        """The tokenizer, if ``text`` can fit into the context. Checked before, since tokenizing takes hundreds of bytes per character."""
+        """Return the tokenizer, if ``text`` can fit into the context. Checked before, since tokenizing takes
+        hundreds of bytes per character.
+        """
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
         if tokens is not None and len(text) > tokens * tokenizer.longest:
@@ -490,7 +516,7 @@ class TokenizerManager:
 
 
 def _whole(work: _Work, output: GenerateOutput) -> Sample:
-    """The result of a sample that was not followed."""
+    """Return the result of a sample that was not followed."""
     follower = _Follower(work, output.index)
     follower.arrive(output.as_delta())
     follower.end(output)

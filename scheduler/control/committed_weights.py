@@ -124,7 +124,7 @@ class WeightsFile:
             self._lock = None
 
     def start(self) -> Start:
-        """The weights to load, with their epoch and label."""
+        """Return the weights to load, with their epoch and label."""
         record, model_path = self._record, self._config.model_path
         if record is None:
             return Start()
@@ -149,7 +149,8 @@ class WeightsFile:
                 "resuming with version %r from %s, epoch %d", record.weight_version, record.source, epoch
             )
             return Start(epoch, record.weight_version, folder=record.source)
-        lost = f"version {record.weight_version!r} (epoch {record.committed_epoch}) was lost in a restart: {reason}"
+        version, epoch = record.weight_version, record.committed_epoch
+        lost = f"version {version!r} (epoch {epoch}) was lost in a restart: {reason}"
         return Start(epoch, lost=lost)
 
     def begin(self, stamp: WeightStamp, digest: str) -> None:
@@ -248,7 +249,7 @@ class WeightsFile:
             self._syncer.wake()
 
     def _read(self, path: str) -> WeightsRecord | None:
-        """The record; one that says why it is unknown what was committed last if the file cannot tell."""
+        """Return the record; one that gives the reason if the file cannot tell the last commit."""
         try:
             record = read_record(path)
         except OSError as error:
@@ -302,7 +303,7 @@ class WeightsFile:
 
 
 def read_record(path: str) -> WeightsRecord | None:
-    """The record in ``path``; None if there is no such file.
+    """Return the record in ``path``; None if there is no such file.
 
     Raises:
         msgspec.DecodeError, UnicodeDecodeError, RecursionError: the file is no record of this format.

@@ -166,7 +166,8 @@ def _require_releasable(engine: "Engine", tags: Collection[MemoryTag]) -> None:
     if engine.sessions.is_explicit or state.weights == "updating":
         raise CaesuraError(
             ErrorCode.SESSION_OPEN,
-            "cannot release memory: a weight update is open; end it (an implicit one: continue, or flush_cache)",
+            "cannot release memory: a weight update is open; end it (an implicit one: continue, or "
+            "flush_cache)",
         )
     counts = pending(engine)
     if "kv_cache" in tags and counts["held_tokens"]:

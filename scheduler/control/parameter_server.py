@@ -86,7 +86,8 @@ class ParameterServerUpdates:
         if not engine.config.allow_legacy_pickle:
             raise CaesuraError(
                 ErrorCode.UNSUPPORTED,
-                "checkpoint-engine's messages are pickles: start the engine with allow_legacy_pickle to accept them",
+                "checkpoint-engine's messages are pickles: start the engine with allow_legacy_pickle to "
+                "accept them",
             )
         device = torch.device(engine.config.device)
         if device.type not in ("cpu", "cuda"):

@@ -71,7 +71,7 @@ class PauseOwnership:
         self.sender = self.lease = None
 
     def require_continue(self, sender: Sender, force: bool) -> None:
-        """Raise ``not_owner`` unless ``sender`` may end the pause; every sender may end one without a token."""
+        """Raise ``not_owner`` unless ``sender`` may end the pause; anybody may end one without a token."""
         if self.owner is not None and sender.owner != self.owner and not force:
             raise CaesuraError(
                 ErrorCode.NOT_OWNER, f"the pause belongs to {self.owner!r}; use force", owner=self.owner

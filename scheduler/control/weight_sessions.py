@@ -276,7 +276,8 @@ class Sessions:
             raise _refused(
                 session,
                 sender,
-                "an implicit weight session of another sender is open: that sender must commit it, or use force",
+                "an implicit weight session of another sender is open: that sender must commit it, or use "
+                "force",
             )
         return session
 

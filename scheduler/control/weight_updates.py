@@ -274,7 +274,7 @@ class WeightUpdates:
     def _receive_ignored(
         self, source: WeightSource, stages: StageProfiler
     ) -> Generator[Wait, None, LoadCounts]:
-        """Receive tensors that the model ignores: no step stops and no session opens, but the sender waits."""
+        """Receive tensors that the model ignores: no step stops, no session opens, but the sender waits."""
         engine = self._engine
         engine.loader.take_counts()
         own = pieces_of(source, engine.loader, None, engine.config.load_bucket_bytes)
@@ -333,7 +333,7 @@ class WeightUpdates:
         return piece
 
     def _stop_steps(self, session: Session) -> Generator[Wait, None, None]:
-        """Close the gate for steps and wait for the step in flight; raise if the session expires meanwhile."""
+        """Close the gate for steps, wait for the step in flight; raise if the session expires meanwhile."""
         self._engine.state.start_writing()
         yield from self._while_open(barrier(self._engine), session)
 
@@ -564,7 +564,8 @@ def _warn_of_commit(counts: LoadCounts, before: WeightStamp, after: WeightStamp)
         logger.warning("weight update changed no tensor: is the trainer sending what it trained?")
     elif before.version == after.version:
         logger.warning(
-            "weight update changed %d tensors and left the label at %r (epoch %d): send weight_version with the"
+            "weight update changed %d tensors and left the label at %r (epoch %d): send weight_version with "
+            "the"
             " update, so that its tokens can be told from those of older weights",
             counts.changed_tensors, after.version, after.epoch,
         )  # fmt: skip

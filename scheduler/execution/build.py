@@ -86,7 +86,8 @@ def load_model(
     if config.context_len is not None and config.context_len > possible:
         raise CaesuraError(
             ErrorCode.INVALID_REQUEST,
-            f"context_len = {config.context_len} is beyond the {possible} tokens of this model (max_position_embeddings in "
+            f"context_len = {config.context_len} is beyond the {possible} tokens of this model "
+            "(max_position_embeddings in "
             f"{config.model_path}/config.json): give at most that, or leave it out",
             field="context_len",
             value=config.context_len,
@@ -112,7 +113,7 @@ def kv_bytes_per_token(loaded: LoadedModel) -> int:
 
 
 def _token_bytes(loaded: LoadedModel, num_layers: int) -> int:
-    """The same over so many layers."""
+    """Return the same over so many layers."""
     model = loaded.config
     if model.mla is not None:
         return MLAPool.bytes_per_token(num_layers, model.mla.latent_width, loaded.dtype)
@@ -135,7 +136,7 @@ def _window_pages(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def build_windows(config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool) -> WindowPages | None:
-    """What gives back the pages of layers with a window. None: the model has none."""
+    """Return the storage of layers with a window, or None without such layers."""
     if pool.window_pages is None:
         return None
     longest = max(form.window or 0 for form in loaded.model.forms)
@@ -166,7 +167,7 @@ def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
 
 
 def build_states(pool: MHAPool | MLAPool) -> StateRows | None:
-    """The ledger of the pool's rows of states. None: the model has none."""
+    """Return the ledger of the pool's rows of states. None: the model has none."""
     return None if pool.states is None else StateRows(pool.num_pages, pool.states.num_rows)
 
 
@@ -184,7 +185,8 @@ def build_pool(
     kept_free: int = 0,
     group: Agreement | None = None,
 ) -> MHAPool | MLAPool:
-    """The KV pool: as many tokens as asked for, else a share of what is free, never more than could be used.
+    """Return the KV pool: as many tokens as asked for, else a share of what is free, never more than could be
+    used.
 
     Args:
         kept_free: bytes that are not there for it.
@@ -216,7 +218,8 @@ def build_pool(
     if left is not None and needed > left:  # an overcommitted allocation never fails, its first use does
         raise CaesuraError(
             ErrorCode.OUT_OF_MEMORY,
-            f"a KV pool of {max(pages, 1)} pages{f' and {rows} rows of states' if rows else ''} needs {needed} bytes, {left} are free",
+            f"a KV pool of {max(pages, 1)} pages{f' and {rows} rows of states' if rows else ''} needs "
+            f"{needed} bytes, {left} are free",
             needed_bytes=needed,
             free_bytes=left,
         )
@@ -281,8 +284,8 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = None) -> MHAPool | MLAPool:
-    """The KV storage that the model's attention reads, of ``num_pages`` pages; ``window_pages`` in layers
-    with a window.
+    """Return the KV storage that the model's attention reads, of ``num_pages`` pages; ``window_pages`` in
+    layers with a window.
 
     None: these have as many as the others, and the same page table.
     """
@@ -336,8 +339,8 @@ def build_components(
     parallel: TensorParallel = SINGLE,
     group: Agreement | None = None,
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
-    """What can be released, weights and KV pool, and the limits that follow from their sizes; ``folder`` as
-    of :func:`load_model`, ``group`` as of :func:`build_pool`.
+    """Return weights and KV pool, which can be released, and the limits that follow from their sizes;
+    ``folder`` as of :func:`load_model`, ``group`` as of :func:`build_pool`.
     """
     with residency.component("weights"):
         loaded = load_model(config, folder, parallel)
@@ -378,7 +381,7 @@ def require_deterministic(loaded: LoadedModel) -> None:
 def build_backend(
     config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, limits: StepLimits
 ) -> AttentionBackend:
-    """What computes attention, as :func:`~.backends.choose` chooses.
+    """Return the attention backend that :func:`~.backends.choose` chooses.
 
     Raises:
         CaesuraError: ``unsupported``, what was named cannot serve this model here.
@@ -391,7 +394,9 @@ def build_backend(
 def build_runner(
     config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, routing: RoutingPool | None
 ) -> ModelRunner:
-    """The model with its attention backend and sampler, warm; decode graphs are captured where they can be."""
+    """Return the model with its attention backend and sampler, warm; decode graphs are captured where they
+    can be.
+    """
     model = loaded.config
     if config.deterministic:
         require_deterministic(loaded)

@@ -102,7 +102,7 @@ def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
 
 
 def _why_not_better(attention: Choice, device: torch.device) -> str | None:
-    """What would launch less on an accelerator, and does not serve. None: all serves."""
+    """Return the better kernels of an accelerator that do not serve, with reasons, or None."""
     reasons = []
     if attention.reason is not None:
         reasons.append(f"attention by {attention.by}, as {attention.reason}")

@@ -74,7 +74,7 @@ class Dispatcher:
 
     @property
     def waits(self) -> bool:
-        """True if a command has stepped aside, or scoring waits for the device, so that the loop must poll."""
+        """True if a command has stepped aside, or scoring waits for the device, so the loop must poll."""
         scoring = self._engine.scoring
         return self._engine.commands.has_stepped_aside or (scoring is not None and scoring.waits)
 
@@ -217,7 +217,8 @@ def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | E
         ours, theirs = f"{major}.{minor}", f"{message.wire_major}.{message.wire_minor}"
         error = CaesuraError(
             ErrorCode.VERSION_MISMATCH,
-            f"this engine (caesura {__version__}) speaks wire {ours}, the client ({message.client or 'unknown'}) {theirs}",
+            f"this engine (caesura {__version__}) speaks wire {ours}, the client "
+            f"({message.client or 'unknown'}) {theirs}",
             engine=ours,
             client=theirs,
         )

@@ -48,7 +48,8 @@ def generate(engine: "Engine", client: bytes, message: Generate, buffers: list[m
     if not isinstance(message, engine.request_type):
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,
-            f"this engine takes {engine.request_type.__name__}, not {type(message).__name__}: a pipeline of diffusers "
+            f"this engine takes {engine.request_type.__name__}, not {type(message).__name__}: a pipeline of "
+            "diffusers "
             "makes images, any other model tokens",
             field="type",
         )
@@ -110,7 +111,7 @@ def fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutpu
 
 
 def client_gone(engine: "Engine", client: bytes) -> None:
-    """Abort the requests that only ``client`` waits for, and keep their results; give others a new receiver."""
+    """Abort the requests that only ``client`` waits for, keep their results, give others a new receiver."""
     aborted = 0
     for request in engine.live.of_client(client):
         exchange = engine.answers.get(request.message_id)

@@ -42,7 +42,8 @@ class _ClientOutput:
     """Output for one client that has not been sent yet."""
 
     __slots__ = (
-        "attempts", "counts", "details", "finished", "indices", "logprobs", "rids", "starts", "token_ids_logprobs", "tokens", "top",
+        "attempts", "counts", "details", "finished", "indices", "logprobs", "rids", "starts",
+        "token_ids_logprobs", "tokens", "top",
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -132,7 +132,7 @@ class Router:
                 yield message.client, message.header, message.buffers
 
     def _read_frames(self, message: "_Incoming", frames: int) -> int:
-        """Read up to ``frames`` further frames of ``message``; return how many more may be read in this tick."""
+        """Read up to ``frames`` further frames of ``message``; return the number left for this tick."""
         socket = self.socket
         while not message.is_refused and frames and socket.rcvmore:
             try:
@@ -153,7 +153,7 @@ class Router:
         return frames
 
     def _refuse_without_memory(self, client: bytes, error: MemoryError) -> "_Incoming":
-        """Answer with ``out_of_memory``; return a refused message, so that its remaining frames are dropped."""
+        """Answer with ``out_of_memory``; return a refused message, whose remaining frames are dropped."""
         logger.error("no memory for a message of client %s", client.hex(), exc_info=error)
         if client:
             self.send(client, CaesuraError(ErrorCode.OUT_OF_MEMORY, "no memory for a message").to_reply(""))

@@ -320,7 +320,7 @@ def _merge_further(
     order: np.ndarray,
     first: np.ndarray,
 ) -> DeltaLogprobs | None:
-    """Return the extra logprobs of the rows ``order``, merged into runs that begin at its entries ``first``."""
+    """Return the extra logprobs of the rows ``order``, merged into runs that begin at entries ``first``."""
     if not any(further for _, further in deltas):
         return None
     ks = np.concatenate(

@@ -182,7 +182,7 @@ class MemoryHistory:
         self._append(now, cause, detail, reading, tags, returned, residual)
 
     def sample(self) -> None:
-        """Called while steps run: take a sample if it is due; otherwise the cost is a comparison."""
+        """Take a sample if it is due, while steps run; otherwise the cost is a comparison."""
         now = monotonic()
         if now < self._next_sample:
             return
@@ -203,7 +203,7 @@ class MemoryHistory:
         return MemoryByTag(**{tag: int(last[tag]) for tag in _TAGS}) if self._seq else None
 
     def answer(self, request: GetMemoryHistoryReqInput) -> GetMemoryHistoryReqOutput:
-        """The reply to ``request``."""
+        """Return the reply to ``request``."""
         events, more = self.events(request.after, request.limit)
         return GetMemoryHistoryReqOutput(
             id=request.id, events=events, more=more, older=self.older(request.after)
@@ -292,7 +292,7 @@ class _Stretches:
 
 
 def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Merges stretches pairwise."""
+    """Merge stretches pairwise."""
     result = first.copy()
     for name in ("end", "reserved_last"):
         result[name] = second[name]
@@ -304,7 +304,7 @@ def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _event(row: tuple[Any, ...]) -> MemoryEvent:
-    """A row of the ring, as ``tolist`` gives it."""
+    """Return a row of the ring, as ``tolist`` gives it."""
     seq, step, epoch, reserved, allocated, returned, residual, *tags, at, until, cause, detail = row
     return MemoryEvent(
         seq=seq,

@@ -80,7 +80,7 @@ class StageProfiler:
         self._on_end: Callable[[str, float], None] | None = self._log_end if log else None
 
     def stage(self, name: str) -> _Stage:
-        """``with profiler.stage("copy"): …``"""
+        """Time a stage: ``with profiler.stage("copy"): …``."""
         return _Stage(self, name)
 
     def call_at_ends(self, call: Callable[[str], None] | None) -> None:

@@ -141,14 +141,14 @@ class StepTrace:
             recording.stop()
 
     def _count(self, stage: str) -> None:
-        """A stage has ended; the last step ends the trace."""
+        """Count an ended stage; the last step ends the trace."""
         if stage in STEPS:
             self.steps += 1
             if self.steps == self._limit:
                 self.stop()
 
     def _permitted(self, wanted: str | None) -> Path:
-        """The folder ``wanted``, which exists then.
+        """Return the folder ``wanted``, which exists then.
 
         Raises:
             CaesuraError: ``invalid_request``, it does not lie under the engine's folder, or cannot be made.
@@ -161,7 +161,8 @@ class StepTrace:
             if os.path.commonpath([folder, root]) != root:
                 raise CaesuraError(
                     ErrorCode.INVALID_REQUEST,
-                    f"output_dir is outside {root}, the folder that this engine writes traces under (--profile-dir)",
+                    f"output_dir is outside {root}, the folder that this engine writes traces under "
+                    "(--profile-dir)",
                     field="output_dir",
                 )
             os.makedirs(folder, exist_ok=True)

@@ -130,7 +130,7 @@ def _log(first: _Reading, last: _Reading) -> None:
 
 
 def line(before: Counters, now: Counters, seconds: float) -> str:
-    """What was done between two readings, ``seconds`` apart, for people."""
+    """Return the work between two readings, ``seconds`` apart, in words."""
     rates = (_image_rates if now.images else _token_rates)(before, now, seconds)
     paused = now.paused_s - before.paused_s
     ending = f", {paused:.1f} s of them paused" if paused >= 0.05 else ""
@@ -138,7 +138,7 @@ def line(before: Counters, now: Counters, seconds: float) -> str:
 
 
 def _image_rates(before: Counters, now: Counters, seconds: float) -> str:
-    """An image engine has no KV and no tokens."""
+    """Return the load of an image engine in words: it has no KV and no tokens."""
     return f"denoised {(now.generated_tokens - before.generated_tokens) / seconds:.1f} steps/s"
 
 
@@ -148,7 +148,8 @@ def _token_rates(before: Counters, now: Counters, seconds: float) -> str:
     return (
         f"KV {100 * now.kv_held / max(now.kv_total, 1):.0f} % held; "
         f"generated {(now.generated_tokens - before.generated_tokens) / seconds:.1f} tok/s, "
-        f"prefilled {(now.prefilled_tokens - before.prefilled_tokens) / seconds:.1f} tok/s, prefix hits {hits}"
+        f"prefilled {(now.prefilled_tokens - before.prefilled_tokens) / seconds:.1f} tok/s, prefix hits "
+        f"{hits}"
     )
 
 

@@ -106,7 +106,7 @@ class Engine:
         return part
 
     def _build_memory(self) -> None:
-        """Build what is there before the model: its memory, the other ranks, and the state that it begins in."""
+        """Build what is there before the model: its memory, the other ranks, and its initial state."""
         config = self.config
         self.weights_file = self._own(WeightsFile(config))
         self.device_module = device_module_for(config.device)

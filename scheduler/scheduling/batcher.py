@@ -206,8 +206,8 @@ class Batcher:
         """Limit steps to half the tokens of ``batch``, which ran out of memory and was rolled back.
 
         Returns:
-            False, with no other limit, if ``batch`` is a single token, as was a step of its request that failed no
-            earlier before.
+            False, with no other limit, if ``batch`` is a single token, as was a step of its request that
+            failed no earlier before.
         """
         requests = self.requests_of(batch)
         if batch.num_tokens == 1 and requests:

@@ -1,8 +1,9 @@
-"""What the loop, the commands and the status ask of an engine's steps, whatever a step is: tokens of a language model, or denoising.
+"""What the loop, the commands and the status ask of an engine's steps, whatever a step is: tokens of a
+language model, or denoising.
 
 Invariants:
-- Who builds a batch, who executes it and who records its output belong to one kind of engine and know its batches. The loop
-  hands batches and outputs from one to the next and looks into none of them.
+- Who builds a batch, who executes it and who records its output belong to one kind of engine and know its
+  batches. The loop hands batches and outputs from one to the next and looks into none of them.
 - Each protocol is the smallest that its users need. An engine's own modules work with their own types.
 """
 
@@ -56,7 +57,9 @@ class StepBatcher(Protocol):
     num_retractions: int
     """Samples that were sent back to the queue, since the engine's start."""
     prompt_tokens: int
-    """Prompt tokens of all samples that have started, since the engine's start; 0 where prompts are no tokens."""
+    """Prompt tokens of all samples that have started, since the engine's start; 0 where prompts are no
+    tokens.
+    """
     cached_tokens: int
     """Those of them that came from a cache."""
 
@@ -101,7 +104,9 @@ class StepBatcher(Protocol):
         ...
 
     def schedule(self) -> Batch | None:
-        """Build the next step; None if there is nothing to run, or if a step in flight must be completed first."""
+        """Build the next step; None if there is nothing to run, or if a step in flight must be completed
+        first.
+        """
         ...
 
     def complete_step(self, batch: Any, seconds: float) -> None:
@@ -113,7 +118,9 @@ class StepBatcher(Protocol):
         ...
 
     def halve(self, batch: Any) -> bool:
-        """Limit steps to half of ``batch``, which ran out of memory; False if it is as small as can be and failed before."""
+        """Limit steps to half of ``batch``, which ran out of memory; False if it is as small as can be and
+        failed before.
+        """
         ...
 
     def requests_of(self, batch: Any) -> list[Any]:

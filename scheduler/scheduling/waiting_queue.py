@@ -227,17 +227,18 @@ class WaitingQueue(Generic[SampleT]):
             self._queue = deque(self.live())
 
     def live(self) -> Iterator[SampleT]:
-        """The waiting requests, in order."""
+        """Return the waiting requests, in order."""
         return (request for request in self._queue if request.phase is Phase.WAITING)
 
     def head(self) -> list[SampleT]:
-        """The first waiting request as a list; empty if there is none."""
+        """Return the first waiting request as a list; empty if there is none."""
         return list(islice(self.live(), 1))
 
     def start_next(
         self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
     ) -> SampleT | None:
-        """Start one request and remove it from the queue: the first of ``look_ahead`` requests for which ``may_start`` is true.
+        """Start one request and remove it from the queue: the first of ``look_ahead`` requests for which
+        ``may_start`` is true.
 
         Args:
             may_start: if it returns False, the request is skipped and the one behind it is considered.

@@ -50,7 +50,8 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
     if loaded.config.delta is not None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
-            f"{loaded.config.architecture} cannot be the reference model: its linear attention keeps a state per sequence, which "
+            f"{loaded.config.architecture} cannot be the reference model: its linear attention keeps a "
+            "state per sequence, which "
             "scoring does not have",
             fields=["architectures"],
         )

@@ -206,7 +206,7 @@ class Scoring:
         return answers
 
     def status(self) -> ReferenceStatus:
-        """The reference's part of the engine's status."""
+        """Return the reference's part of the engine's status."""
         engine = self._engine
         return ReferenceStatus(
             model_path=self._reference.model_path,
@@ -218,7 +218,7 @@ class Scoring:
         )
 
     def _serve(self) -> Generator[None, None, None]:
-        """Compute until the queue is empty, as one request to the residency manager with one stage per chunk."""
+        """Compute until the queue is empty, as one request of the residency manager, one stage per chunk."""
         engine = self._engine
         engine.residency.begin_request(_REQUEST)
         while self._queue:
@@ -242,7 +242,7 @@ class Scoring:
             engine.device_cache.after_failure(failure_message)
 
     def _plan(self) -> list["_Span"]:
-        """The next chunk: as many tokens of the first sequences as fit, at least one."""
+        """Return the next chunk: as many tokens of the first sequences as fit, at least one."""
         chunk: list[_Span] = []
         budget = self._chunks.budget()
         for sequence in self._queue:
@@ -406,14 +406,17 @@ def _check(message: ScoreReqInput, limits: ReferenceModel, pool_pages: int) -> N
             pool_tokens = pool_pages * PAGE_SIZE
             raise CaesuraError(
                 ErrorCode.EXCEEDS_KV_POOL,
-                f"sequence {number} needs KV for {len(ids) - 1} tokens, the reference's pool holds {pool_tokens}",
+                f"sequence {number} needs KV for {len(ids) - 1} tokens, the reference's pool holds "
+                f"{pool_tokens}",
                 needed_tokens=len(ids) - 1,
                 total_tokens=pool_tokens,
             )
 
 
 def _failure(error: Exception) -> CaesuraError:
-    """The error to answer after ``error``: a copy without the traceback, which would keep tensors alive."""
+    """Return the error to answer after ``error``: a copy without the traceback, which would keep tensors
+    alive.
+    """
     logger.error("scoring failed", exc_info=error)
     if isinstance(error, CaesuraError):
         return CaesuraError(error.code, error.message, **error.detail)
@@ -428,7 +431,7 @@ def _invalid(name: str, value: object, requirement: str) -> CaesuraError:
 
 
 def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
-    """A batch that computes ``chunk``, and the scored tokens, int64 [S]."""
+    """Return a batch that computes ``chunk``, and the scored tokens, int64 [S]."""
     positions = [np.arange(span.begin, span.end) for span in chunk]
     q_lens, kv_lens = [span.end - span.begin for span in chunk], [span.end for span in chunk]
     kv_slots = [
@@ -472,7 +475,7 @@ def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, 
 
 
 def _scales(chunk: Sequence[_Span], device: torch.device) -> Tensor:
-    """The divisor of each scored token's logits, float32 [S]."""
+    """Return the divisor of each scored token's logits, float32 [S]."""
     temperatures = [span.sequence.message.temperature for span in chunk]
     scales = np.asarray([1.0 if t < GREEDY_BELOW else t for t in temperatures], np.float32)
     return torch.from_numpy(np.repeat(scales, [end - begin for begin, end in (t.scored for t in chunk)])).to(

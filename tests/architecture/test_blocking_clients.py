@@ -1,4 +1,6 @@
-"""The blocking clients are what the generator makes of the asyncio ones, and options of a generation are spelled once."""
+"""The blocking clients are what the generator makes of the asyncio ones, and options of a generation are
+spelled once.
+"""
 
 import importlib.util
 import inspect

@@ -1,4 +1,6 @@
-"""Import rules beside the order of layers, which import-linter checks (``[tool.importlinter]`` in pyproject.toml)."""
+"""Import rules beside the order of layers, which import-linter checks (``[tool.importlinter]`` in
+pyproject.toml).
+"""
 
 import ast
 import subprocess

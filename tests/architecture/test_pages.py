@@ -1,4 +1,6 @@
-"""The pages for people: short lines, references and links that lead somewhere, and a definition for every invariant that is cited."""
+"""The pages for people: short lines, references and links that lead somewhere, and a definition for every
+invariant that is cited.
+"""
 
 import ast
 import importlib
@@ -59,7 +61,9 @@ def missing(text: str, files: set[str]) -> list[str]:
 
 
 def broken(page: str, text: str) -> list[str]:
-    """Links of a page at the path ``page`` that lead to no file, or to no heading, or to one of several with the same name."""
+    """Links of a page at the path ``page`` that lead to no file, or to no heading, or to one of several with
+    the same name.
+    """
     found = []
     for link in links(text):
         target, _, anchor = link.partition("#")

@@ -181,7 +181,9 @@ def test_absence_is_defined(kind):
 
 
 def says_what_none_means(text: str) -> bool:
-    """A sentence about None, or the case in which the field is set (``stop: …``), which leaves None for all others."""
+    """A sentence about None, or the case in which the field is set (``stop: …``), which leaves None for all
+    others.
+    """
     return "None" in text or re.match(r"``\w+``( and ``\w+``)*:", text) is not None
 
 

@@ -1,6 +1,7 @@
 """Frames of the wire: whatever bytes come, a message or a typed refusal comes out.
 
-The decoder is compiled, so coverage leads nowhere near a valid message: :func:`mutate` changes values of decoded frames instead.
+The decoder is compiled, so coverage leads nowhere near a valid message: :func:`mutate` changes values of
+decoded frames instead.
 """
 
 import random

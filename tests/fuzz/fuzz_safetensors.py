@@ -1,6 +1,7 @@
 """Checkpoint folders: every byte of every tensor as the files have it, or a typed refusal.
 
-The first byte says how many files there are and whether there is an index; the rest is cut into them at ``SEPARATOR``.
+The first byte says how many files there are and whether there is an index; the rest is cut into them at
+``SEPARATOR``.
 """
 
 import tempfile

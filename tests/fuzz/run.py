@@ -2,8 +2,9 @@
 
     python tests/fuzz/run.py codec -max_total_time=300
 
-Options after the target's name are libFuzzer's. What is found new lies in a temporary folder that is named at the start; an input
-that breaks the contract is written beside it as ``crash-…`` and belongs, small, into ``tests/fuzz/corpus/``.
+Options after the target's name are libFuzzer's. What is found new lies in a temporary folder that is named at
+the start; an input that breaks the contract is written beside it as ``crash-…`` and belongs, small, into
+``tests/fuzz/corpus/``.
 """
 
 import importlib

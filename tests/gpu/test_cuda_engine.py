@@ -1,4 +1,6 @@
-"""The same engine on CUDA: generation, the pause barrier on the forward stream, and memory over updates in place."""
+"""The same engine on CUDA: generation, the pause barrier on the forward stream, and memory over updates in
+place.
+"""
 
 import pytest
 import torch
@@ -76,7 +78,8 @@ def fresh_outputs(driver: EngineDriver, params: SamplingParams) -> list[tuple[li
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.15)])
 def test_generation_is_that_of_transformers(models, dtype, tolerance):
-    """Each greedy token is the reference's best, or as good within the tolerance; its logprob is the reference's.
+    """Each greedy token is the reference's best, or as good within the tolerance; its logprob is the
+    reference's.
 
     The reference computes in float32 on the CPU, on the same values.
     """
@@ -144,7 +147,9 @@ def test_an_update_equals_a_cold_load(models, dtype):
 
 
 def test_reserved_memory_is_flat_over_updates_in_place(models):
-    """Blocks that something else used between two updates go back at each continue, while the engine is still paused."""
+    """Blocks that something else used between two updates go back at each continue, while the engine is still
+    paused.
+    """
     paths, _ = models["float32"]
     params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
     before, after = [], []

@@ -1,4 +1,6 @@
-"""FP8 products on a real device: what serves agrees with dequantised weights, does not wait, and can be captured."""
+"""FP8 products on a real device: what serves agrees with dequantised weights, does not wait, and can be
+captured.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Captured decode steps on a real device: the tokens of an eager engine, through updates, releases and many steps."""
+"""Captured decode steps on a real device: the tokens of an eager engine, through updates, releases and many
+steps.
+"""
 
 from importlib.util import find_spec
 

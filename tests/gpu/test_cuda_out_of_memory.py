@@ -14,7 +14,9 @@ pytestmark = [
 ]
 
 ROOM = 96 << 20
-"""Bytes left on the device; the feed-forward block takes 118 MB for the whole prompt, 64 KB for a token of it."""
+"""Bytes left on the device; the feed-forward block takes 118 MB for the whole prompt, 64 KB for a token of
+it.
+"""
 LARGE = [3 + (i * 7 + i * i % 11) % 90 for i in range(1800)]
 PROMPTS = [[5, 6, 7], [8, 9], LARGE]
 

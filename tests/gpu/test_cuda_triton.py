@@ -1,4 +1,6 @@
-"""The kernels of ``triton_elementwise.py``, ``triton_rotations.py`` and ``triton_experts.py`` on a device, against torch there."""
+"""The kernels of ``triton_elementwise.py``, ``triton_rotations.py`` and ``triton_experts.py`` on a device,
+against torch there.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""Latent attention by the real FlashInfer against the torch backend, on the same pages: eager, mixed and captured."""
+"""Latent attention by the real FlashInfer against the torch backend, on the same pages: eager, mixed and
+captured.
+"""
 
 from importlib.util import find_spec
 

@@ -96,7 +96,6 @@ def test_a_rollout(server, engine):
 
 def test_a_rollout_that_is_interrupted_by_an_update_goes_on(server, engine, models, tmp_path):
     """Pause in the client's mode while it generates, update from disk, continue: it resubmits what it had."""
-
     name_resolve.reconfigure(cli_args.NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path)))
     found: list = []
     thread = threading.Thread(target=lambda: found.append(generate(engine, 400)))

@@ -1,4 +1,6 @@
-"""prime-rl's own client of token ids (the package ``renderers``) against ``/inference/v1/generate``, unmodified."""
+"""prime-rl's own client of token ids (the package ``renderers``) against ``/inference/v1/generate``,
+unmodified.
+"""
 
 import asyncio
 from collections.abc import Iterator

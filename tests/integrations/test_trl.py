@@ -1,4 +1,6 @@
-"""TRL's own trainers, with the engine in the place of vLLM: real packages, a real engine, tiny random weights."""
+"""TRL's own trainers, with the engine in the place of vLLM: real packages, a real engine, tiny random
+weights.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +45,8 @@ def client(policy):
 
 def trainer_of(policy: Path, output: Path, rollouts: Rollouts, rewards, **options: object):
     config = trl.GRPOConfig(
-        output_dir=str(output), per_device_train_batch_size=4, num_generations=4, max_steps=3, learning_rate=1e-3,
+        output_dir=str(output), per_device_train_batch_size=4, num_generations=4, max_steps=3,
+        learning_rate=1e-3,
         logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, seed=1, beta=0.0,
         **(WIDE_OPEN | options),
     )  # fmt: skip

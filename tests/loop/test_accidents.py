@@ -38,7 +38,9 @@ def check(driver: EngineDriver, rid: str, prompt: list[int]):
 @pytest.mark.parametrize("ticks", [1, 2, 3])
 @pytest.mark.parametrize("accident", ["fail_next", "fail_on_fetch", "non_finite_next"])
 def test_kv_of_a_step_that_failed_is_never_shared(driver, accident, ticks):
-    """At depth 1 another step of the same request is in flight: the pages stay until it lands, and go nowhere then."""
+    """At depth 1 another step of the same request is in flight: the pages stay until it lands, and go nowhere
+    then.
+    """
     driver.generate(LONG, 4)
     driver.tick(ticks)
     setattr(driver.runner, accident, True)
@@ -109,7 +111,9 @@ def test_a_session_commits_while_the_engine_is_busy(driver):
 
 @pytest.mark.parametrize("command", ["update", "end"])
 def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, command):
-    """The deadline passes while a call of the session waits for the step in flight: nothing is written any more."""
+    """The deadline passes while a call of the session waits for the step in flight: nothing is written any
+    more.
+    """
     with EngineDriver(str(tiny_model), pipeline_depth=1) as driver:
         rid = driver.generate(SHORT, 50)
         driver.tick(3)

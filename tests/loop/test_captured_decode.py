@@ -1,4 +1,6 @@
-"""A whole engine whose decode steps are captured graphs, against one without: on the CPU, over recorded operations."""
+"""A whole engine whose decode steps are captured graphs, against one without: on the CPU, over recorded
+operations.
+"""
 
 import importlib
 
@@ -49,7 +51,9 @@ def torch_only(monkeypatch):
 
 @pytest.fixture
 def device(monkeypatch):
-    """Engines built from now on compute on it: streams, staging, FlashInfer and graphs, all on the CPU's memory."""
+    """Engines built from now on compute on it: streams, staging, FlashInfer and graphs, all on the CPU's
+    memory.
+    """
     made = RecordingDevice()
     monkeypatch.setattr(build, "device_module_for", lambda device: made)
     monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
@@ -217,7 +221,9 @@ def test_the_configuration_chooses_the_backend(paths, wanted, found):
 
 
 def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, monkeypatch):
-    """Through staging and beside captured graphs, one step ahead of what the host knows; ordinary steps stay ordinary."""
+    """Through staging and beside captured graphs, one step ahead of what the host knows; ordinary steps stay
+    ordinary.
+    """
 
     def run(driver: EngineDriver) -> list[GenerateReqOutput]:
         params = SamplingParams(

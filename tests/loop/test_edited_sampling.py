@@ -1,4 +1,6 @@
-"""Penalties and further log-probabilities through the real loop: counts stay exact whatever happens to a request, and at any depth."""
+"""Penalties and further log-probabilities through the real loop: counts stay exact whatever happens to a
+request, and at any depth.
+"""
 
 import msgspec
 import numpy as np

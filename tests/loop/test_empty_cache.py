@@ -1,4 +1,6 @@
-"""When the device allocator is emptied: at the named places, once, while still paused where a pause ends, and nowhere else."""
+"""When the device allocator is emptied: at the named places, once, while still paused where a pause ends, and
+nowhere else.
+"""
 
 import logging
 
@@ -17,7 +19,9 @@ MIB = 1 << 20
 
 
 class Allocator:
-    """A device module whose reserved memory is 12 MB before each emptying and 8 MB after; notes the engine's state then."""
+    """A device module whose reserved memory is 12 MB before each emptying and 8 MB after; notes the engine's
+    state then.
+    """
 
     def __init__(self, driver: EngineDriver) -> None:
         self.reserved = 12 * MIB

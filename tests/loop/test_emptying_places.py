@@ -1,4 +1,6 @@
-"""Every place that empties the device cache does, in its order; what only looks, or was told not to, does not."""
+"""Every place that empties the device cache does, in its order; what only looks, or was told not to, does
+not.
+"""
 
 import logging
 import weakref
@@ -30,7 +32,9 @@ MIB = 1 << 20
 
 
 class Allocator:
-    """A device module with 12 MB reserved before its first emptying and 8 MB from then on; ``log`` is what happened."""
+    """A device module with 12 MB reserved before its first emptying and 8 MB from then on; ``log`` is what
+    happened.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -129,7 +133,9 @@ def answered_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
 
 
 def test_a_commit_without_memory_empties_before_it_answers(driver, allocator, other_model, monkeypatch):
-    """And when nothing refers to the tensors of the command any more: an exception keeps the frames that it passed."""
+    """And when nothing refers to the tensors of the command any more: an exception keeps the frames that it
+    passed.
+    """
     scratch: list[weakref.ref] = []
 
     def derive() -> None:

@@ -1,11 +1,11 @@
 """After a failed step: nobody is forgotten or answered twice, the ledger is exact, and the engine goes on.
 
-Failures are injected into a real engine over the scripted model, whose tokens depend on every slot of KV: what is computed
-again wrongly, or read from a step that was lost, gives other tokens. The same with the real model is in
-``test_failures_of_models.py``, failures of commands are in ``test_failures_of_commands.py``.
+Failures are injected into a real engine over the scripted model, whose tokens depend on every slot of KV:
+what is computed again wrongly, or read from a step that was lost, gives other tokens. The same with the real
+model is in ``test_failures_of_models.py``, failures of commands are in ``test_failures_of_commands.py``.
 
-All of it holds for a model with states per sequence, too (``test_states.py`` has what is special about these): that is
-long, but for what depends on where its steps write them.
+All of it holds for a model with states per sequence, too (``test_states.py`` has what is special about
+these): that is long, but for what depends on where its steps write them.
 """
 
 import weakref
@@ -214,7 +214,9 @@ def test_decoding_rows_take_turns(driver):
 
 @of_hybrids_too
 def test_a_prompt_waits_for_decoding_rows_and_then_ends_alone(driver):
-    """Memory for no prompt at all: those who decode go on, the prompt is tried alone and ends, with its reason."""
+    """Memory for no prompt at all: those who decode go on, the prompt is tried alone and ends, with its
+    reason.
+    """
     small = driver.generate([5, 6, 7], 30)
     driver.tick(3)
 
@@ -258,7 +260,9 @@ def test_without_any_memory_everybody_is_told_after_a_bounded_number_of_attempts
 
 
 def test_steps_grow_again(driver):
-    """The limit is doubled as steps of its size succeed, until it no longer matters; smaller ones prove nothing."""
+    """The limit is doubled as steps of its size succeed, until it no longer matters; smaller ones prove
+    nothing.
+    """
     limited(driver, 20)
     rid = driver.generate(PROMPTS[1], 100)
     driver.run_until_idle()
@@ -361,7 +365,8 @@ def test_a_request_whose_tokens_do_not_fit_together_is_answered(driver, monkeypa
 
 @pytest.mark.parametrize("failures", [2, 3, 4, 5])
 def test_results_that_make_no_message(driver, monkeypatch, failures):
-    """They are tried three times, while other clients get theirs; then each alone, and in its place that it cannot be sent.
+    """They are tried three times, while other clients get theirs; then each alone, and in its place that it
+    cannot be sent.
 
     After that the stored answer is there for a retry.
     """
@@ -406,7 +411,9 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_a_pause_after_a_lost_step(driver, new_weights, mode):
-    """The step is taken back before the pause is acknowledged; an update may come before it is computed again."""
+    """The step is taken back before the pause is acknowledged; an update may come before it is computed
+    again.
+    """
     for ticks in range(1, 7):
         rids = submit(driver)
         driver.tick(ticks)

@@ -1,4 +1,6 @@
-"""Commands that fail at any of their stages, beside requests that wait for them: nothing is lost, and a retry sets it right."""
+"""Commands that fail at any of their stages, beside requests that wait for them: nothing is lost, and a retry
+sets it right.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,6 @@
-"""Whatever a message or a timer does, the loop goes on and the sender hears; and where the loop ends, everybody hears."""
+"""Whatever a message or a timer does, the loop goes on and the sender hears; and where the loop ends,
+everybody hears.
+"""
 
 from time import monotonic
 

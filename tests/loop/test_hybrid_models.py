@@ -1,7 +1,7 @@
 """Hybrids against transformers: log-probabilities of the whole vocabulary, however a token was computed.
 
-Every layer's state goes through chunks, decode steps, kept prefixes, pauses, updates and failures here; which row of states is
-whose at each of these is checked with a scripted model in ``test_states.py``.
+Every layer's state goes through chunks, decode steps, kept prefixes, pauses, updates and failures here; which
+row of states is whose at each of these is checked with a scripted model in ``test_states.py``.
 """
 
 import numpy as np
@@ -137,7 +137,9 @@ def check(models, rids, which=0):
 
 
 def test_every_position_of_a_prompt_in_chunks_and_beside_others(models):
-    """Prompts across chunks of a step and of the rule, decoding rows beside them; one with all of its logprobs."""
+    """Prompts across chunks of a step and of the rule, decoding rows beside them; one with all of its
+    logprobs.
+    """
     driver, prompts = models.driver, [prompt_of(length, length) for length in (3, 130, 16, 71)]
     rids = {send(driver, prompt, 20, seed=number): prompt for number, prompt in enumerate(prompts)}
     driver.tick(3)
@@ -181,7 +183,9 @@ def test_in_place_pauses_change_nothing_and_retracted_requests_compute_the_same(
 
 @torch.no_grad()
 def test_a_state_outlives_an_update_in_place(models):
-    """As transformers goes on with another model's cache: the state is of the older weights, and nobody else gets it."""
+    """As transformers goes on with another model's cache: the state is of the older weights, and nobody else
+    gets it.
+    """
     driver, prompt = models.driver, prompt_of(45, 3)
     rid = send(driver, prompt, 40)
     driver.tick(17)

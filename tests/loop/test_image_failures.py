@@ -117,7 +117,9 @@ def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
 
 @pytest.mark.parametrize(("most", "expected"), [(1 << 20, [3]), (2 * (8 + 8 + TEXT), [2, 1]), (1, [1, 1, 1])])
 def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, expected):
-    """A pause waits for all that are encoded at once, whose attention takes time and memory with the square of their lengths."""
+    """A pause waits for all that are encoded at once, whose attention takes time and memory with the square
+    of their lengths.
+    """
     monkeypatch.setattr(batcher, "ENCODED_TOKENS", most)
     runner, steps = driver.engine.runner, []
     encode = runner._encode

@@ -1,4 +1,6 @@
-"""Components of image pipelines that come and go: the same images, updates of what is away, and memory by stage."""
+"""Components of image pipelines that come and go: the same images, updates of what is away, and memory by
+stage.
+"""
 
 import numpy as np
 import pytest
@@ -132,7 +134,9 @@ def on_device(driver):
 
 
 def watch(driver):
-    """What each step finds on the device when it has been executed: ``(kind, {component: bytes})``, to be filled."""
+    """What each step finds on the device when it has been executed: ``(kind, {component: bytes})``, to be
+    filled.
+    """
     runner, seen = driver.engine.runner, []
     execute = runner.execute
 
@@ -249,7 +253,9 @@ def send_tensors(driver, path, component, **fields):
     ],
 )
 def test_an_update_of_what_is_away_is_a_cold_load(pipelines, expected, frozen, transformer, ticks, transport):
-    """Of every component, in any stage: ``ticks`` after samples have come, some of their components are on the device."""
+    """Of every component, in any stage: ``ticks`` after samples have come, some of their components are on
+    the device.
+    """
     other = pipelines("sd3", 20)
     with engine(pipelines("sd3"), frozen, transformer) as driver:
         waiting = messages() if ticks else ()
@@ -307,7 +313,9 @@ def test_a_release_loses_only_what_has_no_copy(pipelines, expected):
 
 
 def test_a_release_heals_nothing(pipelines, expected):
-    """An encoder that a failed session has left half new must come completely, whatever was released meanwhile."""
+    """An encoder that a failed session has left half new must come completely, whatever was released
+    meanwhile.
+    """
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
         session = driver.begin()
         other = pipelines("sd3", 20)
@@ -366,7 +374,9 @@ def emptyings(driver, place="component"):
     ("frozen", "share", "count"), [("offload", 1.0, 0), ("offload", 0.0, 2), ("layerwise", 1.0, 2)]
 )
 def test_the_cache_is_emptied_where_something_large_has_left(pipelines, monkeypatch, frozen, share, count):
-    """Once for each stage that moves something: encoding and decoding; by size, or because it was there block by block."""
+    """Once for each stage that moves something: encoding and decoding; by size, or because it was there block
+    by block.
+    """
     monkeypatch.setattr(residency_module, "LARGE_SHARE", share)
     with engine(pipelines("sd3"), frozen) as driver:
         before = emptyings(driver)

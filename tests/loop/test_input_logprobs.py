@@ -60,7 +60,9 @@ def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_m
 
 
 def test_logprobs_of_a_prompt_stay_with_the_tokens_sampled_after_it(tiny_model, other_model):
-    """A request that has sampled something keeps what goes with it, when it is computed again under other weights."""
+    """A request that has sampled something keeps what goes with it, when it is computed again under other
+    weights.
+    """
     with engine(tiny_model) as driver:
         expected = input_logprobs(driver)
         rid = driver.generate(PROMPT, 8, return_logprob=True, logprob_start_len=1)

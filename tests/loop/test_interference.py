@@ -1,4 +1,6 @@
-"""Commands that meet in the middle: what waits, what expires and what is refused while weights are being written."""
+"""Commands that meet in the middle: what waits, what expires and what is refused while weights are being
+written.
+"""
 
 import os
 from pathlib import Path
@@ -35,7 +37,9 @@ def driver(tiny_model, monkeypatch):
 
 
 def test_a_flush_that_waits_does_not_commit_half_an_update(driver, other_model):
-    """The update itself makes the engine idle, by aborting what was frozen; the flush still waits for its end."""
+    """The update itself makes the engine idle, by aborting what was frozen; the flush still waits for its
+    end.
+    """
     driver.generate(list(range(3, 23)), 50)
     driver.tick(3)
     driver.call(PauseGenerationReqInput(mode="in_place"))

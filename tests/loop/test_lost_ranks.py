@@ -1,6 +1,8 @@
-"""A worker that is killed ends its engine by what the operating system says at once, wherever rank 0 waits at that moment.
+"""A worker that is killed ends its engine by what the operating system says at once, wherever rank 0 waits at
+that moment.
 
-No wait here ends by itself in less than minutes. How long an engine takes is measured by benchmarks/ranks.py --turns 0.
+No wait here ends by itself in less than minutes. How long an engine takes is measured by benchmarks/ranks.py
+--turns 0.
 """
 
 import threading

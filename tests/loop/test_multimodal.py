@@ -1,4 +1,6 @@
-"""The language model of a multimodal checkpoint: the multimodal model's log-probabilities of text, under whichever names."""
+"""The language model of a multimodal checkpoint: the multimodal model's log-probabilities of text, under
+whichever names.
+"""
 
 import json
 from functools import partial
@@ -108,7 +110,9 @@ def test_updates_take_each_spelling(loaded, spelled, tmp_path):
 
 @pytest.mark.parametrize("paused", [True, False])
 def test_what_is_all_ignored_changes_nothing(paused, tmp_path):
-    """A trainer may send the tower first or last: nothing is left open for `continue` to commit, and no request hears of it."""
+    """A trainer may send the tower first or last: nothing is left open for `continue` to commit, and no
+    request hears of it.
+    """
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors = load_file(tmp_path / "model.safetensors")
     towers = [(name, value) for name, value in tensors.items() if "visual" in name]
@@ -233,7 +237,9 @@ def test_fields_that_published_configs_leave_out(tmp_path):
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
 @pytest.mark.parametrize("level", ["whole", "text", "alone"])
 def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, level, tmp_path):
-    """Both ways, wherever the config says it; a list that did not match would have them quantised without a word."""
+    """Both ways, wherever the config says it; a list that did not match would have them quantised without a
+    word.
+    """
     blocks, path = (4, 4), tmp_path / "model.safetensors"
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors, skipped = load_file(path), []

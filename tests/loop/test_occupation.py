@@ -1,4 +1,6 @@
-"""Release and resume by tag in one real engine: the orders trainers use, refusals, failures, and any order at all."""
+"""Release and resume by tag in one real engine: the orders trainers use, refusals, failures, and any order at
+all.
+"""
 
 import logging
 from pathlib import Path
@@ -101,7 +103,9 @@ def ok(reply: Message) -> Message:
 
 
 def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_back(real, models, cold):
-    """slime: everything away while it trains; pause, flush, buckets and continue while the KV memory is still away."""
+    """slime: everything away while it trains; pause, flush, buckets and continue while the KV memory is still
+    away.
+    """
     assert generate(real) != cold
     ok(real.call(FlushCacheReqInput()))
     assert release(real) == ALL
@@ -359,7 +363,9 @@ def test_poisoned_weights_become_invalid_and_one_complete_update_heals(driver, o
 
 
 def test_what_an_unfinished_update_wrote_is_forgotten_with_the_memory(driver, other_model):
-    """A trainer died while it filled invalid weights; its successor starts over, and inherits neither bytes nor label."""
+    """A trainer died while it filled invalid weights; its successor starts over, and inherits neither bytes
+    nor label.
+    """
     driver.call(PauseGenerationReqInput())
     release(driver, "weights")
     resume(driver)
@@ -394,7 +400,9 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
 
 
 class Physics:
-    """Knows what has memory by watching it go and come, not by asking the lifecycle; KV is lost with its memory."""
+    """Knows what has memory by watching it go and come, not by asking the lifecycle; KV is lost with its
+    memory.
+    """
 
     def __init__(self, driver: EngineDriver) -> None:
         self.gone: set[MemoryTag] = set()
@@ -621,7 +629,8 @@ def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands
             reply = driver.replies.pop(message_id, None)
             if isinstance(reply, ErrorReply):
                 assert reply.code in (
-                    "busy", "not_idle", "memory_released", "weights_invalid", "weights_poisoned", "session_open",
+                    "busy", "not_idle", "memory_released", "weights_invalid", "weights_poisoned",
+                    "session_open",
                 ), reply  # fmt: skip
             elif isinstance(message, GenerateReqInput):
                 trial.accepted[message_id] = message

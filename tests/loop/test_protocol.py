@@ -1,7 +1,8 @@
-"""The whole control protocol, several clients, owners and sessions at once, against a model of what docs/reference/lifecycle.md says.
+"""The whole control protocol, several clients, owners and sessions at once, against a model of what
+docs/reference/lifecycle.md says.
 
-After each command the answer is the model's, status is the model's, and every tensor is of the checkpoint that the model names:
-nothing that was refused has written, nothing that was written is lost.
+After each command the answer is the model's, status is the model's, and every tensor is of the checkpoint
+that the model names: nothing that was refused has written, nothing that was written is lost.
 """
 
 import pytest
@@ -77,7 +78,9 @@ class ProtocolMachine(RuleBasedStateMachine):
         return reply
 
     def name_of(self, kind: str) -> str | None:
-        """The session id that a message carries: of the open session, by either of its names, of one that has ended, or made up."""
+        """The session id that a message carries: of the open session, by either of its names, of one that has
+        ended, or made up.
+        """
         session = self.model.session
         if kind == "session" and session is not None:
             return session.id

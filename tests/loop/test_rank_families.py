@@ -1,4 +1,6 @@
-"""Models of other families than llama on two ranks: the log-probabilities of one, and updates that are a cold load."""
+"""Models of other families than llama on two ranks: the log-probabilities of one, and updates that are a cold
+load.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,8 @@ from caesura.io_struct import (
 pytestmark = pytest.mark.slow  # workers take seconds to start
 
 LENGTHS = (100, 30, 200, 210, 180, 170, 205, 90)
-"""Of prompts: twice as many tokens as layers with a window have pages for, so pages beyond theirs are in use."""
+"""Of prompts: twice as many tokens as layers with a window have pages for, so pages beyond theirs are in use.
+"""
 
 
 def sampled(path: str, tp: int) -> tuple[list[list[int]], np.ndarray]:

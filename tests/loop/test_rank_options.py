@@ -1,4 +1,6 @@
-"""Options that several ranks share with one: copies of released weights, the state file, deterministic mode; and what is refused."""
+"""Options that several ranks share with one: copies of released weights, the state file, deterministic mode;
+and what is refused.
+"""
 
 import errno
 import json
@@ -189,7 +191,8 @@ def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch,
 def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
     """Whoever sends no rank 0 tries again and again."""
     join = InitWeightsUpdateGroupReqInput(
-        master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=3, group_name="nobody's",
+        master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=3,
+        group_name="nobody's",
         timeout_s=0.2,
     )  # fmt: skip
     for _ in range(2):
@@ -286,7 +289,8 @@ def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, monke
     name = "Qwen3ForCausalLM" if where == "asked for" else "Cohere2ForCausalLM"
     assert error.code == "unsupported_model"
     assert error.message == (
-        f"{name} is computed by transformers' modules, which are not divided among ranks: start it with tp = 1"
+        f"{name} is computed by transformers' modules, which are not divided among ranks: start it with tp "
+        "= 1"
     )
 
 

@@ -299,8 +299,8 @@ def broken_model(tmp_path_factory):
 def test_every_command_in_every_state(shared, tiny_model, other_model, broken_model, monkeypatch, share):
     """The table of docs/reference/states.md, cell by cell, on one engine. Scores are rank 0's alone.
 
-    A share of the table has each command in some states, and each state with some commands; ``test_lifecycle_table.py`` has
-    all cells, on one rank.
+    A share of the table has each command in some states, and each state with some commands;
+    ``test_lifecycle_table.py`` has all cells, on one rank.
     """
     if shared.config.pipeline_depth == 0:
         pytest.skip("once is enough for what takes so long")

@@ -1,4 +1,6 @@
-"""Numbers out of every range, and at the ends of theirs: a request is refused or runs, and nobody else notices."""
+"""Numbers out of every range, and at the ends of theirs: a request is refused or runs, and nobody else
+notices.
+"""
 
 import pytest
 from support.scripted import EngineDriver, assert_error

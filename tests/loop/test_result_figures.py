@@ -206,7 +206,8 @@ def test_logits_that_are_not_finite_say_what_to_check(driver, edited):
     reason = driver.result(rid).finish_reason
     assert (reason.type, reason.code) == ("error", "internal")
     assert reason.message == (
-        "the logits are not finite after repetition_penalty = 1.25, frequency_penalty = 0.5, presence_penalty = -0.5, "
+        "the logits are not finite after repetition_penalty = 1.25, frequency_penalty = 0.5, "
+        "presence_penalty = -0.5, "
         "1 biases and min_new_tokens = 0: check these, and the weights"
         if edited
         else "the model's logits are not finite: check the weights"

@@ -1,4 +1,6 @@
-"""Messages sent again: an answered generation is never generated twice, or its sender is told that the answer is gone."""
+"""Messages sent again: an answered generation is never generated twice, or its sender is told that the answer
+is gone.
+"""
 
 import pytest
 from support.scripted import EngineDriver, assert_error, tokens_of

@@ -1,7 +1,8 @@
-"""Which experts computed what, through the real loop over a scripted model: recorded once, never lost, never mixed up.
+"""Which experts computed what, through the real loop over a scripted model: recorded once, never lost, never
+mixed up.
 
-The scripted router's choice names token, position and the weights of the moment, so a row that was taken from another
-request, from a recomputation or from another epoch is another row.
+The scripted router's choice names token, position and the weights of the moment, so a row that was taken from
+another request, from a recomputation or from another epoch is another row.
 """
 
 from dataclasses import dataclass
@@ -150,7 +151,9 @@ def test_rows_stay_what_they_were_across_an_update(driver, moe_models, mode, mon
 
 
 def test_what_recomputed_it_is_what_others_find(driver, moe_models):
-    """The prefix that a retracted request leaves is of the new weights, and so are the rows that come with it."""
+    """The prefix that a retracted request leaves is of the new weights, and so are the rows that come with
+    it.
+    """
     prompt = prompt_of(50)
     first = ask(driver, prompt, 20)
     driver.tick(6)

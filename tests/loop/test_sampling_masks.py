@@ -1,4 +1,6 @@
-"""Sampling masks through the real loop: whatever happens to a request, each of its tokens comes with what it was drawn from."""
+"""Sampling masks through the real loop: whatever happens to a request, each of its tokens comes with what it
+was drawn from.
+"""
 
 from collections import Counter
 

@@ -1,4 +1,6 @@
-"""Scoring inside a real engine, tick by tick: exact, in slices, beside steps and commands, and unmoved by what the policy does."""
+"""Scoring inside a real engine, tick by tick: exact, in slices, beside steps and commands, and unmoved by
+what the policy does.
+"""
 
 import random
 
@@ -129,7 +131,9 @@ def test_any_architecture_layer_by_layer(tmp_path, tiny_model, family):
     split=st.integers(0, 7),
 )
 def test_no_way_of_cutting_changes_the_scores(engine, judge, shapes, budgets, rows, head_rows, split):
-    """Any budgets, any number of rows, a pool for one sequence, any row count in the head, in one message or in two."""
+    """Any budgets, any number of rows, a pool for one sequence, any row count in the head, in one message or
+    in two.
+    """
     scores = engine.engine.scoring
     turn = iter(range(10**6))
     scores._chunks.budget = lambda: budgets[next(turn) % len(budgets)]
@@ -176,7 +180,9 @@ def test_logits_exist_for_a_few_rows_only(tiny_model, reference, monkeypatch):
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 def test_decoding_and_commands_go_on_between_two_slices(tiny_model, reference, judge, residency, monkeypatch):
-    """A slice is a layer: every tick launches a step, status is answered at once, a pause does not wait for the score."""
+    """A slice is a layer: every tick launches a step, status is answered at once, a pause does not wait for
+    the score.
+    """
     monkeypatch.setattr(scoring, "SLICE_S", 0.0)
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=16) as driver:
         rid = driver.generate([5, 6, 7], max_new_tokens=60)
@@ -372,7 +378,9 @@ def test_shutdown_answers_what_is_under_way(tiny_model, reference, monkeypatch):
 def test_a_chunk_that_fails_ends_its_messages_and_no_other(
     tiny_model, reference, judge, residency, error, code, monkeypatch, caplog
 ):
-    """Of three messages the first two are in the chunk that fails in its third layer; one of those has more queued."""
+    """Of three messages the first two are in the chunk that fails in its third layer; one of those has more
+    queued.
+    """
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=32) as driver:
         model = driver.engine.scoring._reference.model
         whole = model.forward_by_layer

@@ -113,7 +113,9 @@ def test_stop_token_ends_and_is_kept(driver):
 @pytest.mark.parametrize("ticks", range(1, 16))
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_pause_at_any_step(driver, mode, ticks):
-    """Mid-chunk, prefill, every decode step, the last one included: the barrier holds, continuing changes no token."""
+    """Mid-chunk, prefill, every decode step, the last one included: the barrier holds, continuing changes no
+    token.
+    """
     prompts = [prompt_of(70), prompt_of(3, 1), prompt_of(20, 2)]
     rids = [driver.generate(p, 10) for p in prompts]
     driver.tick(ticks)

@@ -28,7 +28,8 @@ def test_a_hub_id_is_told_that_nothing_is_downloaded(path):
     name = "Qwen/Qwen3-0.6B" if "Qwen" in path else "ORG/NAME"
     assert error.code == "checkpoint_error"
     assert error.message.endswith(
-        f"there is no such folder. Nothing is downloaded: `hf download {name} --local-dir FOLDER` gets a model of the Hugging "
+        f"there is no such folder. Nothing is downloaded: `hf download {name} --local-dir FOLDER` gets a "
+        "model of the Hugging "
         "Face hub, and FOLDER is then its path"
     )
 

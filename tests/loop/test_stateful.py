@@ -1,8 +1,9 @@
 """Any sequence of commands and accidents: what no order of them may break.
 
-After every rule the KV ledger is walked and status is compared with a small model of the lifecycle. At the end the
-engine is brought back to running, and every accepted sample must have ended exactly once, for everybody who asked for
-it, with the tokens that the scripted model gives under the weights that its spans name.
+After every rule the KV ledger is walked and status is compared with a small model of the lifecycle. At the
+end the engine is brought back to running, and every accepted sample must have ended exactly once, for
+everybody who asked for it, with the tokens that the scripted model gives under the weights that its spans
+name.
 """
 
 from dataclasses import dataclass
@@ -81,7 +82,9 @@ ASKS = st.builds(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Rules over one engine. ``settle`` comes first in every rule that needs to know where the last command led."""
+    """Rules over one engine. ``settle`` comes first in every rule that needs to know where the last command
+    led.
+    """
 
     def __init__(self, model: str, other: str, depth: int) -> None:
         super().__init__()
@@ -404,7 +407,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(where=st.sampled_from(["before", "after", "on_fetch"]))
     def run_out_of_memory(self, where):
-        """The next step does; it is computed again, and ends nobody unless it is a single token that fails twice."""
+        """The next step does; it is computed again, and ends nobody unless it is a single token that fails
+        twice.
+        """
 
         def refuse(batch: object) -> None:
             setattr(self.driver.runner, where, lambda batch: None)

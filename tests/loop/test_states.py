@@ -1,7 +1,8 @@
-"""Layers with a state per sequence: every step goes on from the state of its rows, through all that requests go through.
+"""Layers with a state per sequence: every step goes on from the state of its rows, through all that requests
+go through.
 
-The scripted model keeps a state beside its KV, and asserts in each step that it is what all KV of the row says. A step that
-begins leaves the states of its rows torn until it has been computed.
+The scripted model keeps a state beside its KV, and asserts in each step that it is what all KV of the row
+says. A step that begins leaves the states of its rows torn until it has been computed.
 """
 
 import random
@@ -76,7 +77,9 @@ def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(driver):
 
 
 def test_a_prefix_without_a_state_is_computed_once_more_and_then_shared(driver):
-    """KV of it is cached, but the only state is further on: the second request keeps one where the prompts part."""
+    """KV of it is cached, but the only state is further on: the second request keeps one where the prompts
+    part.
+    """
     run(driver, prompt_of(104), 3)
     others = [[*prompt_of(70), 4, 5, seed] for seed in range(3)]
     assert [run(driver, other, 3).cached_tokens for other in others] == [0, 64, 64]
@@ -129,8 +132,8 @@ STAGES = {
 def test_nobody_goes_on_from_a_torn_state(driver, monkeypatch, stage, error):
     """Early in a prompt, beside decoding, and while a request ends.
 
-    A step with prompt tokens, and any while memory is short, leaves the states before it, and it is tried again; one of
-    decoding rows alone overwrites them, and its requests start again.
+    A step with prompt tokens, and any while memory is short, leaves the states before it, and it is tried
+    again; one of decoding rows alone overwrites them, and its requests start again.
     """
     prompts = [prompt_of(75), prompt_of(40), prompt_of(9)]
     for number in (17, 0, 2, 5):
@@ -148,7 +151,9 @@ def test_nobody_goes_on_from_a_torn_state(driver, monkeypatch, stage, error):
 
 
 def test_a_request_of_the_step_after_a_lost_one_starts_again(folders):
-    """It has gone on from a kept prefix in a step that is rolled back with the one before: its own row is of no use any more."""
+    """It has gone on from a kept prefix in a step that is rolled back with the one before: its own row is of
+    no use any more.
+    """
     with EngineDriver(folders[0], pipeline_depth=1, chunked_prefill_size=32) as driver:
         run(driver, prompt_of(60), 1)
         guilty = driver.generate(prompt_of(9, 1), 20)

@@ -129,7 +129,9 @@ def test_an_aborted_session_reports_what_it_wrote_and_keeps_the_folder(
 
 
 def test_only_a_flushing_update_drops_the_prefix_cache(driver, other_model):
-    """Of the epoch that it ends nothing is left in any case; of a session that flushes, nothing in its reply either."""
+    """Of the epoch that it ends nothing is left in any case; of a session that flushes, nothing in its reply
+    either.
+    """
     driver.generate(list(range(3, 43)), 2)
     driver.run_until_idle()
     assert cached(driver) > 0

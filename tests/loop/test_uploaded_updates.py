@@ -1,4 +1,6 @@
-"""An engine whose weights lie on a device with streams: every byte from the host comes through pinned buckets."""
+"""An engine whose weights lie on a device with streams: every byte from the host comes through pinned
+buckets.
+"""
 
 from collections.abc import Iterator
 
@@ -30,7 +32,9 @@ class Counting(Uploader):
 
 
 def uploader_of(stream: WriteStream | None, device: torch.device) -> Uploader:
-    """Of a device whose copies are done at once: the engine computes on the host, which no stream of it orders."""
+    """Of a device whose copies are done at once: the engine computes on the host, which no stream of it
+    orders.
+    """
     assert stream is None
     return Counting(WriteStream(LaggingDevice(eager_side=True)), device)
 

@@ -1,4 +1,6 @@
-"""Weights that survive their release: one real engine with ``weights_cpu_backup``, at every state in which weights can go."""
+"""Weights that survive their release: one real engine with ``weights_cpu_backup``, at every state in which
+weights can go.
+"""
 
 import errno
 import os
@@ -126,7 +128,9 @@ def test_poisoned_weights_stay_poisoned(driver, models):
 
 
 def test_nothing_commits_while_the_weights_are_away(driver):
-    """A session that writes nothing only changes the label, but its commit derives from weights that are not there."""
+    """A session that writes nothing only changes the label, but its commit derives from weights that are not
+    there.
+    """
     total = checksum(driver)
     call(driver, Release(tags=["weights"]))
     session = call(driver, BeginWeightUpdateReqInput()).session_id

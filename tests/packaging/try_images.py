@@ -1,15 +1,17 @@
-"""Builds the images of docker/Dockerfile without a Docker engine, starts each, generates over HTTP and trains.
+"""Builds the images of docker/Dockerfile without a Docker engine, starts each, generates over HTTP and
+trains.
 
 Invariants:
-- What runs is what the images say: entry point, command, user and environment are read from them; the only arguments
-  added are the address, so that nothing listens beyond loopback.
-- Containers are buildah's with chroot isolation: files and users are the image's, network and processes are the host's.
-  Read-only roots, dropped capabilities, health checks and networks of docker/compose.yaml are therefore not tried.
-- The base image is a Debian bookworm made by debootstrap with Debian's Python 3.11, under the name that the Dockerfile
-  asks for. It stands in for Docker's official image, and is not that image.
+- What runs is what the images say: entry point, command, user and environment are read from them; the only
+  arguments added are the address, so that nothing listens beyond loopback.
+- Containers are buildah's with chroot isolation: files and users are the image's, network and processes are
+  the host's. Read-only roots, dropped capabilities, health checks and networks of docker/compose.yaml are
+  therefore not tried.
+- The base image is a Debian bookworm made by debootstrap with Debian's Python 3.11, under the name that the
+  Dockerfile asks for. It stands in for Docker's official image, and is not that image.
 
-Run as root, with a Python that has caesura's development dependencies: ``make test-images``. Where buildah, debootstrap
-or root are missing it says so and exits with status 0.
+Run as root, with a Python that has caesura's development dependencies: ``make test-images``. Where buildah,
+debootstrap or root are missing it says so and exits with status 0.
 """
 
 import argparse
@@ -188,7 +190,9 @@ class Container:
 
     @contextmanager
     def started(self, log: Path, *further: str, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
-        """Its own command with ``further`` arguments, until the block ends; a failure of the block shows the log."""
+        """Its own command with ``further`` arguments, until the block ends; a failure of the block shows the
+        log.
+        """
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 self.command(*self.start, *further, **environment),
@@ -269,7 +273,9 @@ def try_images(buildah: Buildah, folder: Path) -> None:
 
 
 def try_demo(buildah: Buildah, folder: Path) -> None:
-    """The demo's command with ``--quick``: a trainer and its engine in one container, weights through shared memory."""
+    """The demo's command with ``--quick``: a trainer and its engine in one container, weights through shared
+    memory.
+    """
     demo = container_of(buildah, "demo", ())
     with demo.started(folder / "demo.log", "--quick") as process:
         assert process.wait(timeout=DEMO_S) == 0, f"the demo ended with status {process.returncode}"
@@ -312,7 +318,8 @@ def generate(port: int) -> None:
         lengths = {len(output["output_ids"]) for output in outputs}
         assert (len(outputs), lengths) == (PROMPTS, {NEW_TOKENS}), (len(outputs), lengths)
     print(
-        f"{PROMPTS} x {NEW_TOKENS} tokens over HTTP in {seconds:.2f} s: {PROMPTS * NEW_TOKENS / seconds:,.0f} tok/s"
+        f"{PROMPTS} x {NEW_TOKENS} tokens over HTTP in {seconds:.2f} s: "
+        f"{PROMPTS * NEW_TOKENS / seconds:,.0f} tok/s"
     )
 
 

@@ -1,8 +1,8 @@
 """Installs a wheel where there is no compiler, and generates with it.
 
 Invariants:
-- The environment is new, outside the source tree, and its ``PATH`` holds its own commands alone: what serves came in the
-  wheel.
+- The environment is new, outside the source tree, and its ``PATH`` holds its own commands alone: what serves
+  came in the wheel.
 - Nothing is skipped: a wheel without kernels, or with kernels that do not serve here, ends with an error.
 """
 

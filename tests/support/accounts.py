@@ -1,4 +1,6 @@
-"""What a test has asked of an engine, and what the answers must look like: the reference of the stateful test."""
+"""What a test has asked of an engine, and what the answers must look like: the reference of the stateful
+test.
+"""
 
 from dataclasses import dataclass, field
 

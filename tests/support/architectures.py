@@ -1,7 +1,7 @@
 """Tiny configs of architectures that transformers has, for comparisons with it.
 
-Invariant: one entry per architecture, each of a few layers, whose awkward parts (windows shorter than the prompts, soft
-caps, sinks, several experts) are in use.
+Invariant: one entry per architecture, each of a few layers, whose awkward parts (windows shorter than the
+prompts, soft caps, sinks, several experts) are in use.
 """
 
 from typing import Any

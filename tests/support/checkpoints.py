@@ -258,7 +258,8 @@ def dequantize_fp8(
 def make_fp8_checkpoint(
     source: str | Path, path: str | Path, blocks: tuple[int, int] = (128, 128), skipped: tuple[str, ...] = ()
 ) -> None:
-    """Write the checkpoint ``source`` to ``path`` with its projections as FP8, as FP8 checkpoints of the hub are.
+    """Write the checkpoint ``source`` to ``path`` with its projections as FP8, as FP8 checkpoints of the hub
+    are.
 
     ``skipped``: modules that stay as they are, by the end of their name.
     """

@@ -1,7 +1,7 @@
 """A Router in a process with few descriptors: ``python crowded_router.py ENDPOINT LIMIT [held]``.
 
-Echoes message sizes and the CPU seconds that it took; prints its endpoint. ``held``: the thread that counts connections
-waits at the first one until a line has come on stdin. Ends with its input.
+Echoes message sizes and the CPU seconds that it took; prints its endpoint. ``held``: the thread that counts
+connections waits at the first one until a line has come on stdin. Ends with its input.
 """
 
 import resource

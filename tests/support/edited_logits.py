@@ -1,4 +1,6 @@
-"""What a sample's next token is computed from, in plain Python and float64: the definition that edits are tested against."""
+"""What a sample's next token is computed from, in plain Python and float64: the definition that edits are
+tested against.
+"""
 
 import math
 

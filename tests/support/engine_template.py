@@ -1,12 +1,15 @@
-"""Engines that tests start are forked from a process that has imported torch, instead of importing it for seconds each.
+"""Engines that tests start are forked from a process that has imported torch, instead of importing it for
+seconds each.
 
 Invariants:
-- Who starts a process sees no difference, but for its command line in ``/proc``, its age and the memory that it shares:
-  it is a ``subprocess.Popen``, the process is a child of this one, and its program runs from the beginning.
-- Only engines, their workers and programs of ``python -c`` are forked, and only if nothing of what the template has read at its own start differs: the
-  environment but for :data:`READ_LATER`, processors, signals. Anything else is executed as always.
-- The template is started when it is first needed, by one process for itself, and ends with that, or gives way to another where
-  a library or a test has changed this process's own environment for good.
+- Who starts a process sees no difference, but for its command line in ``/proc``, its age and the memory that
+  it shares: it is a ``subprocess.Popen``, the process is a child of this one, and its program runs from the
+  beginning.
+- Only engines, their workers and programs of ``python -c`` are forked, and only if nothing of what the
+  template has read at its own start differs: the environment but for :data:`READ_LATER`, processors, signals.
+  Anything else is executed as always.
+- The template is started when it is first needed, by one process for itself, and ends with that, or gives way
+  to another where a library or a test has changed this process's own environment for good.
 """
 
 import inspect
@@ -39,7 +42,9 @@ CLI = "from caesura.client.cli import main; main()"
 _ENGINE, _WORKER = "caesura.scheduler", "caesura.scheduler.executor"
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 PATIENCE = 3
-"""Starts in a row before which this process may differ from the one that started the template: a test's change is soon undone."""
+"""Starts in a row before which this process may differ from the one that started the template: a test's
+change is soon undone.
+"""
 _ALWAYS = (
     "click",
     "caesura.scheduler.runtime.process",
@@ -180,7 +185,9 @@ _executing = False
 
 
 def install(template: Template | None = None) -> None:
-    """From now on what this process launches is forked: from ``template``, or one of its own that the first launch makes."""
+    """From now on what this process launches is forked: from ``template``, or one of its own that the first
+    launch makes.
+    """
     global _current
     _current = template
     engines.Popen = workers.Popen = Process

@@ -1,15 +1,18 @@
-"""CUDA without CUDA: tensors that say they are on ``cuda:0`` and hold nothing, and a record of what is done with them.
+"""CUDA without CUDA: tensors that say they are on ``cuda:0`` and hold nothing, and a record of what is done
+with them.
 
 Invariants:
-- An operation that touches no tensor of the device, and makes none, runs as it always does: what the engine computes on the
-  host are its real values. Every other operation runs on fake tensors, which have a device, a dtype and a shape.
-- A value that the host reads from the device is 0, and the record says that the host waited. So a step that waits runs on,
-  and all its waits are found at once.
-- Views and allocations launch nothing. Every other operation of the device counts as one launch, and so does every call of
-  a Triton kernel or of a library's stand-in (:meth:`Tracer.launch`). Some of torch's operations launch several kernels.
+- An operation that touches no tensor of the device, and makes none, runs as it always does: what the engine
+  computes on the host are its real values. Every other operation runs on fake tensors, which have a device, a
+  dtype and a shape.
+- A value that the host reads from the device is 0, and the record says that the host waited. So a step that
+  waits runs on, and all its waits are found at once.
+- Views and allocations launch nothing. Every other operation of the device counts as one launch, and so does
+  every call of a Triton kernel or of a library's stand-in (:meth:`Tracer.launch`). Some of torch's operations
+  launch several kernels.
 
-torch needs a device guard even for fake tensors. A build for CUDA has one; for others :func:`register_guard` compiles one
-that does nothing.
+torch needs a device guard even for fake tensors. A build for CUDA has one; for others :func:`register_guard`
+compiles one that does nothing.
 """
 
 import ctypes
@@ -49,7 +52,9 @@ static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &gua
 
 
 def register_guard(folder: Path) -> None:
-    """Compile a device guard for CUDA in ``folder`` and load it; skips where there is no compiler. Once per process."""
+    """Compile a device guard for CUDA in ``folder`` and load it; skips where there is no compiler. Once per
+    process.
+    """
     if torch.backends.cuda.is_built():
         return
     source, library = folder / "guard.cpp", folder / "guard.so"
@@ -80,9 +85,12 @@ _WAITS = frozenset(
 """What tells the host a value or a size that depends on values."""
 _NO_LAUNCH = frozenset(
     {
-        "_has_same_storage_numel", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "detach_", "diagonal", "empty",
-        "empty_like", "empty_strided", "expand", "is_pinned", "is_same_size", "lift_fresh", "new_empty", "new_empty_strided",
-        "permute", "resize_", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind",
+        "_has_same_storage_numel", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach",
+        "detach_", "diagonal", "empty",
+        "empty_like", "empty_strided", "expand", "is_pinned", "is_same_size", "lift_fresh", "new_empty",
+        "new_empty_strided",
+        "permute", "resize_", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "t",
+        "transpose", "unbind",
         "unfold", "unsqueeze", "view", "view_as",
     }
 )  # fmt: skip
@@ -205,7 +213,9 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _copy(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Between devices, or on one. Whoever does not say ``non_blocking`` waits for all that the device was given."""
+        """Between devices, or on one. Whoever does not say ``non_blocking`` waits for all that the device was
+        given.
+        """
         target, source = (args[0], args[1]) if name == "copy_" else (None, args[0])
         to = target.device if target is not None else torch.device(kwargs.get("device") or source.device)
         non_blocking = bool(
@@ -307,7 +317,9 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
-        """Whoever waits for an event waits for what stands before it, as a step does for the copies of the one before it."""
+        """Whoever waits for an event waits for what stands before it, as a step does for the copies of the
+        one before it.
+        """
 
 
 class _Stream:
@@ -322,7 +334,9 @@ class _Stream:
 
 
 class FakeGraph:
-    """Interface of ``torch.cuda.CUDAGraph``: what is captured is recorded in the phase :attr:`Tracer.capture_phase`."""
+    """Interface of ``torch.cuda.CUDAGraph``: what is captured is recorded in the phase
+    :attr:`Tracer.capture_phase`.
+    """
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

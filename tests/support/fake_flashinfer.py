@@ -1,8 +1,10 @@
-"""FlashInfer's interface as far as the engine uses it, computed by torch from what the documentation says it means.
+"""FlashInfer's interface as far as the engine uses it, computed by torch from what the documentation says it
+means.
 
-Attention and append are custom operators, so that a recorded graph holds them as one call each and runs them again on
-whatever the buffers hold then, as the kernels would. Page lists are all they know of a step: wrong ones give wrong numbers.
-Wrappers for graphs copy their plans into the buffers that they were given, and accept no other number of rows.
+Attention and append are custom operators, so that a recorded graph holds them as one call each and runs them
+again on whatever the buffers hold then, as the kernels would. Page lists are all they know of a step: wrong
+ones give wrong numbers. Wrappers for graphs copy their plans into the buffers that they were given, and
+accept no other number of rows.
 """
 
 from dataclasses import dataclass
@@ -30,8 +32,9 @@ def _attend(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention of [T, heads, size] over HND pages: of the keys before its own a token sees ``window_left``, or all if
-    that is negative."""
+    """Causal attention of [T, heads, size] over HND pages: of the keys before its own a token sees
+    ``window_left``, or all if that is negative.
+    """
     out = torch.full_like(q, torch.nan).contiguous()
     group = q.shape[1] // k.shape[1]
     for row in range(len(last_page_len)):
@@ -268,7 +271,9 @@ def _attend_latents(
     scale: float,
     causal: bool,
 ) -> None:
-    """Attention of [T, heads, latent + rotated] over [pages, page size, latent + rotated]; the latents are the values."""
+    """Attention of [T, heads, latent + rotated] over [pages, page size, latent + rotated]; the latents are
+    the values.
+    """
     out.fill_(torch.nan)
     for row in range(len(kv_len_arr)):
         pages, length = kv_indices[int(kv_indptr[row]) : int(kv_indptr[row + 1])].long(), int(kv_len_arr[row])
@@ -303,7 +308,9 @@ mla = SimpleNamespace(MLAPlanMetadata=MLAPlanMetadata)
 
 
 class BatchMLAPagedAttentionWrapper:
-    """Plans as the real one checks them: canonical lists, one page size, no tile that cuts a query of a prompt."""
+    """Plans as the real one checks them: canonical lists, one page size, no tile that cuts a query of a
+    prompt.
+    """
 
     def __init__(
         self,
@@ -354,7 +361,8 @@ class BatchMLAPagedAttentionWrapper:
         assert q_data_type == kv_data_type
         assert not causal or 128 % num_heads == 0, "a tile ends within a query"
         CALLS.append(
-            f"plan latent {'prefill' if causal else 'decode'} {rows}{' for a graph' * (self._buffers is not None)}"
+            f"plan latent {'prefill' if causal else 'decode'} "
+            f"{rows}{' for a graph' * (self._buffers is not None)}"
         )
         self._widths, self._scale, self._causal = (head_dim_ckv, head_dim_kpe), sm_scale, causal
         if self._buffers is None:

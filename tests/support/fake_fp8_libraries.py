@@ -1,7 +1,8 @@
-"""Products with FP8 weights by block as libraries for GPUs take them, computed in float64 from what memory holds.
+"""Products with FP8 weights by block as libraries for GPUs take them, computed in float64 from what memory
+holds.
 
-A library is given addresses and sizes: so is this, and a tensor with other strides than it documents is read wrongly here,
-too. What it promises nothing about is NaN.
+A library is given addresses and sizes: so is this, and a tensor with other strides than it documents is read
+wrongly here, too. What it promises nothing about is NaN.
 """
 
 from itertools import pairwise

@@ -1,7 +1,7 @@
 """A ROUTER that speaks the wire without an engine behind it, for the tests of the clients.
 
-Runs in a thread (:class:`FakeScheduler`) or as a process (``python fake_scheduler.py --endpoint …``), which is how the
-launcher's tests get a child that starts, refuses, crashes and hangs on demand.
+Runs in a thread (:class:`FakeScheduler`) or as a process (``python fake_scheduler.py --endpoint …``), which
+is how the launcher's tests get a child that starts, refuses, crashes and hangs on demand.
 """
 
 import argparse

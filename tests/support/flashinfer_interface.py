@@ -1,8 +1,9 @@
-"""FlashInfer with nothing in it but its signatures: what the engine calls must bind to what a release says it takes.
+"""FlashInfer with nothing in it but its signatures: what the engine calls must bind to what a release says it
+takes.
 
-The signatures are facts of the release that ``flashinfer_signatures.json`` names; ``record_flashinfer.py`` has read them.
-Nothing is computed: attention gives memory of its query's shape, a product of its rows and outputs. ``fake_flashinfer.py``
-and ``fake_fp8_libraries.py`` compute, and believe their caller.
+The signatures are facts of the release that ``flashinfer_signatures.json`` names; ``record_flashinfer.py``
+has read them. Nothing is computed: attention gives memory of its query's shape, a product of its rows and
+outputs. ``fake_flashinfer.py`` and ``fake_fp8_libraries.py`` compute, and believe their caller.
 """
 
 import inspect

@@ -1,7 +1,8 @@
-"""One architecture of transformers, computed by the engine over pages in every way and compared with transformers itself.
+"""One architecture of transformers, computed by the engine over pages in every way and compared with
+transformers itself.
 
-Every way is gone twice, over attention by torch's operations and over compiled ones, where there are any: a decoder's calls
-are others then.
+Every way is gone twice, over attention by torch's operations and over compiled ones, where there are any: a
+decoder's calls are others then.
 """
 
 import tempfile
@@ -51,7 +52,9 @@ class Compared:
 
 
 def compare(architecture: str, folder: Path | None = None, **changes: Any) -> Compared:
-    """Run every way of computing a token. The model is checked at load, as an engine does; ``folder`` is for checkpoints."""
+    """Run every way of computing a token. The model is checked at load, as an engine does; ``folder`` is for
+    checkpoints.
+    """
     if folder is None:
         with tempfile.TemporaryDirectory() as made:
             return compare(architecture, Path(made), **changes)

@@ -158,7 +158,9 @@ class PagedModel:
 
     @torch.inference_mode()
     def step(self, decode: list[Sequence], prefill: list[tuple[Sequence, int]] = ()) -> list[Tensor]:
-        """Compute one token of each ``decode`` sequence and n of each ``(sequence, n)``; logits [n, vocab] of each."""
+        """Compute one token of each ``decode`` sequence and n of each ``(sequence, n)``; logits [n, vocab] of
+        each.
+        """
         work = [(sequence, 1) for sequence in decode] + list(prefill)
         rows = []
         for sequence, count in work:

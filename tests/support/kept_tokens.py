@@ -1,16 +1,21 @@
-"""What top-k, top-p and min-p keep, token by token in float64: the definition that sampling masks are tested against."""
+"""What top-k, top-p and min-p keep, token by token in float64: the definition that sampling masks are tested
+against.
+"""
 
 import numpy as np
 
 from caesura.io_struct import SamplingParams
 
 UNDERFLOW = 1e-36
-"""Relative to the likeliest token: below it a weight may be 0 in float32, and the token can then not be sampled."""
+"""Relative to the likeliest token: below it a weight may be 0 in float32, and the token can then not be
+sampled.
+"""
 
 
 def kept_tokens(logits: np.ndarray, params: SamplingParams, slack: float = 0.0) -> set[int]:
-    """Of float32 ``logits`` [V]. ``slack`` is added to the bounds, relatively: below 0 for tokens that are kept however a sum is
-    rounded, above 0 for those that may be."""
+    """Of float32 ``logits`` [V]. ``slack`` is added to the bounds, relatively: below 0 for tokens that are
+    kept however a sum is rounded, above 0 for those that may be.
+    """
     if params.temperature < 1e-6:
         return {int(np.argmax(logits))}
     scaled = logits / np.float32(params.temperature)

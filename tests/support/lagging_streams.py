@@ -1,8 +1,9 @@
-"""A device module on the host whose streams do nothing until somebody waits for them, or do all at once: the extremes of a device.
+"""A device module on the host whose streams do nothing until somebody waits for them, or do all at once: the
+extremes of a device.
 
-Copies given to a stream are done in its order when the host synchronises with it or with an event behind them, or when another
-stream that does its own work has been told to wait for such an event. Memory that is used again too early is therefore
-always read with the wrong bytes in it, whatever the timing.
+Copies given to a stream are done in its order when the host synchronises with it or with an event behind
+them, or when another stream that does its own work has been told to wait for such an event. Memory that is
+used again too early is therefore always read with the wrong bytes in it, whatever the timing.
 """
 
 import threading

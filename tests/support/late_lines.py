@@ -1,10 +1,12 @@
-"""What engines log while no test runs: pytest captures nothing then, and the lines would stand among its dots.
+"""What engines log while no test runs: pytest captures nothing then, and the lines would stand among its
+dots.
 
-An engine answers first and logs then, and its lines come through a thread of this process. So the last ones of a test may
-come when its phase has ended.
+An engine answers first and logs then, and its lines come through a thread of this process. So the last ones
+of a test may come when its phase has ended.
 
 Invariants:
-- Lines are written within a phase of a test only, where pytest captures them: late ones in the next phase, in their order.
+- Lines are written within a phase of a test only, where pytest captures them: late ones in the next phase, in
+  their order.
 - A phase ends only when no line is being written.
 """
 
@@ -51,5 +53,7 @@ lines = LateLines(launch.show_log)
 
 
 def install() -> None:
-    """From now on the lines of engines that this process launches are written within :meth:`LateLines.phase` only."""
+    """From now on the lines of engines that this process launches are written within :meth:`LateLines.phase`
+    only.
+    """
     launch.show_log = lines.show

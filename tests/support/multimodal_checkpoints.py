@@ -51,13 +51,17 @@ WHOLE: dict[str, tuple[str, type, type, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-"""By architecture: the family of the language model, the multimodal config and model, fields of the vision tower and of the config."""
+"""By architecture: the family of the language model, the multimodal config and model, fields of the vision
+tower and of the config.
+"""
 
 
 def make_multimodal_checkpoint(
     path: str | Path, architecture: str, *, seed: int = 0, tied: bool = False, **overrides: object
 ) -> transformers.PreTrainedModel:
-    """Write one to ``path`` and return the whole model; ``overrides`` are fields of the language model's config."""
+    """Write one to ``path`` and return the whole model; ``overrides`` are fields of the language model's
+    config.
+    """
     family, config_class, model_class, tower, fields = WHOLE[architecture]
     _, _, defaults = {**FAMILIES, **HYBRIDS}[family]
     text = {**SIZES, **defaults, "tie_word_embeddings": tied, **overrides}

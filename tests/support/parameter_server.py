@@ -1,4 +1,6 @@
-"""A parameter server as checkpoint-engine's: real pickles over a real socket, tensors in a memfd or on a CUDA device."""
+"""A parameter server as checkpoint-engine's: real pickles over a real socket, tensors in a memfd or on a CUDA
+device.
+"""
 
 import fcntl
 import mmap
@@ -16,7 +18,9 @@ ALIGNMENT = 256
 
 
 class ParameterServer:
-    """The REQ side. Buckets lie in turn in the two halves of its buffer, tensors 256-byte aligned and never split."""
+    """The REQ side. Buckets lie in turn in the two halves of its buffer, tensors 256-byte aligned and never
+    split.
+    """
 
     def __init__(self, half_bytes: int) -> None:
         self.half_bytes = -(-half_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,6 @@
-"""Tiny randomly initialised pipelines, written by diffusers and transformers from configs, with tokenizers made here."""
+"""Tiny randomly initialised pipelines, written by diffusers and transformers from configs, with tokenizers
+made here.
+"""
 
 import json
 from pathlib import Path

@@ -37,7 +37,9 @@ def update_message(weights: Weights, **fields: object) -> UpdateWeightsFromDistr
 
 
 class PlainTrainer:
-    """Rank 0 as trainers of the field make it: torch's private helper with a store of its own, none of our code."""
+    """Rank 0 as trainers of the field make it: torch's private helper with a store of its own, none of our
+    code.
+    """
 
     def __init__(
         self, name: str = "weight_update_group", world_size: int = 2, timeout_s: float = PATIENCE_S

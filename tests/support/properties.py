@@ -1,4 +1,6 @@
-"""How many examples a property is tried with: the number that it names, or a share of it while `make test` goes by."""
+"""How many examples a property is tried with: the number that it names, or a share of it while `make test`
+goes by.
+"""
 
 from hypothesis import settings
 
@@ -7,6 +9,8 @@ _LEAST = 10
 
 
 def examples(number: int) -> int:
-    """``number`` where the profile tries as many examples as Hypothesis does by default; of a smaller profile the same share."""
+    """``number`` where the profile tries as many examples as Hypothesis does by default; of a smaller profile
+    the same share.
+    """
     share = settings().max_examples / _USUAL
     return max(min(number, _LEAST), round(number * share))

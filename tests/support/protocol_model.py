@@ -1,6 +1,8 @@
-"""The reference of the control protocol: what each command must answer, and what it leaves, as docs/reference/lifecycle.md says.
+"""The reference of the control protocol: what each command must answer, and what it leaves, as
+docs/reference/lifecycle.md says.
 
-Plain data and a few rules; it knows nothing of the engine. A method for each command returns "ok" or the error code.
+Plain data and a few rules; it knows nothing of the engine. A method for each command returns "ok" or the
+error code.
 """
 
 from dataclasses import dataclass, field

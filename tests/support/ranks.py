@@ -1,4 +1,6 @@
-"""Processes that are ranks of groups, and call what a test names; and ranks of no group, for what never calls a collective."""
+"""Processes that are ranks of groups, and call what a test names; and ranks of no group, for what never calls
+a collective.
+"""
 
 import multiprocessing
 import os

@@ -1,6 +1,7 @@
 """Writes ``flashinfer_signatures.json``: what a release of FlashInfer says that its functions take.
 
-Read from the sources of a wheel, or of the installed package, without importing them, which a machine without CUDA cannot:
+Read from the sources of a wheel, or of the installed package, without importing them, which a machine without
+CUDA cannot:
 
     pip download --no-deps flashinfer-python
     python tests/support/record_flashinfer.py flashinfer_python-*.whl
@@ -95,7 +96,9 @@ class Sources:
         raise LookupError(f"{module} has no {name}")
 
     def signature(self, module: str, name: str) -> str:
-        """The parameters without ``self``, every default as ``...``, which the arguments of a lambda are written like."""
+        """The parameters without ``self``, every default as ``...``, which the arguments of a lambda are
+        written like.
+        """
         owner, _, method = name.rpartition(".")
         where, node = self.definition(module, owner or method)
         if isinstance(node, ast.FunctionDef):

@@ -1,10 +1,12 @@
-"""Writes tests/frames/wire-MAJOR.MINOR.json: every message of this wire, in both directions, as this release encodes it.
+"""Writes tests/frames/wire-MAJOR.MINOR.json: every message of this wire, in both directions, as this release
+encodes it.
 
-Run ``python tests/support/record_frames.py`` when a message has changed before the release of its version; the files of
-released versions stay as they are, since later versions are tested against them (tests/unit/io_struct/test_recorded_frames.py).
+Run ``python tests/support/record_frames.py`` when a message has changed before the release of its version;
+the files of released versions stay as they are, since later versions are tested against them
+(tests/unit/io_struct/test_recorded_frames.py).
 
-Each message is there twice: ``full`` has every field set, ``least`` only the required ones, as a client in another language
-may send it. Where a field takes structs of several types, there is a full one with each.
+Each message is there twice: ``full`` has every field set, ``least`` only the required ones, as a client in
+another language may send it. Where a field takes structs of several types, there is a full one with each.
 """
 
 import json

@@ -1,9 +1,9 @@
 """A device module whose streams do nothing and whose graphs record torch operations on the CPU.
 
-A replay runs the recorded operations again over the same memory: what was a number on the host while it was captured stays
-that number, and what a buffer holds by then is read anew. That is what makes a wrong capture give wrong results here, too.
-As on a device, a graph owns what its operations allocated, and keeps nothing else alive: a replay that would read memory
-that somebody has given up fails.
+A replay runs the recorded operations again over the same memory: what was a number on the host while it was
+captured stays that number, and what a buffer holds by then is read anew. That is what makes a wrong capture
+give wrong results here, too. As on a device, a graph owns what its operations allocated, and keeps nothing
+else alive: a replay that would read memory that somebody has given up fails.
 """
 
 from collections.abc import Iterator
@@ -162,7 +162,9 @@ class RecordingDevice:
 
 
 def without_compiled_kernels(monkeypatch: Any) -> None:
-    """Models built from now on compute with torch only: compiled kernels are no torch operations, so no graph has them."""
+    """Models built from now on compute with torch only: compiled kernels are no torch operations, so no graph
+    has them.
+    """
     from caesura.scheduler.kernels import native
 
     monkeypatch.setattr(native, "_library", lambda: "left out by a test")

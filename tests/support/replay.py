@@ -25,7 +25,9 @@ class _ReplayedRouter(torch.nn.Module):
 
 @contextmanager
 def replayed(model: transformers.Qwen3MoeForCausalLM, expert_ids: torch.Tensor) -> Iterator[None]:
-    """Inside, ``model`` takes for token ``t`` and layer ``l`` the experts ``expert_ids[t, l]`` (int64, one sequence)."""
+    """Inside, ``model`` takes for token ``t`` and layer ``l`` the experts ``expert_ids[t, l]`` (int64, one
+    sequence).
+    """
     sparse = {i: layer.mlp for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
     routers = {i: mlp.gate for i, mlp in sparse.items()}
     for i, mlp in sparse.items():
@@ -39,7 +41,9 @@ def replayed(model: transformers.Qwen3MoeForCausalLM, expert_ids: torch.Tensor) 
 
 @torch.inference_mode()
 def chosen_experts(model: transformers.Qwen3MoeForCausalLM, tokens: list[int]) -> torch.Tensor:
-    """What ``model`` itself chooses for ``tokens``: int64 [T, layers, k], sorted; zeros where a layer has no experts."""
+    """What ``model`` itself chooses for ``tokens``: int64 [T, layers, k], sorted; zeros where a layer has no
+    experts.
+    """
     found: dict[int, torch.Tensor] = {}
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _, __, output, i=i: found.__setitem__(i, output[2]))
@@ -57,7 +61,9 @@ def chosen_experts(model: transformers.Qwen3MoeForCausalLM, tokens: list[int]) -
 def output_logprobs(
     model: transformers.Qwen3MoeForCausalLM, prompt: list[int], output: list[int], expert_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities of ``output`` after ``prompt``, routed as ``expert_ids`` [prompt + output - 1, layers, k]."""
+    """Log-probabilities of ``output`` after ``prompt``, routed as ``expert_ids`` [prompt + output - 1,
+    layers, k].
+    """
     tokens = torch.tensor([prompt + output])
     with replayed(model, expert_ids):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]

@@ -1,6 +1,8 @@
-"""Every road by which weights reach an engine in this process, each cut into pieces and in an order of its own.
+"""Every road by which weights reach an engine in this process, each cut into pieces and in an order of its
+own.
 
-Invariant: whatever the road, the engine is paused, gets all tensors of one folder, and answers that they are committed.
+Invariant: whatever the road, the engine is paused, gets all tensors of one folder, and answers that they are
+committed.
 """
 
 import random

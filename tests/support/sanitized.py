@@ -1,4 +1,6 @@
-"""Kernels rebuilt with sanitizers, and a program run on them: accesses out of bounds and undefined behaviour end it."""
+"""Kernels rebuilt with sanitizers, and a program run on them: accesses out of bounds and undefined behaviour
+end it.
+"""
 
 import os
 import subprocess
@@ -42,8 +44,8 @@ def _compiled(operation: str, flags: tuple[str, ...]) -> Path:
 
 
 def run_sanitized(program: str, folder: Path, *operations: str, flags: tuple[str, ...] = ()) -> str:
-    """What ``program`` prints when ``native.cpp`` and these operations' files serve it, linked in ``folder``; ``flags`` go to
-    the compiler.
+    """What ``program`` prints when ``native.cpp`` and these operations' files serve it, linked in ``folder``;
+    ``flags`` go to the compiler.
     """
     try:
         runtime = subprocess.run(

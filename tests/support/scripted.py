@@ -1,8 +1,10 @@
-"""A real engine driven tick by tick, with a runner whose model is a hash of the KV that it reads through the page table.
+"""A real engine driven tick by tick, with a runner whose model is a hash of the KV that it reads through the
+page table.
 
-The scripted model stores, in the KV slot of position p, a number made of the token at p and the weights epoch at that
-moment; the next token is a hash of all numbers of the row, in order. A page that is shared wrongly, freed too early,
-written twice or kept across epochs therefore changes tokens, and :func:`expected_tokens` says what they should be.
+The scripted model stores, in the KV slot of position p, a number made of the token at p and the weights epoch
+at that moment; the next token is a hash of all numbers of the row, in order. A page that is shared wrongly,
+freed too early, written twice or kept across epochs therefore changes tokens, and :func:`expected_tokens`
+says what they should be.
 """
 
 import itertools
@@ -70,8 +72,8 @@ def next_token(cells: np.ndarray, vocab_size: int) -> int:
 def expected_tokens(prompt: list[int], result: GenerateReqOutput, vocab_size: int) -> list[int]:
     """What the model says for ``prompt``, given under which epochs ``result`` claims its tokens were sampled.
 
-    A span that does not rest on stale KV recomputed everything under its epoch; one that does computed only its own
-    positions (from the last token before it) and kept the rest.
+    A span that does not rest on stale KV recomputed everything under its epoch; one that does computed only
+    its own positions (from the last token before it) and kept the rest.
     """
     tokens: list[int] = list(prompt)
     cells: list[np.uint64] = []
@@ -87,7 +89,9 @@ def expected_tokens(prompt: list[int], result: GenerateReqOutput, vocab_size: in
 def expert_rows(
     tokens: np.ndarray, epochs: np.ndarray | int, positions: np.ndarray, layers: int, top_k: int
 ) -> np.ndarray:
-    """The scripted router: expert ids [n, layers, top_k] of ``tokens`` at ``positions`` under the weights of ``epochs``."""
+    """The scripted router: expert ids [n, layers, top_k] of ``tokens`` at ``positions`` under the weights of
+    ``epochs``.
+    """
     seeds = np.asarray(tokens) * 5 + np.asarray(epochs) * 83 + np.asarray(positions) * 7
     return (seeds[:, None, None] + np.arange(layers)[:, None] * 31 + np.arange(top_k) * 3) % 251
 
@@ -95,8 +99,8 @@ def expert_rows(
 def expected_experts(prompt: list[int], result: GenerateReqOutput, layers: int, top_k: int) -> np.ndarray:
     """What the scripted router said when each position of ``result`` was first computed.
 
-    The step that first computes a position samples the token after it, so both are of the same weights; a prompt is
-    computed under those of its first token. Nothing is recorded for a request without one.
+    The step that first computes a position samples the token after it, so both are of the same weights; a
+    prompt is computed under those of its first token. Nothing is recorded for a request without one.
     """
     tokens = [*prompt, *tokens_of(result)]
     if len(tokens) == len(prompt):
@@ -150,17 +154,22 @@ class ScriptedRunner:
     launches: list[tuple[int, list[int]]] = field(default_factory=list)
     """(decode rows, query lengths) per step."""
     before: Callable[[ForwardBatch], None] = lambda batch: None
-    """Called with each step before anything is computed, ``after`` when everything is, ``on_fetch`` when it is asked for."""
+    """Called with each step before anything is computed, ``after`` when everything is, ``on_fetch`` when it
+    is asked for.
+    """
     after: Callable[[ForwardBatch], None] = lambda batch: None
     on_fetch: Callable[[ForwardBatch], None] = lambda batch: None
     sample: Callable[[ForwardBatch, np.ndarray], SamplerOutput] | None = None
     """Samples the step's tokens, given what the scripted model says (int64 [S]). None: these it is."""
     window_pages: int | None = None
     window: int = 0
-    """Of layers that give pages back: in their storage every step must find what all layers have of its windows."""
+    """Of layers that give pages back: in their storage every step must find what all layers have of its
+    windows.
+    """
     state_rows: int = 0
-    """Of layers with a state per sequence, which must say the same as all KV of its row. A step overwrites it at once, and what is
-    there until the step has been computed is of no use."""
+    """Of layers with a state per sequence, which must say the same as all KV of its row. A step overwrites it
+    at once, and what is there until the step has been computed is of no use.
+    """
 
     def __post_init__(self) -> None:
         self.kv = np.zeros(self.num_pages * PAGE_SIZE, np.uint64)
@@ -284,7 +293,9 @@ class ScriptedRunner:
 
 
 class _Inbox:
-    """Takes messages off the engine's socket when they are sent, so that a tick hears exactly what was sent before it."""
+    """Takes messages off the engine's socket when they are sent, so that a tick hears exactly what was sent
+    before it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._socket = engine.router.socket
@@ -342,7 +353,8 @@ class EngineDriver:
     """An engine in this process, its clients' sockets, and the power over when it ticks."""
 
     def __init__(self, model_path: str, *, scripted: bool = True, **options: Any) -> None:
-        # Not by the name of an engine's own: another one that starts would take it for a dead one's while it is empty.
+        # Not by the name of an engine's own: another one that starts would take it for a dead one's while it
+        # is empty.
         self._dir = tempfile.TemporaryDirectory(prefix="test-of-caesura-")
         defaults: dict[str, Any] = {
             "endpoint": f"ipc://{self._dir.name}/s.sock",
@@ -402,7 +414,8 @@ class EngineDriver:
         """The DEALER socket of client ``name``, connected on first use."""
         if name not in self.clients:
             socket = self._context.socket(zmq.DEALER)
-            # Never the name of one that left: the router may not have noticed yet, and would ignore the second.
+            # Never the name of one that left: the router may not have noticed yet, and would ignore the
+            # second.
             socket.setsockopt(zmq.ROUTING_ID, f"{name} {next(self._connections)}".encode())
             socket.connect(self.config.endpoint)
             self.clients[name] = socket
@@ -433,7 +446,9 @@ class EngineDriver:
         self._take_what_is_here()
 
     def _mark(self, socket: zmq.Socket) -> bool:
-        """Whether the mark is on its way: not to a client that the engine has never heard of, or whose pipe is full."""
+        """Whether the mark is on its way: not to a client that the engine has never heard of, or whose pipe
+        is full.
+        """
         try:
             self.engine.router.socket.send_multipart([socket.routing_id, _MARK], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -476,7 +491,8 @@ class EngineDriver:
             if message_id in self.replies:
                 return self.replies.pop(message_id)
             if self.engine.commands._waits_for_thread:
-                self._await_thread()  # or it would be the machine's load that says how many steps run meanwhile
+                # Or it would be the machine's load that says how many steps run meanwhile
+                self._await_thread()
             elif self._inbox.would_block:
                 self.client(client).poll(1)
             else:
@@ -484,7 +500,9 @@ class EngineDriver:
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
 
     def _await_thread(self) -> None:
-        """Wait for the thread or rank beside the loop that a command waits for; not for long, it may wait for somebody itself."""
+        """Wait for the thread or rank beside the loop that a command waits for; not for long, it may wait for
+        somebody itself.
+        """
         poller = zmq.Poller()
         for each in (self.engine.wakeup.fd, *self.engine.executor.heard):
             poller.register(each, zmq.POLLIN)

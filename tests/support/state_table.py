@@ -33,7 +33,8 @@ PROMPT = [5, 6, 7, 8]
 def read_tables() -> tuple[list[str], dict[str, dict[str, str]]]:
     """(states, command -> state -> "reply → state afterwards") of the tables whose first header is "command".
 
-    A cell without an arrow leaves the state as it is: the last column of the table whose first header is "state" says which.
+    A cell without an arrow leaves the state as it is: the last column of the table whose first header is
+    "state" says which.
     """
     tables: list[list[list[str]]] = [[]]
     for line in DOCUMENT.read_text(encoding="utf-8").splitlines():

@@ -1,12 +1,14 @@
 """The process that tests fork engines from: it has imported what they import, and then waits.
 
 Invariants:
-- It has one thread and has used nothing that does not survive a fork: no zmq context, no parallel region of OpenMP.
-- What it forks is a child of the process that asked (``CLONE_PARENT``): who asked waits for it, as for any child, and
-  it sees that parent.
-- A forked process goes on as its command line would from the beginning, with the arguments, environment, folder,
-  descriptors and process group that were asked for, and with no descriptor of this process.
-- A forked process ends with the status, the output and the exit handlers that it would have had, but finalizes no module.
+- It has one thread and has used nothing that does not survive a fork: no zmq context, no parallel region of
+  OpenMP.
+- What it forks is a child of the process that asked (``CLONE_PARENT``): who asked waits for it, as for any
+  child, and it sees that parent.
+- A forked process goes on as its command line would from the beginning, with the arguments, environment,
+  folder, descriptors and process group that were asked for, and with no descriptor of this process.
+- A forked process ends with the status, the output and the exit handlers that it would have had, but
+  finalizes no module.
 - It ends with the last process that holds the other end of its socket.
 """
 
@@ -58,7 +60,8 @@ def serve(descriptor: int, *imports: str) -> None:
 def _end(program: Callable[[], None]) -> NoReturn:
     """End this process with ``program`` as the interpreter would, but do not take its modules down.
 
-    Taking down what this process shares with the template would copy it page by page: a third of a second, each time.
+    Taking down what this process shares with the template would copy it page by page: a third of a second,
+    each time.
     """
     status: object = 0
     interrupted = False

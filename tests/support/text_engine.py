@@ -38,7 +38,9 @@ def run(endpoint, tokenizer, body, handler, **options):
 
 
 class Engine:
-    """Holds generations open; ``say`` streams tokens, an abort ends a sample with what was said and some more."""
+    """Holds generations open; ``say`` streams tokens, an abort ends a sample with what was said and some
+    more.
+    """
 
     def __init__(self, more=()):
         self.more = list(more)

@@ -1,7 +1,8 @@
-"""The limit of a test, counted in alarms rather than seconds: a machine that stands still or is busy lengthens it.
+"""The limit of a test, counted in alarms rather than seconds: a machine that stands still or is busy
+lengthens it.
 
-pytest-timeout decides what has a limit and reports a test that exceeds it; the hooks below are its timer. Tests wait without
-limits of their own: this one ends them.
+pytest-timeout decides what has a limit and reports a test that exceeds it; the hooks below are its timer.
+Tests wait without limits of their own: this one ends them.
 
 Invariants:
 - A process that is stopped, or whose machine is, gets at most one alarm for the whole time, however long.

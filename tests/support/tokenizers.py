@@ -1,4 +1,6 @@
-"""Real tokenizers, trained on a few lines, in folders as models come with: for us and for transformers to read."""
+"""Real tokenizers, trained on a few lines, in folders as models come with: for us and for transformers to
+read.
+"""
 
 import json
 from collections import Counter
@@ -53,7 +55,9 @@ TOOLS: {{ tools | tojson(indent=2) }}
 
 
 def make_byte_level(folder: Path, *, vocab_size: int = 400, **config: object) -> Path:
-    """A byte-level BPE as Qwen and Llama 3 have: every byte is a token, most characters beyond ASCII are several."""
+    """A byte-level BPE as Qwen and Llama 3 have: every byte is a token, most characters beyond ASCII are
+    several.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

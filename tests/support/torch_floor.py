@@ -1,7 +1,7 @@
 """What the engine's modules use of torch and Triton, and what their oldest allowed versions have.
 
-``torch_floor.json`` lists the names of those versions. It is written by them, in an environment that has them, when the floor
-in ``pyproject.toml`` moves or something is used whose names are not in it yet:
+``torch_floor.json`` lists the names of those versions. It is written by them, in an environment that has
+them, when the floor in ``pyproject.toml`` moves or something is used whose names are not in it yet:
 
     python tests/support/torch_floor.py
 """
@@ -26,7 +26,9 @@ def sources() -> list[Path]:
 
 
 def used(source: str) -> tuple[set[str], set[str]]:
-    """Full names of what a module takes from the libraries, and the names of all attributes that it takes of anything."""
+    """Full names of what a module takes from the libraries, and the names of all attributes that it takes of
+    anything.
+    """
     tree = ast.parse(source)
     known: dict[str, str] = {}
     names: set[str] = set()

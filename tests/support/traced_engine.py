@@ -1,4 +1,5 @@
-"""An engine's runner on fake CUDA tensors (``fake_cuda.py``), made as an engine's start makes it, and steps of every kind.
+"""An engine's runner on fake CUDA tensors (``fake_cuda.py``), made as an engine's start makes it, and steps
+of every kind.
 
 Sizes are those of published models, so that what depends on sizes is traced as it would run; layers are few.
 """
@@ -160,7 +161,9 @@ class TracedEngine:
     runner: ModelRunner
     vocab_size: int
     started: Record
-    """What its start did: warm-up in the phase ``start``, graphs in the phases ``capture`` and ``capture head``."""
+    """What its start did: warm-up in the phase ``start``, graphs in the phases ``capture`` and ``capture
+    head``.
+    """
 
     def step(self, batch: ForwardBatch) -> Record:
         """Launch a step and fetch its results: phases ``plan``, ``forward``, ``sample`` and ``fetch``."""
@@ -278,7 +281,9 @@ def decode(rows: int = ROWS - 2) -> ForwardBatch:
 
 
 def mixed(prompts: Sequence[int] = (300, 212), rows: int = ROWS // 2) -> ForwardBatch:
-    """``rows`` that decode beside chunks of so many tokens, the last of their prompts, which have some tokens before."""
+    """``rows`` that decode beside chunks of so many tokens, the last of their prompts, which have some tokens
+    before.
+    """
     q_lens = [1] * rows + list(prompts)
     kv_lens = [1000 + 7 * row for row in range(rows)] + [length + 128 for length in prompts]
     tokens, count, width = sum(q_lens), len(q_lens), -(-max(kv_lens) // 16)
@@ -316,7 +321,9 @@ def _sampling(**changes: Any) -> ForwardBatch:
 
 
 def special(vocab_size: int) -> ForwardBatch:
-    """Two rows with penalties, one of which begins, one with biases, and further log-probabilities of two of the three."""
+    """Two rows with penalties, one of which begins, one with biases, and further log-probabilities of two of
+    the three.
+    """
     two = torch.ones(2)
     rows = SpecialRows(
         rows=torch.tensor([0, 2, 4]),

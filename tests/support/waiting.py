@@ -1,6 +1,7 @@
 """Waiting for a condition instead of for a time.
 
-No wait that is meant to succeed has a limit: the test has one, which allows for the machine (``time_limit.py``).
+No wait that is meant to succeed has a limit: the test has one, which allows for the machine
+(``time_limit.py``).
 """
 
 import time

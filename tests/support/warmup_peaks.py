@@ -1,8 +1,8 @@
 """The memory of a warm-up, measured in a process of its own.
 
-The process builds runners over a model with a large vocabulary and hardly any weights and runs each once at the size of the
-request pool. The peak is the high-water mark of resident memory, kept by the kernel, over what was resident just before. With
-a limit on addresses a run fails where that peak does not fit.
+The process builds runners over a model with a large vocabulary and hardly any weights and runs each once at
+the size of the request pool. The peak is the high-water mark of resident memory, kept by the kernel, over
+what was resident just before. With a limit on addresses a run fails where that peak does not fit.
 
     PYTHONPATH=tests:benchmarks python -m support.warmup_peaks
 """

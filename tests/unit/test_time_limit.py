@@ -1,4 +1,6 @@
-"""The limit of tests ends those that hang, and does not count the time in which the machine does nothing for them."""
+"""The limit of tests ends those that hang, and does not count the time in which the machine does nothing for
+them.
+"""
 
 import os
 import signal

@@ -26,7 +26,7 @@ Batch = list[TensorSpec]
 
 
 def batches_of(request: UpdateWeightsFromDistributedReqInput | SendWeightsReqInput) -> list[Batch]:
-    """The broadcasts of ``request``.
+    """Return the broadcasts of ``request``.
 
     Raises:
         CaesuraError: ``invalid_request``, a spec is not a whole tensor of a known dtype, or the broadcasts do

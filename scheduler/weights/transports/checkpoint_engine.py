@@ -110,7 +110,8 @@ class Conversation:
         if not _ADDRESS.fullmatch(address) or not address.isprintable():
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST,
-                f"a parameter server's address is ipc:// (107 bytes) or tcp:// with a loopback address, not {address!r}",
+                "a parameter server's address is ipc:// (107 bytes) or tcp:// with a loopback address, not "
+                f"{address!r}",
                 field="zmq_handles",
                 value=address,
             )
@@ -124,7 +125,7 @@ class Conversation:
         self._wakeup = Wakeup()
 
     def refuse(self, reason: str) -> None:
-        """The update has failed; the server hears ``reason`` in answer to whatever it has sent or will send."""
+        """Fail the update; the server hears ``reason`` in answer to whatever it has sent or will send."""
         self._refusal = self._refusal or reason
         self._wakeup.set()
 
@@ -134,9 +135,9 @@ class Conversation:
         self._wakeup.set()
 
     def turns(self) -> Iterator[Turn]:
-        """The server's messages in the order of the protocol, in a thread. A turn is answered when the next
-        one is asked for: with consent, or with what :meth:`refuse` said meanwhile. After the last turn comes
-        refusing, which yields nothing.
+        """Return the server's messages in the order of the protocol, in a thread. A turn is answered when the
+        next one is asked for: with consent, or with what :meth:`refuse` said meanwhile. After the last turn
+        comes refusing, which yields nothing.
         """
         context = zmq.Context()
         socket = context.socket(zmq.REP)
@@ -201,7 +202,7 @@ class Conversation:
         return message
 
     def _receive(self, socket: zmq.Socket[bytes], deadline: float) -> list[bytes] | None:
-        """The next message; None: none came in time, or nobody wants to hear it."""
+        """Return the next message; None: none came in time, or nobody wants to hear it."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wakeup.fd, zmq.POLLIN)
@@ -239,7 +240,7 @@ class Conversation:
 
 
 def opening_of(message: object, device_uuid: str) -> Opening:
-    """The first message of a server; raises CaesuraError ``malformed_message``."""
+    """Return the first message of a server; raises CaesuraError ``malformed_message``."""
     if type(message) is dict:
         try:
             memory = msgspec.convert(message, SharedMemoryHandle)
@@ -270,8 +271,8 @@ def opening_of(message: object, device_uuid: str) -> Opening:
 
 
 def specs_of(message: object) -> list[TensorSpec]:
-    """The tensors of one bucket; raises CaesuraError ``malformed_message``. Whether they fit the buffer is
-    not known here.
+    """Return the tensors of one bucket; raises CaesuraError ``malformed_message``. Whether they fit the
+    buffer is not known here.
     """
     if type(message) is not list:
         raise _malformed("it is neither a buffer, a bucket, None nor an exception")
@@ -320,7 +321,7 @@ def _read(frames: list[bytes]) -> object:
 
 
 def _described(call: Call) -> str:
-    """An exception of another process, as far as it is text."""
+    """Return an exception of another process, as far as it is text."""
     texts = [text for text in call.args if isinstance(text, str)]
     return f"{call.function.name}: {' '.join(texts)}"[:2000]
 

@@ -152,7 +152,7 @@ class Group:
         return self._failure
 
     def broken(self, reason: str) -> CaesuraError:
-        """The ranks may be out of step, for good: one of them has entered a broadcast that another has not."""
+        """Mark the ranks as out of step, for good: one has entered a broadcast that another has not."""
         return self.kill(f"{reason}; the group is dead: destroy it and init it again")
 
     @property
@@ -170,7 +170,8 @@ class Group:
         member = self.membership
         return CaesuraError(
             ErrorCode.GROUP_ERROR,
-            f"weight update group {member.group_name!r} at {member.address} (this engine is rank {member.rank} of"
+            f"weight update group {member.group_name!r} at {member.address} (this engine is rank "
+            f"{member.rank} of"
             f" {member.world_size}): {reason}",
             **asdict(member),
             **detail,
@@ -218,7 +219,9 @@ class Group:
         return self._sending
 
     def relay(self) -> Relay:
-        """Passes on to the other ranks what another group receives; raises as :meth:`require_sender`."""
+        """Pass on to the other ranks the tensors that another group receives; raises as
+        :meth:`require_sender`.
+        """
         self.require_sender()
         return Relay(self._backend, self._broadcast_timeout_s)
 
@@ -293,7 +296,7 @@ class Group:
         raise self.error(f"{which}: {reason}", ranks_seen=seen)
 
     def _await_listener(self, host: str, port: int) -> None:
-        """A look at the port costs little, while torch's own retries overshoot the deadline and flood the
+        """Probe the port, which costs little, while torch's own retries overshoot the deadline and flood the
         log.
         """
         while self._failure is None:
@@ -311,8 +314,8 @@ class Group:
         raise self._failure
 
     def _is_answered(self, probe: socket.socket) -> bool:
-        """The kernel accepts for a process that hangs; torch's store would wait for its answer without a
-        limit.
+        """Probe the store: the kernel accepts for a process that hangs; torch's store would wait for its
+        answer without a limit.
         """
         with contextlib.suppress(ConnectionError):  # also an answer: torch's store says what is wrong
             probe.sendall(_QUESTION)
@@ -361,7 +364,7 @@ class DistributedSource:
     def pieces(
         self, bucket_bytes: int, skip: Callable[[str], bool]
     ) -> Generator[WeightPiece | None, None, None]:
-        """Views of the receive buffers."""
+        """Return views of the receive buffers."""
         self._group.joined()
         relay = None if self._behind is None else self._behind.relay()
         reception = self._group.receive([nbytes_of(batch) for batch in self._batches], relay)
@@ -407,7 +410,7 @@ class WeightsUpdateGroups:
         self._groups: dict[str, Group] = {}
 
     def join(self, request: InitWeightsUpdateGroupReqInput) -> Group:
-        """The group of ``request``, which starts to join unless it is there already.
+        """Return the group of ``request``, which starts to join unless it is there already.
 
         Raises:
             CaesuraError: ``unsupported``, ``invalid_request``; ``group_error``, the name is another group's,
@@ -445,20 +448,20 @@ class WeightsUpdateGroups:
         return self._groups.pop(name)
 
     def out_of_step(self, name: str, reason: str) -> None:
-        """A call on the group has failed while its trainer broadcasts."""
+        """Handle a call on the group that failed while its trainer broadcasts."""
         if name in self._groups and self._groups[name].has_joined:
             self._groups[name].broken(reason)
 
     def forget(self, group: Group) -> None:
-        """Joining ``group`` has failed: the next init tries again. One that was joined once must be
-        destroyed.
+        """Forget ``group``, which could not be joined: the next init tries again. One that was joined once
+        must be destroyed.
         """
         name = group.membership.group_name
         if not group.has_joined and self._groups.get(name) is group:
             self.leave(name)
 
     def open(self, request: UpdateWeightsFromDistributedReqInput) -> DistributedSource:
-        """What the trainer will broadcast; no broadcast is entered yet.
+        """Return the announced broadcasts; no broadcast is entered yet.
 
         Raises:
             CaesuraError: ``group_error``, a group is unknown, not joined yet, dead, or has this engine in
@@ -472,7 +475,8 @@ class WeightsUpdateGroups:
         return DistributedSource(group, batches_of(request), request, behind)
 
     def transmit(self, name: str, nbytes: int) -> Transmission:
-        """A send over group ``name``, whose largest broadcast has ``nbytes``; no broadcast is entered yet.
+        """Return a send over group ``name``, whose largest broadcast has ``nbytes``; no broadcast is entered
+        yet.
 
         Raises:
             CaesuraError: ``group_error``, the group is unknown, not joined yet, dead, or not this engine's to
@@ -495,7 +499,8 @@ class WeightsUpdateGroups:
             if waiting >= limit:
                 raise CaesuraError(
                     ErrorCode.QUEUE_FULL,
-                    f"{waiting} weight update groups {what}, the limit: destroy some, or wait for their deadline",
+                    f"{waiting} weight update groups {what}, the limit: destroy some, or wait for their "
+                    "deadline",
                     waiting=waiting,
                     limit=limit,
                 )

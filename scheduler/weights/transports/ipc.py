@@ -79,7 +79,7 @@ class SharedMemoryMaps:
         return memoryview(known)
 
     def end_session(self) -> None:
-        """Let go of all but the memories used last; each is unmapped with the last piece that looks into it."""
+        """Let go of all but the memories used last; each is unmapped with the last piece that uses it."""
         self._cuda.close()
         self.collect()
         for handle in list(self._maps)[:-KEPT]:

@@ -165,8 +165,8 @@ class Reception:
         self._timer: threading.Timer | None = None
 
     def take(self) -> Tensor | None:
-        """The bytes of the next broadcast, valid until the one after it is asked for; None: it has not come
-        yet.
+        """Return the bytes of the next broadcast, valid until the one after it is asked for; None: it has not
+        come yet.
 
         Raises:
             CaesuraError: ``group_error``, it failed or did not come in time; the group is dead.
@@ -205,7 +205,7 @@ class Reception:
         self._feed.cancel()
 
     def _release(self) -> None:
-        """The buffer taken last may be filled again, after what was enqueued from it."""
+        """Allow the buffer taken last to be filled again, after what was enqueued from it."""
         if self._holds:
             self._holds = False
             if self._stream is not None:

@@ -60,7 +60,7 @@ class Transmission:
         """Broadcasts of this send may still come, or be on their way."""
 
     def room(self) -> Tensor | None:
-        """The buffer to fill next; None: what was sent from it is on its way.
+        """Return the buffer to fill next; None: what was sent from it is on its way.
 
         Raises:
             CaesuraError: ``group_error``, a broadcast failed or did not end in time; the group is dead.

@@ -1,4 +1,6 @@
-"""Generations of a fleet of real engines: what moves to another engine is what one engine would have answered."""
+"""Generations of a fleet of real engines: what moves to another engine is what one engine would have
+answered.
+"""
 
 import asyncio
 import os
@@ -33,7 +35,9 @@ from caesura.io_struct import GenerateReqInput
 from caesura.scheduler.kernels import TORCH, best
 
 DETERMINISTIC = best("linear", "cpu", torch.float32) != TORCH
-"""Then tokens and logprobs are the same bits in every composition of a batch; without, up to the last bits of a float32."""
+"""Then tokens and logprobs are the same bits in every composition of a batch; without, up to the last bits of
+a float32.
+"""
 PROMPT = [5, 6, 7, 8]
 NEW = 60
 SEAM = 17
@@ -107,9 +111,10 @@ def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]]
 
 
 async def moved(fleet: Fleet, params: SamplingParams, *seams: int, **options: Any) -> list[GenerateOutput]:
-    """The outputs of a request whose engine is taken out of routing when its samples have ``seams`` tokens together; every
-    token comes once, in order. It is asked again if an engine was done before this process came to fence it, or was fenced
-    before it had made a token."""
+    """The outputs of a request whose engine is taken out of routing when its samples have ``seams`` tokens
+    together; every token comes once, in order. It is asked again if an engine was done before this process
+    came to fence it, or was fenced before it had made a token.
+    """
     for _ in range(ATTEMPTS):
         before = fleet.dispatcher.moved
         outputs = await moved_if_in_time(fleet, params, *seams, **options)
@@ -174,7 +179,9 @@ def test_a_moved_generation_equals_one_that_stayed(engines, case):
 
 
 def test_an_engine_that_is_killed_costs_no_request(engines, launch):
-    """SIGKILL in the middle of ten requests: every one ends as it would have, and the dead engine gets nothing more."""
+    """SIGKILL in the middle of ten requests: every one ends as it would have, and the dead engine gets
+    nothing more.
+    """
     victim = launch()
     prompts = [[*PROMPT, number] for number in range(10)]
 

@@ -1,4 +1,6 @@
-"""Updates of a fleet: all members commit or none does, and who is too late, or comes back, is brought to the fleet's weights."""
+"""Updates of a fleet: all members commit or none does, and who is too late, or comes back, is brought to the
+fleet's weights.
+"""
 
 import asyncio
 import os
@@ -171,7 +173,9 @@ def test_a_refusal_by_one_member_updates_nobody(engines, tensors):
 
 
 def test_members_that_loaded_are_poisoned_when_another_fails_and_come_back_from_a_peer(engines, tensors):
-    """The one that failed before its first byte serves on with the weights of before, and gives them to the other."""
+    """The one that failed before its first byte serves on with the weights of before, and gives them to the
+    other.
+    """
 
     async def body(fleet: Fleet) -> None:
         first, second = fleet.members
@@ -214,7 +218,9 @@ def test_members_that_differ_are_not_committed(engines, tensors):
 
 
 def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
-    """A member that stands still is out at the deadline; its requests go on elsewhere, and it is brought back later."""
+    """A member that stands still is out at the deadline; its requests go on elsewhere, and it is brought back
+    later.
+    """
 
     async def body(fleet: Fleet) -> None:
         slow, other = fleet.members

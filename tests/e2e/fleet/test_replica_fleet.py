@@ -1,4 +1,6 @@
-"""The replicas of one server, without its HTTP: engines that end at the worst moment, and leases that outlive them."""
+"""The replicas of one server, without its HTTP: engines that end at the worst moment, and leases that outlive
+them.
+"""
 # ruff: noqa: ASYNC110  (another process's state is asked for)
 
 import asyncio
@@ -48,7 +50,9 @@ def processes(tiny_model) -> Iterator[ReplicaProcesses]:
 def run(
     processes: ReplicaProcesses, body: Callable[[ReplicaFleet], Awaitable[None]], *, model: Path | None = None
 ) -> None:
-    """``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands; then they get ``model``."""
+    """``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands; then they
+    get ``model``.
+    """
 
     async def main() -> None:
         async with (
@@ -127,7 +131,9 @@ def test_memory_that_was_resumed_while_an_engine_was_away_is_resumed_when_it_is_
 def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_others(
     processes, tiny_model, other_model
 ):
-    """The trainer's own end of the group stays open: the other engine would wait for the broadcast's whole timeout."""
+    """The trainer's own end of the group stays open: the other engine would wait for the broadcast's whole
+    timeout.
+    """
     trainer = PlainTrainer(name="group", world_size=3)
 
     async def body(fleet: ReplicaFleet) -> None:
@@ -197,7 +203,8 @@ def test_an_engine_that_does_not_serve_has_no_veto(processes, tiny_model, other_
 
 def join(fleet: ReplicaFleet, trainer: PlainTrainer, **fields: Any) -> Awaitable[Any]:
     return fleet.client.init_weights_update_group(
-        master_address="127.0.0.1", master_port=trainer.port, rank_offset=1, world_size=3, group_name=trainer.name,
+        master_address="127.0.0.1", master_port=trainer.port, rank_offset=1, world_size=3,
+        group_name=trainer.name,
         backend="gloo", **fields,
     )  # fmt: skip
 
@@ -244,7 +251,9 @@ def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processe
 
 @pytest.mark.parametrize("told", [True, False], ids=["by an update", "by nobody"])
 def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_model, other_model, told):
-    """A replica ends between two buckets. The one that takes its place has none of the first, and no part in the session."""
+    """A replica ends between two buckets. The one that takes its place has none of the first, and no part in
+    the session.
+    """
     weights = list(weights_of(Path(other_model)).items())
     half, rest = dict(weights[::2]), dict(weights[1::2])
     trainers = [PlainTrainer(name="made", world_size=3) for _ in range(2)]

@@ -1,7 +1,7 @@
 """The experts that an engine returns, replayed in transformers, give the engine's own numbers.
 
-A forward pass whose routers are replaced by the returned rows has the logprobs that came with them, wherever the rows
-came from: a prompt in chunks, a prefix hit, a decoding step, before a retraction or an abort.
+A forward pass whose routers are replaced by the returned rows has the logprobs that came with them, wherever
+the rows came from: a prompt in chunks, a prefix hit, a decoding step, before a retraction or an abort.
 """
 
 import numpy as np
@@ -77,7 +77,9 @@ def rows_of(output: GenerateOutput) -> torch.Tensor:
 
 
 def check_replay(model, prompt: list[int], output: GenerateOutput, until: int | None = None) -> None:
-    """Rows replayed give the first ``until`` logprobs (None: all), and differ from what any other experts give."""
+    """Rows replayed give the first ``until`` logprobs (None: all), and differ from what any other experts
+    give.
+    """
     tokens = output.output_ids[:until]
     rows = rows_of(output)[: len(prompt) + len(tokens) - 1]
     assert len(tokens) > 0
@@ -187,9 +189,11 @@ def job(number: int) -> tuple[list[int], dict[str, object]]:
 
 
 def policy_gradient(model, outputs: dict[int, GenerateOutput], shift: int = 0) -> tuple[float, float]:
-    """(effective sample size as a share, loss) of what a trainer computes on ``outputs``, with their routing replayed.
+    """(effective sample size as a share, loss) of what a trainer computes on ``outputs``, with their routing
+    replayed.
 
-    Truncated importance sampling on a reward that depends on the tokens: the share of even ones, less its mean.
+    Truncated importance sampling on a reward that depends on the tokens: the share of even ones, less its
+    mean.
     """
     ratios, terms = [], []
     rewards = {
@@ -207,7 +211,9 @@ def policy_gradient(model, outputs: dict[int, GenerateOutput], shift: int = 0) -
 
 @pytest.mark.slow
 def test_paused_and_updated_under_load_nothing_a_trainer_sees_changes(models):
-    """Ninety-six pauses in place, each with an update to equal weights: the same samples, the same statistics, no growth."""
+    """Ninety-six pauses in place, each with an update to equal weights: the same samples, the same
+    statistics, no growth.
+    """
     path, model = models[0]
     engine = launch_scheduler(
         path,
@@ -245,7 +251,8 @@ def test_paused_and_updated_under_load_nothing_a_trainer_sees_changes(models):
     assert held > REQUESTS, "the pauses were meant to find requests at work"
     crossed = [output for output in paused.values() if any(span.stale_kv for span in output.weight_versions)]
     assert len(crossed) > REQUESTS // 2, "the updates were meant to happen in the middle of requests"
-    # Batches differ between the runs, and with them last bits: a token in a hundred thousand may fall on the other side.
+    # Batches differ between the runs, and with them last bits: a token in a hundred thousand may fall on the
+    # other side.
     same = [number for number in paused if paused[number].output_ids == undisturbed[number].output_ids]
     assert len(same) >= REQUESTS - 2
     alike = [torch.equal(rows_of(paused[number]), rows_of(undisturbed[number])) for number in same]

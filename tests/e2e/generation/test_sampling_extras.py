@@ -1,4 +1,6 @@
-"""Penalties, min_new_tokens and log-probabilities of prompts from outside, with transformers as the reference."""
+"""Penalties, min_new_tokens and log-probabilities of prompts from outside, with transformers as the
+reference.
+"""
 
 import math
 from dataclasses import dataclass
@@ -116,7 +118,9 @@ def check_inputs(served: Served, prompt: list[int], start: int, output) -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 31, 32, 50, 73, 74])
 def test_prompt_logprobs_equal_transformers(served, start):
-    """Prompts come in chunks of 32; a start in the last token's place leaves nothing but the empty first entry."""
+    """Prompts come in chunks of 32; a start in the last token's place leaves nothing but the empty first
+    entry.
+    """
     salt = f"start-{start}"
     check_inputs(served, LONG, start, inputs_of(served, LONG, start, cache_salt=salt))
     again = inputs_of(served, LONG, start, cache_salt=salt)
@@ -146,7 +150,9 @@ def test_samples_of_one_prompt_have_the_same_prompt_logprobs(served):
 
 
 def test_pauses_change_no_number(served):
-    """Retracted in the midst of its prompt and again while it decodes; the second time nothing of the prompt is asked again."""
+    """Retracted in the midst of its prompt and again while it decodes; the second time nothing of the prompt
+    is asked again.
+    """
     params = SamplingParams(max_new_tokens=60, temperature=0.0, repetition_penalty=1.3, ignore_eos=True)
     wanted = {"return_logprob": True, "logprob_start_len": 10, "top_logprobs_num": 2}
     calm = served.client.generate(LONG, params, cache_salt="calm", **wanted)

@@ -1,4 +1,6 @@
-"""Scoring through a process and the clients: exact against transformers, memory that really goes, generation undisturbed."""
+"""Scoring through a process and the clients: exact against transformers, memory that really goes, generation
+undisturbed.
+"""
 
 import asyncio
 
@@ -55,7 +57,9 @@ def by_transformers(path, ids: list[int], start: int, temperature: float) -> np.
 
 @pytest.mark.parametrize("residency", quick(RESIDENCIES))
 def test_finished_rollouts_are_scored(policy, reference, residency):
-    """What RL does with it: sample from the policy, score under the reference, also while the policy is paused."""
+    """What RL does with it: sample from the policy, score under the reference, also while the policy is
+    paused.
+    """
     with launch_scheduler(
         policy, reference_model_path=reference, reference_residency=residency, **OPTIONS
     ) as client:

@@ -39,7 +39,9 @@ def tokenizer(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random model with the tokenizers' vocabulary: it says bytes that make no characters, and special tokens."""
+    """A random model with the tokenizers' vocabulary: it says bytes that make no characters, and special
+    tokens.
+    """
     path = tmp_path_factory.mktemp("models") / "model"
     make_checkpoint(path, "qwen3", seed=3, vocab_size=408, eos_token_id=1)
     return path
@@ -85,7 +87,9 @@ async def read(stream):
 
 
 def test_stop_strings_cut_what_would_have_been_said(engine, tokenizer):
-    """Each of ``n`` samples is the beginning of what it is without stop strings: same noise, tokens and logprobs."""
+    """Each of ``n`` samples is the beginning of what it is without stop strings: same noise, tokens and
+    logprobs.
+    """
     options = {"prompt": "The pause", "return_logprob": True, "top_logprobs_num": 2}
 
     async def body(manager):

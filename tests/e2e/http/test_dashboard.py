@@ -1,4 +1,5 @@
-"""The dashboard in a real browser, over a real engine: what it shows changes when the engine does, and it asks nobody else.
+"""The dashboard in a real browser, over a real engine: what it shows changes when the engine does, and it
+asks nobody else.
 
 One engine, one front end in a thread, one headless Chromium for the module.
 """
@@ -38,7 +39,8 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 @pytest.fixture(scope="module")
 def engine(tiny_model) -> Iterator[SchedulerClient]:
     with (
-        # An idle engine would note an event of its own some time after the last request: how long that is, is the machine's.
+        # An idle engine would note an event of its own some time after the last request: how long that is, is
+        # the machine's.
         launch_scheduler(tiny_model, num_threads=1, kv_pool_tokens=4096, idle_empty_s=3600) as launched,
         SchedulerClient(launched.endpoint) as client,
     ):

@@ -195,7 +195,9 @@ def test_areal_distributed(server, trainer, other_model, others_checksum):
 
 
 def test_slime_colocated(server, other_model, others_checksum, by_file_name):
-    """Everything released, weights resumed, pause and flush without KV memory, flattened buckets, continue, KV last."""
+    """Everything released, weights resumed, pause and flush without KV memory, flattened buckets, continue,
+    KV last.
+    """
     assert server.get("/flush_cache").status_code == 200
     assert server.ok("/release_memory_occupation", {}) is None
     assert server.ok("/release_memory_occupation", {}) is None
@@ -217,7 +219,9 @@ def test_slime_colocated(server, other_model, others_checksum, by_file_name):
 
 
 def test_verl(server, other_model, others_checksum, by_file_name):
-    """No pause, no label: tensor by tensor, each a pickle in the pickle, one for each rank; every call flushes."""
+    """No pause, no label: tensor by tensor, each a pickle in the pickle, one for each rank; every call
+    flushes.
+    """
     assert server.ok("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}) is None
     assert server.ok("/resume_memory_occupation", {"tags": ["weights"]}) is None
     for bucket in halves(weights_of(other_model)):
@@ -379,7 +383,9 @@ def test_checker(server, other_model):
 
 
 def test_bodies_are_read_as_sglang_does(server):
-    """Missing ones, nulls and text for numbers are taken; unknown keys and the wrong rest are 400 in SGLang's shape."""
+    """Missing ones, nulls and text for numbers are taken; unknown keys and the wrong rest are 400 in SGLang's
+    shape.
+    """
     assert server.http.post("/pause_generation").status_code == 200
     assert server.post("/continue_generation", {"torch_empty_cache": None}).status_code == 200
     assert server.post("/pause_generation", {"mode": None}).json()["mode"] == "abort"

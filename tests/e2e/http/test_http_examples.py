@@ -13,7 +13,8 @@ from support.http_serve import make_text_model, served
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-ELSEWHERE = {  # they need a trainer or a parameter server at the other end; tests/e2e/http/test_http_control.py has those
+# They need a trainer or a parameter server at the other end; tests/e2e/http/test_http_control.py has those
+ELSEWHERE = {
     "/init_weights_update_group",
     "/destroy_weights_update_group",
     "/update_weights_from_distributed",

@@ -1,4 +1,6 @@
-"""The OpenAI surface as its official client sees it, over a real socket and a real engine: models, errors and completions."""
+"""The OpenAI surface as its official client sees it, over a real socket and a real engine: models, errors and
+completions.
+"""
 
 import base64
 import codecs

@@ -1,4 +1,6 @@
-"""The OpenAI surface as its official client sees it, over a real socket and a real engine: streams, chats and many at once."""
+"""The OpenAI surface as its official client sees it, over a real socket and a real engine: streams, chats and
+many at once.
+"""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""``caesura serve --replicas 2``: two engines behind one port are used as one, updated as one, and outlive one another."""
+"""``caesura serve --replicas 2``: two engines behind one port are used as one, updated as one, and outlive
+one another.
+"""
 
 import json
 import os
@@ -91,7 +93,9 @@ def keyed(pair: ServedEngine, key: str, ids: list[int], count: int = 8, **fields
 
 @contextmanager
 def in_flight(pair: ServedEngine, ids: list[int]) -> Iterator[list[dict[str, Any]]]:
-    """A long streamed answer of each replica that has begun; the events of both, the last ones at the end of the block."""
+    """A long streamed answer of each replica that has begun; the events of both, the last ones at the end of
+    the block.
+    """
     began = [threading.Event(), threading.Event()]
     last: list[dict[str, Any]] = [{}, {}]
 
@@ -361,7 +365,9 @@ def test_a_group_has_the_ranks_of_both(pair, models):
 
 
 def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
-    """SIGKILL while both generate: its answer goes on where it was, and it serves again with the weights of now."""
+    """SIGKILL while both generate: its answer goes on where it was, and it serves again with the weights of
+    now.
+    """
     with in_flight(pair, [9, 10]) as answers:
         pair.ok("/pause_generation", {"mode": "in_place"})
         victim = states(pair, "pid")[0]
@@ -384,7 +390,9 @@ def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
 
 @pytest.mark.slow
 def test_a_replica_that_is_told_to_end_loses_none_of_many_requests(models):
-    """SIGTERM to one engine, as an eviction's, while both work on several: all end whole, and later ones are served."""
+    """SIGTERM to one engine, as an eviction's, while both work on several: all end whole, and later ones are
+    served.
+    """
     options = ("--replicas", "2", "--kv-pool-tokens", "16384", "--log-stats-interval-s", "0")
     with served("--model", models[0], *options) as pair, ThreadPoolExecutor(8) as pool:
 

@@ -225,7 +225,9 @@ def test_an_engine_that_runs_already_is_served_and_left_alone(tiny_model):
 
 @pytest.mark.executed
 def test_keys(tiny_model, tmp_path):
-    """From a file and from the environment; which opens what; and in no answer, output or child's environment."""
+    """From a file and from the environment; which opens what; and in no answer, output or child's
+    environment.
+    """
     (tmp_path / "api").write_text(API + "\n")
     arguments = ("--model", str(tiny_model), "--api-key-file", str(tmp_path / "api"))
     with served(*arguments, env={"CAESURA_ADMIN_KEY": ADMIN}) as engine:
@@ -417,7 +419,9 @@ def served_alone(model: Path) -> Iterator[tuple[ServedEngine, int]]:
 
 @pytest.mark.long
 def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model):
-    """A frozen generation, streamed and not, and connections that are never done: all end, answered where there is a request."""
+    """A frozen generation, streamed and not, and connections that are never done: all end, answered where
+    there is a request.
+    """
     with served_alone(tiny_model) as (engine, _):
         engine.ok("/pause_generation", {"mode": "in_place"})
         whole, found = in_background(
@@ -440,7 +444,9 @@ def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model)
 
 @pytest.mark.long
 def test_a_stderr_that_nobody_reads_stops_nothing(tiny_model):
-    """The engine's lines fill the pipe; then whatever the server has to say about garbage, and about an engine that dies."""
+    """The engine's lines fill the pipe; then whatever the server has to say about garbage, and about an
+    engine that dies.
+    """
     with served("--model", str(tiny_model), "--restart") as engine:
         assert engine.process.stderr is not None
         fcntl.fcntl(engine.process.stderr, fcntl.F_SETPIPE_SZ, 4096)

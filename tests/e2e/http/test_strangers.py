@@ -1,4 +1,6 @@
-"""``caesura serve --replicas 2`` and a stranger on one replica's own socket: no token of foreign weights is served."""
+"""``caesura serve --replicas 2`` and a stranger on one replica's own socket: no token of foreign weights is
+served.
+"""
 
 import json
 import threading

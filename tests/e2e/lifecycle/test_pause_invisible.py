@@ -1,7 +1,8 @@
 """A pause without an update is invisible (I8): the real model, paused before every step of a mixed workload.
 
-Requests arrive at fixed steps, so that the paused and the unpaused run build the same batches. Then ``in_place``
-changes no bit. ``retract`` recomputes KV in other batches, which moves the last bits: logprobs stay within 1e-4.
+Requests arrive at fixed steps, so that the paused and the unpaused run build the same batches. Then
+``in_place`` changes no bit. ``retract`` recomputes KV in other batches, which moves the last bits: logprobs
+stay within 1e-4.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ def workload(seed: int) -> list[Arrival]:
 
 
 def with_shared_prefixes_and_stops(seed: int) -> list[Arrival]:
-    """Also what a pipeline of depth 1 learns a step late: samples that wait for a prefix, ends that nobody foresees."""
+    """Also what a pipeline of depth 1 learns a step late: samples that wait for a prefix, ends that nobody
+    foresees.
+    """
     stops = list(range(3, 97, 9))
     return [*workload(seed), Arrival(3, text(40, 6), sampled(9, seed + 4, n=3, stop_token_ids=stops))]
 

@@ -12,8 +12,10 @@ pytestmark = pytest.mark.executed
 CYCLES, WARM_UP = 200, 10
 NEW_TOKENS = 24
 MAX_GROWTH = 1 << 20
-"""Bytes over 190 cycles: not one and a half pages each. Losing a bucket per cycle would be 47 MB, losing a copy of the
-model 530 MB; what is measured is a quarter of a megabyte, up and down, the grain of malloc's arenas."""
+"""Bytes over 190 cycles: not one and a half pages each. Losing a bucket per cycle would be 47 MB, losing a
+copy of the model 530 MB; what is measured is a quarter of a megabyte, up and down, the grain of malloc's
+arenas.
+"""
 
 SHAPE = {
     "vocab_size": 512,
@@ -33,8 +35,9 @@ def models(tmp_path_factory):
 
 
 def pause_amid_requests(client: SchedulerClient, prompt: list[int], params: SamplingParams) -> None:
-    """Pause with a request in flight, after steps have run since the last pause; on a busy machine all requests may have
-    ended when a pause arrives, which is then taken back."""
+    """Pause with a request in flight, after steps have run since the last pause; on a busy machine all
+    requests may have ended when a pause arrives, which is then taken back.
+    """
     while True:
         next(client.submit(prompt, params, stream=True).deltas())
         if client.pause("in_place").held_requests:

@@ -1,5 +1,6 @@
-"""What an engine notes of its memory while it is really paused, updated, flushed, released and run out of luck; and the
-page that a person gets of it."""
+"""What an engine notes of its memory while it is really paused, updated, flushed, released and run out of
+luck; and the page that a person gets of it.
+"""
 
 import asyncio
 import re
@@ -189,7 +190,8 @@ def test_the_stages_of_everything_are_in_status(driver, other_model):
     driver.call(ContinueGenerationReqInput())
     stages = {stage.name: stage for stage in driver.status().stages}
     assert set(stages) >= {
-        "receive", "schedule", "prefill", "decode", "process", "pause", "continue", "update.receive", "update.copy",
+        "receive", "schedule", "prefill", "decode", "process", "pause", "continue", "update.receive",
+        "update.copy",
         "update.derive", "update.flush", "release.weights", "release.empty_cache",
     }  # fmt: skip
     assert (stages["prefill"].count, stages["decode"].count, stages["pause"].count) == (1, 5, 1)

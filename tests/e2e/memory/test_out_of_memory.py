@@ -1,8 +1,8 @@
 """Memory that really runs out: an address-space limit, set on the engine's process while it serves.
 
-A prefill of all of the large prompt needs 118 MB for one temporary alone, a single token 64 KB. So the prompt cannot be
-computed in one step, and can in some number of smaller ones. How small they have to be depends on how the allocator's heap
-lies, and nothing here does: what is compared are results.
+A prefill of all of the large prompt needs 118 MB for one temporary alone, a single token 64 KB. So the prompt
+cannot be computed in one step, and can in some number of smaller ones. How small they have to be depends on
+how the allocator's heap lies, and nothing here does: what is compared are results.
 """
 
 import resource
@@ -84,7 +84,9 @@ def assert_same(found: GenerateOutput, expected: GenerateOutput) -> None:
 
 @pytest.mark.parametrize("room", quick([2 * MIB, 64 * MIB, 0]))
 def test_an_address_space_that_ends(client, room):
-    """The prompt is computed in pieces; without any room it may also end, and says why. Afterwards nothing fails."""
+    """The prompt is computed in pieces; without any room it may also end, and says why. Afterwards nothing
+    fails.
+    """
     client.generate(SMALL, PARAMS)  # what a first step allocates is there
     limit_address_space(client, room)
     found = outcomes(client)

@@ -1,4 +1,6 @@
-"""The page of `caesura memory --html` in a real browser: its charts say what is in the record, and it asks nobody."""
+"""The page of `caesura memory --html` in a real browser: its charts say what is in the record, and it asks
+nobody.
+"""
 
 import itertools
 import json

@@ -74,7 +74,8 @@ def state(client: SchedulerClient) -> dict[str, object]:
     """Everything in status that a refused request must not change."""
     status = msgspec.structs.asdict(client.status(timeout=PATIENCE))
     volatile = {
-        "id", "step", "last_step_age_s", "generated_tokens", "uptime_s", "stages", "device_memory", "pause_age_s", "kv",
+        "id", "step", "last_step_age_s", "generated_tokens", "uptime_s", "stages", "device_memory",
+        "pause_age_s", "kv",
         "memory_by_tag", "totals", "gen_throughput",
     }  # fmt: skip
     kept = {name: value for name, value in status.items() if name not in volatile}
@@ -294,7 +295,8 @@ def change_tensors(tensors: dict[str, torch.Tensor], norm: str, breakage: str) -
 
 
 UNREADABLE = [
-    "missing folder", "missing config", "missing weights", "empty file", "truncated data", "truncated header", "text",
+    "missing folder", "missing config", "missing weights", "empty file", "truncated data",
+    "truncated header", "text",
     "pickle as safetensors", "pickle alone", "a folder as weights", "a pipe as weights", "a pipe as config",
     "nested header", "nested config", "nul in the index",
     "number beyond floats",

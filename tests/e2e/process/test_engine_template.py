@@ -1,4 +1,6 @@
-"""What tests fork instead of executing it (``tests/support/engine_template.py``) is what would have been executed."""
+"""What tests fork instead of executing it (``tests/support/engine_template.py``) is what would have been
+executed.
+"""
 
 import json
 import os
@@ -116,7 +118,10 @@ def test_a_program_finds_what_it_would_have_found(start, tmp_path, monkeypatch, 
         "raise KeyboardInterrupt",
         "atexit.register(print, 'last'); sys.exit(0)",
         # By the number that the C library keeps of a thread.
-        "t = threading.Thread(target=lambda: signal.pthread_kill(main, signal.SIGTERM)); t.start(); time.sleep(60)",
+        (
+            "t = threading.Thread(target=lambda: signal.pthread_kill(main, signal.SIGTERM)); t.start(); "
+            "time.sleep(60)"
+        ),
     ],
 )
 def test_a_program_ends_as_it_would_have_ended(start, end):

@@ -1,4 +1,6 @@
-"""What the processes really listen on, read from the kernel's tables; and an engine with keys from end to end."""
+"""What the processes really listen on, read from the kernel's tables; and an engine with keys from end to
+end.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""How a scheduler process ends: by signals, at once or drained, hung, without memory; and what it says and leaves."""
+"""How a scheduler process ends: by signals, at once or drained, hung, without memory; and what it says and
+leaves.
+"""
 
 import json
 import math
@@ -171,7 +173,9 @@ def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, end
 
 @pytest.mark.long
 def test_a_clone_in_the_current_folder_does_not_hide_what_is_installed(tiny_model, tmp_path, monkeypatch):
-    """As in the parent of a clone that is called caesura: its kernels are not built, and here nothing of it can be imported."""
+    """As in the parent of a clone that is called caesura: its kernels are not built, and here nothing of it
+    can be imported.
+    """
     (tmp_path / "caesura").mkdir()
     (tmp_path / "caesura" / "__init__.py").write_text("raise RuntimeError('the clone')")
     monkeypatch.chdir(tmp_path)
@@ -230,7 +234,9 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
 
 
 def test_a_signal_just_before_the_start_waits_ends_it(tiny_model, endpoint):
-    """The interpreter has looked for signals and waits before it takes this one: all that happened is the byte."""
+    """The interpreter has looked for signals and waits before it takes this one: all that happened is the
+    byte.
+    """
     prelude = """
         import os, signal, threading
         from caesura.scheduler.execution import build

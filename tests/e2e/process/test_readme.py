@@ -1,4 +1,6 @@
-"""The Python examples of the README and of pages for users, as they stand there, but for where the checkpoints lie."""
+"""The Python examples of the README and of pages for users, as they stand there, but for where the
+checkpoints lie.
+"""
 
 import re
 import subprocess

@@ -473,7 +473,9 @@ def driver_result(driver: EngineDriver):
 
 
 def test_a_reconnecting_client_gets_its_result(driver):
-    """The same identity, a new connection, the same message: one generation, answered to the one who is there."""
+    """The same identity, a new connection, the same message: one generation, answered to the one who is
+    there.
+    """
     request = GenerateReqInput(
         id="g",
         input_ids=[5, 6],

@@ -1,4 +1,6 @@
-"""A rank that is started by hand joins over tcp, with the keys of a client, and computes over torch.distributed."""
+"""A rank that is started by hand joins over tcp, with the keys of a client, and computes over
+torch.distributed.
+"""
 
 import subprocess
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""``check_finite``: weights with NaN or infinities are not committed, whatever the transport and the form of storage."""
+"""``check_finite``: weights with NaN or infinities are not committed, whatever the transport and the form of
+storage.
+"""
 
 import shutil
 from collections.abc import Iterator

@@ -282,7 +282,9 @@ MISFITS = {
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("fault", MISFITS)
 def test_a_bucket_that_does_not_fit_is_answered_and_ends_the_update(engine, pool, models, fault, written):
-    """The server hears what is wrong, also when it asks again; its exception ends it. Poisoned only after a first byte."""
+    """The server hears what is wrong, also when it asks again; its exception ends it. Poisoned only after a
+    first byte.
+    """
     change, code = MISFITS[fault]
     with ParameterServer(1 << 20) as server:
         update = start(pool, engine, server)
@@ -355,8 +357,10 @@ def test_a_pickle_is_accepted_only_where_the_option_is_set(models):
 
 
 ADDRESSES = [
-    "tcp://10.0.0.1:5555", "tcp://127.0.0.1:1;tcp://10.0.0.1:5555", "tcp://example.com:80", "tcp://*:80", "inproc://x",
-    "ipc://", f"ipc:///{'x' * 107}", "udp://127.0.0.1:1", "pgm://127.0.0.1:1", "ipc://a\0b", "", "tcp://127.0.0.1",
+    "tcp://10.0.0.1:5555", "tcp://127.0.0.1:1;tcp://10.0.0.1:5555", "tcp://example.com:80", "tcp://*:80",
+    "inproc://x",
+    "ipc://", f"ipc:///{'x' * 107}", "udp://127.0.0.1:1", "pgm://127.0.0.1:1", "ipc://a\0b", "",
+    "tcp://127.0.0.1",
 ]  # fmt: skip
 
 

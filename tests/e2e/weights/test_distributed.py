@@ -122,7 +122,9 @@ def test_a_destroy_ends_an_update_whose_broadcasts_do_not_come(driver, trainer, 
 
 
 def test_pieces_that_lie_askew_in_a_bucket(driver, trainer, other_model):
-    """Nothing says that a trainer's bucket aligns its tensors; a tensor that the model ignores takes its room, too."""
+    """Nothing says that a trainer's bucket aligns its tensors; a tensor that the model ignores takes its
+    room, too.
+    """
     join(driver, trainer)
     weights = {"model.rotary_emb.inv_freq": torch.zeros(3, dtype=torch.uint8), **weights_of(other_model)}
     trainer.beside(lambda: trainer.broadcast_flat(weights))
@@ -218,7 +220,9 @@ def test_inits_that_cannot_be_right_are_refused_at_once(driver, trainer, fields,
 
 @pytest.mark.parametrize("fault", ["name", "shape", "dtype", "start_row", "unknown dtype", "room", "size"])
 def test_a_refused_call_never_joins_and_ends_the_group(driver, trainer, other_model, fault):
-    """The trainer is broadcasting to an engine that will not listen: it hears of that from its own broadcast, too."""
+    """The trainer is broadcasting to an engine that will not listen: it hears of that from its own broadcast,
+    too.
+    """
     join(driver, trainer)
     weights = weights_of(other_model)
     name, tensor = next(iter(weights.items()))
@@ -299,7 +303,9 @@ def num_threads() -> int:
 
 @pytest.mark.parametrize("tensors_before_death", quick([2, 0]))
 def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
-    """Poisoned if a byte was written, else as before; a complete update by another road recovers, and so does a new group."""
+    """Poisoned if a byte was written, else as before; a complete update by another road recovers, and so does
+    a new group.
+    """
     trainer = PlainTrainer()
     weights = weights_of(other_model)
     context = multiprocessing.get_context("spawn")
@@ -348,7 +354,9 @@ LOOPBACK = "0100007F"
 
 
 def test_a_group_of_one_host_listens_on_loopback_alone(driver):
-    """Both ends are of this process here: the rendezvous, which torch would open to the world, and gloo's own sockets."""
+    """Both ends are of this process here: the rendezvous, which torch would open to the world, and gloo's own
+    sockets.
+    """
     before = listeners(os.getpid())
     message = InitWeightsUpdateGroupReqInput(
         master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=PATIENCE
@@ -373,7 +381,9 @@ def assert_joins_end(before: set[threading.Thread]) -> None:
 
 
 def test_joins_of_a_trainer_that_hangs_end(driver):
-    """The kernel accepts for it. Each join used to wait for its answer for good, and after MAX_JOINING there was no other."""
+    """The kernel accepts for it. Each join used to wait for its answer for good, and after MAX_JOINING there
+    was no other.
+    """
     before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         messages = [

@@ -1,7 +1,8 @@
-"""Families and roads: whichever road weights come by, an engine computes what one started from them does (I7).
+"""Families and roads: whichever road weights come by, an engine computes what one started from them does
+(I7).
 
-Compared by the bytes of every parameter and by tokens with their logprobs. Quick tests take the families that have forms of
-their own by all roads; the table of every family is long.
+Compared by the bytes of every parameter and by tokens with their logprobs. Quick tests take the families that
+have forms of their own by all roads; the table of every family is long.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
-    """``folder(family, seed)``: a checkpoint of a family that the engine has a file for, or an architecture of transformers."""
+    """``folder(family, seed)``: a checkpoint of a family that the engine has a file for, or an architecture
+    of transformers.
+    """
     root = tmp_path_factory.mktemp("families")
 
     @cache

@@ -1,4 +1,6 @@
-"""Committed weights from one engine to others, each a process of its own, and every way in which that ends early."""
+"""Committed weights from one engine to others, each a process of its own, and every way in which that ends
+early.
+"""
 
 import asyncio
 import os
@@ -234,7 +236,9 @@ def tensors_of(engine: SchedulerClient) -> list[TensorSpec]:
 
 
 def test_what_would_change_the_weights_waits_until_they_are_sent(source, target, tiny_model):
-    """The target takes one half, so that the source is in the midst: it generates, pauses and answers, and an update waits."""
+    """The target takes one half, so that the source is in the midst: it generates, pauses and answers, and an
+    update waits.
+    """
     pair, specs, before = Pair(source, target, "midst"), tensors_of(source), total(source)
     half = len(specs) // 2
     session = target.begin_weight_update().session_id

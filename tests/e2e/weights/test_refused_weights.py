@@ -1,4 +1,6 @@
-"""Weights that do not fit are refused in the same words, whatever brings them; a state dict is as good as pairs."""
+"""Weights that do not fit are refused in the same words, whatever brings them; a state dict is as good as
+pairs.
+"""
 
 import asyncio
 

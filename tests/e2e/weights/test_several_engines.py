@@ -1,4 +1,6 @@
-"""One update of several engines: down a chain, or from one export of shared memory; and an engine that dies meanwhile."""
+"""One update of several engines: down a chain, or from one export of shared memory; and an engine that dies
+meanwhile.
+"""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""An engine process that runs transformers' modules: its tokens, updates by every transport, release and resume (I7).
+"""An engine process that runs transformers' modules: its tokens, updates by every transport, release and
+resume (I7).
 
 Every second layer has a window, which is shorter than the output: pages are given back meanwhile.
 """

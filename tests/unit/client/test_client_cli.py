@@ -278,7 +278,8 @@ def test_a_scheduler_that_is_not_there_is_told_in_the_clients_words(caesura, tmp
     code, _, err = caesura(*verb, "--endpoint", endpoint)
     assert code == 1
     assert err == (
-        f"error: no scheduler answers at {endpoint}: there is no such socket file; `caesura scheduler --endpoint {endpoint}` starts "
+        f"error: no scheduler answers at {endpoint}: there is no such socket file; `caesura scheduler "
+        f"--endpoint {endpoint}` starts "
         "one [engine_died]\n"
     )
 

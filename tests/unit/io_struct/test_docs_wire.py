@@ -28,7 +28,8 @@ def test_every_row_of_the_generated_tables_says_something(document):
         document.partition(f"<!-- generated: {name} -->")[2].partition(f"<!-- end of {name} -->")[0]
         for name in PARTS
     ]
-    # The first row of a table names its columns, of which the overview of the requests has one without a name.
+    # The first row of a table names its columns, of which the overview of the requests has one without a
+    # name.
     rows = re.findall(r"(?<=\|\n)\| .*\|$", "\n".join(generated), re.MULTILINE)
     assert len(rows) > 300
     assert [row for row in rows if any(not cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1])] == []

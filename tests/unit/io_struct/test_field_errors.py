@@ -8,7 +8,8 @@ from caesura.io_struct.field_errors import nearest, shown
 
 GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
 SAMPLING = (
-    "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, repetition_penalty, logit_bias, "
+    "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, "
+    "repetition_penalty, logit_bias, "
     "min_new_tokens, stop_token_ids, ignore_eos, seed, n"
 )
 
@@ -46,7 +47,10 @@ def said(message: object) -> str:
         ),
         (
             {"type": "GenerateImagesReqInput", "prompt_ids": [[1]] * 9},
-            f"prompt_ids = {[[1]] * 9} must be a list of at most 8 lists of integers from 0 to 2147483647 or null",
+            (
+                f"prompt_ids = {[[1]] * 9} must be a list of at most 8 lists of integers from 0 to 2147483647 "
+                "or null"
+            ),
         ),
         ({**GENERATE, "input_ids": [5, -1]}, "input_ids[1] = -1 must be an integer from 0 to 2147483647"),
         ({**GENERATE, "stream": "yes"}, "stream = 'yes' must be true or false"),
@@ -60,7 +64,10 @@ def said(message: object) -> str:
         ),
         (
             {**GENERATE, "sampling_params": {"logprobs": 5}},
-            f"sampling_params.logprobs is not known (did you mean return_logprob, next to sampling_params?); valid are {SAMPLING}",
+            (
+                "sampling_params.logprobs is not known (did you mean return_logprob, next to "
+                f"sampling_params?); valid are {SAMPLING}"
+            ),
         ),
         (
             {**GENERATE, "sampling_params": {"max_new_tokens": "ten"}},

@@ -88,7 +88,9 @@ def test_plain_fields_are_what_the_unpickler_makes_of_them(value, protocol):
 
 
 EVENTS: list[str] | None = None
-"""What the interpreter's audit hook hears while it is a list: imports, calls of ``os.system``, compilation, files."""
+"""What the interpreter's audit hook hears while it is a list: imports, calls of ``os.system``, compilation,
+files.
+"""
 
 
 def _hear(event: str, _: object) -> None:

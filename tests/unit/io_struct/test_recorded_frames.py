@@ -1,4 +1,6 @@
-"""Frames as released versions of this wire sent them, read by the code of today; and frames of a version yet to come."""
+"""Frames as released versions of this wire sent them, read by the code of today; and frames of a version yet
+to come.
+"""
 
 import json
 from pathlib import Path
@@ -60,7 +62,9 @@ def with_a_new_field(value: Any) -> Any:
 
 
 def test_every_message_of_this_version_is_recorded():
-    """Who changes a message raises the minor version, or, before the release of that version, records it again."""
+    """Who changes a message raises the minor version, or, before the release of that version, records it
+    again.
+    """
     now = {
         (direction, kind.__name__, field.encode_name)
         for direction, union in DIRECTIONS.items()

@@ -1,4 +1,6 @@
-"""The reader of safetensors headers, against the library's writer and against everything that a header may claim."""
+"""The reader of safetensors headers, against the library's writer and against everything that a header may
+claim.
+"""
 
 import json
 import time

@@ -1,4 +1,6 @@
-"""The choice of an attention backend: what fails in a step of its own, or computes something else, does not serve."""
+"""The choice of an attention backend: what fails in a step of its own, or computes something else, does not
+serve.
+"""
 
 import importlib
 import logging

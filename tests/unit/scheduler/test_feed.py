@@ -111,7 +111,9 @@ def readable(wakeup: Wakeup) -> bool:
 
 
 def test_what_is_broken_off_between_two_items_keeps_nothing():
-    """A generator that nobody closes keeps its locals as long as the feed lives: a group's backend, with its connections."""
+    """A generator that nobody closes keeps its locals as long as the feed lives: a group's backend, with its
+    connections.
+    """
     let_go = threading.Event()
 
     def items() -> Iterator[int]:

@@ -331,7 +331,9 @@ class Sink:
 @pytest.mark.parametrize("raises_at", ["tokens", "result"])
 @pytest.mark.parametrize("new_waiter", [Future, asyncio.Future], ids=["blocking", "asyncio"])
 def test_a_sink_that_raises_ends_only_its_own_generation(new_waiter, raises_at):
-    """The messages of all generations come through one connection; the engine's answer to the broken one is awaited."""
+    """The messages of all generations come through one connection; the engine's answer to the broken one is
+    awaited.
+    """
 
     async def main():
         connection = Connection(new_waiter, queue.SimpleQueue)
@@ -365,7 +367,9 @@ def test_deltas_carry_logprobs_only_when_they_were_asked_for(connection):
 
 @st.composite
 def deliveries(draw):
-    """Two samples' outputs and a sequence of deltas of them: with gaps, repeats, overlaps, in any interleaving."""
+    """Two samples' outputs and a sequence of deltas of them: with gaps, repeats, overlaps, in any
+    interleaving.
+    """
     outputs = [list(range(10 * s, 10 * s + draw(st.integers(0, 8)))) for s in range(2)]
     rows = []
     for _ in range(draw(st.integers(0, 12))):

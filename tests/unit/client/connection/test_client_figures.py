@@ -48,7 +48,8 @@ def test_counters_are_summed_and_histograms_become_percentiles():
     status = msgspec.structs.replace(status_reply(GetStatusReqInput()), totals=totals, stages=[stage])
     found = {name.removeprefix(PREFIX): value for name, value in figures(status).items()}
     expected = {
-        "pauses": 4, "pause_s": 3.0, "updates": 3, "failed_updates": 1, "prefix_hit_share": 0.25, "samples/stop": 5,
+        "pauses": 4, "pause_s": 3.0, "updates": 3, "failed_updates": 1, "prefix_hit_share": 0.25,
+        "samples/stop": 5,
         "stage_s/update.copy": 0.5, "staleness_epochs/mean": 0.25, "staleness_epochs/p50": 0.0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected

@@ -1,4 +1,6 @@
-"""Forked children: they are told at once that the client is their parent's, and nothing they do reaches the parent."""
+"""Forked children: they are told at once that the client is their parent's, and nothing they do reaches the
+parent.
+"""
 
 import contextlib
 import subprocess

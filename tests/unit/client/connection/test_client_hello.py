@@ -1,4 +1,6 @@
-"""The first exchange on a connection: versions that fit, versions that do not, and which start of the engine answers."""
+"""The first exchange on a connection: versions that fit, versions that do not, and which start of the engine
+answers.
+"""
 
 import asyncio
 

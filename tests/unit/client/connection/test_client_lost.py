@@ -1,4 +1,6 @@
-"""An engine that goes, is replaced or hangs, whatever the client was doing meanwhile: every call ends, exactly once."""
+"""An engine that goes, is replaced or hangs, whatever the client was doing meanwhile: every call ends,
+exactly once.
+"""
 
 import asyncio
 import ctypes
@@ -174,7 +176,8 @@ def test_an_engine_replaced_while_another_thread_held_the_interpreter(endpoint):
                 pid = client.status(timeout=PATIENCE).pid  # so the submission before it has been sent
                 line = ctypes.create_string_buffer(16)
                 restarter.stdin.write(b"restart\n")
-                # PyDLL keeps the interpreter's lock: no other thread of this process runs before the line is there.
+                # PyDLL keeps the interpreter's lock: no other thread of this process runs before the line is
+                # there.
                 ctypes.PyDLL(None).read(restarter.stdout.fileno(), line, 16)
                 assert line.value.startswith(b"second")
                 assert client.status(timeout=PATIENCE).pid != pid

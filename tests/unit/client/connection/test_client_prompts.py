@@ -1,4 +1,6 @@
-"""What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters, and what they say of the rest."""
+"""What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters, and what they say of
+the rest.
+"""
 
 import asyncio
 

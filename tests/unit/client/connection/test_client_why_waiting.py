@@ -10,7 +10,9 @@ from caesura.client import AsyncSchedulerClient, SchedulerClient, TimedOut
 from caesura.io_struct import GenerateReqInput, GetStatusReqInput
 
 TIMEOUT = 0.4
-"""Long enough for the status of a fake engine; what cannot come never comes, so the tests do not depend on it."""
+"""Long enough for the status of a fake engine; what cannot come never comes, so the tests do not depend on
+it.
+"""
 
 
 def engine_in(**state):

@@ -1,4 +1,6 @@
-"""What each replica of a host gets: devices, threads and memory are divided, options that two cannot share are refused."""
+"""What each replica of a host gets: devices, threads and memory are divided, options that two cannot share
+are refused.
+"""
 
 import pytest
 

@@ -127,7 +127,8 @@ def test_a_log_file_takes_the_childs_output(directory, tmp_path, capsys):
 
 
 FIRST_LINE = re.compile(
-    rf"===== \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d caesura {re.escape(__version__)} scheduler, pid (\d+) +on ipc://\S+/s ====="
+    rf"===== \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d caesura {re.escape(__version__)} scheduler, pid (\d+) +on "
+    r"ipc://\S+/s ====="
 )
 
 

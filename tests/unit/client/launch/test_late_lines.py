@@ -1,4 +1,6 @@
-"""Lines of engines between two phases of tests: pytest captures none then, and they belong into the next phase."""
+"""Lines of engines between two phases of tests: pytest captures none then, and they belong into the next
+phase.
+"""
 
 import os
 import subprocess

@@ -102,12 +102,18 @@ def test_every_route_has_a_class_and_what_changes_the_engine_is_for_admins():
 def test_the_routes_are_there():
     paths = {path for path, _, _ in all_routes()}
     named = (
-        "/generate /abort_request /pause_generation /continue_generation /flush_cache /update_weights_from_disk "
-        "/update_weights_from_distributed /update_weights_from_tensor /update_weights_from_ipc /begin_weight_update "
-        "/end_weight_update /init_weights_update_group /destroy_weights_update_group /release_memory_occupation "
-        "/resume_memory_occupation /weights_checker /update_weight_version /get_weight_version /weight_version /model_info "
-        "/get_model_info /server_info /get_server_info /health /health_generate /ready /ping /v1/loads /get_load /tokenize "
-        "/detokenize /metrics /post_process_weights /v1/models /v1/completions /v1/chat/completions /dashboard"
+        "/generate /abort_request /pause_generation /continue_generation /flush_cache "
+        "/update_weights_from_disk "
+        "/update_weights_from_distributed /update_weights_from_tensor /update_weights_from_ipc "
+        "/begin_weight_update "
+        "/end_weight_update /init_weights_update_group /destroy_weights_update_group "
+        "/release_memory_occupation "
+        "/resume_memory_occupation /weights_checker /update_weight_version /get_weight_version "
+        "/weight_version /model_info "
+        "/get_model_info /server_info /get_server_info /health /health_generate /ready /ping /v1/loads "
+        "/get_load /tokenize "
+        "/detokenize /metrics /post_process_weights /v1/models /v1/completions /v1/chat/completions "
+        "/dashboard"
     )
     assert not set(named.split()) - paths
 

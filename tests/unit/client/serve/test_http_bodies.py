@@ -1,4 +1,6 @@
-"""Large bodies: the same structs as from small ones, bounded before they are made, and others served meanwhile."""
+"""Large bodies: the same structs as from small ones, bounded before they are made, and others served
+meanwhile.
+"""
 
 import asyncio
 import json

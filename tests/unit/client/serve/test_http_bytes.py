@@ -130,7 +130,8 @@ def test_no_bytes_are_a_defect(door, raw, route):
 
 EXTREMES = [
     "9223372036854775807", "9223372036854775808", "18446744073709551615", "18446744073709551616", "9" * 400,
-    "9" * 5000, "-9223372036854775809", "-1", "1e309", "nan", "inf", "-inf", "", "x", "%00", "%ff", "%ed%a0%80",
+    "9" * 5000, "-9223372036854775809", "-1", "1e309", "nan", "inf", "-inf", "", "x", "%00", "%ff",
+    "%ed%a0%80",
     "null", "[]", "{}", "true", "1_0", "%D9%A1", " 1", "0x1",
 ]  # fmt: skip
 NAMES = ["after", "since", "timeout", "dp_rank", "include", "format", "torch_empty_cache", "weight_version"]

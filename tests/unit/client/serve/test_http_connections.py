@@ -92,7 +92,9 @@ def test_a_trickle_below_the_rate_is_cut_off_and_others_are_served_meanwhile(has
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_whole_request_has_no_deadline(tmp_path, before):
-    """Its answer comes long after every deadline, also where others came before it in one piece, and the connection goes on."""
+    """Its answer comes long after every deadline, also where others came before it in one piece, and the
+    connection goes on.
+    """
     held: list[GenerateReqInput] = []
 
     def slow(request: Request) -> Iterable[Message | bytes]:

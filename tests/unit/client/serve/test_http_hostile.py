@@ -1,4 +1,6 @@
-"""Requests that nobody sends by accident: each is answered as the client's fault, before it costs or changes anything."""
+"""Requests that nobody sends by accident: each is answered as the client's fault, before it costs or changes
+anything.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""What a person gets over HTTP for a mistake: 400 (404 for a route), and a sentence with the field and what is valid."""
+"""What a person gets over HTTP for a mistake: 400 (404 for a route), and a sentence with the field and what
+is valid.
+"""
 
 import json
 import urllib.error
@@ -19,7 +21,10 @@ MISTAKES = [
     (
         "/generate",
         {"input_ids": [1], "sampling_params": {"max_tokens": 3}},
-        "sampling_params.max_tokens is not known (did you mean max_new_tokens?); valid are max_new_tokens, stop, ",
+        (
+            "sampling_params.max_tokens is not known (did you mean max_new_tokens?); valid are max_new_tokens, "
+            "stop, "
+        ),
     ),
     (
         "/generate",
@@ -34,7 +39,10 @@ MISTAKES = [
     (
         "/generate",
         {"input_ids": [1], "sampling_params": {"return_logprob": True}},
-        "sampling_params.return_logprob is not known here: it stands next to sampling_params; valid are max_new_tokens, ",
+        (
+            "sampling_params.return_logprob is not known here: it stands next to sampling_params; valid are "
+            "max_new_tokens, "
+        ),
     ),
     ("/generate", {"input_ids": "Hello"}, "input_ids = 'Hello' must be a list of integers from 0 to "),
     ("/generate", {"input_ids": [-1]}, "input_ids[0] = -1 must be an integer from 0 to "),
@@ -65,7 +73,10 @@ MISTAKES = [
     (
         "/update_weights_from_tensor",
         save({"weight": np.zeros(4, np.float32)}),
-        "the body is not valid JSON: invalid character (byte 0); it looks like a safetensors file, whose Content-Type is application/octet-stream",
+        (
+            "the body is not valid JSON: invalid character (byte 0); it looks like a safetensors file, whose "
+            "Content-Type is application/octet-stream"
+        ),
     ),
     ("/generate", [1], "the body = [1] must be an object"),
     (
@@ -199,7 +210,9 @@ def test_a_mistake_is_told_in_a_sentence(server, path, body, sentence):
 
 
 def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog):
-    """They are ignored: OpenAI's clients add new ones. The engine here answers nothing, so bodies ask for what is refused later."""
+    """They are ignored: OpenAI's clients add new ones. The engine here answers nothing, so bodies ask for
+    what is refused later.
+    """
     asked = {
         "model": "another",
         "max_tokenz": 5,
@@ -218,9 +231,15 @@ def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog)
             assert post(server, path, body)[0] == 404
     said = [each.getMessage() for each in caplog.records if each.name.endswith("serve.bodies")]
     of_asked = [
-        "the key max_tokenz is not known and ignored (did you mean max_tokens?); requests with it are not mentioned again",
+        (
+            "the key max_tokenz is not known and ignored (did you mean max_tokens?); requests with it are not "
+            "mentioned again"
+        ),
         "the key \\x1b[2Jlonger is not known and ignored; requests with it are not mentioned again",
-        "the key do_sample is not known and ignored (temperature = 0 decodes greedily, any other samples); requests with it are not mentioned again",
+        (
+            "the key do_sample is not known and ignored (temperature = 0 decodes greedily, any other samples); "
+            "requests with it are not mentioned again"
+        ),
     ]
     of_long = "the key max_new_tokens is not known and ignored (did you mean max_tokens?); requests with it are not mentioned again"
     assert said == [

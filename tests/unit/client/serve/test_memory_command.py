@@ -1,4 +1,6 @@
-"""`caesura memory`: its page, as a file, and its live view say what the engine has told, and nothing of it can break them."""
+"""`caesura memory`: its page, as a file, and its live view say what the engine has told, and nothing of it
+can break them.
+"""
 
 import json
 import re
@@ -94,7 +96,8 @@ def test_a_record_without_events_is_refused(tmp_path):
 def test_writing_a_page_needs_no_package_of_the_front_end():
     program = (
         "import sys, caesura.client.serve.pages.document\n"
-        "print(sorted({name.split('.')[0] for name in sys.modules} & {'litestar', 'uvicorn', 'prometheus_client', 'jinja2'}))\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'litestar', 'uvicorn', "
+        "'prometheus_client', 'jinja2'}))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")

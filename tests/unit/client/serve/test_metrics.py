@@ -1,4 +1,6 @@
-"""Metrics: what is counted is what is scraped, an engine costs one status however many ask, and silence shows."""
+"""Metrics: what is counted is what is scraped, an engine costs one status however many ask, and silence
+shows.
+"""
 
 import asyncio
 import re
@@ -187,7 +189,8 @@ def test_the_documentation_lists_every_metric_and_no_other(tmp_path):
 
 IMAGE_FIGURES = {"denoise_throughput", "denoise_steps_total", "image_samples"}
 TOKEN_FIGURES = {
-    "gen_throughput", "generation_tokens_total", "prompt_tokens_total", "cached_tokens_total", "cache_hit_rate",
+    "gen_throughput", "generation_tokens_total", "prompt_tokens_total", "cached_tokens_total",
+    "cache_hit_rate",
     "token_usage", "num_used_tokens", "num_cached_tokens", "max_total_num_tokens",
 }  # fmt: skip
 

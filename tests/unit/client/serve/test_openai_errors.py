@@ -1,4 +1,6 @@
-"""Failures as OpenAI clients see them: the status, OpenAI's error object, and events of streams that cannot go on."""
+"""Failures as OpenAI clients see them: the status, OpenAI's error object, and events of streams that cannot
+go on.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -256,5 +258,6 @@ def test_versions_of_several_choices(tmp_path):
         ["v2"],
     ]
     assert body["usage"] == {
-        "prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip

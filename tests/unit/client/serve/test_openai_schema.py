@@ -130,8 +130,10 @@ def test_a_missing_prompt_is_named_in_the_message():
 def test_every_sampling_field_arrives():
     params = sampling_params(
         completion(
-            n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.5, frequency_penalty=0.2,
-            presence_penalty=-0.3, min_new_tokens=2, ignore_eos=True, stop_token_ids=[9], logit_bias={"5": -1}, seed=-1,
+            n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.5,
+            frequency_penalty=0.2,
+            presence_penalty=-0.3, min_new_tokens=2, ignore_eos=True, stop_token_ids=[9],
+            logit_bias={"5": -1}, seed=-1,
         ),
         11,
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""What `/rollout/generate` holds for one request: latents counted as the engine's own are, and bytes as they come."""
+"""What `/rollout/generate` holds for one request: latents counted as the engine's own are, and bytes as they
+come.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -17,7 +19,9 @@ IMAGE = 3 * SIDE * SIDE
 
 
 class Engine:
-    """In place of the client: the output of seed 0 comes at once with ``embeds`` bytes of embeddings, no other ever."""
+    """In place of the client: the output of seed 0 comes at once with ``embeds`` bytes of embeddings, no
+    other ever.
+    """
 
     def __init__(self, embeds: int) -> None:
         self.asked: list[int] = []
@@ -37,8 +41,10 @@ class Engine:
 
 def output_with(**embeds: ImageTensor) -> ImageOutput:
     return ImageOutput(
-        rid="r", index=0, finish_reason=FinishReason(type="length"), weight_versions=[], seed=0, steps=0, steps_done=0,
-        step_indices=[], latent_indices=[], log_probs=[], noise_stds=[], timesteps=[], sigmas=[], latents=None, image=None,
+        rid="r", index=0, finish_reason=FinishReason(type="length"), weight_versions=[], seed=0, steps=0,
+        steps_done=0,
+        step_indices=[], latent_indices=[], log_probs=[], noise_stds=[], timesteps=[], sigmas=[],
+        latents=None, image=None,
         final_latents=None, embeds=embeds, num_retractions=0, queue_time=0.0, e2e_latency=0.0,
     )  # fmt: skip
 

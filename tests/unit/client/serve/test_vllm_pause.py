@@ -1,5 +1,6 @@
 """vLLM's pause before an engine that ends no request by itself: what is refused meanwhile, and what ends a
-drain."""
+drain.
+"""
 
 import socket
 from collections.abc import Iterable, Iterator

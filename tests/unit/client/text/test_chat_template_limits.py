@@ -1,5 +1,6 @@
 """Templates that do not end, or make much of little: each is refused as the conversation's fault, and the
-next is rendered."""
+next is rendered.
+"""
 
 import gc
 import os
@@ -39,7 +40,10 @@ def started() -> Callable[[], psutil.Process | None]:
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{% for a in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
         "{{ lipsum(n=10**9) }}",
-        "{% set big = ('a' * 10**7) %}{% for a in range(99999) %}{{ big.translate({97: 98})|length }}{% endfor %}",
+        (
+            "{% set big = ('a' * 10**7) %}{% for a in range(99999) %}{{ big.translate({97: 98})|length }}{% "
+            "endfor %}"
+        ),
         "{{ (10 ** (10 ** 9 + messages|length))|string|length }}",
         "{% for a in range(99999) %}{{ ('x' * (10**7 + a))|replace('x', 'y')|length }}{% endfor %}",
     ],
@@ -60,8 +64,14 @@ def test_what_does_not_end_is_ended(source, monkeypatch):
         "{{ 'x' * 10**9 }}",
         "{{ ['x'] * 10**9 }}",
         "{{ ('x' * 10**6) * 10**6 }}",
-        "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        (
+            "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% "
+            "endfor %}"
+        ),
+        (
+            "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% "
+            "endfor %}"
+        ),
         "{{ '%1000000000d' % 1 }}",
         "{{ '{:1000000000}'.format(1) }}",
         "{{ 'x'|center(1000000000) }}",

@@ -1,4 +1,6 @@
-"""Streams and batches of text over a scripted engine: what is held back, what an end looks like, and who is aborted."""
+"""Streams and batches of text over a scripted engine: what is held back, what an end looks like, and who is
+aborted.
+"""
 
 import asyncio
 import math

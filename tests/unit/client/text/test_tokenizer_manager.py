@@ -281,7 +281,9 @@ def test_what_is_refused_here_never_reaches_the_engine(endpoint, tokenizer, fiel
 
 
 def test_tokens_whose_bytes_may_go_on_wait_for_their_text(endpoint, tmp_path):
-    """With byte fallback a stop string may turn out to have ended tokens ago: those behind it were not given out."""
+    """With byte fallback a stop string may turn out to have ended tokens ago: those behind it were not given
+    out.
+    """
     tokenizer = TextTokenizer.from_folder(make_sentencepiece(tmp_path))
     owl = tokenizer.encode("🦉", add_special_tokens=False)[1:]
     assert len(owl) == 4

@@ -1,4 +1,6 @@
-"""What the engine calls of FlashInfer is there, and takes what it is given: FlashInfer itself runs on CUDA only."""
+"""What the engine calls of FlashInfer is there, and takes what it is given: FlashInfer itself runs on CUDA
+only.
+"""
 
 import inspect
 import json
@@ -82,7 +84,9 @@ def test_every_recorded_name_is_called(calls):
 
 
 def test_no_argument_goes_where_anything_does(calls):
-    """``*args`` are those of somebody's own kernels, or deprecated; of the kernels with sinks there is one, the sinks."""
+    """``*args`` are those of somebody's own kernels, or deprecated; of the kernels with sinks there is one,
+    the sinks.
+    """
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     for call in calls:
         parameters = signature(call.name).parameters

@@ -1,4 +1,6 @@
-"""The floors that ``pyproject.toml`` states have what the engine uses, also where tests on the CPU never come."""
+"""The floors that ``pyproject.toml`` states have what the engine uses, also where tests on the CPU never
+come.
+"""
 
 import tomllib
 

@@ -1,7 +1,8 @@
 """What steps of every model launch, copy and wait for on a device, traced on fake CUDA tensors.
 
-The figures are budgets: whoever makes a step cheaper lowers them, and nothing raises them unseen. A launch is an operation of
-torch other than a view or an allocation, or a call of a library's or Triton's kernel: on a device some are several kernels.
+The figures are budgets: whoever makes a step cheaper lowers them, and nothing raises them unseen. A launch is
+an operation of torch other than a view or an allocation, or a call of a library's or Triton's kernel: on a
+device some are several kernels.
 """
 
 from dataclasses import dataclass, replace

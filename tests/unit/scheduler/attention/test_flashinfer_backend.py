@@ -1,4 +1,6 @@
-"""FlashInfer's plans and page lists, against dense attention: the library is a stand-in that believes only its lists."""
+"""FlashInfer's plans and page lists, against dense attention: the library is a stand-in that believes only
+its lists.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -103,7 +105,9 @@ FORMS = {
 
 
 def with_window_pages(batch, gone: int):
-    """``batch`` with a table of its own for layers with a window of ``gone``: other pages, and 0 where the window has moved on."""
+    """``batch`` with a table of its own for layers with a window of ``gone``: other pages, and 0 where the
+    window has moved on.
+    """
     table = torch.zeros_like(batch.page_table)
     slots = torch.empty_like(batch.kv_slots)
     first_token = 0
@@ -118,7 +122,9 @@ def with_window_pages(batch, gone: int):
 
 @pytest.mark.parametrize("own_pages", [False, True])
 def test_layers_of_every_form_agree_with_the_torch_backend(own_pages):
-    """In one engine, by turns, in eager steps and in those for graphs; with a table of their own for layers with a window."""
+    """In one engine, by turns, in eager steps and in those for graphs; with a table of their own for layers
+    with a window.
+    """
     kinds = [form.kind for form in FORMS.values()]
     ours, reference = filled_pool(61), filled_pool(61)
     backend = backend_over(ours, kinds=kinds)
@@ -263,7 +269,9 @@ def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captu
     ],
 )
 def test_the_workspace_is_that_of_the_largest_step(monkeypatch, heads, kv_heads, size, rows, megabytes):
-    """On 132 multiprocessors; a fixed size would be too small for large groups, and too large for most models."""
+    """On 132 multiprocessors; a fixed size would be too small for large groups, and too large for most
+    models.
+    """
     monkeypatch.setattr(flashinfer, "multiprocessors", lambda device: 132)
     found = flashinfer.workspace_bytes(heads, kv_heads, size, rows, torch.device("cuda"))
     assert found / 1e6 == pytest.approx(megabytes, abs=1.5)

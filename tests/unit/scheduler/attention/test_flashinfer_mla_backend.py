@@ -1,4 +1,6 @@
-"""Latent attention by FlashInfer's plans, against torch's: the library is a stand-in that believes only its lists."""
+"""Latent attention by FlashInfer's plans, against torch's: the library is a stand-in that believes only its
+lists.
+"""
 
 import pytest
 import torch

@@ -103,7 +103,9 @@ def test_matches_dense_attention(heads, latent, rope, decode, prefill, limit, se
 
 
 def test_absorbed_attention_is_multi_head_attention() -> None:
-    """Section 2.1.2 of the paper: with the up-projections moved into queries and output, per-head K and V are not needed."""
+    """Section 2.1.2 of the paper: with the up-projections moved into queries and output, per-head K and V are
+    not needed.
+    """
     generator = torch.Generator().manual_seed(1)
     heads, nope, rope, value, latent, tokens = 3, 10, 6, 14, 20, 19
     scene = Scene(heads, latent, rope, [(0, tokens)], 0, 2)

@@ -1,7 +1,8 @@
-"""The Triton decode kernel against the torch backend, in Triton's interpreter, which runs it on the CPU; and compiled for a device.
+"""The Triton decode kernel against the torch backend, in Triton's interpreter, which runs it on the CPU; and
+compiled for a device.
 
-Triton decides when it is imported whether it interprets, hence a process of its own. Its bfloat16 products are not a device's,
-so numbers are compared in float32 and float16.
+Triton decides when it is imported whether it interprets, hence a process of its own. Its bfloat16 products
+are not a device's, so numbers are compared in float32 and float16.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""The KV ledger, model-checked: the reference remembers what was computed into every page, and under which weights."""
+"""The KV ledger, model-checked: the reference remembers what was computed into every page, and under which
+weights.
+"""
 
 import numpy as np
 import pytest
@@ -36,8 +38,9 @@ class Request:
 class ManagerAgainstContents(RuleBasedStateMachine):
     """``content[page]`` stands for the KV itself: the epoch, salt and prefix that the page was computed from.
 
-    A request of one epoch must find its own prefix in every full page it holds, whatever others do; that covers use after
-    free, pages shared by mistake, matches across salts or epochs, and donated pages that were never computed.
+    A request of one epoch must find its own prefix in every full page it holds, whatever others do; that
+    covers use after free, pages shared by mistake, matches across salts or epochs, and donated pages that
+    were never computed.
     """
 
     num_pages = 1000

@@ -1,4 +1,6 @@
-"""Captured decode steps against eager ones: a real model, over graphs that replay recorded operations on the CPU."""
+"""Captured decode steps against eager ones: a real model, over graphs that replay recorded operations on the
+CPU.
+"""
 
 import logging
 import random
@@ -106,7 +108,9 @@ def engine(path: str, *, captured: bool) -> Engine:
 
 
 def step(decode: list[Request], prefill: list[Request]) -> ForwardBatch:
-    """One token of each ``decode`` request and all prompt tokens of each ``prefill`` request, as batching builds them."""
+    """One token of each ``decode`` request and all prompt tokens of each ``prefill`` request, as batching
+    builds them.
+    """
     requests = decode + prefill
     rows = [Row(r.tokens[r.computed :], r.computed, r.pages) for r in requests]
     batch = forward_batch(rows, len(decode))
@@ -380,8 +384,10 @@ def biased_rows(rows: torch.Tensor, *, token: int, bias: float) -> SpecialRows:
     ids, none = torch.empty(0, dtype=torch.int64), torch.empty(0)
     return SpecialRows(
         rows=rows, repetition=none, frequency=none, presence=none, counters=ids, restarted=ids, prompt_at=ids,
-        output_at=ids, bias_ids=torch.full((len(rows), 1), token), bias=torch.full((len(rows), 1), bias), wants=ids,
-        wants_host=np.empty(0, np.int64), top=0, masked=ids > 0, num_masked=0, token_ids=ids.view(0, 0), num_counters=0,
+        output_at=ids, bias_ids=torch.full((len(rows), 1), token), bias=torch.full((len(rows), 1), bias),
+        wants=ids,
+        wants_host=np.empty(0, np.int64), top=0, masked=ids > 0, num_masked=0, token_ids=ids.view(0, 0),
+        num_counters=0,
     )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Penalties, biases, masks and further log-probabilities against their definition, whatever happens to requests meanwhile."""
+"""Penalties, biases, masks and further log-probabilities against their definition, whatever happens to
+requests meanwhile.
+"""
 
 import math
 
@@ -47,7 +49,9 @@ def messages(draw) -> GenerateReqInput:
 
 
 class World:
-    """Requests in a real table, sampled by the real sampler one step ahead of what the table knows, as at depth 1."""
+    """Requests in a real table, sampled by the real sampler one step ahead of what the table knows, as at
+    depth 1.
+    """
 
     def __init__(self, sent: list[GenerateReqInput], dtype: torch.dtype) -> None:
         self.table = RequestTable(SLOTS, CONTEXT, 16, VOCAB)
@@ -229,7 +233,8 @@ def test_a_row_depends_on_itself_alone():
     """Bit for bit, which deterministic engines rest on: alone, among others, and in whatever chunk."""
     sent = [
         GenerateReqInput(
-            input_ids=[n, 5, 5], return_logprob=True, return_raw_logprob=True, top_logprobs_num=n % 3, token_ids_logprob=[7],
+            input_ids=[n, 5, 5], return_logprob=True, return_raw_logprob=True, top_logprobs_num=n % 3,
+            token_ids_logprob=[7],
             sampling_params=SamplingParams(seed=n, temperature=0.8, repetition_penalty=1.0 + 0.3 * (n % 2), logit_bias={3: 1.5}),
         )
         for n in range(4)

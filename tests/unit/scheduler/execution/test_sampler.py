@@ -1,4 +1,6 @@
-"""The sampler, compiled and in torch, against exact distributions, its log-probabilities against float64, and its edge cases."""
+"""The sampler, compiled and in torch, against exact distributions, its log-probabilities against float64, and
+its edge cases.
+"""
 
 from dataclasses import dataclass
 
@@ -231,7 +233,9 @@ def test_top_p_is_relative_to_what_top_k_left():
     ],
 )
 def test_top_k_breaks_ties_by_index(vocab_size, top_k):
-    """Three better tokens at the end, all others equal: exactly k are kept, the lowest indices among the equal."""
+    """Three better tokens at the end, all others equal: exactly k are kept, the lowest indices among the
+    equal.
+    """
     logits = torch.zeros(vocab_size)
     logits[-3:] = 1.0
     better = [vocab_size - 3, vocab_size - 2, vocab_size - 1][:top_k]
@@ -240,7 +244,9 @@ def test_top_k_breaks_ties_by_index(vocab_size, top_k):
 
 
 def test_top_p_ties_across_shortlists():
-    """Equal probabilities, 3,000 of them: the lowest indices, whether 64, 1,024 or all tokens had to be looked at."""
+    """Equal probabilities, 3,000 of them: the lowest indices, whether 64, 1,024 or all tokens had to be
+    looked at.
+    """
     logits = torch.zeros(3000)
     for kept in (10, 200, 2000):
         assert kept_set(logits, 3 * kept, top_p=(kept - 0.5) / 3000) == set(range(kept))
@@ -261,7 +267,8 @@ def test_filters_match_the_definition(values, top_k, top_p, temperature):
     u = (np.arange(points) + 0.5) / points
     out = sample(logits.expand(points, -1), temperature=temperature, top_k=top_k, top_p=top_p, u=u)
     tokens = out.token_ids.numpy()
-    # An evenly spaced grid gives every token its share to within one point: an exact test of the whole distribution.
+    # An evenly spaced grid gives every token its share to within one point: an exact test of the whole
+    # distribution.
     counts = np.bincount(tokens, minlength=len(values))
     assert np.abs(counts - exact.kept * points).max() <= 1.001
     np.testing.assert_allclose(out.sampled_logprobs.numpy(), np.log(exact.kept[tokens]), atol=1e-5)
@@ -403,7 +410,9 @@ def test_neighbouring_noise_is_independent(name, lag):
 
 
 def test_noise_of_neighbouring_streams_is_independent():
-    """Positions of seed s against those of seed s + 1, and of sample i against i + 1: not one sequence shifted."""
+    """Positions of seed s against those of seed s + 1, and of sample i against i + 1: not one sequence
+    shifted.
+    """
     count = 50_000
     positions, zeros = np.arange(count), np.zeros(count, np.int64)
     base = noise(np.full(count, 7, np.uint64), zeros, positions)

@@ -1,4 +1,6 @@
-"""Inputs and results of steps in reused blocks: they arrive whole, and nothing is overwritten that is still in use."""
+"""Inputs and results of steps in reused blocks: they arrive whole, and nothing is overwritten that is still
+in use.
+"""
 
 from dataclasses import fields, replace
 

@@ -76,7 +76,9 @@ class Scene:
                     pool[pages[position // PAGE_SIZE], :, position % PAGE_SIZE] = row
 
     def attend(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """One step's outputs [tokens, heads, size], piece by piece; pages before the window of all tokens are given back."""
+        """One step's outputs [tokens, heads, size], piece by piece; pages before the window of all tokens are
+        given back.
+        """
         width = max(len(pages) for pages in self.pages) + 1
         table = torch.zeros(len(pieces), width + 2, dtype=torch.int32)[:, :width]
         for row, piece in zip(table, pieces):
@@ -237,7 +239,9 @@ def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
 @pytest.mark.parametrize("size,group", [(64, 2), (128, 7), (64, 15), (33, 3), (80, 1)])
 @pytest.mark.parametrize("form", [PLAIN, AttentionForm(window=37, softcap=9.0, scale=0.2)])
 def test_float16_is_computed_in_float32_and_rounded_once(size: int, group: int, form: AttentionForm) -> None:
-    """The bits of the same numbers as float32: decoded from where they lie, and as prompts from packed blocks."""
+    """The bits of the same numbers as float32: decoded from where they lie, and as prompts from packed
+    blocks.
+    """
     pieces = [Piece(1, 46, 47), Piece(2, 0, 1), Piece(0, 33, 100), Piece(3, 129, 130)]
     for _ in instruction_sets():
         narrow = Scene([100, 47, 1, 130], 2, group, size, torch.float16, 0, form)

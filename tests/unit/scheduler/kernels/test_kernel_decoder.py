@@ -1,4 +1,6 @@
-"""All layers in one call against the same layers one by one: the same bits, in hidden states and in the KV pool."""
+"""All layers in one call against the same layers one by one: the same bits, in hidden states and in the KV
+pool.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -283,7 +285,8 @@ def layer(**changed):
         return torch.zeros(storage_shape(outputs, inputs, torch.float32))
 
     tensors = LayerTensors(
-        input_norm=torch.ones(24), qkv=weight(64, 24), qkv_bias=None, q_norm=torch.ones(8), k_norm=torch.ones(8),
+        input_norm=torch.ones(24), qkv=weight(64, 24), qkv_bias=None, q_norm=torch.ones(8),
+        k_norm=torch.ones(8),
         o=weight(24, 32), o_bias=None, mlp_norm=torch.ones(24), gate_up=weight(80, 24), down=weight(24, 40),
     )  # fmt: skip
     return tensors._replace(**changed)
@@ -320,8 +323,10 @@ def with_experts(**changed):
 
 
 @pytest.mark.parametrize("changed", [
-    {"router": None}, {"router": torch.zeros(3, 24)}, {"router_bias": torch.zeros(4)}, {"shared_gate": torch.zeros(1, 24)},
-    {"experts_gate_up": torch.zeros(64, 32)}, {"experts_gate_up_bias": torch.zeros(32)}, {"experts_down": None},
+    {"router": None}, {"router": torch.zeros(3, 24)}, {"router_bias": torch.zeros(4)},
+    {"shared_gate": torch.zeros(1, 24)},
+    {"experts_gate_up": torch.zeros(64, 32)}, {"experts_gate_up_bias": torch.zeros(32)},
+    {"experts_down": None},
     {"experts_down_bias": torch.zeros(24, 3).T}, {"sinks": torch.zeros(4)}, {"w_kc": torch.zeros(32, 32)},
 ])  # fmt: skip
 def test_experts_that_would_be_misread_are_refused(changed):
@@ -352,7 +357,8 @@ def test_a_last_norm_that_would_be_misread_is_refused(norm):
 
 
 @pytest.mark.parametrize("change", [
-    {"residual": torch.zeros(2, 25)}, {"residual": torch.zeros(2, 24).bfloat16()}, {"residual": torch.zeros(24, 2).T},
+    {"residual": torch.zeros(2, 25)}, {"residual": torch.zeros(2, 24).bfloat16()},
+    {"residual": torch.zeros(24, 2).T},
     {"cos": torch.zeros(9, 1, 8)}, {"sin": torch.zeros(9, 1, 8)[..., ::2]}, {"sin": torch.zeros(8, 1, 4)},
     {"positions": torch.zeros(3, dtype=torch.int64)}, {"positions": torch.zeros(4, dtype=torch.int64)[::2]},
     {"sampled": torch.zeros(1)}, {"sampled": torch.zeros(1, 1, dtype=torch.int64)},

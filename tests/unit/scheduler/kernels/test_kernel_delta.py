@@ -120,7 +120,9 @@ def test_a_step_is_that_of_torch(made, rows) -> None:
 @settings(max_examples=examples(30))
 @given(data=st.data(), made=layers)
 def test_prompts_beside_decoding_rows_are_those_of_torch(data, made) -> None:
-    """From nothing, from a state of another row or their own, across a state that is kept; decoding rows go to other rows."""
+    """From nothing, from a state of another row or their own, across a state that is kept; decoding rows go
+    to other rows.
+    """
     lengths = [data.draw(st.integers(1, 80)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))]
     first, second, third = (2 + sum(lengths[:number]) for number in range(3))
     step = StateStep(

@@ -1,4 +1,6 @@
-"""Compiled norm, rotation and gate: against float64, against torch's sequence of roundings, and bit by bit by row."""
+"""Compiled norm, rotation and gate: against float64, against torch's sequence of roundings, and bit by bit by
+row.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Choice, sorting, grouped products and weighted sums of experts against float64, and their bits in every company."""
+"""Choice, sorting, grouped products and weighted sums of experts against float64, and their bits in every
+company.
+"""
 
 import math
 from pathlib import Path

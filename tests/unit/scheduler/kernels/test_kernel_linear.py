@@ -1,4 +1,6 @@
-"""Packed products against float64, their bits across batch compositions, and the layout against plain indexing."""
+"""Packed products against float64, their bits across batch compositions, and the layout against plain
+indexing.
+"""
 
 import itertools
 
@@ -186,7 +188,8 @@ def dequantized(w: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torc
 def test_fp8_products_are_those_of_the_dequantised_weight(isa, dtype, outputs, inputs, columns):
     """To the last bit, few rows and many, whatever their number.
 
-    FP8 weights are multiplied by AVX-512 on AMX, too, so the dequantised weight is: the bits of AMX may differ.
+    FP8 weights are multiplied by AVX-512 on AMX, too, so the dequantised weight is: the bits of AMX may
+    differ.
     """
     w, scales = fp8_case(outputs, inputs, columns)
     x = torch.randn(110, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -204,7 +207,9 @@ def test_fp8_products_are_those_of_the_dequantised_weight(isa, dtype, outputs, i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_of_fp8_is_multiplied_as_torch_reads_it(isa, dtype):
-    """Each in a row of its own, with scales that e4m3 and float16 do not hold; NaN reaches its own output only."""
+    """Each in a row of its own, with scales that e4m3 and float16 do not hold; NaN reaches its own output
+    only.
+    """
     w = torch.zeros(256, 64, dtype=torch.uint8)
     place = torch.arange(256) * 7 % 64
     w[torch.arange(256), place] = torch.arange(256, dtype=torch.uint8)
@@ -221,7 +226,8 @@ def test_every_byte_of_fp8_is_multiplied_as_torch_reads_it(isa, dtype):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("change", [
-    {"columns": 6}, {"lines": torch.zeros(3, 64)}, {"lines": torch.zeros(4, 64).bfloat16()}, {"lines": torch.zeros(64, 4).T},
+    {"columns": 6}, {"lines": torch.zeros(3, 64)}, {"lines": torch.zeros(4, 64).bfloat16()},
+    {"lines": torch.zeros(64, 4).T},
     {"weight": torch.zeros(64, 64)}, {"weight": torch.zeros(64, 128, dtype=torch.uint8).view(linear.FP8)},
     {"dtype": linear.FP8}, {"dtype": torch.float64},
 ])  # fmt: skip
@@ -365,7 +371,8 @@ def test_gathered_rows_are_the_table_s(dtype):
     {"x": torch.zeros(4, 80)}, {"x": torch.zeros(4, 64).bfloat16()}, {"x": torch.zeros(64, 4).T},
     {"out": torch.zeros(3, 40)}, {"out": torch.zeros(4, 65)}, {"out": torch.zeros(40, 4).T},
     {"bias": torch.zeros(39)}, {"bias": torch.zeros(40, dtype=torch.float64)}, {"bias": torch.zeros(80)[::2]},
-    {"weight": torch.zeros(64, 80)}, {"weight": torch.zeros(64, 64).T}, {"weight": torch.zeros(4097)[1:].view(64, 64)},
+    {"weight": torch.zeros(64, 80)}, {"weight": torch.zeros(64, 64).T},
+    {"weight": torch.zeros(4097)[1:].view(64, 64)},
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change):
     given = {

@@ -1,4 +1,6 @@
-"""Operations that layers of experts and latents are put together from, against torch and float64, and their bits by row."""
+"""Operations that layers of experts and latents are put together from, against torch and float64, and their
+bits by row.
+"""
 
 import pytest
 import torch
@@ -137,7 +139,8 @@ def test_the_choice_by_groups_is_that_of_torch(
     total, k = count * size, min(4, top_groups * size)
     place = Placement(torch.float32, torch.device("cpu"))
     router = GroupedRouter(
-        "r", "r", 8, total, k, scoring="sigmoid" if sigmoid else "softmax", num_groups=count, top_groups=top_groups,
+        "r", "r", 8, total, k, scoring="sigmoid" if sigmoid else "softmax", num_groups=count,
+        top_groups=top_groups,
         group_score="top2" if best_two else "max", normalize=normalize, scale=1.7, bias=biased, place=place,
     )  # fmt: skip
     logits, bias = (
@@ -208,7 +211,8 @@ def test_latents_are_rotated_and_normalised_as_torch_does(
 
 def test_latents_that_would_be_misread_are_refused() -> None:
     right = {
-        "q_rope": torch.zeros(2, 3, 4), "kv": torch.zeros(2, 9), "cos": torch.zeros(2, 1, 2), "sin": torch.zeros(2, 1, 2),
+        "q_rope": torch.zeros(2, 3, 4), "kv": torch.zeros(2, 9), "cos": torch.zeros(2, 1, 2),
+        "sin": torch.zeros(2, 1, 2),
         "norm": (torch.zeros(5), 1e-6), "queries": torch.zeros(2, 3, 9), "keys": torch.zeros(2, 9),
     }  # fmt: skip
     rotate_latents(**right, interleaved=True)
@@ -239,7 +243,9 @@ def test_a_row_is_weighted_by_the_sigmoid_of_its_gate(dtype) -> None:
     "heads,latent,rope", [(1, 20, 6), (4, 64, 32), (13, 30, 8), (16, 64, 32), (26, 128, 64)]
 )
 def test_attention_over_latents_is_that_of_torch(dtype, heads, latent, rope) -> None:
-    """Packed and from where they lie, in parts of heads or not; decoded, and as a chunk behind what is stored."""
+    """Packed and from where they lie, in parts of heads or not; decoded, and as a chunk behind what is
+    stored.
+    """
     rows = [Row([0], 70, [1, 2, 3, 4, 5]), Row([0], 0, [6]), Row([0] * 40, 27, [7, 8, 9, 10, 11])]
     batch, width, tokens = forward_batch(rows, 2), latent + rope, 42
     q, k = normal(1, dtype, tokens, heads, width), normal(2, dtype, tokens, 1, width)

@@ -78,7 +78,8 @@ def test_agrees_with_torch(isa, dtype, vocab_size):
     greedy = torch.arange(rows) % 4 == 0
     expected = in_torch(logits, temperature, greedy, uniforms(rows))
     tokens, logprobs, raw = sample(logits, temperature=temperature, greedy=greedy, u=uniforms(rows))
-    # float32 sums in another order move the boundaries between tokens by about 1e-7, so nearly no uniform can tell.
+    # float32 sums in another order move the boundaries between tokens by about 1e-7, so nearly no uniform can
+    # tell.
     assert torch.equal(tokens, expected.token_ids)
     torch.testing.assert_close(logprobs, expected.logprobs, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(raw, expected.raw_logprobs, atol=2e-6, rtol=2e-6)

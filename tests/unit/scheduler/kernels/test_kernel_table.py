@@ -153,7 +153,8 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels():
         "linear.linear(x, w, None, torch.empty(256, 1024))\n"
         "after = os.listdir('/proc/self/task')\n"
         "files = {line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}\n"
-        "print(before == after, sum('libgomp' in name or 'libomp' in name or 'libiomp' in name for name in files))\n"
+        "print(before == after, sum('libgomp' in name or 'libomp' in name or 'libiomp' in name for name in "
+        "files))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("True 1\n", "")

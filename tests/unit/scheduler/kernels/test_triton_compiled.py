@@ -1,4 +1,6 @@
-"""The kernels of ``triton_*.py`` for layers, compiled for sm_90 as published models launch them: without a device."""
+"""The kernels of ``triton_*.py`` for layers, compiled for sm_90 as published models launch them: without a
+device.
+"""
 
 import os
 from importlib.util import find_spec
@@ -128,7 +130,9 @@ def test_no_number_of_tokens_has_a_variant_of_its_own(tmp_path):
 
 
 class Kernel:
-    """Stands for what ``triton.jit`` makes, of two tensors and two numbers, the second of which has no variants."""
+    """Stands for what ``triton.jit`` makes, of two tensors and two numbers, the second of which has no
+    variants.
+    """
 
     def __init__(self) -> None:
         specialized = SimpleNamespace(do_not_specialize=False, do_not_specialize_on_alignment=False)

@@ -1,7 +1,8 @@
-"""What lies between products, in Triton, against torch's composition: in Triton's interpreter, which runs it on the CPU.
+"""What lies between products, in Triton, against torch's composition: in Triton's interpreter, which runs it
+on the CPU.
 
-Triton decides when it is imported whether it interprets, hence a process of its own. ``tests/gpu/test_cuda_triton.py`` runs the
-same on a device.
+Triton decides when it is imported whether it interprets, hence a process of its own.
+``tests/gpu/test_cuda_triton.py`` runs the same on a device.
 """
 
 import os
@@ -38,7 +39,8 @@ DEVICE = torch.device(os.environ.get("CAESURA_TEST_DEVICE", "cpu"))
 RUNS = INTERPRETS or DEVICE.type == "cuda"
 computed = pytest.mark.skipif(not RUNS, reason="run by test_the_kernels_in_the_interpreter")
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
-# Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with, warns.
+# Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with,
+# warns.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -84,7 +86,9 @@ def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
-    """Bit for bit in two bytes but for one element in a thousand, of two roundings; in float32, to its last bits."""
+    """Bit for bit in two bytes but for one element in a thousand, of two roundings; in float32, to its last
+    bits.
+    """
     assert found.dtype == expected.dtype
     if found.dtype == torch.float32:
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

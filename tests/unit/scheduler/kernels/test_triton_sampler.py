@@ -1,4 +1,5 @@
-"""The Triton sampler against torch's, in Triton's interpreter, which runs it on the CPU; and compiled for a device.
+"""The Triton sampler against torch's, in Triton's interpreter, which runs it on the CPU; and compiled for a
+device.
 
 Triton decides when it is imported whether it interprets, hence a process of its own.
 """
@@ -24,7 +25,8 @@ from caesura.scheduler.kernels import native
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
 installed = pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
-# Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with, warns.
+# Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with,
+# warns.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 RESULTS = ("logprobs", "raw_logprobs", "sampled_logprobs")
@@ -96,7 +98,9 @@ def assert_same(found: SamplerOutput, expected: SamplerOutput) -> None:
     [(1, torch.float32), (257, torch.float16), (257, torch.float32), (5000, torch.bfloat16)],
 )
 def test_random_rows(in_triton, vocab_size, dtype):
-    """Greedy, plain and filtered rows beside each other, more of them than fit at a time; one uniform, one token."""
+    """Greedy, plain and filtered rows beside each other, more of them than fit at a time; one uniform, one
+    token.
+    """
     rng, rows = np.random.default_rng(vocab_size), 7
     logits = (torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     kind = np.arange(rows) % 7

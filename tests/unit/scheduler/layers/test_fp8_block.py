@@ -1,4 +1,6 @@
-"""FP8 in blocks: quantised as transformers does, whatever the cut, and products equal to those of dequantised weights."""
+"""FP8 in blocks: quantised as transformers does, whatever the cut, and products equal to those of dequantised
+weights.
+"""
 
 from types import SimpleNamespace
 

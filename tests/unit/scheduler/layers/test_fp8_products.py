@@ -1,4 +1,6 @@
-"""FP8 products on accelerators, by stand-ins that read memory as the libraries do: agreement, choice, refusal, layers."""
+"""FP8 products on accelerators, by stand-ins that read memory as the libraries do: agreement, choice,
+refusal, layers.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,6 @@
-"""Experts against their definition, routing against transformers, weights written in place, and what configs may say."""
+"""Experts against their definition, routing against transformers, weights written in place, and what configs
+may say.
+"""
 
 import json
 from itertools import pairwise

@@ -1,4 +1,6 @@
-"""Experts of one checkpoint tensor: what is written comes back, in any pieces, with compiled kernels and without."""
+"""Experts of one checkpoint tensor: what is written comes back, in any pieces, with compiled kernels and
+without.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Emptying and reading device allocators: stand-in modules, the real one of this process, and files of a made-up host."""
+"""Emptying and reading device allocators: stand-in modules, the real one of this process, and files of a
+made-up host.
+"""
 
 import os
 import subprocess
@@ -145,7 +147,9 @@ def test_reading_has_no_side_effect(device_modules):
 
 
 def test_figures_and_streams_are_of_the_bound_device(device_modules):
-    """torch answers for its current device unless it is told, and each thread has a current device of its own."""
+    """torch answers for its current device unless it is told, and each thread has a current device of its
+    own.
+    """
     module = device_modules["cuda"] = CachingDevice(allocated=100, cached=40, total=1000)
     bound = device_module_for("cuda:1")
     DeviceMemoryReading.of(bound)
@@ -401,15 +405,17 @@ print(full.allocated, freed.allocated, after.allocated, report.reserved_before, 
 
 @needs_glibc
 def test_emptying_returns_the_holes_between_live_tensors():
-    """In a fresh process: half of 4,000 interleaved tensors are freed, and only the trim gives their pages back."""
+    """In a fresh process: half of 4,000 interleaved tensors are freed, and only the trim gives their pages
+    back.
+    """
     result = subprocess.run([sys.executable, "-c", INTERLEAVED], capture_output=True, text=True, check=True)
     *numbers, intact = result.stdout.split()
     full, freed, after, reserved_before, reserved_after = map(int, numbers)
     assert intact == "True"
     assert full - freed > 200 * MIB
     assert abs(after - freed) < MIB
-    # Blocks that malloc mapped one by one are gone when freed; the rest stays until the trim. How many are which
-    # depends on glibc's sliding threshold, so the bound is loose.
+    # Blocks that malloc mapped one by one are gone when freed; the rest stays until the trim. How many are
+    # which depends on glibc's sliding threshold, so the bound is loose.
     assert reserved_before - reserved_after > 50 * MIB
     assert reserved_after < 1.5 * after
 
@@ -441,7 +447,8 @@ def test_no_other_file_of_the_engine_empties_a_cache():
 @pytest.mark.parametrize("error", [
     MemoryError(), torch.OutOfMemoryError("x"), OSError(12, "Cannot allocate memory"),
     RuntimeError("CUDA error: CUDA_ERROR_OUT_OF_MEMORY"), RuntimeError("CUDA error: out of memory"),
-    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), RuntimeError("HIP error: hipErrorOutOfMemory"),
+    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    RuntimeError("HIP error: hipErrorOutOfMemory"),
     RuntimeError("cudaErrorMemoryAllocation"), RuntimeError("std::bad_alloc"),
     RuntimeError("UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"), RuntimeError("ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY"),
     RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
@@ -453,7 +460,8 @@ def test_what_says_that_memory_ran_out(error):
 
 
 @pytest.mark.parametrize("error", [
-    ValueError("out of memory"), OSError(28, "No space left on device"), OSError(5, "Input/output error"), RuntimeError("shape mismatch"), OSError(13, "out of memory"),
+    ValueError("out of memory"), OSError(28, "No space left on device"), OSError(5, "Input/output error"),
+    RuntimeError("shape mismatch"), OSError(13, "out of memory"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
 ], ids=repr)  # fmt: skip
 def test_what_does_not(error):

@@ -1,4 +1,6 @@
-"""Components that come and go by strategy: the same code over host memory with files and over a stand-in for an accelerator."""
+"""Components that come and go by strategy: the same code over host memory with files and over a stand-in for
+an accelerator.
+"""
 
 import gc
 import logging
@@ -59,7 +61,9 @@ def test_values_are_there_when_a_layer_is_computed(make, strategy):
 @pytest.mark.parametrize("make", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_written_while_it_is_away_is_what_comes(make, strategy):
-    """Also what is written while it is there, on its way, or was never away; and all of it can be read meanwhile."""
+    """Also what is written while it is there, on its way, or was never away; and all of it can be read
+    meanwhile.
+    """
     manager = make()
     model = Model(manager, strategy())
     component = manager._registered["model"]

@@ -225,7 +225,9 @@ def test_what_was_taken_is_no_load_any_more(router, monkeypatch):
 
 
 def test_frames_without_end_reach_nobody(router, gone):
-    """ZeroMQ hands a message over as a whole: one that never ends, of a peer that speaks ZMTP by hand, stays in its pipe."""
+    """ZeroMQ hands a message over as a whole: one that never ends, of a peer that speaks ZMTP by hand, stays
+    in its pipe.
+    """
     path = router.endpoint.removeprefix("ipc://")
 
     def command(name: bytes, body: bytes) -> bytes:

@@ -1,4 +1,6 @@
-"""Models with FP8 weights: logits of the dequantised checkpoint, and bytes that depend on what was sent alone (I7)."""
+"""Models with FP8 weights: logits of the dequantised checkpoint, and bytes that depend on what was sent alone
+(I7).
+"""
 
 import random
 from dataclasses import dataclass, replace
@@ -161,7 +163,9 @@ def test_a_cold_load_reads_back_byte_by_byte(folders: Folders) -> None:
 def test_bytes_depend_neither_on_the_form_nor_on_cut_and_order(
     any_folder: Folders, seed: int, rows: int, fp8_share: float
 ) -> None:
-    """Each weight as FP8 with its scales, anywhere in the update, or as bfloat16 alone: as the cold load of FP8."""
+    """Each weight as FP8 with its scales, anywhere in the update, or as bfloat16 alone: as the cold load of
+    FP8.
+    """
     folder = any_folder
     model = build_model(load_model_config(folder.fp8), torch.float32, CPU)
     choose = random.Random(seed)

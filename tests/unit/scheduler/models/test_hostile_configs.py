@@ -1,4 +1,6 @@
-"""Configs with values that nobody means: they are refused by the field's name, or change nothing that could fail."""
+"""Configs with values that nobody means: they are refused by the field's name, or change nothing that could
+fail.
+"""
 
 import json
 import math

@@ -316,7 +316,9 @@ def test_only_sampled_tokens_reach_the_head(subject: Subject) -> None:
 
 
 NARROW = {torch.bfloat16: 0.03, torch.float16: 0.004}
-"""Mean error of the logits by their standard deviation; transformers' own modules have a fifth of it in these dtypes."""
+"""Mean error of the logits by their standard deviation; transformers' own modules have a fifth of it in these
+dtypes.
+"""
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["by part", "at once"])

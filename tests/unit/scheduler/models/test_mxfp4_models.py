@@ -1,4 +1,6 @@
-"""gpt-oss with experts in MXFP4: transformers' logits, and the bytes of the wide checkpoint however the two halves come (I7)."""
+"""gpt-oss with experts in MXFP4: transformers' logits, and the bytes of the wide checkpoint however the two
+halves come (I7).
+"""
 
 import random
 from dataclasses import dataclass

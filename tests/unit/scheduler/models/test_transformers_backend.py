@@ -1,4 +1,6 @@
-"""Models that transformers has and the engine has no file for: its modules over our products and pages, against itself."""
+"""Models that transformers has and the engine has no file for: its modules over our products and pages,
+against itself.
+"""
 
 import re
 import subprocess
@@ -39,7 +41,9 @@ ORDINARY = (
     "MixtralForCausalLM",
     "Phi3ForCausalLM",
 )
-"""Between them: windows, sinks, tied and scaled embeddings, logit scales, experts of both kinds, fused checkpoints."""
+"""Between them: windows, sinks, tied and scaled embeddings, logit scales, experts of both kinds, fused
+checkpoints.
+"""
 WAYS = {
     "prefill", "chunked prefill", "prefix hit", "decode", "mixed", "in_place update", "retract and update",
 }  # fmt: skip
@@ -257,7 +261,8 @@ def test_a_batch_with_a_long_row_does_not_change_the_frequencies_of_a_short_one(
     """LongRoPE has two sets of them; contexts are as long as the first one serves."""
     factors = [1.0 + 0.1 * i for i in range(6)]
     rope = {
-        "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors, "long_factor": [3 * f for f in factors],
+        "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors,
+        "long_factor": [3 * f for f in factors],
         "original_max_position_embeddings": 64, "factor": 4.0,
     }  # fmt: skip
     context = {"original_max_position_embeddings": 64, "sliding_window": None}

@@ -1,4 +1,6 @@
-"""A loop that hangs ends its process, and only then. Each case is a process of its own, which ends if the watchdog works."""
+"""A loop that hangs ends its process, and only then. Each case is a process of its own, which ends if the
+watchdog works.
+"""
 
 import os
 import subprocess

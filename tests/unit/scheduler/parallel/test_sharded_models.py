@@ -138,7 +138,9 @@ def test_a_rank_that_is_lost_ends_a_step_of_all_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "deepseek-v3"])
 def test_every_rank_samples_the_same_tokens(family: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
-    """By the runner that an engine builds: those of one rank, and no token has to travel. A pool has this rank's key heads."""
+    """By the runner that an engine builds: those of one rank, and no token has to travel. A pool has this
+    rank's key heads.
+    """
     make_checkpoint(tmp_path, family, seed=9)
     heads_alone, tokens_alone, logprobs_alone = sampled(SINGLE, str(tmp_path), 12)
     results = groups[2].call(sampled, str(tmp_path), 12)

@@ -1,4 +1,6 @@
-"""Slots of divided tensors: whole tensors go in, in any pieces, and the ranks' parts together are what went in."""
+"""Slots of divided tensors: whole tensors go in, in any pieces, and the ranks' parts together are what went
+in.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

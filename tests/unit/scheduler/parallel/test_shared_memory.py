@@ -1,4 +1,6 @@
-"""Collectives over shared memory, between real processes, against NumPy; and what becomes of those whose peer is gone."""
+"""Collectives over shared memory, between real processes, against NumPy; and what becomes of those whose peer
+is gone.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,7 +95,9 @@ def test_a_sum_of_more_than_a_buffer_holds(ranks: Ranks, dtype: torch.dtype) -> 
 
 
 def test_who_waits_for_a_killed_rank_is_told(mortal: Callable[..., Ranks]) -> None:
-    """At once, though the rank is a zombie that nobody has waited for, and though it would be waited for for a minute."""
+    """At once, though the rank is a zombie that nobody has waited for, and though it would be waited for for
+    a minute.
+    """
     ranks = mortal(3)
     ranks.call(rank_jobs.barrier)
     ranks.start(rank_jobs.reduce_for_ever)

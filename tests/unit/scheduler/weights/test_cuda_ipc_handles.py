@@ -1,4 +1,6 @@
-"""CUDA IPC without a device: what is refused before the driver sees it, and who opens and closes what, with a stand-in driver."""
+"""CUDA IPC without a device: what is refused before the driver sees it, and who opens and closes what, with a
+stand-in driver.
+"""
 
 import gc
 import pickle
@@ -233,8 +235,10 @@ def test_one_cuda_device_for_all_or_none():
 def reduced(**changes: object) -> bytes:
     """What ``reduce_tensor`` of a CUDA buffer pickles to."""
     fields = {
-        "class": torch.Tensor, "size": torch.Size([1000]), "stride": (1,), "start": 24, "storage": torch.storage.TypedStorage,
-        "dtype": torch.uint8, "device": 5, "handle": GOOD.handle, "nbytes": 1024, "offset": 512, "requires_grad": False,
+        "class": torch.Tensor, "size": torch.Size([1000]), "stride": (1,), "start": 24,
+        "storage": torch.storage.TypedStorage,
+        "dtype": torch.uint8, "device": 5, "handle": GOOD.handle, "nbytes": 1024, "offset": 512,
+        "requires_grad": False,
         "counter": GOOD.ref_counter_handle, "counter_offset": 7, "event": bytes(64), "sync": True,
     }  # fmt: skip
     return pickle.dumps((rebuild_cuda_tensor, tuple({**fields, **changes}.values())))
@@ -249,9 +253,12 @@ def test_a_parameter_servers_buffer_is_read_as_plain_fields():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"start": 25}, {"start": -1}, {"size": torch.Size([1001])}, {"size": torch.Size([10, 100])}, {"size": torch.Size([])},
-        {"stride": (2,)}, {"dtype": torch.float32}, {"handle": None}, {"handle": b""}, {"handle": bytes(300)}, {"nbytes": 0},
-        {"nbytes": True}, {"offset": -1}, {"offset": "0"}, {"counter": "text"}, {"counter_offset": -1}, {"event": bytes(257)},
+        {"start": 25}, {"start": -1}, {"size": torch.Size([1001])}, {"size": torch.Size([10, 100])},
+        {"size": torch.Size([])},
+        {"stride": (2,)}, {"dtype": torch.float32}, {"handle": None}, {"handle": b""},
+        {"handle": bytes(300)}, {"nbytes": 0},
+        {"nbytes": True}, {"offset": -1}, {"offset": "0"}, {"counter": "text"}, {"counter_offset": -1},
+        {"event": bytes(257)},
         {"sync": 1}, {"size": 1000}, {"one": "more"},
     ],
 )  # fmt: skip

@@ -98,7 +98,9 @@ def test_pieces_stay_within_the_bucket_and_are_made_in_it(tmp_path: Path) -> Non
 def test_neighbours_come_as_they_lie(
     tmp_path_factory: pytest.TempPathFactory, layout: list[tuple[str, int, bool]], bucket_bytes: int
 ) -> None:
-    """Dtypes in any order, so that places are odd ones for some; tensors passed over leave gaps between the others."""
+    """Dtypes in any order, so that places are odd ones for some; tensors passed over leave gaps between the
+    others.
+    """
     folder = tmp_path_factory.mktemp("neighbours")
     header, data, skipped = {}, b"", set()
     for number, (dtype, count, skip) in enumerate(layout):

@@ -1,4 +1,6 @@
-"""What ranks hold of each tensor, put together, is the checkpoint's tensor: as an engine of several ranks sends its weights."""
+"""What ranks hold of each tensor, put together, is the checkpoint's tensor: as an engine of several ranks
+sends its weights.
+"""
 
 from pathlib import Path
 from typing import Any

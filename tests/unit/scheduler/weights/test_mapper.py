@@ -1,4 +1,6 @@
-"""Tensors under the names that a trainer's modules have: they write what a checkpoint of the same model writes."""
+"""Tensors under the names that a trainer's modules have: they write what a checkpoint of the same model
+writes.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,7 +156,9 @@ def test_an_expert_that_does_not_come_is_due(experts: tuple[Path, dict[str, Tens
 
 
 def test_experts_that_come_anew_are_due_again(experts: tuple[Path, dict[str, Tensor]]) -> None:
-    """Whether they came together before or each alone: else half of them would be committed with half of the others."""
+    """Whether they came together before or each alone: else half of them would be committed with half of the
+    others.
+    """
     path, state = experts
     alone, tensor = load_file(path / "model.safetensors"), state[DOWN]
     block = DOWN.removesuffix("down_proj")

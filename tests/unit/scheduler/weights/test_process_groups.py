@@ -1,4 +1,6 @@
-"""Process groups of NCCL, with a stand-in for it: joining, timeouts, the end of a dead group, and buffers that are used in turn."""
+"""Process groups of NCCL, with a stand-in for it: joining, timeouts, the end of a dead group, and buffers
+that are used in turn.
+"""
 
 import os
 import threading
@@ -29,7 +31,9 @@ NAME = "g"
 
 
 class Nccl:
-    """As much of ``ProcessGroupNCCL`` as is used: its constructor waits for nobody, its broadcasts run on the current stream."""
+    """As much of ``ProcessGroupNCCL`` as is used: its constructor waits for nobody, its broadcasts run on the
+    current stream.
+    """
 
     class Options:
         _timeout: timedelta | None = None
@@ -41,7 +45,9 @@ class Nccl:
         self.aborted = threading.Event()
         self.ended = threading.Event()
         self.coming: list[Tensor] = []
-        """What the trainer broadcasts. Empty: nobody broadcasts, and as NCCL does while it looks for its ranks, we wait for ever."""
+        """What the trainer broadcasts. Empty: nobody broadcasts, and as NCCL does while it looks for its
+        ranks, we wait for ever.
+        """
         self.unwaited, self.most_unwaited = 0, 0
         self.made.append(self)
 
@@ -127,7 +133,9 @@ def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPS
 
 
 def test_broadcasts_have_a_timeout_of_their_own(store: TCPStore) -> None:
-    """NCCL looks at its own, not at an operation's. The store's holds for the first broadcast, in which the ranks meet."""
+    """NCCL looks at its own, not at an operation's. The store's holds for the first broadcast, in which the
+    ranks meet.
+    """
     eventually(group(store, broadcast_timeout_s=77.0).joined)
     assert Nccl.made[0].timeout == timedelta(seconds=77)
 
@@ -150,7 +158,9 @@ def test_a_group_that_is_left_is_aborted(store: TCPStore) -> None:
 def test_a_trainer_that_died_before_its_first_broadcast(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL has no timeout while it looks for its ranks: the loop is woken, gives the group up and has it aborted."""
+    """NCCL has no timeout while it looks for its ranks: the loop is woken, gives the group up and has it
+    aborted.
+    """
     monkeypatch.setattr(reception, "GRACE_S", 0.0)
     woken = threading.Event()
     device = LaggingDevice()
@@ -187,7 +197,9 @@ def test_two_buffers_in_turn_tear_nothing(
     waits: bool,
     eager: bool,
 ) -> None:
-    """On a device that copies out of the buffers as late as it may, and receives as late or as early as it may."""
+    """On a device that copies out of the buffers as late as it may, and receives as late or as early as it
+    may.
+    """
     monkeypatch.setattr("caesura.scheduler.weights.transports.distributed.SHARED_BYTES", shared_bytes)
     device = LaggingDevice(eager_side=eager)
     one = group(store, write_stream=WriteStream(device, device.on_stream))

@@ -1,4 +1,6 @@
-"""What is sent and what is relayed, on a device that does everything as late as it may; and broadcasts that fail or hang."""
+"""What is sent and what is relayed, on a device that does everything as late as it may; and broadcasts that
+fail or hang.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -27,7 +29,9 @@ LIMIT = timedelta(seconds=PATIENCE_S)
 
 
 class Outgoing:
-    """Rank 0 of NCCL: its broadcasts run on a stream of its own, after the current one, and are done when they are waited for."""
+    """Rank 0 of NCCL: its broadcasts run on a stream of its own, after the current one, and are done when
+    they are waited for.
+    """
 
     def __init__(self, device: LaggingDevice, sizes: Sequence[int], fails_at: int | None = None) -> None:
         self._device = device

@@ -1,4 +1,6 @@
-"""Uploads through pinned buckets, on a device that does everything as late as it may: what is used again too early is torn."""
+"""Uploads through pinned buckets, on a device that does everything as late as it may: what is used again too
+early is torn.
+"""
 
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -26,7 +28,9 @@ def never(name: str) -> bool:
 
 
 class Target:
-    """Weights, written as a loader writes them: on the writing stream, which may lag, or be waited for as comparisons do."""
+    """Weights, written as a loader writes them: on the writing stream, which may lag, or be waited for as
+    comparisons do.
+    """
 
     def __init__(self, device: LaggingDevice, *, waits: bool) -> None:
         self.tensors: dict[str, Tensor] = {}

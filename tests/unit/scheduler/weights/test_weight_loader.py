@@ -113,7 +113,8 @@ def test_the_message_names_the_first_three_with_their_shapes(
     )
     assert said(model, wide) == f"these tensors do not fit the model: 5 mismatched; {listed}, and 2 more"
     assert said(model, [spec(names[0], tensors[names[0]].long()), spec("new", torch.zeros(2))]) == (
-        f"these tensors do not fit the model: 1 unexpected, 1 mismatched; {names[0]} has the dtype I64, expected F32, "
+        f"these tensors do not fit the model: 1 unexpected, 1 mismatched; {names[0]} has the dtype I64, "
+        "expected F32, "
         "new [2] is not in the model"
     )
     most = [spec(name, tensor) for name, tensor in tensors.items() if name != "model.norm.weight"]
