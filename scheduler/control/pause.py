@@ -85,7 +85,7 @@ def continue_generation(engine: "Engine", request: ContinueGenerationReqInput, s
 
 
 def flush(engine: "Engine", request: FlushCacheReqInput, sender: Sender) -> Operation:
-    """Clear the prefix cache once the engine is idle, and commit an implicit session; refuse when too late."""
+    """Clear the prefix cache once the engine is idle, and commit an implicit session; refuse if too late."""
     deadline = monotonic() + request.timeout_s
     while not is_idle(engine):
         if monotonic() >= deadline:
