@@ -53,7 +53,7 @@ def test_a_change_of_a_source_is_noticed(generator):
 @pytest.mark.parametrize(
     "line", ["import asyncio", "x: AsyncThing", "# in a coroutine", "def f(): LoopChannel"]
 )
-def test_what_has_no_blocking_form_is_refused(generator, line):
+def test_code_without_a_blocking_form_is_refused(generator, line):
     with pytest.raises(ValueError, match=r"async_client\.py: .* has no blocking form"):
         generator.generate("connection/async_client.py", f"{source('connection/async_client.py')}\n{line}\n")
 

@@ -222,7 +222,7 @@ def test_every_cited_invariant_is_defined():
     assert [(where, number) for where, number in found if number not in defined] == []
 
 
-def test_what_these_checks_find(files):
+def test_these_checks_find_violations(files):
     assert overlong("a\n" + "b" * 121 + "\n| " + "c" * 121 + "\nhttps://" + "d" * 121) == [2]
     text = "`loop.py` `scheduler/runtime/loop.py` `models/NAME.py` `cpu/linear.cpp` `circle.py` `heduler/loop.py`"
     assert missing(text, files) == ["circle.py", "heduler/loop.py"]

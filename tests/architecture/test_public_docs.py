@@ -85,7 +85,7 @@ def silent(kind: type) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "value"), PUBLIC, ids=[name for name, _ in PUBLIC])
-def test_it_says_what_it_is_and_so_do_its_members(name, value):
+def test_module_and_members_have_docstrings(name, value):
     own = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
     assert own, f"{name} has no docstring of its own"
     if isinstance(value, type):

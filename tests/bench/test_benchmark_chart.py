@@ -71,7 +71,7 @@ def test_bars_are_to_scale_within_their_panel():
     assert third == pytest.approx([1 / 4, 1 / 20])
 
 
-def test_what_was_not_measured_is_not_drawn():
+def test_missing_measurements_are_not_drawn():
     found = texts(chart.draw([result("rl", {"Caesura": 500.0}, {"Caesura": 2.0})]))
     assert "500 tok/s" in found and "2.0 s" in found  # and no ratio to nothing
     assert not {"vLLM", "transformers", "Long prompts"} & set(found)

@@ -95,7 +95,7 @@ def test_a_hybrid_has_kv_in_each_fourth_layer_and_a_state_in_the_others():
     assert least == pytest.approx((streamed_weight_bytes(made, 2, 3) + kv + 2 * 3 * states) / 10)
 
 
-def test_of_latents_one_is_cached_for_all_heads():
+def test_one_latent_is_cached_for_all_heads():
     """By hand for DeepSeek: 32 experts of three matrices 256 x 512 in seven layers, 4 a token."""
     made = ARCHITECTURES["mla-0.2b"]
     assert kv_bytes_per_token(made, 2) == WORKLOADS["mla"].kv_bytes_per_token

@@ -71,7 +71,7 @@ def test_scratch_memory_is_of_many_sizes_and_never_leaks(monkeypatch):
         assert sum(tensor.nbytes for tensor in scratch._survivors) <= SURVIVORS * SURVIVOR_BYTES
 
 
-def test_as_many_steps_follow_as_were_asked_for():
+def test_number_of_recorded_steps_is_honoured():
     def tokens(step):
         delta = StreamDelta(rids=[], indices=b"", starts=b"", counts=b"", tokens=b"", logprobs=b"")
         return encode(BatchTokenOutput(step=step, delta=delta, finished=[]))

@@ -109,7 +109,7 @@ def test_equal_seeds_draw_equal_mutants():
     assert len(drawn) == 3
 
 
-def test_what_does_not_compile_or_changes_nothing_is_drawn_by_nobody():
+def test_equivalent_and_invalid_mutants_are_never_drawn():
     places = places_of_interest(SOURCE, [*places_of(" number"), *places_of("LIMIT"), *places_of(">")])
     drawn = draw("thing.py", SOURCE, places, replaced, 100, seed=1)
     assert [(mutant.function, mutant.before, mutant.after) for mutant in drawn] == [
@@ -118,7 +118,7 @@ def test_what_does_not_compile_or_changes_nothing_is_drawn_by_nobody():
     assert drawn[0].diff.startswith("--- a/thing.py\n+++ b/thing.py\n")
 
 
-def test_what_warns_when_it_is_compiled_is_drawn_by_nobody():
+def test_mutants_with_compile_warnings_are_never_drawn():
     assert (
         draw("thing.py", "x = 1 == 1\n", [Place((1, 6), "==", 0)], lambda *_: "x = 1 is 1\n", 1, seed=1) == []
     )

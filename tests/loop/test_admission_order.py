@@ -48,7 +48,7 @@ def test_a_large_request_does_not_starve_those_it_would_have_overtaken(tiny_mode
         check_nothing_is_left(driver)
 
 
-def test_who_overtakes_leaves_pages_to_those_who_wait_for_a_prefix(tiny_model):
+def test_overtaking_leaves_pages_for_prefix_waiters(tiny_model):
     with engine(tiny_model, kv_pool_tokens=16 * PAGE_SIZE, chunked_prefill_size=80) as driver:
         group = driver.generate(PREFIX, 2 * PAGE_SIZE, n=3)
         greedy = driver.generate([5 + i % 80 for i in range(10 * PAGE_SIZE)], 4)

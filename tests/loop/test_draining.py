@@ -23,7 +23,7 @@ def driver(tiny_model):
         yield driver
 
 
-def test_what_is_there_ends_by_itself_and_new_work_is_refused(driver):
+def test_drain_finishes_requests_and_refuses_new_ones(driver):
     first, queued = driver.generate(PROMPT, 20), driver.generate(PROMPT, 30)
     driver.tick()
     asked = driver.send(ShutdownReqInput(drain=True))

@@ -66,7 +66,7 @@ def test_continue_empties_while_still_paused_and_says_so(driver, allocator, capl
     assert lines == ["continue_generation: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)"]
 
 
-def test_what_was_allocated_meanwhile_is_not_freed_memory(driver, allocator):
+def test_new_allocations_do_not_count_as_freed(driver, allocator):
     """Less than nothing cannot have been freed; the two readings beside it say what the process did in all."""
     driver.call(Pause())
     allocator.reserved = 8 * MIB - 4096

@@ -179,12 +179,14 @@ def test_a_refused_command_empties_nothing(driver, allocator, tmp_path):
     assert allocator.log == []
 
 
-@pytest.mark.parametrize("place", ["_attach", "_start"])
-def test_a_message_that_fails_at_once_empties_before_it_is_answered(driver, allocator, monkeypatch, place):
+@pytest.mark.parametrize(("part", "method"), [("answers", "attach"), ("commands", "add")])
+def test_a_message_that_fails_at_once_empties_before_it_is_answered(
+    driver, allocator, monkeypatch, part, method
+):
     def fail(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(driver.engine.dispatcher, place, fail)
+    monkeypatch.setattr(getattr(driver.engine, part), method, fail)
     say = driver.engine.replies.send_answer
     monkeypatch.setattr(
         driver.engine.replies, "send_answer", lambda *said: (allocator.log.append("answered"), say(*said))[1]
@@ -192,7 +194,7 @@ def test_a_message_that_fails_at_once_empties_before_it_is_answered(driver, allo
     driver.send(PauseGenerationReqInput())
     driver.tick(2)
     assert allocator.log[0] == "emptied"
-    if place == "_attach":  # else the id is attached, and the stored answer goes out
+    if part == "answers":  # else the id is attached, and the stored answer goes out
         assert allocator.log == ["emptied", "answered"]
 
 
@@ -226,9 +228,7 @@ def test_flush_logs_what_it_gave_back(driver, allocator, caplog):
 
 
 @pytest.mark.parametrize("command", [ContinueGenerationReqInput, FlushCacheReqInput])
-def test_what_commits_an_implicit_session_derives_before_it_empties(
-    driver, allocator, other_model, monkeypatch, command
-):
+def test_implicit_commit_derives_before_it_empties(driver, allocator, other_model, monkeypatch, command):
     """The derivation's scratch memory is what there is to give back."""
     derivations_into(allocator.log, driver, monkeypatch)
     driver.call(PauseGenerationReqInput(mode="abort"))

@@ -146,7 +146,7 @@ def raises(error):
     lambda engine, request, sender: 5,
     lambda engine, request, sender: iter([3]),
 ], ids=["none", "text", "odd", "odd-detail", "odd-set", "exception-detail", "no-generator", "odd-iterator"])  # fmt: skip
-def test_what_cannot_be_answered_is_answered_so(driver, operation, monkeypatch):
+def test_unanswerable_requests_get_an_error(driver, operation, monkeypatch):
     """And stays answered, for a retry."""
     rid = one_lives(driver)
     monkeypatch.setitem(COMMANDS, FlushCacheReqInput, operation)

@@ -296,7 +296,7 @@ def refused(folder, **options):
     return error.value
 
 
-def test_what_hybrids_do_not_do_is_refused_by_name(tmp_path_factory):
+def test_unsupported_hybrid_features_are_refused_by_name(tmp_path_factory):
     plain, hybrid = (str(tmp_path_factory.mktemp("refused") / name) for name in ("plain", "hybrid"))
     make_checkpoint(plain, "qwen3")
     make_checkpoint(hybrid, "qwen3.5")

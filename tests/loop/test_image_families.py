@@ -144,7 +144,7 @@ def start(path, **options):
     return refused.value
 
 
-def test_what_is_not_served_is_refused_by_name(tmp_path):
+def test_unserved_features_are_refused_by_name(tmp_path):
     whole = make_sd3(tmp_path / "sd3")
 
     def changed(name, **entries):

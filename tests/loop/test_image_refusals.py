@@ -58,7 +58,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "field"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_done_is_refused_with_its_field(untouched, fields, field):
+def test_unsupported_values_are_refused_by_field(untouched, fields, field):
     reply = refusal(untouched, request(**fields))
     assert (reply.code, reply.detail["field"]) == ("invalid_request", field)
     assert len(untouched.engine.live) == 0

@@ -235,7 +235,7 @@ def test_a_pause_that_aborts_ends_every_sample(driver):
     assert len(driver.engine.live) == 0
 
 
-def test_what_is_not_asked_for_is_not_sent(driver):
+def test_unrequested_fields_are_not_sent(driver):
     tensors = tensors_of(run(driver, request(return_steps=[], return_embeds=False, output="latents"))[0])
     assert tensors.keys() == {"timesteps", "sigmas", "final_latents"}
     everything = tensors_of(run(driver, request())[0])
@@ -273,7 +273,7 @@ def test_text_ids_and_embeddings_are_the_same_prompt(driver, guidance):
         assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
 
 
-def test_what_a_trajectory_keeps_is_its_own(driver):
+def test_trajectory_owns_its_tensors(driver):
     """A view of a step's rows would keep the latents of every sample of the step."""
     keeps, others = request(), request(n=7, return_steps=[])
     driver.send(keeps)

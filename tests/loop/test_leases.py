@@ -160,7 +160,7 @@ def test_continue_by_another_owner_needs_force(driver):
     assert driver.call(ContinueGenerationReqInput(owner="trainer")).was_paused
 
 
-def test_who_pauses_again_hears_whose_pause_it_is(driver):
+def test_second_pause_names_the_owner(driver):
     first, again = (
         driver.call(PauseGenerationReqInput(mode=mode, owner=owner, lease_s=60.0))
         for mode, owner in (("in_place", "trainer"), ("retract", "other"))

@@ -109,7 +109,7 @@ def test_updates_take_each_spelling(loaded, spelled, tmp_path):
 
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_what_is_all_ignored_changes_nothing(paused, tmp_path):
+def test_fully_ignored_updates_change_nothing(paused, tmp_path):
     """A trainer may send the tower first or last: nothing is left open for `continue` to commit, and no
     request hears of it.
     """
@@ -137,7 +137,7 @@ def test_what_is_all_ignored_changes_nothing(paused, tmp_path):
         assert driver.status().weights_epoch == 0
 
 
-def test_what_is_all_ignored_commits_nothing_into_poisoned_weights(tmp_path):
+def test_fully_ignored_updates_commit_nothing_when_poisoned(tmp_path):
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors = load_file(tmp_path / "model.safetensors")
     with started(tmp_path) as driver:
@@ -148,7 +148,7 @@ def test_what_is_all_ignored_commits_nothing_into_poisoned_weights(tmp_path):
         assert (reply.committed, reply.weights) == (False, "poisoned")
 
 
-def test_what_is_all_ignored_is_received_from_a_group(tmp_path):
+def test_fully_ignored_broadcasts_are_received(tmp_path):
     """Else its rank 0 would wait, and what it sends next would be taken for what it sent before."""
     for seed in (0, 1):
         make_multimodal_checkpoint(tmp_path / str(seed), QWEN, seed=seed)

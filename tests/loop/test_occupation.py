@@ -362,7 +362,7 @@ def test_poisoned_weights_become_invalid_and_one_complete_update_heals(driver, o
     assert driver.status().weights == "valid"
 
 
-def test_what_an_unfinished_update_wrote_is_forgotten_with_the_memory(driver, other_model):
+def test_unfinished_writes_are_forgotten_on_release(driver, other_model):
     """A trainer died while it filled invalid weights; its successor starts over, and inherits neither bytes
     nor label.
     """

@@ -80,7 +80,7 @@ def test_guidance_finds_its_negative_prompt_and_encodes_the_rest(driver):
     np.testing.assert_allclose(part["latents"], whole["latents"], rtol=0, atol=1e-5)
 
 
-def test_what_differs_is_not_found(driver):
+def test_differing_tokens_are_not_found(driver):
     run(driver, request())
     for message in (request("a blue"), request(max_sequence_length=LENGTH + 1), request(prompt="a red a")):
         run(driver, message)

@@ -180,7 +180,7 @@ def test_a_commit_needs_every_rank(driver, other_model, tiny_model):
     assert driver.status().weights == "valid"
 
 
-def test_what_one_rank_refuses_changes_nothing(driver, other_model, monkeypatch):
+def test_refusal_by_one_rank_changes_nothing(driver, other_model, monkeypatch):
     """Its folder has other files, as that of another host may."""
     before = checksums(driver)
     described = executor.described

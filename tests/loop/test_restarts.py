@@ -113,7 +113,7 @@ def test_epochs_go_on_when_nothing_was_ever_updated(start):
     assert len(incarnations) == 3
 
 
-def test_what_was_committed_from_disk_comes_back(start, folder):
+def test_disk_commits_survive_a_restart(start, folder):
     with start() as driver:
         from_disk(driver, folder)
         committed, before = checksum(driver), driver.status()
@@ -249,7 +249,7 @@ def test_a_folder_that_changes_between_its_call_and_the_commit_is_not_taken_for_
         assert driver.status().weights == "invalid"
 
 
-def test_what_was_not_committed_is_not_remembered(start, folder, other_model):
+def test_uncommitted_updates_are_not_remembered(start, folder, other_model):
     with start() as driver:
         from_disk(driver, folder)
         committed = checksum(driver)
@@ -405,7 +405,7 @@ def test_a_file_that_cannot_be_written_refuses_the_start(tiny_model, tmp_path):
         assert caught.value.code == "state_file_error"
 
 
-def test_what_is_no_regular_file_is_refused_and_left_alone(tiny_model, tmp_path):
+def test_irregular_state_files_are_refused_and_kept(tiny_model, tmp_path):
     """Replacing it, as a record is, would take /dev/null away from a machine where the engine runs as root."""
     path = tmp_path / "weights.json"
     os.mkfifo(path)
@@ -426,7 +426,7 @@ def test_a_commit_stands_when_its_record_cannot_be_written(start, folder, tmp_pa
         assert driver.status().weights == "invalid"
 
 
-def test_what_lies_where_the_next_record_is_written_is_replaced(start, folder, tmp_path):
+def test_leftover_of_the_next_record_is_replaced(start, folder, tmp_path):
     """A FIFO would hold up the commit for ever, and a file of somebody else would stay writable for them."""
     path, temporary = tmp_path / "weights.json", tmp_path / ".weights.json.new"
     with start() as driver:

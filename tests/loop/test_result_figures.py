@@ -229,7 +229,7 @@ def test_the_pages_of_an_aborted_request_are_kept_for_the_next_one(driver):
     assert driver.result(again).cached_tokens == (len(prompt) - 1) // 16 * 16
 
 
-def test_what_has_ended_already_is_passed_over_and_the_rest_is_aborted(driver):
+def test_abort_skips_ended_requests(driver):
     """The end of one may end others of the same list."""
     rids = [driver.generate(PROMPT, 50) for _ in range(3)]
     driver.tick(3)

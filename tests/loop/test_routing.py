@@ -150,7 +150,7 @@ def test_rows_stay_what_they_were_across_an_update(driver, moe_models, mode, mon
     assert result.num_retractions == (2 if mode == "retract" else 0)
 
 
-def test_what_recomputed_it_is_what_others_find(driver, moe_models):
+def test_recomputed_pages_are_those_that_others_find(driver, moe_models):
     """The prefix that a retracted request leaves is of the new weights, and so are the rows that come with
     it.
     """

@@ -311,7 +311,7 @@ def test_a_release_of_the_cache_does_not_matter(tiny_model, reference, judge):
         assert_scores(driver.call(message), message, judge)
 
 
-def test_what_cannot_be_scored_is_refused_by_name(tiny_model, reference):
+def test_unscorable_requests_are_refused_by_name(tiny_model, reference):
     with driver_with(
         tiny_model, reference, context_len=100, reference_pool_tokens=64, max_waiting_requests=3
     ) as driver:

@@ -129,7 +129,7 @@ STAGES = {
 
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_nobody_goes_on_from_a_torn_state(driver, monkeypatch, stage, error):
+def test_torn_states_are_not_reused(driver, monkeypatch, stage, error):
     """Early in a prompt, beside decoding, and while a request ends.
 
     A step with prompt tokens, and any while memory is short, leaves the states before it, and it is tried

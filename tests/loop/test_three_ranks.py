@@ -62,7 +62,7 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
     assert driver.engine.executor._answers == {}
 
 
-def test_what_rank_0_cannot_do_leaves_no_answers_of_the_others(driver, monkeypatch):
+def test_failure_on_rank_0_leaves_no_worker_answers(driver, monkeypatch):
     """They have done their part."""
     steps = driver.engine.runner
 

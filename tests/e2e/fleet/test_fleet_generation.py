@@ -342,7 +342,7 @@ def test_requests_wait_for_an_engine_and_no_longer_than_they_are_told(engines):
     run(engines, body, patience_s=0.2)
 
 
-def test_what_the_caller_does_ends_it(engines):
+def test_caller_errors_end_the_stream(engines):
     async def body(fleet: Fleet) -> None:
         handle = await fleet.submit(PROMPT, LONG, stream=True, rid="mine", return_logprob=True)
         async for _ in handle:

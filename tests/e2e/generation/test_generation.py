@@ -189,7 +189,7 @@ def test_without_a_limit_it_runs_to_the_end_of_the_context(float32):
     assert output.finish_reason.type == "length"
 
 
-def test_what_cannot_run_is_refused_by_name(float32):
+def test_unsupported_requests_are_refused_by_name(float32):
     with pytest.raises(PromptTooLong) as too_long:
         float32.client.generate(PROMPTS[1], SamplingParams(max_new_tokens=CONTEXT))
     assert too_long.value.detail["limit"] == CONTEXT

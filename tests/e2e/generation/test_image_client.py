@@ -118,7 +118,7 @@ def test_an_abort_ends_with_the_steps_that_were_made(engine):
     assert len(output.step_indices) == min(2, output.steps_done)
 
 
-def test_what_the_engine_refuses_is_raised(engine):
+def test_engine_refusals_are_raised(engine):
     with pytest.raises(InvalidRequest, match="width"):
         engine.generate_images("a red", **{**OPTIONS, "width": 17})
     with pytest.raises(TypeError, match="did you mean guidance_scale"):

@@ -132,7 +132,7 @@ def test_retracted_in_the_middle(driver, models):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_what_was_sampled_before_an_update_keeps_its_experts(driver, models, mode):
+def test_tokens_before_an_update_keep_their_experts(driver, models, mode):
     """Recomputing it under the new weights, or computing on, changes no row that the old weights have made."""
     prompt = text(40, 7)
     rid = ask(driver, prompt, 30)

@@ -128,7 +128,7 @@ def test_the_same_from_coroutines(policy, reference):
         asyncio.run(ask(client.endpoint))
 
 
-def test_what_a_caller_gets_wrong(policy, reference):
+def test_wrong_arguments_are_refused(policy, reference):
     with launch_scheduler(policy, **OPTIONS) as client:
         with pytest.raises(Unsupported, match="no reference is loaded"):
             client.score([1, 2, 3], start=1)

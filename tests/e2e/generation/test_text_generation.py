@@ -163,7 +163,7 @@ def test_hundreds_of_streams_say_what_single_calls_say(engine, tokenizer):
 
 
 @pytest.mark.parametrize("stop", [(), ("never said",)])
-def test_nobody_generates_for_those_who_left(engine, tokenizer, stop):
+def test_requests_of_gone_clients_are_aborted(engine, tokenizer, stop):
     params = SamplingParams(max_new_tokens=200, ignore_eos=True, n=4)
 
     async def body(manager):

@@ -135,7 +135,7 @@ def page(browser, address) -> Page:
 
 
 @browsing
-def test_it_shows_a_pause_and_an_update_when_they_happen(engine, page, other_model):
+def test_dashboard_shows_pauses_and_updates(engine, page, other_model):
     page.until(lambda: page.text("generation") == "RUNNING")
     with contextlib.ExitStack() as stack:
         engine.pause("in_place", owner=f"trainer {HOSTILE}")
@@ -165,7 +165,7 @@ def shows_the_pause(engine, page, other_model):
 
 
 @browsing
-def test_it_draws_load_and_memory_while_tokens_come(engine, page):
+def test_dashboard_draws_load_and_memory_while_tokens_come(engine, page):
     handles = [
         engine.submit([5, 6, 7], SamplingParams(max_new_tokens=240, ignore_eos=True)) for _ in range(8)
     ]
@@ -179,7 +179,7 @@ def test_it_draws_load_and_memory_while_tokens_come(engine, page):
 
 
 @browsing
-def test_it_shows_how_long_samples_take_and_an_update_by_stage(engine, page, other_model):
+def test_dashboard_shows_sample_durations_and_update_stages(engine, page, other_model):
     def first_cells(table):
         script = (
             "return [...document.getElementById(arguments[0]).rows].map((row) => row.cells[0].textContent)"
@@ -252,7 +252,7 @@ def test_nothing_runs_out_of_the_window(page, width):
 
 
 @browsing
-def test_it_follows_the_reader_into_the_dark(page):
+def test_dashboard_follows_dark_mode(page):
     def background():
         return page.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
 
@@ -267,7 +267,7 @@ def test_it_follows_the_reader_into_the_dark(page):
 
 
 @browsing
-def test_it_asks_this_server_only_and_nothing_goes_wrong(page, address):
+def test_dashboard_asks_only_this_server_without_errors(page, address):
     """The last test of the module that uses the page: it looks at what all of them have left in the logs."""
     page.until(lambda: len(page.find("events").text) > 0)
     asked = page.requests()

@@ -350,7 +350,7 @@ def test_health_answers_in_every_state_and_costs_no_tokens(server, tiny_model):
     assert tokens() == before
 
 
-def test_what_waits_during_a_pause_counts_and_goes_on(server):
+def test_requests_waiting_during_a_pause_count_and_continue(server):
     server.ok("/pause_generation", {"mode": "retract"})
     found: list = []
     thread = threading.Thread(target=lambda: found.append(server.generate([5])))

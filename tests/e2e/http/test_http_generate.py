@@ -193,14 +193,14 @@ def test_a_batched_stream_says_whose_each_event_is(server):
         ({"input_ids": [1], "min_weights_epoch": 99}, "epoch"),
     ],
 )
-def test_what_is_wrong_is_400_and_named(server, body, field):
+def test_wrong_fields_are_400_and_named(server, body, field):
     for streamed in (False, True):
         response = server.post("/generate", {**body, "stream": streamed})
         assert response.status_code == 400, response.text
         assert field in response.json()["error"]["message"]
 
 
-def test_what_is_no_json_is_400(server):
+def test_invalid_json_is_400(server):
     for content in (b"", b"{", b"[]", b"\xff"):
         response = server.http.post("/generate", content=content)
         assert response.status_code == 400

@@ -179,7 +179,7 @@ def test_a_client_that_leaves_aborts_its_images(server):
         ({"min_weights_epoch": 10**6}, None),
     ],
 )
-def test_what_cannot_be_done_is_400_and_names_the_field(server, changes, param):
+def test_unsupported_values_are_400_with_the_field(server, changes, param):
     response = post(server, **changes)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -208,7 +208,7 @@ def test_the_empty_prompt_is_a_prompt(server):
     assert post(server, prompt="", seed=1).json()["data"][0]["finish_reason"] == "length"
 
 
-def test_what_asks_for_nothing_passes(server):
+def test_neutral_values_pass(server):
     nothing = {
         "style": None,
         "stream": False,

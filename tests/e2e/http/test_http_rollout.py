@@ -156,7 +156,7 @@ def test_weights_are_updated_by_the_same_routes(server, sd3):
         ({"extra_sampling_params": {"teacache": True}}, "teacache"),
     ],
 )
-def test_what_cannot_be_done_is_400_and_says_what(server, changes, said):
+def test_unsupported_values_are_400_with_a_reason(server, changes, said):
     response = httpx.post(f"{server.url}/rollout/generate", json={**BODY, **changes}, timeout=None)
     assert response.status_code == 400, response.text
     assert said in response.text

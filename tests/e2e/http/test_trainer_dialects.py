@@ -279,7 +279,7 @@ def test_the_server_tells_the_weights_root_that_it_enforces(dense):
     assert found["weights_root"] in outside.json()["message"]
 
 
-def test_what_vllms_clients_ask_of_a_server(dense):
+def test_vllm_client_requests_are_served(dense):
     assert dense.post("/ping").status_code == dense.get("/ping").status_code == 200
     assert dense.get("/version").json() == {"version": dense.get("/server_info").json()["version"]}
     assert dense.get("/load").json() == {"server_load": 0}

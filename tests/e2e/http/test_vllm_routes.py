@@ -196,7 +196,7 @@ def test_experts_of_tokens(http):
     assert experts["shape"][0] == len(PROMPT) + 3 - 1
 
 
-def test_what_parameters_say_of_the_request_itself(http):
+def test_parameters_that_describe_the_request(http):
     """The salt may stand among them; a stream and an echo are of other routes."""
     salted = {"max_tokens": 1, "cache_salt": "a", "stream": True, "echo": True, "prompt": "x"}
     prompt = list(range(3, 203))
@@ -249,7 +249,7 @@ def test_without_a_limit_the_context_is_filled(http):
         ({"token_ids": [5] * 600}, "context"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(http, fields, said):
+def test_unservable_models_are_refused_by_name(http, fields, said):
     answer = http.post("/inference/v1/generate", json={"token_ids": PROMPT, **fields})
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["error"]["message"]

@@ -107,7 +107,7 @@ def test_a_file_asks_nobody_and_says_what_serves(show, browser):
     assert all(url.startswith(("file:", "data:")) for url in urls), urls
 
 
-def test_what_clients_send_is_shown_as_text(show, browser):
+def test_client_strings_are_shown_as_text(show, browser):
     evil = "</script><script>document.title = 'broken'</script><img src=x onerror=document.title='x'>"
     page = show([*cycles(1, label=evil), memory_event(6, "failure", detail=evil)])
     assert evil in page.rows("events")[0][2]
@@ -152,7 +152,7 @@ def test_the_close_view_has_the_last_events(show):
     assert len(of_class(page.chart("returned"), "bar")) == 12
 
 
-def test_what_is_reserved_after_each_continue_is_marked_and_no_line_joins_the_marks(show):
+def test_reserved_memory_after_each_continue_is_marked_without_lines(show):
     page = show(cycles(7))
     page.choose(BY_EVENT)
     timeline = page.chart("timeline")

@@ -144,7 +144,7 @@ def test_a_signal_reaches_it_and_nothing_else(start, number):
     assert forked(start)
 
 
-def test_it_is_waited_for_like_any_child(start):
+def test_template_process_is_waited_for_like_any_child(start):
     with start("import sys; sys.stdin.read()", stdin=subprocess.PIPE) as process:
         assert process.pid in {child.pid for child in psutil.Process().children()}
         with pytest.raises(subprocess.TimeoutExpired):
@@ -155,7 +155,7 @@ def test_it_is_waited_for_like_any_child(start):
         os.waitpid(process.pid, 0)
 
 
-def test_what_libraries_read_at_their_start_is_never_that_of_another(start, monkeypatch):
+def test_library_settings_are_the_processs_own(start, monkeypatch):
     assert forked(start)
     assert not forked(start, env={**os.environ, "OMP_NUM_THREADS": "3"})
     assert not forked(start, executed=True)

@@ -502,7 +502,7 @@ def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
 
 
 @pytest.mark.long
-def test_what_a_killed_engine_left_is_removed_by_the_next(tiny_model, tmp_path):
+def test_remains_of_a_killed_engine_are_removed(tiny_model, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with started(tiny_model, env=environment) as engine:
         left = socket_of(engine.ready()).parent

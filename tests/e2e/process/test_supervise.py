@@ -69,7 +69,7 @@ def test_a_kill_under_load_is_survived_by_clients_that_try_again(tiny_model):
     assert "killed by signal 9" in restarts[0]
 
 
-def test_what_was_updated_from_disk_is_served_again(tiny_model, other_model):
+def test_disk_updates_are_served_again_after_a_restart(tiny_model, other_model):
     with supervised("--model", str(tiny_model)) as running, running.client() as client:
         client.update_weights_from_disk(other_model, weight_version="step-17", timeout=PATIENCE)
         before = client.generate([5, 6, 7], GREEDY, timeout=PATIENCE)
@@ -81,7 +81,7 @@ def test_what_was_updated_from_disk_is_served_again(tiny_model, other_model):
         assert {span.version for span in after.weight_versions} == {"step-17"}
 
 
-def test_what_came_as_tensors_is_refused_until_it_comes_again(tiny_model, other_model):
+def test_lost_tensor_updates_are_refused_until_sent_again(tiny_model, other_model):
     tensors = load_file(other_model / "model.safetensors")
     with supervised("--model", str(tiny_model)) as running, running.client() as client:
         client.update_weights_from_tensor(tensors.items(), weight_version="step-17", timeout=PATIENCE)

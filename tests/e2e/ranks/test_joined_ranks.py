@@ -59,7 +59,7 @@ def test_a_joined_rank_samples_what_one_rank_samples(joined, tiny_model):
         np.testing.assert_allclose(ours.output_logprobs, theirs.output_logprobs, atol=1e-4)
 
 
-def test_it_ends_with_the_engine(joined):
+def test_server_ends_with_the_engine(joined):
     launched, worker = joined
     launched.close()
     assert worker.wait() == 0

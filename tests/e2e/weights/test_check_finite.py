@@ -89,7 +89,7 @@ def send(
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "ipc", "distributed"])
-def test_what_is_not_finite_is_refused_by_name_and_poisons_until_a_complete_update(
+def test_non_finite_weights_are_refused_and_poison_until_a_complete_update(
     engine, folder, transport, tmp_path, request
 ):
     group = request.getfixturevalue("group") if transport == "distributed" else None

@@ -147,7 +147,7 @@ def test_a_part_of_the_weights_is_an_update_too(engine, pool, models, paused):
     assert engine.status().weights == "valid"
 
 
-def test_it_joins_an_explicit_session(engine, pool, models, cold):
+def test_update_joins_an_explicit_session(engine, pool, models, cold):
     with engine.weight_update(weight_version="session") as session, ParameterServer(20_000) as server:
         update = start(pool, engine, server)
         push(server, weights_of(models[1]))
@@ -320,7 +320,7 @@ def test_nothing_sent_is_an_error(engine, pool):
     assert engine.status().weights == "valid"
 
 
-def test_what_the_engine_refuses_the_server_hears(engine, pool, models):
+def test_engine_refusals_reach_the_server(engine, pool, models):
     """Here a flush that frozen requests forbid."""
     params = SamplingParams(max_new_tokens=200, ignore_eos=True)
     handles = [

@@ -143,7 +143,7 @@ def test_an_explicit_commit_that_is_refused_may_be_made_good(engine, trainer, ot
 
 
 @pytest.mark.parametrize("transport", ["tensor", "ipc", "shared"])
-def test_what_changes_after_a_timeout_is_never_committed(engine, trainer, tiny_model, other_model, transport):
+def test_sessions_are_never_committed_after_a_timeout(engine, trainer, tiny_model, other_model, transport):
     """A trainer that gave up waiting goes on with its optimizer while the message is still on its way."""
     new = {name: tensor.clone() for name, tensor in weights_of(other_model).items()}
     whole = {checksum_of(engine, weights_of(other_model)), checksum_of(engine, weights_of(tiny_model))}

@@ -235,7 +235,7 @@ def tensors_of(engine: SchedulerClient) -> list[TensorSpec]:
     return [tensor.spec() for tensor in engine.weights_manifest().tensors]
 
 
-def test_what_would_change_the_weights_waits_until_they_are_sent(source, target, tiny_model):
+def test_weight_changes_wait_until_sending_ends(source, target, tiny_model):
     """The target takes one half, so that the source is in the midst: it generates, pauses and answers, and an
     update waits.
     """

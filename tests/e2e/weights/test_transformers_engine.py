@@ -102,9 +102,7 @@ def test_release_and_resume(
     assert state(engine) == cold
 
 
-def test_what_the_model_does_not_take_is_refused(
-    engine: SchedulerClient, cold: tuple[str, list[int]]
-) -> None:
+def test_unexpected_tensors_are_refused(engine: SchedulerClient, cold: tuple[str, list[int]]) -> None:
     with pytest.raises(EngineError) as caught:
         engine.update_weights_from_tensor([("model.norm.bias", torch.zeros(48))])
     assert caught.value.code == "weight_mismatch"

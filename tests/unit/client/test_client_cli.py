@@ -220,7 +220,7 @@ HOSTILE = "\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
 SHOWN = r"\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
 
 
-def test_what_others_chose_is_shown_as_text(tmp_path_factory, caesura, monkeypatch):
+def test_foreign_strings_are_shown_as_text(tmp_path_factory, caesura, monkeypatch):
     """No escape sequence, no bidirectional override and no markup of an owner or a label takes effect."""
     endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
     monkeypatch.setenv("COLUMNS", "200")

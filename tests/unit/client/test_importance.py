@@ -30,7 +30,7 @@ def test_tokens_of_older_weights_than_allowed_count_nothing(max_staleness, expec
     assert importance_weights(LEARNER, LEARNER, SPANS, epoch=3, max_staleness=max_staleness) == expected
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_mismatched_shapes_are_refused():
     with pytest.raises(ValueError, match="epoch"):
         importance_weights(LEARNER, SAMPLER, SPANS, max_staleness=1)
     with pytest.raises(ValueError, match="3 learner logprobs, 2"):

@@ -267,7 +267,7 @@ def test_a_refusal_does_not_repeat_what_it_refuses(fields):
         {"type": "EndWeightUpdateReqInput", "weight_version": "v"},
     ],
 )
-def test_what_is_kept_and_repeated_to_others_is_short(fields):
+def test_stored_error_texts_are_short(fields):
     *_, name = fields
     decode_request(msgspec.msgpack.encode({**fields, name: "é" * 1024}))
     with pytest.raises(CaesuraError) as caught:

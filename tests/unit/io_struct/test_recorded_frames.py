@@ -81,7 +81,7 @@ def test_every_message_of_this_version_is_recorded():
 
 
 @every_frame
-def test_what_was_recorded_means_the_same(direction, frame):
+def test_recorded_frames_decode_to_the_same(direction, frame):
     message = READ[direction](frame)
     assert isinstance(message, Message)
     said = msgspec.msgpack.decode(frame)

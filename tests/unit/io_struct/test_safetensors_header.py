@@ -37,7 +37,7 @@ def header_of(entries: Mapping[str, object]) -> bytes:
         max_size=5,
     )
 )
-def test_what_the_library_writes_is_read(described):
+def test_files_of_the_library_are_read(described):
     tensors = {
         name: torch.zeros(shape, dtype=dtypes.DTYPES[dtype]) for name, (dtype, shape) in described.items()
     }
@@ -62,7 +62,7 @@ def test_what_the_library_writes_is_read(described):
         ({"a": {**ENTRY, "more": 1}}, 8, "not valid"),
     ],
 )
-def test_what_does_not_fit_is_refused(entries, data_bytes, says):
+def test_oversized_requests_are_refused(entries, data_bytes, says):
     with pytest.raises(SafetensorsError, match=says):
         parse_header(header_of(entries), data_bytes)
 
@@ -101,7 +101,7 @@ def test_names_and_sizes_are_those_of_torch(name):
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "U8", "BOOL"])
-def test_what_is_written_is_read_by_the_library(dtype, shape):
+def test_written_headers_are_read_by_safetensors(dtype, shape):
     tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtypes.DTYPES[dtype])
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     assert torch.equal(load(file_of_one("t", dtype, shape, data))["t"], tensor)

@@ -27,7 +27,7 @@ def left_by_the_dead(parent: Path, name: str = "caesura-dead", *files: str) -> P
     return path
 
 
-def test_it_is_private_and_its_socket_path_fits(monkeypatch, tmp_path):
+def test_directory_is_private_and_its_socket_path_fits(monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 90)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
@@ -40,7 +40,7 @@ def test_it_is_private_and_its_socket_path_fits(monkeypatch, tmp_path):
     assert not directory.exists()
 
 
-def test_what_the_dead_left_goes_and_what_the_living_have_stays(parent):
+def test_folders_of_dead_owners_are_removed(parent):
     dead = left_by_the_dead(parent)
     mine = private_directory.make()
     (mine / LOCK).touch()

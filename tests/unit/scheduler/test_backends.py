@@ -66,7 +66,7 @@ def broken(kind: type, method: str, error: Exception) -> type:
 
 
 @SHAPES
-def test_what_agrees_with_torch_serves(library, shape):
+def test_kernels_that_agree_with_torch_serve(library, shape):
     found = choose(config(), shape)
     assert (found.by, found.reason) == ("flashinfer", None)
     assert found.kernels == ("" if shape.latent is None else "fa2")

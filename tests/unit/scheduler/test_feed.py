@@ -86,7 +86,7 @@ def test_an_error_comes_after_the_items_before_it():
     assert feed.take() is None
 
 
-def test_what_was_cancelled_hands_nothing_over_and_ends():
+def test_cancelled_transfers_hand_over_nothing():
     source = Source(5, blocks_at=0)
     feed, _ = start(source)
     eventually(lambda: source.asked == 1)
@@ -110,7 +110,7 @@ def readable(wakeup: Wakeup) -> bool:
     return bool(select.select([wakeup.fd], [], [], 0)[0])
 
 
-def test_what_is_broken_off_between_two_items_keeps_nothing():
+def test_interrupted_transfers_keep_nothing():
     """A generator that nobody closes keeps its locals as long as the feed lives: a group's backend, with its
     connections.
     """

@@ -62,7 +62,7 @@ NOT_FILES: list[Callable[[Path], None]] = [
 
 @pytest.mark.parametrize("kind", NOT_FILES, ids=["fifo", "folder", "socket", "device", "terminal"])
 @pytest.mark.parametrize("name", [INDEX, "config.json", "generation_config.json", "shard"])
-def test_what_is_no_file_is_refused_and_not_waited_for(
+def test_special_files_are_refused_without_waiting(
     folder: Path, name: str, kind: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = min(folder.glob("*.safetensors")) if name == "shard" else folder / name

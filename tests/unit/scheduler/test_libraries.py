@@ -33,6 +33,6 @@ def test_numpy_asks_for_no_huge_pages(monkeypatch):
     assert not advised(**libraries.settings())
 
 
-def test_what_the_user_has_set_is_kept(monkeypatch):
+def test_user_settings_are_kept(monkeypatch):
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert "GOMP_SPINCOUNT" not in libraries.settings()

@@ -41,13 +41,13 @@ def test_kernels_serve_every_operation_that_a_model_has(tiny_model, tmp_path):
 
 
 @needs_kernels
-def test_what_the_configuration_leaves_to_torch_is_torchs(tiny_model):
+def test_operations_configured_for_torch_are_torchs(tiny_model):
     by = DENSE | {"attention": TORCH, "decoder": TORCH}
     assert served(tiny_model, attention_backend="sdpa") == Serving(by, "attention_backend = 'sdpa'")
 
 
 @needs_kernels
-def test_what_a_model_leaves_to_torch_is_torchs(tmp_path):
+def test_operations_computed_by_torch_are_reported(tmp_path):
     make_checkpoint(tmp_path / "many", "deepseek-v3", n_routed_experts=130, n_group=65)
     many = served(tmp_path / "many")
     assert "decoder" not in many.by
@@ -63,7 +63,7 @@ def test_what_a_model_leaves_to_torch_is_torchs(tmp_path):
 
 
 @needs_kernels
-def test_what_modules_of_transformers_leave_to_kernels_is_theirs(tmp_path):
+def test_operations_that_transformers_leaves_to_kernels(tmp_path):
     """All of Qwen3; of GLM, which rotates neighbouring pairs, not that."""
     make_checkpoint(tmp_path / "qwen3", "qwen3")
     assert served(tmp_path / "qwen3", model_backend="transformers") == Serving(DENSE, None)

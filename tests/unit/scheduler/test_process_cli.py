@@ -150,7 +150,7 @@ def start_error(**fields: object) -> CaesuraError:
         ({"endpoint": "tcp://0.0.0.0:0"}, ErrorCode.INVALID_REQUEST, "endpoint"),
     ],
 )
-def test_what_cannot_start_says_why(tiny_model, fields, code, named):
+def test_failed_start_says_why(tiny_model, fields, code, named):
     error = start_error(model_path=str(tiny_model), **fields)
     assert (error.code, error.detail["field"]) == (code, named)
 
@@ -193,7 +193,7 @@ def test_an_endpoint_of_ones_own_is_not_cleaned_away(tiny_model, tmp_path):
     assert (tmp_path / "mine").exists()
 
 
-def test_nobody_needs_to_listen():
+def test_listeners_are_optional():
     tell(None, {"ready": True})
 
 

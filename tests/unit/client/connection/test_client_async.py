@@ -302,7 +302,7 @@ def test_a_new_engine_at_the_same_endpoint_is_found(endpoint):
     asyncio.run(main(), debug=True)
 
 
-def test_nobody_at_the_endpoint_is_an_error(endpoint):
+def test_missing_engine_is_an_error(endpoint):
     async def main():
         async with AsyncSchedulerClient(endpoint, connect_timeout=0.05) as client:
             with pytest.raises(EngineDied, match="there is no such socket file"):

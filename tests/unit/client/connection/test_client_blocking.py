@@ -342,7 +342,7 @@ def test_an_engine_that_vanishes_fails_everything_pending(endpoint):
             list(handle.deltas(PATIENCE))
 
 
-def test_what_the_engine_said_last_is_delivered_before_its_loss(endpoint):
+def test_last_messages_are_delivered_before_the_loss(endpoint):
     def reply_then_vanish(request):
         if isinstance(request, GetStatusReqInput):
             raise VanishError
@@ -368,7 +368,7 @@ def test_nothing_meant_for_a_lost_engine_reaches_the_next(endpoint):
             assert second.requests.empty()
 
 
-def test_nobody_at_the_endpoint_is_an_error_and_the_request_is_dropped(endpoint):
+def test_missing_engine_is_an_error_and_the_request_is_dropped(endpoint):
     with SchedulerClient(endpoint, connect_timeout=0.05) as client:
         with pytest.raises(EngineDied, match="there is no such socket file"):
             client.pause()

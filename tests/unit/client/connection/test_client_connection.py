@@ -197,7 +197,7 @@ def test_an_answer_that_cannot_be_read_fails_its_own_call_only(connection, answe
     "frame",
     [b"", b"\xc1 garbage", b"\x91" * 100_000, msgspec.msgpack.encode({"type": "LoadReport", "load": 0.5})],
 )
-def test_what_names_nobody_is_logged_and_dropped(connection, frame, caplog):
+def test_replies_without_a_recipient_are_logged_and_dropped(connection, frame, caplog):
     begin(connection)
     connection.receive([frame])
     assert connection.pending == 3
@@ -279,7 +279,7 @@ def test_a_live_rid_is_refused(connection):
     assert connection.pending == 1
 
 
-def test_what_cannot_be_encoded_is_refused_and_forgotten(connection):
+def test_unencodable_answers_are_refused_and_forgotten(connection):
     with pytest.raises(InvalidRequest):
         connection.start_generation(GenerateReqInput(input_ids=[1 << 80]))
     assert connection.pending == 0

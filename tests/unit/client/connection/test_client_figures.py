@@ -56,7 +56,7 @@ def test_counters_are_summed_and_histograms_become_percentiles():
     assert not any(name.startswith("queue_time") for name in found), "an older engine does not count it"
 
 
-def test_what_an_engine_without_kv_or_prompts_cannot_say_is_absent():
+def test_inapplicable_series_are_absent():
     kv = KVUsage(free=0, cached=0, held=0, total=0, page_size=16, bytes_per_token=0)
     found = figures(msgspec.structs.replace(status_reply(GetStatusReqInput()), kv=kv))
     assert not {"caesura/kv_held_share", "caesura/prefix_hit_share"} & set(found)

@@ -100,7 +100,7 @@ def test_an_engine_replaced_between_two_looks_is_noticed(endpoint):
             assert greeted != old.link.incarnation == second.incarnation
 
 
-def test_what_was_sent_unaware_of_the_loss_reaches_no_engine(endpoint):
+def test_messages_sent_before_noticing_the_loss_are_dropped(endpoint):
     with Pumped(endpoint) as old:
         with FakeScheduler(endpoint, silent) as first:
             old.send(GetStatusReqInput())
@@ -374,7 +374,7 @@ def test_an_engine_that_loads_is_waited_for(endpoint):
         assert client.incarnation == "0" * 16
 
 
-def test_what_a_monitor_says_is_not_kept():
+def test_monitor_output_is_not_kept():
     """The time until the next try to connect is a value, another one each time."""
     known = len(zmq.Event._value2member_map_)
     for milliseconds in range(1000, 1100):

@@ -89,7 +89,7 @@ TEXT = "is text, and the scheduler takes token ids: tokenize it first, or give t
         (b"bytes", "input_ids = b'bytes' must be a list of token ids|must be a list of integers"),
     ],
 )
-def test_what_is_no_prompt_is_told_in_a_sentence(generate, prompt, sentence):
+def test_invalid_prompt_error_is_one_sentence(generate, prompt, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         generate(prompt)
 
@@ -117,7 +117,7 @@ def test_what_is_no_prompt_is_told_in_a_sentence(generate, prompt, sentence):
         ([{}, {}], "2 sampling_params for 1 prompts"),
     ],
 )
-def test_what_are_no_sampling_parameters_is_told_in_a_sentence(generate, params, sentence):
+def test_invalid_sampling_parameters_error_is_one_sentence(generate, params, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         generate([1], params)
 

@@ -68,7 +68,7 @@ def test_an_answer_of_other_lengths_is_refused(endpoint, lengths):
 @pytest.mark.parametrize(
     ("ids", "start"), [([[1, 2]], [1, 1]), ([[1, 2], [3, 4]], [1]), (["a"], 1), ([[1.5]], 1), ([[1]], [1.5])]
 )
-def test_what_is_not_a_score_is_refused_before_it_is_sent(endpoint, ids, start):
+def test_invalid_scores_are_refused_before_sending(endpoint, ids, start):
     with (
         FakeScheduler(endpoint, by_position),
         SchedulerClient(endpoint) as client,

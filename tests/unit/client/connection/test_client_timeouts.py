@@ -44,7 +44,7 @@ def uses(client):
 
 
 @pytest.mark.parametrize("timeout", NO_TIME)
-def test_what_is_no_time_is_refused_and_nothing_is_sent(endpoint, timeout):
+def test_invalid_times_are_refused_before_sending(endpoint, timeout):
     with FakeScheduler(endpoint) as fake, SchedulerClient(endpoint) as client:
         for use in uses(client):
             with pytest.raises(InvalidRequest, match=r"timeout = .* must be a number of seconds, or None"):
@@ -59,7 +59,7 @@ def test_what_is_no_time_is_refused_and_nothing_is_sent(endpoint, timeout):
 
 
 @pytest.mark.parametrize("timeout", PAST)
-def test_what_has_passed_is_no_patience_at_all(endpoint, timeout):
+def test_past_deadlines_mean_no_waiting(endpoint, timeout):
     with FakeScheduler(endpoint, silent), SchedulerClient(endpoint) as client:
         for use in uses(client)[:2]:
             with pytest.raises(TimedOut):
@@ -71,7 +71,7 @@ def test_what_has_passed_is_no_patience_at_all(endpoint, timeout):
 
 
 @pytest.mark.parametrize("timeout", FOR_EVER)
-def test_what_no_clock_can_count_is_for_ever(endpoint, timeout):
+def test_uncountable_times_mean_for_ever(endpoint, timeout):
     with (
         FakeScheduler(endpoint),
         SchedulerClient(endpoint, connect_timeout=timeout, keepalive_timeout=timeout) as client,

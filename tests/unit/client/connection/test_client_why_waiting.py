@@ -106,7 +106,7 @@ def test_a_pause_is_told_with_its_owner_and_its_age(endpoint, errors_of):
         ),
     ],
 )
-def test_whatever_else_keeps_it_waiting_is_told(endpoint, state, sentence):
+def test_other_reasons_for_waiting_are_told(endpoint, state, sentence):
     with FakeScheduler(endpoint, engine_in(**state)):
         assert all(sentence in error.message for error in blocking(endpoint))
 
@@ -124,7 +124,7 @@ def test_an_engine_that_says_nothing_is_not_waited_for(endpoint):
             assert re.fullmatch(rf"no answer within {TIMEOUT} s to message \w+", error.message)
 
 
-def test_whoever_only_looks_asks_nothing(endpoint):
+def test_status_commands_change_nothing(endpoint):
     with FakeScheduler(endpoint, engine_in()) as fake, SchedulerClient(endpoint) as client:
         handle = client.submit([1])
         for timeout in (0, -1, 0.0):

@@ -43,7 +43,7 @@ def test_memory_that_replicas_share_is_divided_and_what_is_given_stays():
 
 
 @pytest.mark.parametrize("name", ["--endpoint", "--state-file", "--tp-joined", "--tp-address"])
-def test_what_two_engines_cannot_share_is_refused_by_name(name):
+def test_options_that_replicas_cannot_share_are_refused_by_name(name):
     with pytest.raises(InvalidRequest, match=name):
         placed([name, "x"], 2, CPU)
 

@@ -178,7 +178,7 @@ def test_a_stopped_process_is_killed_and_replaced(watch):
     assert not psutil.pid_exists(first.pid)
 
 
-def test_nobody_asks_where_the_hang_timeout_is_0(watch):
+def test_hang_timeout_0_disables_the_probe(watch):
     watched = watch(hang_timeout_s=0.0).begin()
     first = watched.next(Serving)
     os.kill(first.pid, signal.SIGSTOP)

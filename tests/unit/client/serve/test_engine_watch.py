@@ -175,6 +175,6 @@ def test_a_percentile_lies_in_the_bucket_of_the_value_it_stands_for(seen, share)
     assert lower <= histogram.quantile(share) <= upper
 
 
-def test_what_nobody_has_waited_for_has_no_percentiles():
+def test_percentiles_need_observations():
     assert percentiles({"in the queue": Histogram((1.0, 2.0))}) == []
     assert Histogram((1.0, 2.0)).quantile(0.5) is None

@@ -62,7 +62,7 @@ def test_a_large_body_with_an_unknown_key_is_refused_like_a_small_one():
 
 @settings(max_examples=examples(100))
 @given(texts | ids | st.lists(texts, max_size=4) | st.lists(ids, max_size=4), st.integers(1, 3))
-def test_those_of_completions_too(prompt, n):
+def test_completions_logprobs_too(prompt, n):
     raw = json.dumps({"prompt": prompt, "n": n, "model": "m"}).encode()
     assert decode_large(raw, OPENAI, {"prompt": b"[]"}, 100) == OPENAI.decode(raw)
 
@@ -88,7 +88,7 @@ def test_those_of_completions_too(prompt, n):
         b"[" * 1_000_000,
     ],
 )
-def test_what_is_too_much_is_400_before_it_is_made(body):
+def test_oversized_requests_are_400_before_allocation(body):
     with listening() as server:
         response = httpx.post(f"{server.url}/generate", content=body, timeout=None)
         assert response.status_code == 400, response.text[:300]

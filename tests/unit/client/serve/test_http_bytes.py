@@ -98,7 +98,7 @@ def test_bad_bodies_are_no_defect(door, method, path):
     "path", ["/generate", "/v1/completions", "/v1/chat/completions", "/pause_generation"]
 )
 @pytest.mark.parametrize("content", [b'{"\xff": 1}', b'{"a": "\xff"}', b"\xff"])
-def test_what_is_no_utf_8_is_400(door, path, content):
+def test_invalid_utf_8_is_400(door, path, content):
     assert door.post(path, content=content).status_code == 400
 
 

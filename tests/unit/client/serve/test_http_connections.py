@@ -51,7 +51,7 @@ def rest_of(peer: socket.socket) -> bytes:
         (HEALTH + b"GET /hea", b"HTTP/1.1 503 "),
     ],
 )
-def test_what_does_not_come_is_not_waited_for(hasty, sent, answered):
+def test_missing_members_are_not_waited_for(hasty, sent, answered):
     with hasty.connect() as peer:
         peer.sendall(sent)
         assert rest_of(peer).startswith(answered)
@@ -219,7 +219,7 @@ def test_where_all_have_requests_there_is_room_for_health_and_commands_only(tmp_
             assert refused.headers["connection"] == "close"
 
 
-def test_it_ends_whatever_its_connections_do_without_waiting_for_them(monkeypatch):
+def test_server_ends_without_waiting_for_connections(monkeypatch):
     monkeypatch.setattr("caesura.client.serve.server.SHUTDOWN_S", PATIENCE_S)
     with listening(api_key="k") as server, contextlib.ExitStack() as stack:
         for sent in (b"", b"GET /hea", HEAD + b"Content-Length: 100\r\n\r\n{", HEALTH):

@@ -170,7 +170,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
         (CHUNKED + b"5;", b"a"),
     ],
 )
-def test_what_does_not_end_is_cut_off_before_keys_are_checked(address, first, endless):
+def test_unfinished_headers_are_cut_off_before_authorization(address, first, endless):
     with socket.create_connection(address) as peer:
         try:
             peer.sendall(first + endless * ((1 << 20) // len(endless)))
@@ -213,7 +213,7 @@ def test_labels_and_names_have_no_control_characters(door):
     assert door.post("/update_weight_version", json={"new_version": "läuft 2/b"}).status_code == 503
 
 
-def test_what_is_logged_of_a_client_can_do_nothing_to_a_terminal():
+def test_logged_client_text_is_harmless_to_a_terminal():
     formatter = TextFormatter("%(name)s")
     try:
         int(ESCAPES)

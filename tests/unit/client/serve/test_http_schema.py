@@ -325,7 +325,7 @@ MANY = [[1]] * 16
         ("rid", {"rid": "r" * 127}),
     ],
 )
-def test_what_goes_with_every_prompt_is_bounded_before_it_is_copied(field, body):
+def test_shared_fields_are_bounded_before_copying(field, body):
     with pytest.raises(InvalidRequest, match=field) as caught:
         plan(msgspec.json.encode({"input_ids": MANY, **body}).decode())
     assert caught.value.detail["field"] == field
@@ -358,7 +358,7 @@ def test_stop_strings_of_all_prompts_are_bounded_where_they_differ():
         ("text", {"text": [], "stream": True}),
     ],
 )
-def test_what_is_out_of_range_has_the_clients_name(name, body):
+def test_range_errors_use_the_clients_field_name(name, body):
     with pytest.raises(InvalidRequest, match=name.replace(".", r"\.")):
         plan(msgspec.json.encode(body).decode(), max_batch=4096)
 

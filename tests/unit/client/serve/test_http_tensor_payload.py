@@ -51,7 +51,7 @@ def test_a_safetensors_file_is_its_tensors():
 
 
 @given(st.binary(max_size=200))
-def test_whatever_else_comes_is_refused(body):
+def test_other_values_are_refused(body):
     try:
         read_safetensors(body)
     except InvalidRequest:

@@ -73,7 +73,7 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert data.status == record.status
 
 
-def test_what_clients_send_stays_data(tmp_path):
+def test_client_strings_stay_data(tmp_path):
     evil = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&amp;\"'$css $data"
     write_page(record_of([*cycles(2, label=evil), memory_event(20, "failure", detail=evil)]), tmp_path / "p")
     text = (tmp_path / "p").read_text()

@@ -118,7 +118,7 @@ def test_columns_of_completions(tokenizers):
     assert found.top_logprobs == [None, {"c": -0.5, "b": -2.0}, {"b": -0.5, "c": -3.0}, {"a": LOWEST}]
 
 
-def test_of_tokens_with_one_text_the_likeliest_stays(tokenizers):
+def test_likeliest_token_of_one_text_is_kept(tokenizers):
     tokenizer = tokenizers["byte-level"]
     tokens = TokenText(tokenizer)
     first, second = [id for id in range(256) if tokens.text(id) == "\N{REPLACEMENT CHARACTER}"][:2]

@@ -89,7 +89,7 @@ def test_bytes_that_come_are_counted_whatever_they_are_and_the_other_outputs_are
     assert sorted(engine.abandoned) == [1, 2]
 
 
-def test_as_many_bytes_as_there_may_be_are_answered(monkeypatch):
+def test_largest_message_is_answered(monkeypatch):
     monkeypatch.setattr(rollout, "MAX_ANSWER_BYTES", 4 * IMAGE)
     seeds, (found,) = run(Engine(embeds=4 * IMAGE), num_outputs_per_prompt=1, rollout=False)
     assert seeds == [0]

@@ -190,7 +190,7 @@ def test_keep_queues_new_requests(http, fake, engine, threads):
     ],
 )
 @pytest.mark.parametrize("place", ["query", "body"])
-def test_what_becomes_of_requests_and_cache(http, fake, mode, clear, expected, place):
+def test_effects_on_requests_and_cache(http, fake, mode, clear, expected, place):
     options = {"mode": mode} | ({} if clear is None else {"clear_cache": clear})
     sent = {"params": {k: str(v) for k, v in options.items()}} if place == "query" else {"json": options}
     assert http.post("/pause", **sent).json() == {"status": "paused"}

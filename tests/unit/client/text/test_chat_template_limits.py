@@ -48,7 +48,7 @@ def started() -> Callable[[], psutil.Process | None]:
         "{% for a in range(99999) %}{{ ('x' * (10**7 + a))|replace('x', 'y')|length }}{% endfor %}",
     ],
 )
-def test_what_does_not_end_is_ended(source, monkeypatch):
+def test_endless_processes_are_ended(source, monkeypatch):
     monkeypatch.setattr(chat_template, "CPU_S", 1)
     template = ChatTemplate(
         {"default": "{% if messages[0].harm %}" + source + "{% else %}fine{% endif %}"}, {}

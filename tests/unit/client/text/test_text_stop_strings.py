@@ -66,7 +66,7 @@ def test_looking_is_linear():
 
 
 @pytest.mark.parametrize("stops", ["abc", [""], ["a", ""], [7]])
-def test_what_is_no_stop_string(stops):
+def test_invalid_stop_strings(stops):
     with pytest.raises(InvalidRequest) as caught:
         StopStrings(stops)
     assert caught.value.detail["field"] == "stop"

@@ -102,7 +102,7 @@ def test_templates_in_files_of_their_own(ours, tmp_path):
         ([{"name": "rag", "template": "x"}], MESSAGES, "no default"),
     ],
 )
-def test_what_a_template_refuses_is_the_callers_error(tmp_path, template, messages, says):
+def test_template_refusals_are_client_errors(tmp_path, template, messages, says):
     tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path, chat_template=template))
     with pytest.raises(InvalidRequest, match=says) as caught:
         tokenizer.render_chat(messages)
@@ -145,7 +145,7 @@ def test_a_template_that_is_not_jinja(tmp_path):
         tokenizer.render_chat(MESSAGES)
 
 
-def test_what_is_no_text_and_no_id(ours):
+def test_prompts_that_are_neither_text_nor_ids(ours):
     with pytest.raises(InvalidRequest, match="Unicode"):
         ours.encode("\ud800")
     for ids in ([-1], ["a"]):

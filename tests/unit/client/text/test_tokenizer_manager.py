@@ -267,7 +267,7 @@ def test_ids_only(endpoint, tokenizer):
         ("text", GenerationRequest(prompt="\ud800")),
     ],
 )
-def test_what_is_refused_here_never_reaches_the_engine(endpoint, tokenizer, field, request_):
+def test_client_side_refusals_never_reach_the_engine(endpoint, tokenizer, field, request_):
     async def body(manager, fake):
         with pytest.raises(InvalidRequest) as caught:
             await manager.generate(request_)

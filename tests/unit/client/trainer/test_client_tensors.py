@@ -118,12 +118,12 @@ ONE = torch.ones(2)
     ],
 )
 @pytest.mark.parametrize("transport", [tensor_steps, ipc_steps])
-def test_what_are_no_named_tensors_is_told_in_a_sentence(transport, given, sentence):
+def test_invalid_named_tensors_error_is_one_sentence(transport, given, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         next(transport(given, **options(BUCKET_BYTES)))
 
 
-def test_what_is_dropped_or_fails_leaves_no_memory_behind():
+def test_dropped_and_failed_updates_leave_no_memory():
     before = memories()
     with pytest.raises(CaesuraError, match="no values"):
         SharedTensors([("w", torch.ones(4, device="meta"))])
@@ -173,7 +173,7 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
     assert answered == len(sent)
 
 
-def test_what_fits_into_a_bucket_is_one_message():
+def test_tensors_that_fit_a_bucket_are_one_message():
     """Also where it would be cut otherwise: a call of its own joins whatever session is open."""
     tensors = [("w", torch.zeros(3, 4 << 20, dtype=torch.uint8))]
     update = steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, shared=SharedBuckets())

@@ -318,7 +318,7 @@ def test_large_groups_decode_on_tensor_cores(heads, expected):
         ("cuda", torch.bfloat16, 80, "heads of 80"),
     ],
 )
-def test_it_says_why_it_cannot_serve(device, dtype, size, reason):
+def test_backend_says_why_it_cannot_serve(device, dtype, size, reason):
     assert reason in (why_not(torch.device(device), dtype, size) or "")
 
 

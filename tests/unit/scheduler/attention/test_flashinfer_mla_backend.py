@@ -118,7 +118,7 @@ def test_captured_decode_keeps_its_buffers_and_follows_each_plan():
         ("cuda", torch.bfloat16, 512, 32, "rotated keys of 32"),
     ],
 )
-def test_it_says_why_it_cannot_serve(device, dtype, latent, rope, reason):
+def test_backend_says_why_it_cannot_serve(device, dtype, latent, rope, reason):
     assert reason in (why_not(torch.device(device), dtype, latent, rope) or "")
 
 

@@ -170,7 +170,7 @@ def test_small_steps_are_divided_and_large_ones_are_not():
 @pytest.mark.parametrize("device,installed,reason", [
     ("cpu", True, "not on cpu"), ("cuda", False, "not installed"), ("cuda", True, None),
 ])  # fmt: skip
-def test_it_says_why_it_cannot_serve(monkeypatch, device, installed, reason):
+def test_backend_says_why_it_cannot_serve(monkeypatch, device, installed, reason):
     monkeypatch.setattr(paged_triton, "find_spec", lambda name: object() if installed else None)
     found = paged_triton.why_not(torch.device(device))
     assert found is None if reason is None else reason in found
@@ -184,7 +184,9 @@ def test_it_says_why_it_cannot_serve(monkeypatch, device, installed, reason):
     (torch.bfloat16, 4, 2, 8, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("bent", [False, True])
-def test_it_compiles_for_hopper_within_its_registers(dtype, heads, kv_heads, size, aligned, bent, tmp_path):
+def test_kernel_compiles_for_hopper_within_its_registers(
+    dtype, heads, kv_heads, size, aligned, bent, tmp_path
+):
     """Sizes of published models, and of a small one for tests; what is aligned is at a multiple of 16 bytes."""
     from caesura.scheduler.kernels.triton_decode import PagedDecode
 

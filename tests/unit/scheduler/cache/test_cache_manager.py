@@ -373,7 +373,7 @@ def test_two_requests_donating_the_same_prefix_keep_one_copy():
     manager.check()
 
 
-def test_of_pages_that_somebody_else_has_donated_meanwhile_the_row_takes_those_of_the_tree():
+def test_insert_prefers_pages_already_in_the_tree():
     """Behind a prefix that both share already."""
     manager = make()
     manager.close(begin(manager, [1, 1, 2]), array([1, 1]))
@@ -528,7 +528,7 @@ def test_check_names_a_leaked_page():
 
 
 @pytest.mark.parametrize("count,more", [(16, ""), (17, r" … \(17 in all\)")])
-def test_of_many_leaked_pages_the_check_names_sixteen(count, more):
+def test_check_names_at_most_sixteen_leaked_pages(count, more):
     manager = make()
     leaked = manager._allocator.allocate(count)
     assert leaked is not None

@@ -35,7 +35,7 @@ def test_the_state_kept_longest_ago_makes_room():
     rows.check([first, second, third], pages(3, 5))
 
 
-def test_what_a_request_begins_from_stays_until_a_step_has_read_it():
+def test_initial_state_stays_until_a_step_has_read_it():
     rows = kept(StateRows(10, 4), 3)
     state = rows.open(pages(3), 1)
     other = rows.open(NO_PAGES, 0)

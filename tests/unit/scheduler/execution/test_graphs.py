@@ -426,7 +426,7 @@ def test_a_head_that_cannot_be_captured_leaves_the_hidden_states_to_graphs(check
     assert pair[0].device.replays == 2
 
 
-def test_what_cannot_be_captured_runs_eagerly_and_says_so(checkpoints, caplog):
+def test_uncapturable_steps_run_eagerly_with_a_warning(checkpoints, caplog):
     pair, all_requests = (
         [engine(checkpoints[0], captured=True), engine(checkpoints[0], captured=False)],
         requests(2),

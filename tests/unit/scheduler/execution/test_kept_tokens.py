@@ -133,7 +133,7 @@ def test_a_large_vocabulary_is_cut_to_what_a_mask_may_have(kind):
 
 
 @every_kind
-def test_what_cannot_be_sampled_is_in_no_mask(kind):
+def test_masks_leave_out_tokens_that_cannot_be_sampled(kind):
     """A stop token that comes too early, and a top-k that is more than the others."""
     logits = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]])
     message = asking(top_k=4, stop_token_ids=[0], min_new_tokens=2)

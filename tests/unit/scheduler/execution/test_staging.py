@@ -113,7 +113,7 @@ def assert_equal(found: object, expected: object) -> None:
     ),
     seed=st.integers(0, 99),
 )
-def test_what_arrives_is_what_was_built(steps, seed):
+def test_lists_on_the_device_equal_those_on_the_host(steps, seed):
     staging = inputs()
     for number, (decode, prefill, width) in enumerate(steps):
         batch = batch_of([1] * decode + prefill, decode, width, seed + number)

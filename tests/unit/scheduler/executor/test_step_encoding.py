@@ -141,7 +141,7 @@ def test_a_batch_comes_back_as_it_was(batch):
 
 
 @given(batches())
-def test_what_comes_back_can_be_written(batch):
+def test_resumed_memory_can_be_written(batch):
     """The runner fills in the ids of decode rows."""
     arrived = decode_batch(*encode_batch(batch))
     arrived.input_ids.fill_(7)

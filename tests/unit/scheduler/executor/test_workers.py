@@ -77,11 +77,11 @@ def test_a_worker_that_is_refused_may_have_gone(workers):
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", DEEP, b"\x81\xa4type\xa2\xff\xfe", b"\xdf\xff\xff\xff\xff"])
-def test_what_cannot_be_read_is_dropped(workers, frame):
+def test_unreadable_frames_are_dropped(workers, frame):
     assert workers._answer_of(identity_of(1), frame) is None
 
 
-def test_nobody_answers_in_the_name_of_a_worker(workers, connect):
+def test_forged_worker_answers_are_ignored(workers, connect):
     """An address beside which others connect without keys, as on loopback."""
     workers.joined[1] = join(1)
     forged = encode(Answer(number=1, failure=Failure(message="forged")))

@@ -42,11 +42,11 @@ def starting(limit, running, waiting, most):
         (0, None, {"latent": 3}, 1),
     ],
 )
-def test_as_many_start_as_fit_together(device, host, sample, expected):
+def test_images_that_fit_together_start_together(device, host, sample, expected):
     assert starting(MemoryLimit(device, host), [], samples(9, **sample), 6) == expected
 
 
-def test_those_that_run_leave_less():
+def test_running_requests_leave_less_memory():
     limit, running = MemoryLimit(10, None), samples(2, latent=2, prompt=3)
     assert starting(limit, running, samples(9, latent=2), 6) == 1
     assert starting(limit, running, samples(9, latent=4), 6) == 0

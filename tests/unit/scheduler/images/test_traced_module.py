@@ -117,7 +117,7 @@ def test_weights_that_were_equal_when_traced_are_told_apart(monkeypatch):
 
 
 @torch.inference_mode()
-def test_what_is_written_in_place_is_written_again(monkeypatch):
+def test_in_place_writes_are_replayed(monkeypatch):
     monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
     traced = TracedModule("a sum", torch.nn.Identity())
 
@@ -159,7 +159,7 @@ def test_a_trace_that_makes_other_bits_never_serves(family, monkeypatch):
 
 
 @torch.inference_mode()
-def test_what_cannot_be_traced_is_tried_once(monkeypatch):
+def test_untraceable_modules_are_traced_once(monkeypatch):
     monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
     traced, calls = TracedModule("a branch", torch.nn.Identity()), []
 

@@ -362,7 +362,7 @@ def test_the_longest_task_comes_first() -> None:
     {"out": torch.zeros(3, 31)}, {"out": torch.zeros(2, 32)}, {"out": torch.zeros(32, 3).T},
     {"tasks": np.zeros((3, 4), dtype=np.int32)}, {"tasks": np.zeros((3, 8), dtype=np.int64)[:, ::2]},
 ])  # fmt: skip
-def test_what_would_be_misread_is_refused(change) -> None:
+def test_misreadable_tensors_are_refused(change) -> None:
     for _ in instruction_sets():
         given = {
             "q": torch.zeros(3, 4, 8), "keys": torch.zeros(2, 2, 16, 8), "values": torch.zeros(2, 2, 16, 8),

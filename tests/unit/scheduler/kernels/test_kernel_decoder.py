@@ -234,7 +234,7 @@ def test_many_more_threads_than_cores_compute_the_same(models, family):
                 assert torch.equal(compute(model, torch.float32, batch, at_once)[0], expected)
 
 
-def test_what_is_not_sampled_is_left_out(models):
+def test_unsampled_positions_are_left_out(models):
     model, batch = models["qwen3", torch.float32], batch_of([(1, 3), (5, 0)], 1)
     every, _ = compute(model, torch.float32, batch, at_once)
     some, _ = compute(model, torch.float32, replace(batch, sample_tokens=torch.tensor([0, 5])), at_once)

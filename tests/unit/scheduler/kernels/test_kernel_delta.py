@@ -226,7 +226,7 @@ def test_large_heads_are_torchs() -> None:
         assert (kernel is not None) == (size == LARGEST_HEAD)
 
 
-def test_what_the_kernel_would_misread_is_refused() -> None:
+def test_tensors_that_the_kernel_would_misread_are_refused() -> None:
     shape = StateShape(key_heads=1, value_heads=2, key_size=8, value_size=8, kernel=3)
     for _ in instruction_sets():
         layer = Layer(shape, torch.float32, by_key_head=True)

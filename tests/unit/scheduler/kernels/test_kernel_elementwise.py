@@ -123,7 +123,7 @@ def test_gate_at_the_ends_of_the_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_narrow_is_rounded_where_torch_rounds(dtype: torch.dtype) -> None:
+def test_narrow_dtypes_round_as_in_torch(dtype: torch.dtype) -> None:
     """All but the rare bits in which a sum in another order, or an exponential, makes a difference."""
     x, weight = draw(0, dtype, 50, 600), draw(1, dtype, 600)
     gate, up = x.split(300, -1)
@@ -132,7 +132,7 @@ def test_what_is_narrow_is_rounded_where_torch_rounds(dtype: torch.dtype) -> Non
         assert (gate_mul(x) == functional.silu(gate).mul_(up)).float().mean() > 0.99
 
 
-def test_what_float16_cannot_hold_is_infinite_as_it_is_in_torch() -> None:
+def test_float16_overflow_is_infinite_as_in_torch() -> None:
     x = torch.tensor([[65_504.0, 40_000, -40_000, 1.0, 65_504, 2e-7]]).half().expand(2, 6).contiguous()
     addend = torch.tensor([15.9, 40_000, -40_000, 1.0, 16.0, 3e-8]).half().expand(2, 6).contiguous()
     gate_up = torch.cat((x, addend), 1)
@@ -292,7 +292,7 @@ X = torch.zeros(3, 8)
     lambda: gate_mul(X.T), lambda: gate_mul(X, torch.zeros(3, 8)), lambda: gate_mul(X, torch.zeros(3, 4).bfloat16()),
     lambda: gate_mul(torch.zeros(3, 7)),
 ])  # fmt: skip
-def test_what_would_be_misread_is_refused(call) -> None:
+def test_misreadable_tensors_are_refused(call) -> None:
     for _ in instruction_sets():
         with pytest.raises(ValueError):
             call()
@@ -308,7 +308,7 @@ def test_what_would_be_misread_is_refused(call) -> None:
     {"out": torch.zeros(2, 4, 8).transpose(0, 1)}, {"norm": HeadNorms(torch.zeros(7), torch.zeros(8), EPS)},
     {"norm": HeadNorms(torch.zeros(8), torch.zeros(8).bfloat16(), EPS)},
 ])  # fmt: skip
-def test_what_rope_would_misread_is_refused(change) -> None:
+def test_invalid_rope_parameters_are_refused(change) -> None:
     for _ in instruction_sets():
         given = {
             "qkv": torch.zeros(4, 6, 8), "num_heads": 2, "cos": torch.zeros(4, 1, 4), "sin": torch.zeros(4, 1, 4),

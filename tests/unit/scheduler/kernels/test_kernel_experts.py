@@ -222,7 +222,7 @@ def test_storage_of_other_shapes_is_refused(storage):
         experts.GroupedProduct(storage, 4, 40, 64)
 
 
-def test_what_else_does_not_fit_is_refused():
+def test_other_mismatches_are_refused():
     groups = experts.group(torch.zeros(3, 2, dtype=torch.int64), 4)
     for y, weights in (
         (torch.zeros(5, 8), torch.zeros(3, 2)),

@@ -374,7 +374,7 @@ def test_gathered_rows_are_the_table_s(dtype):
     {"weight": torch.zeros(64, 80)}, {"weight": torch.zeros(64, 64).T},
     {"weight": torch.zeros(4097)[1:].view(64, 64)},
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(change):
+def test_oversized_requests_are_refused(change):
     given = {
         "x": torch.zeros(4, 64), "weight": torch.zeros(64, 64), "bias": torch.zeros(40), "out": torch.zeros(4, 40)
     }  # fmt: skip

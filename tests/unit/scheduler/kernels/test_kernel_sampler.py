@@ -208,7 +208,7 @@ def test_rows_may_have_a_stride_and_raw_may_be_left_out(isa):
     {"temperature": torch.ones(2)}, {"greedy": torch.zeros(3)}, {"uniforms": torch.zeros(3)},
     {"token_ids": torch.zeros(3, dtype=torch.int32)}, {"logprobs": torch.zeros(6)[::2]},
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(change):
+def test_oversized_requests_are_refused(change):
     given = {
         "logits": torch.zeros(3, 10), "temperature": torch.ones(3), "greedy": torch.zeros(3, dtype=torch.bool),
         "uniforms": torch.zeros(3).double(), "token_ids": torch.zeros(3, dtype=torch.int64),

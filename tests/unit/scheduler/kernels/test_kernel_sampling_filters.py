@@ -332,7 +332,7 @@ def test_a_workspace_serves_more_threads_than_it_was_made_for():
     {"top_k": None}, {"top_p": None}, {"top_k": None, "top_p": None}, {"top_k": torch.ones(3)},
     {"top_p": torch.ones(2)}, {"min_p": torch.zeros(3).double()}, {"sampled_logprobs": torch.zeros(6)[::2]},
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(change):
+def test_oversized_requests_are_refused(change):
     filters = {
         "top_k": torch.full((3,), 4),
         "top_p": torch.ones(3),

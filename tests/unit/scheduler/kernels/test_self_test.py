@@ -29,7 +29,7 @@ class CompileError(Exception):
         (ValueError("x" * 5000), f"ValueError: {'x' * 288}"),
     ],
 )
-def test_what_an_attempt_raises_is_told(error, told):
+def test_errors_of_a_self_test_are_reported(error, told):
     def attempt():
         yield 0.0
         raise error

@@ -88,7 +88,7 @@ def sums() -> None:
 
 
 @pytest.mark.parametrize("launch", [norms, gates, rotations, latents, choices, sums])
-def test_it_compiles_for_hopper_within_its_registers(launch, tmp_path):
+def test_kernel_compiles_for_hopper_within_its_registers(launch, tmp_path):
     with compiling(tmp_path) as found:
         launch()
     assert found

@@ -76,7 +76,7 @@ def test_blocks_at_the_edges_are_smaller() -> None:
     assert all(map(same_bytes, ours, by_hand))
 
 
-def test_what_is_not_finite_stays_so_and_what_is_tiny_becomes_zero() -> None:
+def test_non_finite_blocks_stay_so_and_tiny_ones_become_zero() -> None:
     value = torch.ones(16, 16)
     value[0, 0], value[8, 0] = torch.nan, torch.inf
     blocks = Fp8Blocks(8, 8)

@@ -363,7 +363,7 @@ def test_an_impossible_value_is_named(folder: Path, change: dict[str, Any], fiel
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(folder: Path, change: dict[str, Any], field: str) -> None:
+def test_unsupported_fields_are_refused_by_name(folder: Path, change: dict[str, Any], field: str) -> None:
     edit_config(folder, **change)
     with pytest.raises(CaesuraError) as caught:
         load_model_config(folder)

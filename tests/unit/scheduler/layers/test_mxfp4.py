@@ -85,7 +85,7 @@ def slots_of(experts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_what_is_stored_depends_neither_on_order_nor_on_pieces(kernels, dtype, cut):
+def test_storage_depends_on_neither_order_nor_pieces(kernels, dtype, cut):
     """Blocks before scales and behind them, with room and without, each cut: the product, rounded once."""
     held, halves = slots_of(layer(dtype))
     assert set(halves) == set(drawn(1)[0])
@@ -123,7 +123,7 @@ def test_a_change_counts_with_the_one_that_completes_it(kernels):
     assert held["mlp.experts.down_proj"].shape == (EXPERTS, WIDTH, HIDDEN)
 
 
-def test_what_waited_is_dropped_by_the_whole_tensor_and_by_a_new_start(kernels):
+def test_waiting_halves_are_dropped_by_whole_tensors_and_restarts(kernels):
     held, halves = slots_of(layer(torch.float32))
     (old, _), (new, wide) = drawn(1), drawn(2)
     name = "mlp.experts.gate_up_proj"

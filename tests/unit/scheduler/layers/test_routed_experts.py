@@ -66,7 +66,7 @@ def test_reading_is_indexing(data, staged):
         routing.STAGED_PAGES = before
 
 
-def test_its_memory_is_released_with_the_kv():
+def test_routing_pool_is_released_with_the_kv():
     manager = ComponentResidencyManager("cpu")
     with manager.component("kv_cache"):
         pool = pool_of()

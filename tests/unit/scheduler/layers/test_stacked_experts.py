@@ -42,7 +42,7 @@ def test_slots_are_the_checkpoint_s(experts):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5])
-def test_what_is_written_comes_back_and_counts_as_a_change_once(experts, cut):
+def test_written_rows_read_back_and_count_as_changed_once(experts, cut):
     slots = {slot.name: slot for slot in experts.slots()}
     for seed in (1, 2):
         for name, values in drawn(slots, seed).items():

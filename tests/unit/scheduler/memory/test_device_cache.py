@@ -31,7 +31,7 @@ def test_an_emptying_during_which_more_was_allocated_counts_as_nothing():
     assert totals(cache) == {"idle": (1, 0)}
 
 
-def test_what_went_before_counts_where_the_caller_has_looked_before():
+def test_earlier_events_count_for_earlier_callers():
     cache = DeviceCache(Device(8, 6))
     assert cache.empty("release", reserved_before=100 * MIB).freed == 92 * MIB
     assert totals(cache) == {"release": (1, 92 * MIB)}

@@ -455,7 +455,7 @@ def test_no_other_file_of_the_engine_empties_a_cache():
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
     RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"),
 ], ids=repr)  # fmt: skip
-def test_what_says_that_memory_ran_out(error):
+def test_out_of_memory_errors_are_recognised(error):
     assert device_memory.is_out_of_memory(error)
 
 
@@ -464,5 +464,5 @@ def test_what_says_that_memory_ran_out(error):
     RuntimeError("shape mismatch"), OSError(13, "out of memory"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
 ], ids=repr)  # fmt: skip
-def test_what_does_not(error):
+def test_values_that_do_not_count(error):
     assert not device_memory.is_out_of_memory(error)

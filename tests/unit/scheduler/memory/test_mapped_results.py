@@ -18,7 +18,7 @@ def test_copies_are_equal_and_share_one_mapping(contents):
     assert all(isinstance(each.obj, mmap.mmap) for each in found)
 
 
-def test_what_was_given_may_change():
+def test_given_buffers_may_change_afterwards():
     array = np.arange(10, dtype=np.uint8)
     (found,) = in_a_mapping([array])
     array[:] = 0

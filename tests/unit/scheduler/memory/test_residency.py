@@ -118,7 +118,7 @@ def test_a_model_and_its_cache_come_back_through_the_views_made_before(tiny_mode
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_others_allocate_meanwhile_stays(backend):
+def test_allocations_of_others_stay(backend):
     """Buffers, a parameter outside any component, one of a block that failed."""
     manager = ComponentResidencyManager(CPU, make_component=backend)
     with manager.component("weights"):

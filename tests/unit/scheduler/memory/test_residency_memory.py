@@ -34,7 +34,7 @@ from caesura.scheduler.memory.residency import (
 from caesura.scheduler.memory.storage import MappedComponent, StorageComponent
 
 
-def test_what_may_still_come_is_what_is_away(monkeypatch):
+def test_admissible_memory_is_that_of_offloaded_components(monkeypatch):
     manager = accelerator()
     model = Model(manager, ComponentOffloadStrategy())
     total = manager.nbytes("model")

@@ -60,7 +60,7 @@ def test_values_are_there_when_a_layer_is_computed(make, strategy):
 
 @pytest.mark.parametrize("make", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_written_while_it_is_away_is_what_comes(make, strategy):
+def test_writes_to_offloaded_components_come_back(make, strategy):
     """Also what is written while it is there, on its way, or was never away; and all of it can be read
     meanwhile.
     """
@@ -262,7 +262,7 @@ def test_a_warm_up_keeps_what_the_strategy_says(keep):
     assert manager.device_bytes("model") == 0
 
 
-def test_what_another_request_uses_stays():
+def test_components_in_use_stay():
     manager = accelerator()
     model = Model(manager, ComponentOffloadStrategy())
     for request in ("r", "s"):
@@ -352,7 +352,7 @@ def kept(manager: ComponentResidencyManager) -> list[str]:
     return [event.detail for event in manager.trace if event.event == "keep"]
 
 
-def test_what_stays_says_why():
+def test_refusals_say_why():
     manager = accelerator()
     Model(manager, ComponentOffloadStrategy(keep_on_warm_up=True)).request(warm_up=True)
     assert kept(manager) == ["after_use", "warm_up"]

@@ -10,7 +10,7 @@ from support.workspaces import memory_of
 from caesura.scheduler.memory.workspace import ALIGNMENT, Workspace
 
 
-def test_it_grows_and_never_shrinks():
+def test_workspace_grows_and_never_shrinks():
     workspace, sizes = Workspace(), []
     for rows in (3, 7, 2, 7, 0):
         taken = workspace.take("x", (rows, 5), torch.float32)
@@ -28,13 +28,13 @@ def test_a_purpose_is_one_memory_and_two_are_two():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
-def test_it_begins_at_a_line(dtype: torch.dtype):
+def test_tail_begins_at_a_line(dtype: torch.dtype):
     workspace = Workspace()
     for count in (1, 63, 4097, 1 << 20):
         assert workspace.take("x", (count,), dtype).data_ptr() % ALIGNMENT == 0
 
 
-def test_what_is_too_small_goes_before_the_larger_comes(monkeypatch: pytest.MonkeyPatch):
+def test_smaller_workspaces_go_before_larger_ones_come(monkeypatch: pytest.MonkeyPatch):
     workspace = Workspace()
     gone: list[bool] = []
     small = weakref.ref(workspace.take("x", (8,), torch.float32))
@@ -50,7 +50,7 @@ def test_what_is_too_small_goes_before_the_larger_comes(monkeypatch: pytest.Monk
     assert gone == [True]
 
 
-def test_what_a_step_has_taken_an_update_may_write():
+def test_update_may_write_buffers_that_a_step_has_taken():
     workspace = Workspace()
     with torch.inference_mode():
         workspace.take("x", (4,), torch.float32)

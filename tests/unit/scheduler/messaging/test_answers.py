@@ -121,7 +121,7 @@ def test_storing_answers_takes_no_memory():
     assert grown < 20_000, "not even three bytes an answer"
 
 
-def test_what_is_under_way_is_never_forgotten(clock):
+def test_answers_under_way_are_never_forgotten(clock):
     store = Answers(0.0, LIMIT)
     assert store.attach(b"C", "slow", b"frame") is None
     for number in range(3 * STORED_ANSWERS):

@@ -285,7 +285,7 @@ def test_order_is_kept_around_replies(router):
     assert rows(after.delta) == [("r", 0, 3, [3, 4, 5], [-3.0, -4.0, -5.0])]
 
 
-def test_what_waits_is_encoded_once(router, monkeypatch):
+def test_waiting_messages_are_encoded_once(router, monkeypatch):
     with met(router, b"slow"):
         monkeypatch.setattr(router, "socket", Full(router.socket))
         fill(router, b"slow")

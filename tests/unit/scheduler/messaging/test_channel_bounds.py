@@ -185,7 +185,7 @@ def test_results_that_a_slow_client_leaves_unread_are_bounded_in_bytes(router, g
         assert gone == [b"slow"]
 
 
-def test_of_all_slow_clients_the_one_with_the_most_goes(router, gone, monkeypatch):
+def test_slowest_client_is_dropped_first(router, gone, monkeypatch):
     monkeypatch.setattr(send_queues, "MAX_ALL_PENDING_BYTES", 200_000)
     with (
         RawClient(router.endpoint, identity=b"s1", receive_hwm=1) as first,
@@ -201,7 +201,7 @@ def test_of_all_slow_clients_the_one_with_the_most_goes(router, gone, monkeypatc
         assert b"s1" in router._backlogs
 
 
-def test_what_was_taken_is_no_load_any_more(router, monkeypatch):
+def test_taken_requests_are_no_load(router, monkeypatch):
     monkeypatch.setattr(send_queues, "SEAL_BYTES", 50_000)
     with RawClient(router.endpoint, identity=b"slow", receive_hwm=1) as slow:
         sent = fill(router, b"slow", slow)

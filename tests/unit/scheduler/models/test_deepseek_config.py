@@ -187,7 +187,7 @@ def test_layers_with_experts() -> None:
         ({"hidden_act": "gelu"}, ["hidden_act"]),
     ],
 )
-def test_what_the_forward_does_not_do_is_refused_by_name(changes: dict[str, Any], fields: list[str]) -> None:
+def test_unsupported_config_fields_are_refused_by_name(changes: dict[str, Any], fields: list[str]) -> None:
     with pytest.raises(CaesuraError) as caught:
         parse(**changes)
     assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL

@@ -213,7 +213,7 @@ def test_counts_of_what_is_quantised(model: CausalLM, folder: Folders) -> None:
     assert loader.counts.changed_tensors == 0
 
 
-def test_what_a_complete_update_needs(model: CausalLM, folder: Folders) -> None:
+def test_requirements_of_a_complete_update(model: CausalLM, folder: Folders) -> None:
     loader, plain, fp8 = WeightLoader(model), tensors_of(folder.plain), tensors_of(folder.fp8)
     loader.check(specs(plain), complete=True)
     loader.check(specs(fp8), complete=True)
@@ -337,7 +337,7 @@ def test_other_formats_are_refused_by_name(changes: dict[str, Any], fields: list
 
 
 @pytest.mark.parametrize("spelling", ["modules_to_not_convert", "ignored_layers"])
-def test_what_is_converted(spelling: str) -> None:
+def test_converted_modules(spelling: str) -> None:
     names = ["model.layers.1", "layers.0.self_attn.o_proj", "mlp.up_proj"]
     stated = {
         **FP8,

@@ -214,7 +214,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("changes", "fields"), UNSUPPORTED)
-def test_what_the_forward_does_not_do_is_refused_by_name(changes: dict[str, Any], fields: list[str]) -> None:
+def test_unsupported_config_fields_are_refused_by_name(changes: dict[str, Any], fields: list[str]) -> None:
     with pytest.raises(CaesuraError) as caught:
         parse_model_config({**MINIMAL, **changes})
     assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL

@@ -234,7 +234,7 @@ def test_a_half_that_was_cut_off_comes_again(model: CausalLM, tensors: tuple[Wei
         assert torch.equal(model.weight_slots()[UP].read(), wide[UP])
 
 
-def test_what_a_complete_update_needs(model: CausalLM, tensors: tuple[Weights, Weights]) -> None:
+def test_requirements_of_a_complete_update(model: CausalLM, tensors: tuple[Weights, Weights]) -> None:
     packed, wide = tensors
     loader = WeightLoader(model)
     loader.check(specs(packed), complete=True)
@@ -323,7 +323,7 @@ def test_a_published_config() -> None:
         ),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(changes: dict[str, Any], fields: list[str]) -> None:
+def test_unsupported_fields_are_refused_by_name(changes: dict[str, Any], fields: list[str]) -> None:
     with pytest.raises(CaesuraError) as caught:
         parse_model_config({**PUBLISHED, **changes})
     assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL

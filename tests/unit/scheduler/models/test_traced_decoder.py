@@ -146,7 +146,9 @@ def test_gates_are_kernels_where_they_compute_the_same(
         ("GraniteForCausalLM", "fused", False),  # what a block adds is scaled
     ],
 )
-def test_what_kernels_compute(architecture: str, attention: str, whole: bool, tmp_path: Path) -> None:
+def test_operations_computed_by_kernels(
+    architecture: str, attention: str, whole: bool, tmp_path: Path
+) -> None:
     model = load(tmp_path, architecture)
     assert kinds(model).count(attention) == 2
     assert model.in_one_call == whole

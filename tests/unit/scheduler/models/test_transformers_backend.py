@@ -207,7 +207,7 @@ def test_a_window_that_attention_is_not_told_of_is_refused(
         build(tmp_path)
 
 
-def test_what_shares_an_input_is_one_product(tmp_path: Path) -> None:
+def test_projections_of_one_input_are_one_product(tmp_path: Path) -> None:
     save(tmp_path, "Qwen2ForCausalLM")
     names = set(dict(build(tmp_path).named_storage()))
     for layer in range(2):
@@ -331,7 +331,7 @@ def test_layer_by_layer(compiled: bool, tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.equal(got, paged.step([], [(Sequence(sequence.tokens), 20)])[0])
 
 
-def test_who_computes_a_model(tmp_path: Path) -> None:
+def test_choice_of_the_model_backend(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "qwen3", "qwen3")
     assert load_model_config(tmp_path / "qwen3", "auto").transformers_config is None
     assert load_model_config(tmp_path / "qwen3", "transformers").transformers_config is not None

@@ -89,12 +89,12 @@ KEEPS_THE_GIL = "ctypes.PyDLL(None).usleep(900_000), ctypes.PyDLL(None).usleep(9
     ],
     ids=["ticking", "asleep in poll", "a long operation", "a long operation that keeps the GIL"],
 )
-def test_who_lives_or_need_not_tick_goes_on(alive):
+def test_watchdog_spares_a_loop_that_ticks_or_need_not(alive):
     done = run(f"{alive}\nwatchdog.close()\nwatchdog._thread.join()\nsys.exit(7)")
     assert (done.returncode, done.stderr) == (7, "")
 
 
-def test_it_is_watched_again_after_a_long_operation():
+def test_loop_is_watched_again_after_a_long_operation():
     done = run(
         """
         with heartbeat.long_operation("loading"):

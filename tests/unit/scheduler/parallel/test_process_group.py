@@ -45,7 +45,7 @@ def test_bits_are_those_of_shared_memory(groups: Callable[..., Ranks], tmp_path:
     assert (found[0] - rank_jobs.logits_of(SINGLE, *arguments)).abs().max() <= 1e-4
 
 
-def test_who_waits_for_a_killed_rank_is_told(groups: Callable[..., Ranks]) -> None:
+def test_waiters_for_a_killed_rank_are_told(groups: Callable[..., Ranks]) -> None:
     ranks = groups(3)
     ranks.call(rank_jobs.barrier)
     ranks.start(rank_jobs.reduce_for_ever)

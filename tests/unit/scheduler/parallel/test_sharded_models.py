@@ -194,7 +194,7 @@ def test_fp8(family: str, blocks: tuple[int, int], groups: dict[int, Ranks], tmp
         ("llama", 4, {"vocab_size": 9}, "vocab_size"),
     ],
 )
-def test_what_does_not_divide_is_refused_by_name(
+def test_indivisible_sizes_are_refused_by_name(
     family: str, ranks: int, overrides: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, family, **overrides)

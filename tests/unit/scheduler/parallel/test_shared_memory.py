@@ -94,7 +94,7 @@ def test_a_sum_of_more_than_a_buffer_holds(ranks: Ranks, dtype: torch.dtype) -> 
         assert bytes(found.view(torch.uint8).numpy()) == summed(parts)
 
 
-def test_who_waits_for_a_killed_rank_is_told(mortal: Callable[..., Ranks]) -> None:
+def test_waiters_for_a_killed_rank_are_told(mortal: Callable[..., Ranks]) -> None:
     """At once, though the rank is a zombie that nobody has waited for, and though it would be waited for for
     a minute.
     """
@@ -123,7 +123,7 @@ def test_one_that_lives_and_does_not_come_is_waited_for_only_so_long(mortal: Cal
     assert ranks.call(rank_jobs.begin_anew) == [1.0, 1.0]
 
 
-def test_who_waits_for_one_that_has_left_is_told(mortal: Callable[..., Ranks]) -> None:
+def test_waiters_for_a_rank_that_left_are_told(mortal: Callable[..., Ranks]) -> None:
     ranks = mortal(2)
     ranks.start_on(1, rank_jobs.leave)
     assert ranks.results([1]) == [None]

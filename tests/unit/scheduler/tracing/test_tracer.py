@@ -47,7 +47,7 @@ def test_calls_are_repeated_for_any_number_of_tokens() -> None:
     )
 
 
-def test_what_an_argument_is_written_to_stays() -> None:
+def test_arguments_that_are_written_to_stay() -> None:
     def function(x: Tensor) -> Tensor:
         first, second = torch.zeros(len(x)), torch.zeros(len(x))
         first.add_(x)
@@ -67,7 +67,7 @@ def test_what_an_argument_is_written_to_stays() -> None:
         (lambda x: x * (1 / len(x)), "float depends on the number"),
     ],
 )
-def test_what_no_list_of_calls_repeats(function: Callable[[Tensor], Tensor], reason: str) -> None:
+def test_modules_that_a_trace_cannot_repeat(function: Callable[[Tensor], Tensor], reason: str) -> None:
     with pytest.raises(NotTraceableError, match=reason):
         trace_of(function)
 
@@ -104,7 +104,7 @@ def test_only_what_nothing_else_takes_is_overwritten() -> None:
     assert torch.equal(repeated(trace, torch.arange(4)), expected)
 
 
-def test_what_follows_from_neither_inputs_nor_weights_is_computed_once() -> None:
+def test_constants_are_computed_once() -> None:
     weight, x = torch.randn(3), torch.arange(3)
 
     def function(x: Tensor) -> Tensor:

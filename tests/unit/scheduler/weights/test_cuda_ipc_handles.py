@@ -60,7 +60,7 @@ def refused(field_name: str, changes: dict[str, object]) -> CaesuraError:
         {"ref_counter_offset": 9_999},
     ],
 )
-def test_what_torch_exports_is_accepted(changes):
+def test_torch_handles_are_accepted(changes):
     check_handle(msgspec.structs.replace(GOOD, **changes), UUID, DEVICE_BYTES)
 
 
@@ -211,7 +211,7 @@ def test_memory_beyond_what_was_exported_is_not_read(driver, monkeypatch):
         assert len(memories) == 0
 
 
-def test_what_the_driver_refuses_is_an_invalid_request(driver):
+def test_driver_refusals_are_invalid_requests(driver):
     with pytest.raises(CaesuraError, match="invalid argument") as caught:
         CudaMemories(torch.device("cuda")).view(GOOD)
     assert caught.value.code == "invalid_request"

@@ -123,7 +123,7 @@ def test_neighbours_come_as_they_lie(
     assert parts == expected
 
 
-def test_what_fits_into_the_bucket_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_fit_the_bucket_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(
         {f"{number}": torch.full((10, 4), float(number)) for number in range(10)},
         tmp_path / "model.safetensors",

@@ -106,7 +106,7 @@ def test_memory_of_a_message_arrives_whole(
     )
 
 
-def test_what_is_skipped_is_neither_read_nor_sent(folder: Path, tensors: dict[str, Tensor]) -> None:
+def test_skipped_tensors_are_neither_read_nor_sent(folder: Path, tensors: dict[str, Tensor]) -> None:
     source = DiskSource(open_checkpoint(folder), Workspace())
     found = uploaded(source, 4096, lambda name: "mlp" in name)
     assert found.keys() == {name for name in tensors if "mlp" not in name}
@@ -138,7 +138,7 @@ def test_a_transports_memory_is_free_when_the_next_piece_is_asked_for() -> None:
     assert equal(found, {f"t{n}": torch.full((16,), n, dtype=torch.int32) for n in range(40)})
 
 
-def test_what_has_come_is_written_before_anybody_waits_for_more() -> None:
+def test_received_tensors_are_written_before_waiting() -> None:
     device = LaggingDevice()
     uploader = Uploader(WriteStream(device, device.on_stream), CPU)
     came = [
