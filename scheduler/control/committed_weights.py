@@ -149,9 +149,8 @@ class WeightsFile:
                 "resuming with version %r from %s, epoch %d", record.weight_version, record.source, epoch
             )
             return Start(epoch, record.weight_version, folder=record.source)
-        version, epoch = record.weight_version, record.committed_epoch
-        lost = f"version {version!r} (epoch {epoch}) was lost in a restart: {reason}"
-        return Start(epoch, lost=lost)
+        lost = f"version {record.weight_version!r} (epoch {record.committed_epoch})"
+        return Start(epoch, lost=f"{lost} was lost in a restart: {reason}")
 
     def begin(self, stamp: WeightStamp, digest: str) -> None:
         """Write the record of this start, whose weights were loaded from files with ``digest``.
