@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState:
-    """Generation, weights and memory, with their totals since start. Only its methods write its attributes."""
+    """Generation, weights and memory, with totals since start. Only its methods write its attributes."""
 
     def __init__(self, engine: "Engine", stamp: WeightStamp, lost: str | None) -> None:
         """Begin in the state running, valid, resident.

@@ -52,7 +52,7 @@ class WeightSending:
         self._under_way = 0
 
     def holds_back(self, message: ControlRequest) -> bool:
-        """Return True if ``message``, which has not begun, may change or release weights that are being sent."""
+        """Return True if ``message`` may change or release weights that are being sent."""
         if not self._under_way:
             return False
         if isinstance(message, WeightsCheckerReqInput):

@@ -155,7 +155,7 @@ class PinnedCopy:
         return self._host
 
     def write(self, number: int, start: int, rows: Tensor) -> None:
-        """Wait first until no copy reads the memory: a stream was told to wait for those, the host was not."""
+        """Wait first until no copy reads the memory: a stream was told to wait, the host was not."""
         if self._side is not None:
             self._side.synchronize()
         self._host[number].view(-1).narrow(0, start, rows.numel()).copy_(rows.reshape(-1))

@@ -45,7 +45,7 @@ class Component(Protocol):
         ...
 
     def occupied_bytes(self) -> int:
-        """Return the bytes that the tensors take of what the device's allocator or the system says is in use."""
+        """Return the bytes that the tensors take of what the allocator or the system says is in use."""
         ...
 
     def release(self) -> Iterator[None]:
