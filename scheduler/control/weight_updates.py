@@ -439,8 +439,8 @@ class WeightUpdates:
     def _require_complete(self, session: Session) -> None:
         """Raise if the session lacks rows of a tensor, or a tensor of its manifest.
 
-        Unless the weights are serviceable, every parameter must have been written since they became POISONED or
-        INVALID.
+        Unless the weights are serviceable, every parameter must have been written since they became POISONED
+        or INVALID.
         """
         engine = self._engine
         engine.loader.require_whole()
