@@ -1,13 +1,17 @@
 """Emptying and reading device allocators."""
 
+import mmap
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.memory import device_memory
@@ -22,6 +26,7 @@ from caesura.scheduler.memory.device_memory import (
 )
 from caesura.scheduler.memory.device_module import device_module_for, free_and_total, streams_of
 from caesura.scheduler.memory.host import HOST, GlibcHostDevice, HostDevice
+from caesura.scheduler.memory.mapped_results import in_a_mapping
 
 MIB = 1 << 20
 needs_glibc = pytest.mark.skipif(
@@ -99,9 +104,6 @@ def device_modules(monkeypatch):
 
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
     return modules
-
-
-# --- emptying
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
@@ -186,9 +188,6 @@ def test_report_line(before, after, line):
     assert report.freed == max(0, before - after)
 
 
-# --- available memory
-
-
 def test_available_memory_can_empty_first_and_takes_the_group_minimum(device_modules):
     module = device_modules["cuda"] = CachingDevice(allocated=100, cached=40, total=1000)
     assert get_available_memory("cuda", group=ScriptedGroup(2000, 500)) == 500
@@ -246,9 +245,6 @@ def test_available_memory_of_this_host():
     assert get_available_memory("cpu") > 0
 
 
-# --- settings that defeat it
-
-
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 def test_expandable_segments_with_a_memory_saver_are_refused_by_name(name):
     environ = {name: "max_split_size_mb:64, expandable_segments:True"}
@@ -281,9 +277,6 @@ def test_every_spelling_of_expandable_segments_is_refused(value):
 )
 def test_other_allocator_settings_pass(value):
     refuse_defeating_settings("cuda", memory_saver=True, environ={"PYTORCH_CUDA_ALLOC_CONF": value})
-
-
-# --- the host's files
 
 
 def make_host(tmp_path: Path, files: dict[str, str]) -> HostDevice:
@@ -374,9 +367,6 @@ def test_platforms_that_say_less(tmp_path):
     assert empty_device_cache(silent) is False
 
 
-# --- the real allocator
-
-
 INTERLEAVED = """
 import torch
 from caesura.scheduler.memory.device_cache import DeviceCache
@@ -455,3 +445,74 @@ def test_out_of_memory_errors_are_recognised(error):
 ], ids=repr)  # fmt: skip
 def test_values_that_do_not_count(error):
     assert not device_memory.is_out_of_memory(error)
+
+
+class Device:
+    """Reserved memory goes through ``readings``, then stays at the last one."""
+
+    def __init__(self, *readings: int) -> None:
+        self.readings = [reading * MIB for reading in readings]
+        self.emptied = 0
+
+    def memory_reserved(self) -> int:
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+def totals(cache: DeviceCache) -> dict[str, tuple[int, int]]:
+    return {each.place: (each.count, each.freed_bytes) for each in cache.totals()}
+
+
+def test_an_emptying_during_which_more_was_allocated_counts_as_nothing():
+    cache = DeviceCache(Device(10, 12))
+    assert cache.empty("idle").freed == 0
+    assert totals(cache) == {"idle": (1, 0)}
+
+
+def test_earlier_events_count_for_earlier_callers():
+    cache = DeviceCache(Device(8, 6))
+    assert cache.empty("release", reserved_before=100 * MIB).freed == 92 * MIB
+    assert totals(cache) == {"release": (1, 92 * MIB)}
+
+
+@pytest.mark.parametrize("broken", ["synchronize", "empty_cache"])
+def test_a_device_in_any_state_does_not_stop_the_answer(caplog, broken):
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device, noted = Device(10, 6), []
+    if broken == "empty_cache":
+        device.empty_cache = fail
+    cache = DeviceCache(
+        device,
+        synchronize=fail if broken == "synchronize" else lambda: None,
+        note_failure=lambda what, freed: noted.append((what, freed)),
+    )
+    cache.after_failure("step 3")
+    assert noted == [("step 3", 0)]
+    assert "could not be emptied" in caplog.text
+
+
+def test_after_a_failure_the_history_hears_what_came_back():
+    noted: list[tuple[str, int]] = []
+    cache = DeviceCache(Device(10, 6), note_failure=lambda what, freed: noted.append((what, freed)))
+    cache.after_failure("step 3")
+    assert noted == [("step 3", 4 * MIB)]
+
+
+@given(st.lists(st.binary(max_size=300), max_size=6))
+def test_copies_are_equal_and_share_one_mapping(contents):
+    arrays = [np.frombuffer(content, np.uint8) for content in contents]
+    found = in_a_mapping(arrays)
+    assert [bytes(each) for each in found] == contents
+    assert len({id(each.obj) for each in found}) <= 1
+    assert all(isinstance(each.obj, mmap.mmap) for each in found)
+
+
+def test_given_buffers_may_change_afterwards():
+    array = np.arange(10, dtype=np.uint8)
+    (found,) = in_a_mapping([array])
+    array[:] = 0
+    assert bytes(found) == bytes(range(10))
