@@ -1,6 +1,4 @@
-"""The other ranks of an engine of several (``tp``), as replies show them (semantics:
-docs/explanation/parallelism.md).
-"""
+"""The other ranks of an engine of several (``tp``), as replies show them (docs/explanation/parallelism.md)."""
 
 from .base import ReplyRecord
 
@@ -17,9 +15,7 @@ class RankMemory(ReplyRecord, kw_only=True, frozen=True):
 
 
 class RankStatus(ReplyRecord, kw_only=True, frozen=True):
-    """One of an engine's other ranks (``tp``): its process, and its allocator's figures in bytes at its last
-    command or, while steps run, within the last second.
-    """
+    """Another rank of an engine (``tp``): its process, and its allocator's figures within the last second."""
 
     rank: int
     """From 1."""

@@ -1,7 +1,4 @@
-"""Where an engine's large components are, and what it keeps of prompts (docs/explanation/memory.md).
-
-Both are state that requests cannot change and that costs memory of the device.
-"""
+"""Places of an engine's large components, and its encoded prompts (docs/explanation/memory.md)."""
 
 from typing import Literal
 
