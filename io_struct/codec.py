@@ -273,7 +273,7 @@ _result = msgspec.msgpack.Decoder(GenerateReqOutput)
 
 
 def salvage_reply(frame: bytes | memoryview) -> UnreadReply:
-    """Return what can be said of a frame that :func:`decode_reply` refuses; empty fields if it is no message."""
+    """Return what is readable of a frame that :func:`decode_reply` refuses; empty fields if nothing is."""
     return _readable(_unread, frame, UnreadReply())
 
 

@@ -51,9 +51,8 @@ class PauseGenerationReqOutput(Reply, kw_only=True):
     """The engine is paused."""
 
     mode: PauseMode
-    """The mode of the pause: the one that was requested."""
     step: int
-    """Number of steps started so far; the next one runs after continue."""
+    """Steps started since the engine's start."""
     held_requests: int
     """Requests that keep their KV cache through this pause."""
     held_tokens: int
@@ -81,13 +80,12 @@ class ContinueGenerationReqOutput(Reply, kw_only=True):
     was_paused: bool
     """False: the engine was running already and nothing was done."""
     reserved_before: int | None = None
-    """Bytes reserved by the device allocator before its cache was emptied."""
+    """Bytes reserved by the device allocator before the command."""
     reserved_after: int | None = None
-    """Bytes reserved afterwards."""
+    """Bytes reserved after it."""
     freed: int | None = None
     """Bytes returned to the system; 0 if more was allocated meanwhile."""
     ranks: list[RankMemory] = []
-    """The other ranks of an engine of several (``tp``), whose caches were emptied, too."""
 
 
 class FlushCacheReqInput(ControlRequest, kw_only=True):
@@ -108,9 +106,7 @@ class FlushCacheReqOutput(Reply, kw_only=True):
     freed_tokens: int
     """KV token slots that were cached and are free now."""
     reserved_before: int | None = None
-    """Bytes reserved by the device allocator before its cache was emptied."""
     reserved_after: int | None = None
-    """Bytes reserved afterwards."""
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
@@ -129,14 +125,14 @@ class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
     """The memory is released. No step runs until all of it is resident again."""
 
     released_tags: list[MemoryTag]
-    """All tags that are released now. ``cuda_graph`` is never among them where no graphs are captured."""
+    """All tags that are released now, in alphabetical order."""
     freed_bytes: dict[MemoryTag, int]
     """Bytes that this call gave back, by tag; on a CPU without pages of the KV pool that were never written.
     """
     reserved_before: int
-    """Bytes reserved by the device allocator before the release."""
+    """Bytes reserved by the device allocator before the command."""
     reserved_after: int
-    """Bytes reserved afterwards; the same if everything was released already."""
+    """Bytes reserved after it."""
     weights_kept: bool | None = None
     """True: a host copy restores the released weights at the resume (``weights_cpu_backup``). False: they are
     dropped, and need a complete update after the resume. None: no weights are released."""
@@ -157,7 +153,6 @@ class ResumeMemoryOccupationReqOutput(Reply, kw_only=True):
     """The memory is resident again."""
 
     released_tags: list[MemoryTag]
-    """Tags that are still released."""
     resumed_bytes: dict[MemoryTag, int]
     """Sizes of what this call took again, by tag. On a CPU, pages take memory as they are written."""
 
@@ -255,7 +250,7 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``continue``,
     ``update.…``, ``release.…``; of images ``encode``, ``denoise``, ``decode``, ``components.…``."""
     count: int
-    """Number of runs."""
+    """Number of times."""
     total_s: float
     """Seconds of all runs together."""
     median_s: float
@@ -305,12 +300,10 @@ class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
 
 
 class PauseTotal(ReplyRecord, kw_only=True, frozen=True):
-    """Pauses in one mode since start, the current one included. A pause that changed its mode counts in both."""
+    """Pauses in one mode since start, the current one too. One that changed its mode counts in both."""
 
     mode: PauseMode
-    """The pause mode."""
     count: int
-    """Number of pauses in this mode."""
     seconds: float
     """Total time from the acknowledgement to continue, or to the change of mode."""
 
@@ -332,7 +325,6 @@ class EmptyCacheTotal(ReplyRecord, kw_only=True, frozen=True):
     place: str
     """``continue``, ``flush``, ``update``, ``failure``, … (docs/explanation/memory.md lists them)."""
     count: int
-    """Number of times."""
     freed_bytes: int
     """Bytes returned to the system; if more was allocated meanwhile, that emptying counts as 0."""
 
@@ -368,7 +360,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """A consistent snapshot, taken between two steps."""
 
     incarnation: str
-    """Random id of this start of the engine, without which epochs and message ids mean nothing."""
+    """Random id of this start of the engine; epochs and message ids belong to it."""
     generation: GenerationState
     """``pausing`` waits for the step in flight. Steps run only in ``running``, with valid resident weights.
     """
@@ -388,7 +380,6 @@ class GetStatusReqOutput(Reply, kw_only=True):
     memory: MemoryState
     """``released`` if ``released_tags`` is not empty."""
     released_tags: list[MemoryTag] = []
-    """Tags whose memory is released, in alphabetical order."""
     weight_version: str
     """Public version label of the weights: the last one given with a commit, or ``default``."""
     weights_epoch: int
@@ -404,7 +395,6 @@ class GetStatusReqOutput(Reply, kw_only=True):
     waiting_requests: int
     """Samples in the waiting queue: new, retracted and preempted ones."""
     step: int
-    """Steps started since the start of the engine."""
     last_step_age_s: float | None = None
     """Seconds since the last step finished. None means that there was none yet."""
     generated_tokens: int
@@ -418,19 +408,14 @@ class GetStatusReqOutput(Reply, kw_only=True):
     num_retractions: int
     """Retractions since start: by a pause, or because the KV cache was full."""
     step_failures: StepFailures = StepFailures()
-    """Failures of steps, and the limit on their size after running out of memory."""
     kv: KVUsage
-    """Use of the KV cache pool."""
     device_memory: DeviceMemory
     """Read for this reply, of rank 0; ``available`` is the smallest of all ranks'."""
     ranks: list[RankStatus] = []
-    """The other ranks of an engine of several (``tp``)."""
     memory_by_tag: MemoryByTag | None = None
     """Reserved memory by purpose, at the last memory event. None means that there was none yet."""
     totals: EngineTotals = EngineTotals()
-    """Counters since start."""
     stages: list[StageStatus] = []
-    """Time spent by stage, in the order of their first run."""
     components: list[ComponentStatus] = []
     """Components that come and go, and the reference model's parts."""
     prompt_cache: PromptCacheStatus | None = None
@@ -459,7 +444,6 @@ class GetStatusReqOutput(Reply, kw_only=True):
     uptime_s: float
     """Seconds since the engine became ready."""
     pid: int
-    """Process id of the engine, in its own pid namespace."""
     version: str
     """Version of the engine's software."""
 

@@ -110,7 +110,10 @@ class ErrorReply(Reply, kw_only=True):
 class CaesuraError(Exception):
     """Base of every error of this package, on both sides of the wire.
 
-    ``code`` is an :class:`ErrorCode`, or the text of one that only a newer engine knows.
+    Attributes:
+        code: the :class:`ErrorCode`, or the text of one that only a newer engine knows.
+        message: one sentence for a person.
+        detail: the numbers, keys by code.
     """
 
     def __init__(self, code: ErrorCode | str, message: str, **detail: Any) -> None:

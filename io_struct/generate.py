@@ -136,7 +136,6 @@ class GenerateReqInput(Request, kw_only=True):
     """The prompt: at least one id, each below ``vocab_size``; with ``max_new_tokens`` at most
     ``context_len``."""
     sampling_params: SamplingParams = SamplingParams()
-    """Sampling parameters, including the number of samples."""
     return_logprob: bool = False
     """Return each output token's float32 log-softmax over the vocabulary, after temperature unless greedy."""
     return_raw_logprob: bool = False
@@ -286,7 +285,7 @@ class LogprobRows(ReplyRecord, kw_only=True, frozen=True):
 
 
 class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
-    """The terminal result of one sample. Data about the output has as many entries or rows as ``output_ids``."""
+    """The terminal result of one sample. Data about the output has an entry or row for each output id."""
 
     rid: str
     """The request id: ``rid`` of the request, else its message id."""
@@ -315,7 +314,6 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     routed_experts: RoutedExperts | None = None
     """None unless ``return_routed_experts``, and if an error ended the sample."""
     finish_reason: FinishReason
-    """Why the sample ended."""
     weight_versions: list[WeightVersionSpan]
     """Contiguous spans that cover ``[0, len(output_ids))``."""
     prompt_tokens: int
@@ -349,17 +347,13 @@ class DeltaWeights(ReplyRecord, kw_only=True, frozen=True):
     """Weights that sampled tokens of a :class:`StreamDelta`, as in :class:`WeightVersionSpan`."""
 
     version: str
-    """Public version label of the weights."""
     epoch: int
-    """Weights epoch: the engine's commit counter."""
     incarnation: str = ""
-    """Start of the engine that sampled with them."""
     stale_kv: bool = False
-    """True: with KV cache that was partly computed with the weights of an older epoch."""
 
 
 class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):
-    """Facts about a :class:`StreamDelta`'s tokens beyond ids and logprobs, for rows with ``stream_details``."""
+    """Facts about a :class:`StreamDelta`'s tokens beyond ids and logprobs, with ``stream_details``."""
 
     weights: list[DeltaWeights]
     """All weights that sampled tokens of these rows."""
@@ -418,7 +412,6 @@ class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
     """
 
     step: int
-    """Steps started since the engine's start."""
 
 
 class AbortReq(Request, kw_only=True):
@@ -436,7 +429,6 @@ class AbortReqOutput(Message, kw_only=True, forbid_unknown_fields=False):
     """The number of samples that were aborted."""
 
     id: str
-    """The ``id`` of the request that this answers."""
     aborted: int
     """Samples that this call aborted; 0 if there was no such live sample."""
 

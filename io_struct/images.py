@@ -51,7 +51,6 @@ class GenerateImagesReqInput(Request, kw_only=True):
     """
 
     rid: Identifier | None = None
-    """Request id, for abort and results. None means the message id."""
     prompt: Prompt | None = None
     """Text for the pipeline's own tokenizers. None means that the prompt comes in another form."""
     negative_prompt: Prompt | None = None
@@ -79,7 +78,6 @@ class GenerateImagesReqInput(Request, kw_only=True):
     max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 256
     """Tokens of the longest text encoder, for models that have one of variable length (T5)."""
     seed: Seed | None = None
-    """Seed of all noise. None means a random seed, which the result contains."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples. Sample ``i`` uses the noise of ``(seed, i)``."""
     sde: SdeParams = SdeParams()
@@ -92,7 +90,6 @@ class GenerateImagesReqInput(Request, kw_only=True):
     output: Literal["image", "latents"] = "image"
     """``image``: decode the final latents to an image. ``latents``: return them instead."""
     min_weights_epoch: int | None = None
-    """Refuse with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum."""
 
 
 class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
@@ -101,7 +98,6 @@ class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
     name: str
     """What it is."""
     dtype: str
-    """Safetensors name of the type."""
     shape: list[int]
     """Elements per dimension; empty for a scalar."""
     buffer: int
@@ -118,11 +114,8 @@ class GenerateImagesReqOutput(FramedMessage, kw_only=True):
     """
 
     rid: str
-    """The request id: ``rid`` of the request, else its message id."""
     index: int
-    """Index of the sample, below ``n``."""
     finish_reason: FinishReason
-    """Why the sample ended; ``length`` after all its steps."""
     weight_versions: list[WeightVersionSpan]
     """Contiguous spans over steps that cover ``[0, steps_done)``: which weights made which step."""
     seed: int
@@ -136,13 +129,10 @@ class GenerateImagesReqOutput(FramedMessage, kw_only=True):
     latent_indices: list[int] = []
     """Places in the grid of the returned latents: ``k`` is before step ``k``, and after step ``k - 1``."""
     tensors: list[ResultTensor] = []
-    """Names, dtypes and shapes of the frames behind the header."""
     num_retractions: int = 0
     """Times that it began again from its seed."""
     queue_time: float = 0.0
-    """Seconds from arrival to the first step; to the end, if there was none."""
     e2e_latency: float = 0.0
-    """Seconds from arrival to the end."""
 
 
 class ImageLoad(ReplyRecord, kw_only=True, frozen=True):

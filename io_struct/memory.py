@@ -32,13 +32,9 @@ class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     detail: str
     """Mode of a pause, transport and label of an update, tags of a release, and so on."""
     step: int
-    """Steps started until then."""
     weights_epoch: int
-    """Weights epoch at that time."""
     reserved: int
-    """Bytes reserved by the device allocator, after the event."""
     allocated: int
-    """Bytes of it in use."""
     by_tag: MemoryByTag
     """``reserved`` by purpose; weights, KV and reference may be the last event's if no cache was emptied."""
     returned: int | None = None

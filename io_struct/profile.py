@@ -32,7 +32,7 @@ class StartProfileReqOutput(Reply, kw_only=True):
     """The trace has begun."""
 
     path: str
-    """The file that will be written, on the engine's machine. It appears when it is complete."""
+    """The file on the engine's machine, which appears when it is complete."""
     num_steps: int
     """Number of steps after which the trace ends by itself."""
 

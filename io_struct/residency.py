@@ -14,7 +14,6 @@ class ComponentStatus(ReplyRecord, kw_only=True, frozen=True):
     name: str
     """``vae``, ``text_encoder``, …; ``reference`` and ``reference_kv`` of the reference model."""
     residency: Residency
-    """Its strategy."""
     nbytes: int
     """Its size, wherever it is."""
     device_bytes: int

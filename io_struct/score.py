@@ -41,7 +41,6 @@ class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
     weights: int
     """Size of its weights in bytes."""
     device_bytes: int
-    """Bytes of its weights that are on the device now."""
     pending_sequences: int
     """Accepted sequences that are not scored completely."""
     scored_tokens: int

@@ -32,7 +32,6 @@ class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     """All tensors of the checkpoint: checked at once, must be complete, and ``end`` requires all of it. None
     means that each call is checked on its own, and some tensors are enough."""
     component: Label | None = None
-    """The component of a diffusion pipeline whose tensors ``manifest`` has. None means its transformer."""
     deadline_s: PositiveDuration | None = None
     """Seconds after which the session is aborted. None means the engine's ``session_deadline_s``."""
 
@@ -43,7 +42,6 @@ class BeginWeightUpdateReqOutput(Reply, kw_only=True):
     session_id: str
     """Session id for its calls and its ``end``; for them the ``id`` of ``begin`` is another name of it."""
     weights_epoch: int
-    """The weights epoch before the session."""
 
 
 class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
@@ -88,9 +86,7 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     weights: Literal["valid", "updating", "poisoned", "invalid"]
     """State of the weights after this call, as in status."""
     weights_epoch: int
-    """Weights epoch after this call."""
     weight_version: str
-    """Version label after this call."""
     written_tensors: int
     """Checkpoint tensors written by this call (for ``end``: by the session)."""
     written_bytes: int
@@ -104,7 +100,6 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     flushed: bool
     """True: this call flushed the prefix cache."""
     stages: StageTimes
-    """Time spent in this call, by stage (for ``end``: in the session)."""
     durable: bool | None = None
     """True: the state file has this commit. False: it could not be written, so a restart begins with
     ``invalid`` weights. None: nothing is committed, or there is no state file."""
@@ -254,7 +249,6 @@ class DestroyWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """Leave a weight update group. An unknown group is ``group_error``."""
 
     group_name: GroupName = DEFAULT_GROUP_NAME
-    """Name of the group, joined or still joining."""
 
 
 class DestroyWeightsUpdateGroupReqOutput(Reply, kw_only=True):
@@ -267,7 +261,6 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     specs: list[TensorSpec]
     """Names, shapes and dtypes; whole tensors only, offsets are ignored."""
     group_name: GroupName = DEFAULT_GROUP_NAME
-    """Name of the group; every rank must have joined it."""
     load_format: Literal["flattened_bucket"] | None = None
     """None means one broadcast per tensor. ``flattened_bucket``: one of uint8, all tensors without padding.
     """
@@ -282,18 +275,15 @@ class GetWeightsManifestReqInput(ControlRequest, kw_only=True):
     """Return names, shapes and dtypes of the weights as stored: what ``SendWeightsReqInput`` can send."""
 
     component: Label | None = None
-    """The component of a diffusion pipeline whose tensors are asked for. None means its transformer."""
 
 
 class StoredTensor(ReplyRecord, kw_only=True, frozen=True):
     """A tensor of the checkpoint as an engine stores it."""
 
     name: str
-    """Name of the tensor in the checkpoint."""
     dtype: str
-    """Safetensors name of the type that it is stored as, which may not be the checkpoint's."""
+    """Safetensors name of the stored type, which may not be the checkpoint's."""
     shape: list[int]
-    """Elements per dimension."""
     nbytes: int
     """Size in bytes."""
 
@@ -308,9 +298,7 @@ class GetWeightsManifestReqOutput(Reply, kw_only=True):
     tensors: list[StoredTensor]
     """In the order of the model."""
     weights_epoch: int
-    """Epoch of the committed weights."""
     weight_version: str
-    """Label of the committed weights."""
 
 
 class SendWeightsReqInput(ControlRequest, kw_only=True):
@@ -324,22 +312,16 @@ class SendWeightsReqInput(ControlRequest, kw_only=True):
     specs: list[TensorSpec]
     """Tensors as stored (``GetWeightsManifestReqInput``), in sending order; else ``weight_mismatch``."""
     group_name: GroupName = DEFAULT_GROUP_NAME
-    """Name of the group, of which this engine is rank 0; every rank must have joined it."""
     load_format: Literal["flattened_bucket"] | None = None
-    """That of the receivers' calls. None means one broadcast per tensor."""
     tensors_per_broadcast: BroadcastSizes | None = None
-    """That of the receivers' calls: number of tensors in each broadcast. None means all in one."""
     component: Label | None = None
-    """The component of a diffusion pipeline whose tensors are sent. None means its transformer."""
 
 
 class SendWeightsReqOutput(Reply, kw_only=True):
     """Every receiver has got everything."""
 
     weights_epoch: int
-    """Epoch of the weights that were sent."""
     weight_version: str
-    """Their label."""
     sent_tensors: int
     """Number of tensors."""
     sent_bytes: int

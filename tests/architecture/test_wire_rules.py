@@ -9,6 +9,7 @@ from typing import get_args
 
 import msgspec
 import pytest
+from generate_wire import meanings
 from msgspec import inspect as wire_types
 
 from caesura import io_struct
@@ -55,23 +56,6 @@ STRUCTS = sorted(
     key=lambda kind: kind.__name__,
 )
 each_struct = pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
-
-
-def docstrings(kind: type) -> dict[str, str]:
-    """Field name to the string below it, up the bases."""
-    texts: dict[str, str] = {}
-    for cls in reversed(kind.__mro__):
-        if not cls.__module__.startswith("caesura.io_struct"):
-            continue
-        (definition,) = (
-            node
-            for node in ast.parse(inspect.getsource(inspect.getmodule(cls))).body
-            if isinstance(node, ast.ClassDef) and node.name == cls.__name__
-        )
-        for field, text in zip(definition.body, definition.body[1:]):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                texts[ast.unparse(field.target)] = ast.literal_eval(text.value)
-    return texts
 
 
 def is_optional(annotation: object) -> bool:
@@ -167,15 +151,13 @@ def test_every_struct_says_what_it_is(kind):
 
 @each_struct
 def test_absence_is_defined(kind):
-    """Each field that may be None has a docstring with that word, its own or the one of the class."""
-    texts = docstrings(kind)
+    """Each field that may be None has a meaning with that word, its own or the one of the class."""
+    texts = meanings(kind)
     hints = typing.get_type_hints(kind, include_extras=True)
     undefined = [
         field
         for field in kind.__struct_fields__
-        if is_optional(hints[field])
-        and not says_what_none_means(texts.get(field, ""))
-        and "None" not in kind.__doc__
+        if is_optional(hints[field]) and not says_what_none_means(texts[field]) and "None" not in kind.__doc__
     ]
     assert undefined == []
 
@@ -184,7 +166,7 @@ def says_what_none_means(text: str) -> bool:
     """A sentence about None, or the case in which the field is set (``stop: …``), which leaves None for all
     others.
     """
-    return "None" in text or re.match(r"``\w+``( and ``\w+``)*:", text) is not None
+    return "None" in text or re.match(r"`\w+`( and `\w+`)*:", text) is not None
 
 
 @each_struct
