@@ -151,7 +151,6 @@ def test_every_struct_says_what_it_is(kind):
 
 @each_struct
 def test_absence_is_defined(kind):
-    """Each field that may be None has a meaning with that word, its own or the one of the class."""
     texts = meanings(kind)
     hints = typing.get_type_hints(kind, include_extras=True)
     undefined = [
