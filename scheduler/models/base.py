@@ -25,7 +25,7 @@ class Weights(Protocol):
 
     @property
     def kept_components(self) -> frozenset[str]:
-        """Return those of :attr:`components` kept on the host, where updates write them, even through a release."""
+        """Return those of :attr:`components` kept on the host, where updates write them."""
         ...
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -87,7 +87,7 @@ class CausalLM(Weights, Protocol):
     ) -> Generator[int, None, Tensor]:
         """Run :meth:`forward`, yielding each layer's number before it is computed.
 
-        For weights that are there layer by layer, and for work that lets others in between. Each piece runs under
+        For weights that are there layer by layer, and work that lets others in between. Pieces run under
         ``torch.inference_mode``.
         """
         ...

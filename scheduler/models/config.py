@@ -93,7 +93,7 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
     """Read config.json (and generation_config.json, if any) in folder ``path``, or a language model's part.
 
     Raises:
-        CaesuraError: CHECKPOINT_ERROR, config.json is missing or not valid; UNSUPPORTED_MODEL, with the fields, it
+        CaesuraError: CHECKPOINT_ERROR, config.json is missing or invalid; UNSUPPORTED_MODEL, with fields, it
             asks for something that the forward does not do.
     """
     folder = Path(path)

@@ -27,7 +27,7 @@ class _OtherCallsError(Exception):
 
 class FusedDecoder:
     def __init__(self, trace: Trace, sizes: Sizes) -> None:
-        """``trace``: with kernels for norms, gates and attention; ValueError if the kernel refuses a tensor."""
+        """``trace`` has kernels for norms, gates and attention; ValueError: the kernel refuses it."""
         chain = _Chain(trace)
         last, stream = chain.norm(trace.out)
         layers: list[_Layer] = []
