@@ -1,11 +1,10 @@
 """``Fleet``: several engines with the same weights, for coroutines of one event loop.
 
 Invariants:
-- All members that serve have the same weights: an engine is admitted, also again, only with the group's
-  weights.
-- Updates, pauses and admissions exclude one another: :attr:`Fleet.lock` is held for the whole of each. What
-  moves weights holds :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought
-  up to date, and a pause does not.
+- All members that serve have the same weights: an engine is admitted, also again, only with the group's.
+- Updates, pauses and admissions exclude one another: each holds :attr:`Fleet.lock`. What moves weights holds
+  :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought up to date, and a
+  pause does not.
 - A generation is not lost with its member (``flow.py``); an update is committed by all members that take
   part, or by none (``session.py``).
 """
@@ -51,7 +50,6 @@ class FleetUpdate:
     epoch: int
     """The fleet's weights epoch after it."""
     weight_version: str
-    """Its label."""
     replies: dict[str, WeightUpdateReqOutput]
     """Replies to the commits, by name; epochs in them are the engines' own."""
     fenced: dict[str, str]
@@ -81,7 +79,6 @@ class FleetStatus:
     weights_epoch: int
     """Epoch of the fleet's weights; spans of its outputs and ``min_weights_epoch`` count alike."""
     weight_version: str
-    """Label of these weights."""
     paused: PauseMode | None
     """Mode of the fleet's pause; None while it runs."""
     live_requests: int
@@ -109,42 +106,34 @@ class Fleet:
     ) -> None:
         """
         Args:
-            members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
-            owner: owner token of the fleet's pauses. None means a random one.
-            verify: what members compare before an update is committed, and what an engine that joins is
-                compared by.
-            patience_s: seconds that a generation waits for a member that serves. None means without limit.
-            keepalive_timeout: seconds without a message after which a member with requests counts as gone.
-            look_interval_s: seconds between looks at the members; one that has restarted is then brought to
-                the fleet's weights.
-            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
-                because this process has died, an engine ends the fleet's session and continues if its weights
-                are valid.
-            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
-                weights; requests then wait for an update.
+        members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
+        owner: owner token of the fleet's pauses. None means a random one.
+        verify: what members compare before a commit, and an engine that joins is compared by.
+        patience_s: seconds that a generation waits for a member that serves. None means without limit.
+        keepalive_timeout: seconds without a message after which a member with requests counts as gone.
+        look_interval_s: seconds between looks at the members, which bring restarted ones back.
+        lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
+            because this process has died, an engine ends the fleet's session and continues if its weights
+            are valid.
+        adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
+            weights; requests then wait for an update.
         """
         if lease_s is not None and not lease_s > 0:
             raise InvalidRequest(
                 f"lease_s = {lease_s!r} must be a positive number of seconds, or None", field="lease_s"
             )
         self.owner = owner or f"fleet-{new_id()[:12]}"
-        """Owner token of the fleet's pauses and sessions."""
         self.verify: Verify = verify
-        """What members compare before a commit."""
         self.weight_version = ""
-        """Label of the weights that the fleet serves."""
         self.paused_mode: PauseMode | None = None
-        """Mode of the fleet's pause; None while it runs."""
         self.heals = True
         """True if members that are fenced or gone are brought back in the background."""
         self.source = Source()
-        """Origin of the fleet's weights."""
         self.lock = asyncio.Lock()
         """Held by what changes weights, pauses or membership."""
         self.weights_lock = asyncio.Lock()
         """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member up to date."""
         self.dispatcher = Dispatcher(patience_s=patience_s)
-        """The members and the generations that they have."""
         self.client = GenerationClient(self.dispatcher, owner=self.owner)
         """Generations of the fleet, for what takes a client, such as a ``TokenizerManager``."""
         self._addresses = [EngineAddress.of(each) for each in members]
@@ -157,7 +146,6 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
-        """The engines of the fleet, in the order in which they were added."""
         return list(self.dispatcher.members.values())
 
     @property
@@ -314,15 +302,12 @@ class Fleet:
         Generation is paused in ``pause_mode`` meanwhile, unless the fleet is paused already.
 
         Args:
-            named_tensors: checkpoint names and tensors, for the transports ``tensor``, ``ipc`` and
-                ``distributed``.
+            named_tensors: checkpoint names and tensors, for all transports but ``disk``.
             model_path: a checkpoint folder that every engine can read, for the transport ``disk``.
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
-            torch_empty_cache: empty the members' device caches before they continue, if the update has paused
-                them.
-            deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the
-                others go on.
+            torch_empty_cache: empty the device caches before members continue that the update has paused.
+            deadline_s: seconds until the commit; a member that is later is fenced, and the others go on.
 
         Raises:
             FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.
@@ -451,12 +436,10 @@ class Fleet:
 
     @property
     def may_heal(self) -> bool:
-        """True if members may be brought back now."""
         return self.paused_mode is None
 
     @property
     def needs_care(self) -> bool:
-        """True if :meth:`heal` may have something to do."""
         return any(not member.serves for member in self.members)
 
     async def forget(self, member: Member) -> None:
