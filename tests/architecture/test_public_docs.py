@@ -63,7 +63,6 @@ def values(cls: type) -> dict[str, bool]:
 
 
 def members(cls: type) -> dict[str, bool]:
-    """Public methods and properties of ``cls``'s own: whether they have a docstring."""
     return {
         name: bool(inspect.getdoc(member))
         for name, member in vars(cls).items()

@@ -36,7 +36,6 @@ LONG = result("long", {"Caesura": 28.9, "vLLM": 15.1}, {"Caesura": 8.1, "vLLM": 
 
 
 def texts(figure):
-    """Every label in the order of drawing."""
     return [text.get_text() for axes in [figure, *figure.axes] for text in axes.texts]
 
 

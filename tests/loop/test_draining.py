@@ -53,7 +53,6 @@ def test_a_second_message_ends_the_drain(driver, order):
 
 
 def test_the_deadline_ends_what_is_left(driver):
-    """A paused engine's requests would never end."""
     rid = driver.generate(PROMPT, 200)
     driver.tick()
     assert driver.call(PauseGenerationReqInput(mode="in_place")).mode == "in_place"

@@ -29,7 +29,6 @@ def driver(sd3):
 
 @pytest.fixture(scope="module")
 def untouched(sd3):
-    """An engine for requests that it refuses."""
     with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
         yield driver
 

@@ -29,7 +29,6 @@ def edited(
 
 
 def log_softmax(values: list[float], temperature: float = 1.0) -> list[float]:
-    """After division by ``temperature``."""
     scaled = [value / temperature for value in values]
     best = max(scaled)
     total = best + math.log(sum(math.exp(value - best) for value in scaled))

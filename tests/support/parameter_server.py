@@ -53,12 +53,10 @@ class ParameterServer:
         self._socket.send_multipart([data, *frames])
 
     def answer(self, seconds: float = 20.0) -> str:
-        """What the engine said."""
         assert self._socket.poll(round(seconds * 1000)), f"no answer within {seconds} s"
         return self._socket.recv().decode()
 
     def ask(self, message: object) -> str:
-        """Send and await the answer."""
         self.tell(message)
         return self.answer()
 

@@ -65,7 +65,6 @@ class Ranks:
             pipe.send((job, arguments))
 
     def start_on(self, rank: int, job: Job, *arguments: Any) -> None:
-        """Have one of them do so."""
         self._pipes[rank].send((job, arguments))
 
     def results(self, ranks: list[int] | None = None) -> list[Any]:
@@ -75,7 +74,6 @@ class Ranks:
         ]
 
     def call(self, job: Job, *arguments: Any) -> list[Any]:
-        """Both."""
         self.start(job, *arguments)
         return self.results()
 
@@ -86,7 +84,6 @@ class Ranks:
         os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End them all."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

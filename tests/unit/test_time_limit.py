@@ -17,7 +17,6 @@ LIMIT_S = 1.0
 
 
 def pytest_on(tmp_path: Path, source: str) -> subprocess.Popen:
-    """A pytest of its own on a file with ``source``, each of whose tests has :data:`LIMIT_S`."""
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "support.time_limit", "-p", "no:cacheprovider", "-q"]

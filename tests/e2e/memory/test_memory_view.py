@@ -44,7 +44,6 @@ def driver(tiny_model):
 
 
 def history(driver, after=0) -> list[MemoryEvent]:
-    """Without samples: whether there is one depends on how long the test takes."""
     events = driver.call(GetMemoryHistoryReqInput(after=after)).events
     return [event for event in events if event.cause != "sample"]
 

@@ -29,7 +29,6 @@ def engine(tiny_model, tmp_path_factory):
 
 
 def updated(engine: ControlClient, transport: str, tensors, folder, **options):
-    """The reply to an update with ``tensors``, a dict."""
     if transport == "disk":
         save_file(tensors, folder / "model.safetensors")
         return engine.update_weights_from_disk(folder, timeout=PATIENCE, **options)

@@ -38,7 +38,6 @@ def untried():
 
 @pytest.fixture
 def library(monkeypatch):
-    """FlashInfer's stand-in, on the CPU: its attributes may be replaced."""
     made = SimpleNamespace(**vars(fake_flashinfer))
     for module in (flashinfer, flashinfer_mla):
         monkeypatch.setattr(module, "why_not", lambda *of: None)
@@ -57,8 +56,6 @@ def config(wanted: str = "auto") -> EngineConfig:
 
 
 def broken(kind: type, method: str, error: Exception) -> type:
-    """``kind`` with a method that raises."""
-
     def fail(self: object, *of: object, **options: object) -> None:
         raise error
 

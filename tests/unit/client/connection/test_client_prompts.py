@@ -22,7 +22,6 @@ def fake(tmp_path_factory):
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def generate(fake, request):
-    """``generate`` of either client."""
     if request.param == "blocking":
         with SchedulerClient(fake.endpoint) as client:
             yield client.generate

@@ -51,7 +51,6 @@ class Page(HTMLParser):
 
 
 def embedded(text):
-    """What the page has inside."""
     return msgspec.json.decode(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1], type=PageData)
 
 
@@ -192,8 +191,6 @@ def test_the_curve(looks, expected):
 
 @pytest.fixture
 def caesura(monkeypatch, capsys):
-    """Run the command line; returns exit status, stdout and stderr."""
-
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["caesura", "memory", *arguments])
         with pytest.raises(SystemExit) as exit:

@@ -55,7 +55,6 @@ BY_TAG = memory_event(1).by_tag
 
 
 def busy(request):
-    """A healthy engine that has been through something; everything optional is there."""
     if not isinstance(request, GetStatusReqInput):
         return answer(request)
     status = status_reply(request)
@@ -81,7 +80,6 @@ class Served:
     metrics: Metrics
 
     async def scrape(self):
-        """Every sample by its name and labels."""
         reply = await self.http.get("/metrics")
         assert reply.status_code == 200
         return samples(text_string_to_metric_families(reply.text))

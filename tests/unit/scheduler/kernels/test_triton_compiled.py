@@ -99,7 +99,6 @@ def test_kernel_compiles_for_hopper_within_its_registers(launch, tmp_path):
 
 
 def launches(tokens: int) -> None:
-    """Each kernel once, as a step of so many tokens launches it."""
     from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
 
     angles = triton_rotations.angles(
