@@ -50,6 +50,7 @@ class FleetUpdate:
     epoch: int
     """The fleet's weights epoch after it."""
     weight_version: str
+    """Its label."""
     replies: dict[str, WeightUpdateReqOutput]
     """Replies to the commits, by name; epochs in them are the engines' own."""
     fenced: dict[str, str]
@@ -79,6 +80,7 @@ class FleetStatus:
     weights_epoch: int
     """Epoch of the fleet's weights; spans of its outputs and ``min_weights_epoch`` count alike."""
     weight_version: str
+    """Label of these weights."""
     paused: PauseMode | None
     """Mode of the fleet's pause; None while it runs."""
     live_requests: int
@@ -123,17 +125,23 @@ class Fleet:
                 f"lease_s = {lease_s!r} must be a positive number of seconds, or None", field="lease_s"
             )
         self.owner = owner or f"fleet-{new_id()[:12]}"
+        """Owner token of the fleet's pauses and sessions."""
         self.verify: Verify = verify
+        """What members compare before a commit."""
         self.weight_version = ""
+        """Label of the weights that the fleet serves."""
         self.paused_mode: PauseMode | None = None
+        """Mode of the fleet's pause; None while it runs."""
         self.heals = True
         """True if members that are fenced or gone are brought back in the background."""
         self.source = Source()
+        """Origin of the fleet's weights."""
         self.lock = asyncio.Lock()
         """Held by what changes weights, pauses or membership."""
         self.weights_lock = asyncio.Lock()
         """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member up to date."""
         self.dispatcher = Dispatcher(patience_s=patience_s)
+        """The members and the generations that they have."""
         self.client = GenerationClient(self.dispatcher, owner=self.owner)
         """Generations of the fleet, for what takes a client, such as a ``TokenizerManager``."""
         self._addresses = [EngineAddress.of(each) for each in members]
@@ -146,6 +154,7 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
+        """The engines of the fleet, in the order in which they were added."""
         return list(self.dispatcher.members.values())
 
     @property
@@ -436,10 +445,12 @@ class Fleet:
 
     @property
     def may_heal(self) -> bool:
+        """True if members may be brought back now."""
         return self.paused_mode is None
 
     @property
     def needs_care(self) -> bool:
+        """True if :meth:`heal` may have something to do."""
         return any(not member.serves for member in self.members)
 
     async def forget(self, member: Member) -> None:

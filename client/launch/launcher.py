@@ -93,10 +93,12 @@ class LaunchedScheduler:
 
     @property
     def pid(self) -> int:
+        """The child's process id."""
         return self._child.process.pid
 
     @property
     def returncode(self) -> int | None:
+        """The child's exit status; None while it runs."""
         return self._child.process.poll()
 
     def close(self, *, drain: bool | None = None, drain_s: float | None = None) -> None:
@@ -119,6 +121,7 @@ class LaunchedScheduler:
         self.client.close()
 
     def wait(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for the child's end; return True if it has ended."""
         return self._child.wait(timeout)
 
     def hurry(self) -> None:
