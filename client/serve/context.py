@@ -63,7 +63,7 @@ class Workers:
         self._held = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, which counts until it has ended; raise QueueFull if too much waits."""
+        """Return the result of ``work``, which counts until it ends; raise QueueFull if too much waits."""
         if self._held >= THREADS + MAX_WAITING:
             raise QueueFull(f"{self._held} pieces of text work are waiting; try again later")
         self._held += 1

@@ -231,7 +231,7 @@ class ModelNotFound(HTTPException):
 
 
 def check_model(front: FrontEnd, name: str | None) -> None:
-    """Refuse a model other than the served one, whose names are null, its name, its folder and ``default``."""
+    """Refuse models other than the served one (null, its name, its folder or ``default``)."""
     options = front.options
     if name and name not in (options.model_name, options.model_path, DEFAULT_MODEL):
         raise ModelNotFound(f"the model {shown(name)} does not exist; {options.model_name!r} is served")

@@ -1,4 +1,4 @@
-"""``/v1/models``: the served model, whose id never changes while the server runs, whatever weights it gets."""
+"""``/v1/models``: the served model, whose id never changes while the server runs."""
 
 import contextlib
 from pathlib import Path

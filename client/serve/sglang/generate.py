@@ -515,7 +515,7 @@ def experts_of(output: GenerateOutput, dtype: ExpertsDtype = "int32") -> str | N
 
 
 def routed_experts(routed: RoutedExperts, dtype: ExpertsDtype = "int32") -> str:
-    """Return little-endian [rows, layers, experts per token] in base64; ``uint8`` needs at most 256 experts."""
+    """Return little-endian [rows, layers, experts per token] in base64; ``uint8`` has at most 256 experts."""
     if dtype == "uint8":
         if routed.dtype != "U8":
             raise InvalidRequest(

@@ -75,7 +75,7 @@ class WeightsBody(Strict, kw_only=True):
 
 @post("/update_weights", status_code=200, opt={"access": "admin"})
 async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Load a checkpoint folder under its name as label; requests keep their KV, the prefix cache is not used."""
+    """Load a checkpoint folder under its name as label; requests keep their KV, the prefix cache goes."""
     body = await read_control(request, WeightsBody)
 
     async def work() -> None:
