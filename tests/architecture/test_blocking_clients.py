@@ -1,6 +1,4 @@
-"""The blocking clients are what the generator makes of the asyncio ones, and options of a generation are
-spelled once.
-"""
+"""The blocking clients are what the generator makes of the asyncio ones."""
 
 import importlib.util
 import inspect
