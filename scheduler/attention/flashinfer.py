@@ -196,7 +196,7 @@ class FlashInferBackend:
         self._step: dict[int | None, Lists] = {}
 
     def _asked(self, rows: int, tokens: int, pages: int) -> int:
-        """Return the bytes that the library reports for its largest captured step and a long row's last chunk.
+        """Return the bytes that the library reports for its largest captured step and a row's last chunk.
 
         Plain layers decide: a window takes no more, and kernels with sinks report nothing.
         """

@@ -129,7 +129,7 @@ class Shared(Layer, Protocol):
 
 
 class GatedShared(CompositeLayer):
-    """``sigmoid(gate(x)) * mlp(x)``, a gate of one output (Qwen2-MoE: Yang et al., 2024, arXiv:2407.10671)."""
+    """``sigmoid(gate(x)) * mlp(x)``, one gate (Qwen2-MoE: Yang et al., 2024, arXiv:2407.10671)."""
 
     def __init__(self, name: str, gate: str, hidden_size: int, mlp: GatedMLP, *, place: Placement) -> None:
         self.gate = Linear(name, hidden_size, {gate: 1}, place=place)
