@@ -13,7 +13,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.types import ExceptionHandlersMap, Scope, Send
 
-from ...io_struct import CaesuraError, ErrorCode, text
+from ...io_struct import CaesuraError, ErrorCode, field_errors
 from ...io_struct.field_errors import nearest
 from ..exceptions import RETRYABLE
 
@@ -85,7 +85,7 @@ class BodyTooLarge(HTTPException):
 
 def printable(given: str, limit: int = MAX_PRINTED_CHARACTERS) -> str:
     """Return ``given`` with escapes for what is not visible, cut off after ``limit`` characters."""
-    shown = text.printable(given[:limit])
+    shown = field_errors.printable(given[:limit])
     return shown if len(given) <= limit else f"{shown}… ({len(given)} characters)"
 
 

@@ -13,8 +13,7 @@ from litestar.exceptions import ClientException
 from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, ErrorCode, MemoryTag, PauseMode, StartProfileReqOutput, TraceActivity
-from ....io_struct.control import LeaseAction, PositiveDuration
-from ....io_struct.profile import TraceSteps
+from ....io_struct.control import LeaseAction, PositiveDuration, TraceSteps
 from ...exceptions import Unsupported
 from ..bodies import HTTPRequest, Strict, query_of, read_control
 from ..context import Front
