@@ -26,7 +26,7 @@ from .connection.scheduler_client import SchedulerClient
 from .exceptions import TimedOut
 from .keygen import keygen
 from .launch.launcher import engine_command, worker_command
-from .launch.supervise import supervise
+from .launch.supervisor import supervise
 from .serve.command import serve
 from .status_rows import MIB, status_rows
 
