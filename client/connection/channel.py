@@ -31,7 +31,7 @@ from ..exceptions import EngineDied, EngineError
 from .connection import Connection, Generation, ImageGeneration
 from .fork import Process
 from .link import Frames, Link
-from .options import ChannelOptions, ConnectionOptions
+from .options import ChannelOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
@@ -64,11 +64,6 @@ def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenD
         return deltas.get(timeout=timeout)
     except queue.Empty:
         raise timed_out(message_id, timeout) from None
-
-
-def run(work: Callable[[], Any]) -> Any:
-    """Call ``work``, which may block as its caller does, and return its result."""
-    return work()
 
 
 class ThreadChannel:
@@ -213,20 +208,3 @@ class ThreadChannel:
             unsent = [(message_id, frames) for message_id, frames in self._outbox if message_id is not None]
             self._outbox = deque(unsent)
             self._connection.fail_all(error, spare={message_id for message_id, _ in unsent})
-
-
-class ThreadClient:
-    """A client around this channel: what an asyncio one does not have."""
-
-    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
-        self.endpoint = endpoint
-        """The engine's address: an ipc:// path or a tcp:// host and port."""
-        self._channel = ThreadChannel(endpoint, ChannelOptions.of(connection))
-
-    def expect_exit(self) -> None:
-        """Expect a call of :meth:`engine_exited`: the launcher watches this engine's process."""
-        self._channel.expect_exit()
-
-    def engine_exited(self, reason: str) -> None:
-        """Fail what is pending and every later call with ``reason``: the engine's process has ended."""
-        self._channel.engine_exited(reason)

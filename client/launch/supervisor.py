@@ -31,7 +31,7 @@ from pathlib import Path
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from ..connection.curve import ClientKeys, KeyOrFile
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
 from .launcher import USAGE_STATUS, Child, how_it_ended
