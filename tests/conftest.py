@@ -67,21 +67,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 # Within what pytest itself does around the three phases, which is where it captures.
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup() -> Iterator[None]:
-    """Lines of engines are captured."""
     with late_lines.lines.phase():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Lines of engines are captured."""
     with late_lines.lines.phase():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Lines of engines are captured."""
     with late_lines.lines.phase():
         return (yield)
 

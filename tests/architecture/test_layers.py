@@ -1,6 +1,4 @@
-"""Import rules beside the order of layers, which import-linter checks (``[tool.importlinter]`` in
-pyproject.toml).
-"""
+"""Import rules beside the order of layers, which import-linter checks."""
 
 import ast
 import subprocess
@@ -19,8 +17,6 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement's target, absolute."""
-
     target: str
     line: int
 
@@ -40,7 +36,6 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """What the rules below look at: names that are imported or got from something, calls and functions."""
     looked_at = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef)
     return tuple(node for node in ast.walk(tree_of(path)) if isinstance(node, looked_at))
 
@@ -50,7 +45,6 @@ def is_for_typing(node: ast.AST) -> bool:
 
 
 def runtime_statements(tree: ast.Module):
-    """Every statement that can run, function bodies included."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -67,7 +61,6 @@ def runtime_statements(tree: ast.Module):
 
 @cache
 def imports_of(path: Path) -> tuple[Import, ...]:
-    """Absolute targets of the run-time imports; ``from package import submodule`` is the submodule."""
     module = module_of(path)
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     found = []
@@ -156,7 +149,6 @@ def test_imports_inside_the_package_are_relative():
 
 
 def outside(package: str) -> dict[str, set[str]]:
-    """Third-party top-level names per file of a package."""
     return {
         str(path.relative_to(ROOT)): {
             name
@@ -262,7 +254,6 @@ def test_only_one_module_writes_the_state_of_the_engine():
 
 
 def test_nothing_is_ever_unpickled():
-    """And the restricted reader alone parses pickles."""
     wrong = []
     for path in FILES:
         modules = PICKLES if str(path.relative_to(ROOT)) == READER else PICKLES | PARSERS

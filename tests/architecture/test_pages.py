@@ -1,6 +1,4 @@
-"""The pages for people: short lines, references and links that lead somewhere, and a definition for every
-invariant that is cited.
-"""
+"""The pages for people: short lines, references and links that lead somewhere."""
 
 import ast
 import importlib
@@ -55,7 +53,6 @@ def overlong(text: str) -> list[int]:
 
 
 def missing(text: str, files: set[str]) -> list[str]:
-    """Paths in backticks that end no path of ``files``; ``NAME.py`` stands for a file that a reader adds."""
     named = (path for path in PATH.findall(text) if not path.endswith("NAME.py"))
     return [path for path in named if not any(f"/{file}".endswith(f"/{path}") for file in files)]
 
@@ -79,14 +76,12 @@ def broken(page: str, text: str) -> list[str]:
 
 
 def leaves(nav: list) -> Iterator[str]:
-    """The pages of mkdocs' navigation."""
     for entry in nav:
         for value in [entry] if isinstance(entry, str) else entry.values():
             yield from [value] if isinstance(value, str) else leaves(value)
 
 
 def cited() -> Iterator[tuple[str, str]]:
-    """Where a docstring or comment cites an invariant, and which."""
     for folder in ("scheduler", "client", "io_struct", "process", "transfer", "integrations"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for prose in PROSE.findall(path.read_text(encoding="utf-8")):
@@ -163,7 +158,6 @@ def test_python_blocks_are_python_and_import_what_there_is(page):
 
 
 def where(name: str, *folders: str) -> set[str]:
-    """Names of the source files that have ``name`` as a word."""
     word = re.compile(rf"\b{name}\b")
     return {
         path.name

@@ -27,7 +27,6 @@ def workflow() -> dict:
 
 
 def recipe(target: str) -> list[str]:
-    """The commands of a target of the Makefile."""
     (lines,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     return [line.strip().replace("$(BIN)", ".venv/bin") for line in lines.splitlines()]
 

@@ -1,6 +1,4 @@
-"""Every public name of the Python client says what it is, down to fields and attributes: the API pages show
-nothing else.
-"""
+"""Every public name of the Python client says what it is, down to fields and attributes."""
 
 import ast
 import importlib
@@ -63,7 +61,6 @@ def values(cls: type) -> dict[str, bool]:
 
 
 def members(cls: type) -> dict[str, bool]:
-    """Public methods and properties of ``cls``'s own: whether they have a docstring."""
     return {
         name: bool(inspect.getdoc(member))
         for name, member in vars(cls).items()

@@ -1,6 +1,4 @@
-"""What every test file has to leave to ``tests/conftest.py``, so that a run is repeatable on a busy machine,
-too.
-"""
+"""What every test file has to leave to ``tests/conftest.py``."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -15,7 +13,6 @@ PROFILE = {"deadline", "derandomize", "database", "print_blob"}
 
 
 def settings_of_the_profile(tree: ast.Module) -> list[str]:
-    """Keywords of ``settings(...)`` that belong into the profile."""
     return [
         f"line {node.lineno}: {keyword.arg}"
         for node in ast.walk(tree)
@@ -38,7 +35,6 @@ def test_the_rule_itself(source, found):
 
 
 def limits_of_waits(tree: ast.Module) -> list[str]:
-    """Seconds that a wait is given although it is meant to succeed: waits that are to fail have fewer."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -62,7 +58,6 @@ def test_the_rule_about_waits_itself(source, found):
 
 
 def test_no_wait_that_is_meant_to_succeed_has_a_limit_of_its_own():
-    """A busy machine exceeds any; the limit of the test allows for that (support/time_limit.py)."""
     words = ("timeout=", ".wait(", ".join(", ".result(")
     found = {
         name: limits_of_waits(tree) for name, tree in trees_of(words) if not name.startswith("packaging/")

@@ -58,7 +58,6 @@ each_struct = pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__n
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """Field name to the string below it, up the bases."""
     texts: dict[str, str] = {}
     for cls in reversed(kind.__mro__):
         if not cls.__module__.startswith("caesura.io_struct"):
@@ -123,7 +122,6 @@ def test_every_answer_carries_the_id_it_answers():
 
 
 def structs_in(root: object) -> set[type]:
-    """All structs that a message of ``root`` can contain, itself included."""
     found: set[type] = set()
     waiting = [wire_types.type_info(root)]
     while waiting:
@@ -167,7 +165,6 @@ def test_every_struct_says_what_it_is(kind):
 
 @each_struct
 def test_absence_is_defined(kind):
-    """Each field that may be None has a docstring with that word, its own or the one of the class."""
     texts = docstrings(kind)
     hints = typing.get_type_hints(kind, include_extras=True)
     undefined = [
@@ -189,7 +186,6 @@ def says_what_none_means(text: str) -> bool:
 
 @each_struct
 def test_defaults_are_harmless(kind):
-    """Every default encodes and decodes to itself: no time, no object shared between messages."""
     for field in msgspec.structs.fields(kind):
         if field.default_factory is not msgspec.NODEFAULT and field.name != "id":
             assert field.default_factory() == field.default_factory()

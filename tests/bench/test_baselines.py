@@ -132,7 +132,6 @@ def test_the_life_of_a_baseline(path, capsys, speed):
 
 
 def test_a_time_that_something_else_has_lengthened_once_is_measured_again(path):
-    """Each time by the yardsticks of its own round; and no more rounds than it takes."""
     assert check(path, {"stage.pause": 10.0, "stage.decode": 1000.0}, "--update", "--reason", "first") == 0
     slow = {kind: 4 * value for kind, value in YARDSTICKS.items()}
     rounds = [

@@ -1,6 +1,4 @@
-"""The picture shows what was measured: every figure as a label, bars to scale, and nothing that was not
-there.
-"""
+"""The picture shows what was measured."""
 
 import json
 from itertools import pairwise
@@ -36,7 +34,6 @@ LONG = result("long", {"Caesura": 28.9, "vLLM": 15.1}, {"Caesura": 8.1, "vLLM": 
 
 
 def texts(figure):
-    """Every label in the order of drawing."""
     return [text.get_text() for axes in [figure, *figure.axes] for text in axes.texts]
 
 

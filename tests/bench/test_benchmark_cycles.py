@@ -1,6 +1,4 @@
-"""Pause cycles are measured under a load that stays, by every transport, and judged by the step that was
-measured.
-"""
+"""Pause cycles are measured under a load that stays, by every transport."""
 
 import json
 
@@ -59,7 +57,6 @@ def feeder(submitted):
 
 
 def tokens(step, rids, ended=(), reason="length"):
-    """One step's message: a token for each of ``rids``, and the ends of ``ended``."""
     column = b"\0\0\0\0" * len(rids)
     delta = StreamDelta(
         rids=list(rids), indices=column, starts=column, counts=column, tokens=column, logprobs=column

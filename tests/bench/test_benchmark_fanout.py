@@ -63,7 +63,6 @@ def test_a_tree_takes_what_its_links_take(engines, buckets):
 @settings(max_examples=examples(60))
 @given(engines=st.integers(2, 2000), hop_s=st.floats(1e-3, 1.0), other=st.floats(0.1, 10.0))
 def test_no_bucket_is_better_than_the_best(engines, hop_s, other):
-    """But for what whole buckets round."""
     best = best_bucket(engines=engines, hop_s=hop_s, **SIZES)
 
     def chain_s(bucket: float) -> float:

@@ -58,7 +58,6 @@ def test_a_step_reads_every_weight_once_but_for_a_gathered_table(tied):
 
 
 def test_prefill_counts_each_product_once():
-    """By hand: projections 8 -> 24 + 12 + 12, 24 -> 8, mlp 3 * 8 * 24, scores and values, head once."""
     made = shape(num_hidden_layers=1, tie_word_embeddings=False)
     weights = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 24
     pairs = 5 * 6 // 2
@@ -82,7 +81,6 @@ def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_an
 
 
 def test_a_hybrid_has_kv_in_each_fourth_layer_and_a_state_in_the_others():
-    """By hand: eight heads of 64 x 64 in six layers, read and written by each row; one pair in two."""
     made, work = ARCHITECTURES["hybrid"], WORKLOADS["hybrid"]
     assert kv_bytes_per_token(made, 2) == work.kv_bytes_per_token
     without, states = replace(made, linear_key_head_dim=1), 4 * 6 * 8 * 64 * 64
@@ -96,7 +94,6 @@ def test_a_hybrid_has_kv_in_each_fourth_layer_and_a_state_in_the_others():
 
 
 def test_one_latent_is_cached_for_all_heads():
-    """By hand for DeepSeek: 32 experts of three matrices 256 x 512 in seven layers, 4 a token."""
     made = ARCHITECTURES["mla-0.2b"]
     assert kv_bytes_per_token(made, 2) == WORKLOADS["mla"].kv_bytes_per_token
     experts = 2 * 7 * 32 * 3 * 256 * 512
@@ -249,7 +246,6 @@ def test_without_a_card_only_the_smoke_run_starts():
 
 
 def smoke(tmp_path: Path, *sections: str) -> tuple[dict[str, Any], str]:
-    """What a run at a toy size finds and prints."""
     json_path = tmp_path / "found.json"
     options = ["--smoke", "--json", str(json_path), "--work-dir", str(tmp_path / "work"), "--only", *sections]
     done = subprocess.run(

@@ -1,6 +1,4 @@
-"""The demo, quick: all of the loop against a real engine and a real trainer; only the learning is too short
-to see.
-"""
+"""The demo, quick: all of the loop against a real engine and a real trainer."""
 
 import json
 import os
@@ -107,7 +105,6 @@ def test_summary_has_exactly_its_fields_and_the_loop_kept_its_promises(summary):
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "family"), [("moe", "Qwen3-MoE"), ("mla", "DeepSeek V3")])
 def test_a_policy_with_experts_or_latent_attention_goes_the_same_way(tmp_path, policy, family):
-    """Both implementations agree on every checked token, through updates in the middle of answers."""
     summary = summary_in(finish_demo(tmp_path, "--updates", "3", "--policy", policy))
     assert (summary["updates"], summary["requests_lost"]) == (3, 0)
     assert 0 < summary["max_logprob_gap"] < 1e-3
@@ -116,7 +113,6 @@ def test_a_policy_with_experts_or_latent_attention_goes_the_same_way(tmp_path, p
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 def test_every_other_transport_brings_the_weights_of_each_update(tmp_path, transport):
-    """The logprob gap compares what the engine sampled with the weights that it should have had."""
     summary = summary_in(finish_demo(tmp_path, "--updates", "2", "--transport", transport))
     assert (summary["transport"], summary["updates"], summary["requests_lost"]) == (transport, 2, 0)
     assert 0.0 < summary["max_logprob_gap"] <= 1e-3
@@ -126,7 +122,6 @@ def test_every_other_transport_brings_the_weights_of_each_update(tmp_path, trans
 
 @pytest.mark.parametrize("transport", ["tensor", pytest.param("disk", marks=pytest.mark.long)])
 def test_the_policy_learns_from_two_replicas_behind_one_port(tmp_path, transport):
-    """Over HTTP: every token of both engines has the logprob of the weights that it names."""
     arguments = ("--updates", "2", "--replicas", "2", "--transport", transport)
     summary = summary_in(finish_demo(tmp_path, *arguments))
     assert (summary["transport"], summary["updates"], summary["requests_lost"]) == (transport, 2, 0)

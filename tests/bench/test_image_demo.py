@@ -74,7 +74,6 @@ def test_held_out_prompts_are_not_trained_on():
 
 
 def batch_of(learner: Learner, settings: ImageSettings, rewards: list[float]) -> Batch:
-    """Trajectories with log-probabilities that are the learner's own."""
     generator = torch.Generator().manual_seed(1)
     count = len(rewards)
     batch = Batch(

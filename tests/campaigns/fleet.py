@@ -66,8 +66,6 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens"
 
 @dataclass
 class Round:
-    """What one kill did."""
-
     number: int
     phase: str
     transport: str
@@ -84,8 +82,6 @@ class Round:
 
 
 class Replicas(Protocol):
-    """Engines that can be killed."""
-
     def kill(self, name: str, number: signal.Signals) -> None:
         """Send ``number``; what comes after the first until the restart does nothing."""
         ...
@@ -104,16 +100,13 @@ class OwnReplicas:
         self._names = [f"replica-{number}" for number in range(count)]
 
     async def start(self) -> None:
-        """All of them."""
         await asyncio.gather(*(asyncio.to_thread(self._launch, name) for name in self._names))
 
     @property
     def addresses(self) -> list[EngineAddress]:
-        """Of all engines."""
         return [EngineAddress(self._endpoint(name), name=name) for name in self._names]
 
     def kill(self, name: str, number: signal.Signals) -> None:
-        """Send ``number``."""
         with suppress(ProcessLookupError):
             os.kill(self.engines[name].pid, number)
 
@@ -123,7 +116,6 @@ class OwnReplicas:
         await asyncio.to_thread(self._launch, name)
 
     def close(self) -> None:
-        """End all."""
         for engine in self.engines.values():
             engine.close()
 
@@ -154,7 +146,6 @@ class RayReplicas:
                 os.kill(replica.pid, number)
 
     async def restart(self, name: str) -> None:
-        """Wait until Ray has started another one."""
         before = self._killed.pop(name)
         async with asyncio.timeout(RECOVERY_S):
             while (replica := self._fleet.replica(name)) is None or replica.start == before:  # noqa: ASYNC110  (Ray's work is waited for)
@@ -209,7 +200,6 @@ class Campaign:
         return found
 
     def _arm(self, victim: str, phase: str, end: signal.Signals) -> None:
-        """The first call of that phase to ``victim`` finds its engine dead, or dying."""
         member = next(each for each in self.fleet.members if each.name == victim)
         broadcast = phase == "load" and self._round.transport == "distributed"
         calls = CALLS["begin"] if broadcast else CALLS[phase]
@@ -237,13 +227,11 @@ class Campaign:
             self._armed.append((member.client, name))
 
     def _disarm(self) -> None:
-        """Calls are what they were."""
         for client, name in self._armed:
             delattr(client, name)
         self._armed.clear()
 
     async def _update(self, found: Round) -> None:
-        """A whole update: one that was aborted is sent again, as a trainer does."""
         for _ in range(UPDATE_TRIES):
             self._updates += 1
             version = self.versions[self._updates % len(self.versions)]
@@ -268,7 +256,6 @@ class Campaign:
         found.lost += 1
 
     def _feed(self) -> None:
-        """Keep generations under way."""
         while len(self._under_way) < UNDER_WAY:
             task = asyncio.ensure_future(self._request())
             self._under_way.add(task)
@@ -296,7 +283,6 @@ class Campaign:
             found.mixed += begun_after and set(labels) != {label}
 
     def _wrong(self, token: int, output: GenerateOutput) -> int:
-        """Tokens that the weights of their span do not give."""
         successor = {version.label: version.successor for version in self.versions}
         wrong = 0
         for span in output.weight_versions:
@@ -307,7 +293,6 @@ class Campaign:
         return wrong
 
     async def _whole(self) -> None:
-        """Until every replica serves again."""
         async with asyncio.timeout(RECOVERY_S):
             while sum(member.serves for member in self.fleet.members) < self.count:
                 await self.fleet.heal()
@@ -315,7 +300,6 @@ class Campaign:
 
 
 def table(rounds: Sequence[Round]) -> str:
-    """By phase and by signal, in Markdown."""
     parts: dict[str, list[Round]] = defaultdict(list)
     for each in rounds:
         for name in (each.phase, each.signal, "all"):

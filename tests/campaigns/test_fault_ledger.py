@@ -195,7 +195,6 @@ def answers(behaviour: str, request: GenerateReqInput) -> list[GenerateReqOutput
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
 def test_the_witness_of_a_faulty_engine_tells(tmp_path, behaviour):
-    """A fake engine on a real socket."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.bind(f"ipc://{tmp_path}/s")

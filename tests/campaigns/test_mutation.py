@@ -134,7 +134,6 @@ def test_two_ways_to_one_text_are_one_mutant():
     [(9, range(9, 10)), (13, range(13, 14)), (16, range(14, 18)), (22, range(22, 23)), (23, range(23, 24))],
 )
 def test_the_statement_around_a_line(line, lines):
-    """Of an ``if`` its head alone: its body is reached by other tests."""
     assert statement_lines(SOURCE, line) == lines
 
 

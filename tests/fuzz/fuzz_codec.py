@@ -65,7 +65,6 @@ def mutate(data: bytes, max_size: int, seed: int) -> bytes:
 
 
 def atheris_mutate(data: bytes, max_size: int) -> bytes:
-    """libFuzzer's own mutation; needs atheris."""
     import atheris
 
     mutated: bytes = atheris.Mutate(data, max_size)

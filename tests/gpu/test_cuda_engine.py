@@ -1,6 +1,4 @@
-"""The same engine on CUDA: generation, the pause barrier on the forward stream, and memory over updates in
-place.
-"""
+"""The same engine on CUDA: generation, the pause barrier on the forward stream."""
 
 import pytest
 import torch
@@ -33,7 +31,6 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two sets of weights as folders, and the first as a transformers model, per storage dtype."""
     root = tmp_path_factory.mktemp("cuda")
     made = {}
     for dtype in ("float32", "bfloat16"):
@@ -55,7 +52,6 @@ def engine(path, dtype: str = "float32", **options: object) -> EngineDriver:
 
 
 def submit(driver: EngineDriver, params: SamplingParams) -> list[str]:
-    """All prompts at once, before the next step."""
     rids = []
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
@@ -78,11 +74,6 @@ def fresh_outputs(driver: EngineDriver, params: SamplingParams) -> list[tuple[li
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.15)])
 def test_generation_is_that_of_transformers(models, dtype, tolerance):
-    """Each greedy token is the reference's best, or as good within the tolerance; its logprob is the
-    reference's.
-
-    The reference computes in float32 on the CPU, on the same values.
-    """
     paths, reference = models[dtype]
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
     with engine(paths[0], dtype) as driver:

@@ -1,6 +1,4 @@
-"""FP8 products on a real device: what serves agrees with dequantised weights, does not wait, and can be
-captured.
-"""
+"""FP8 products on a real device: what serves agrees with dequantised weights, does not wait."""
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ MAJOR = torch.cuda.get_device_capability(DEVICE)[0] if torch.cuda.is_available()
 
 
 def kinds(table: tuple) -> list:
-    """Those for this device."""
     return [pytest.param(kind, id=kind.by) for capabilities, kind in table if MAJOR in capabilities]
 
 
@@ -49,7 +46,6 @@ def place_for(choose) -> Placement:
 
 
 def filled(owner) -> dict[str, Tensor]:
-    """Writes random weights; returns them dequantised, by checkpoint name."""
     generator = torch.Generator().manual_seed(0)
     slots = {slot.name: slot for slot in owner.slots()}
     dense = {}
@@ -63,7 +59,6 @@ def filled(owner) -> dict[str, Tensor]:
 
 
 def check(compute, inputs: tuple[Tensor, ...], expected: Tensor) -> None:
-    """Eagerly without a wait, and replayed from a graph over new inputs."""
     compute(*inputs)  # libraries compile and choose
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

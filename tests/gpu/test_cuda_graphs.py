@@ -1,6 +1,4 @@
-"""Captured decode steps on a real device: the tokens of an eager engine, through updates, releases and many
-steps.
-"""
+"""Captured decode steps on a real device."""
 
 from importlib.util import find_spec
 
@@ -37,13 +35,11 @@ TOLERANCE = 0.05
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    """Those that can be captured."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """bfloat16, heads of 64: the smallest that FlashInfer has kernels for."""
     folders = [tmp_path_factory.mktemp("graphs") / str(seed) for seed in range(2)]
     for seed, folder in enumerate(folders):
         make_checkpoint(folder, "qwen3", seed=seed, dtype=torch.bfloat16, head_dim=64)
@@ -67,7 +63,6 @@ def graphs_of(driver: EngineDriver):
 
 
 def generate(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
-    """Greedy; all prompts at once."""
     driver.call(FlushCacheReqInput())
     params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
     rids = []
@@ -82,7 +77,6 @@ def generate(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
 
 
 def assert_close(found, expected) -> None:
-    """The same tokens up to the first near tie, and the same logprobs up to there."""
     for (ids, logprobs), (expected_ids, expected_logprobs) in zip(found, expected, strict=True):
         same = [mine == theirs for mine, theirs in zip(ids, expected_ids, strict=True)]
         agreed = same.index(False) if False in same else len(same)
@@ -125,7 +119,6 @@ SAMPLING = [
 
 
 def sampled(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
-    """Rows that are sampled in every way, beside each other and each alone; the special one last."""
     driver.call(FlushCacheReqInput())
     results = []
     for ways in (SAMPLING[:5], SAMPLING, *([way] for way in SAMPLING)):
@@ -149,7 +142,6 @@ def sampled(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
 
 
 def test_replayed_steps_sample_like_eager_ones(paths, backend):
-    """Head and sampler are part of the graphs, whatever the rows' parameters; special rows leave them."""
     with engine(paths[0], cuda_graphs=False, attention_backend=backend) as driver:
         expected = sampled(driver)
     with engine(paths[0], attention_backend=backend) as driver:

@@ -44,7 +44,6 @@ def engine(models):
 
 @pytest.fixture(scope="module")
 def cold(engine, models):
-    """Checksums after a disk update, which is compared with a cold load elsewhere."""
     totals = []
     for path in models:
         engine.update_weights_from_disk(path)
@@ -57,7 +56,6 @@ def device_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def push(engine, memory: SharedBucket, weights: dict[str, torch.Tensor]) -> int:
-    """Every bucket through the same export, in one session; returns how many there were."""
     parts = list(buckets(weights.items(), BUCKET_BYTES))
     with engine.weight_update() as update:
         for part in parts:

@@ -31,7 +31,6 @@ def model(tmp_path_factory):
 
 
 def outputs(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
-    """Of all prompts, sent at once."""
     params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
     rids = []
     for prompt in PROMPTS:

@@ -21,7 +21,6 @@ RESULTS = ("logprobs", "raw_logprobs", "sampled_logprobs")
 
 @pytest.fixture(params=[kernels.TORCH, kernels.TRITON])
 def by(request, monkeypatch):
-    """What serves on the device."""
     if request.param == kernels.TRITON and find_spec("triton") is None:
         pytest.skip("needs Triton")
     best = sampler_module.best
@@ -36,7 +35,6 @@ def by(request, monkeypatch):
 
 
 def batch_of(vocab_size: int) -> SamplingBatch:
-    """Greedy, plain, and filtered in every way."""
     rng, kind = np.random.default_rng(vocab_size), np.arange(ROWS) % 7
     greedy = torch.as_tensor(kind == 0)
     temperature = torch.as_tensor(np.where(kind % 2, 1.0, rng.uniform(0.4, 2, ROWS)), dtype=torch.float32)
@@ -56,7 +54,6 @@ def batch_of(vocab_size: int) -> SamplingBatch:
 
 
 def on_device(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
-    """A first call compiles and allocates; in the second, whatever waits for the device raises."""
     sampler = Sampler(logits.shape[1], 32, "cuda", logits.dtype)
     there, moved = logits.cuda(), batch.to(torch.device("cuda"))
     sampler.sample(there, moved)
@@ -71,7 +68,6 @@ def on_device(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("vocab_size", [97, 32_000, 151_936, 262_144])
 def test_one_uniform_means_the_token_of_the_cpu(by, vocab_size, dtype):
-    """All but a row that falls within rounding of the border between two tokens."""
     logits = (torch.randn((ROWS, vocab_size), generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     batch = batch_of(vocab_size)
     expected = Sampler(vocab_size, ROWS, "cpu", dtype).sample(logits, batch)

@@ -30,14 +30,12 @@ def to_device(batch: ForwardBatch) -> ForwardBatch:
 
 
 def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int) -> ForwardBatch:
-    """``rows`` are (earlier tokens, new tokens) on scattered pages."""
     ids = (torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
     made = [Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]) for start, new in rows]
     return to_device(forward_batch(made, num_decode))
 
 
 def backends(heads: int, kv_heads: int, size: int) -> tuple[FlashInferBackend, SdpaBackend]:
-    """Over pools of their own with the same random contents."""
     made = []
     for make in (FlashInferBackend, SdpaBackend):
         pool = MHAPool(
@@ -85,7 +83,6 @@ def test_every_kind_of_step_agrees_with_torch(shape, rows, num_decode):
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_a_captured_decode_follows_each_plan(shape):
-    """Captured at length 1 and replayed at others: nothing of a plan may be baked in."""
     ours, reference = backends(*shape)
     rows = 4
     attention = ours.for_decode(rows)

@@ -1,6 +1,4 @@
-"""Latent attention by the real FlashInfer against the torch backend, on the same pages: eager, mixed and
-captured.
-"""
+"""Latent attention by the real FlashInfer against the torch backend, on the same pages."""
 
 from importlib.util import find_spec
 
@@ -25,7 +23,6 @@ KERNELS = kernels_of(DEVICE) if torch.cuda.is_available() else ("fa2",)
 
 
 def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int) -> ForwardBatch:
-    """``rows`` are (earlier tokens, new tokens) on scattered pages."""
     ids = (torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
     made = [Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]) for start, new in rows]
     batch = forward_batch(made, num_decode)
@@ -37,7 +34,6 @@ def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int) -> Forward
 
 
 def backends(heads: int, kernels: str) -> tuple[FlashInferLatentBackend, LatentBackend]:
-    """Over pools of their own with the same random contents."""
     pools = [
         MLAPool(num_layers=1, num_pages=PAGES, width=LATENT + ROPE, dtype=torch.bfloat16, device=DEVICE)
         for _ in range(2)
@@ -78,7 +74,6 @@ def test_every_kind_of_step_agrees_with_torch(heads, kernels, rows, num_decode):
 @pytest.mark.parametrize("heads", [16, 128, 20])
 @torch.inference_mode()
 def test_a_captured_decode_follows_each_plan(heads, kernels):
-    """Captured at length 1 and replayed at others: nothing of a plan may be baked in."""
     ours, reference = backends(heads, kernels)
     rows = 4
     attention = ours.for_decode(rows)

@@ -38,7 +38,6 @@ def models(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def server(models):
-    """As the page says to start it."""
     root = models[1].parents[1]
     options = ("--weights-root", str(root), "--enable-memory-saver", "--enable-weights-cpu-backup")
     with served("--model", str(models[0]), *options) as engine:
@@ -95,7 +94,6 @@ def test_a_rollout(server, engine):
 
 
 def test_a_rollout_that_is_interrupted_by_an_update_goes_on(server, engine, models, tmp_path):
-    """Pause in the client's mode while it generates, update from disk, continue: it resubmits what it had."""
     name_resolve.reconfigure(cli_args.NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path)))
     found: list = []
     thread = threading.Thread(target=lambda: found.append(generate(engine, 400)))

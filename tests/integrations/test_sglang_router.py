@@ -34,13 +34,11 @@ ROLLOUT = {"input_ids": [5, 6, 7], "rid": "rollout-1", "return_logprob": True, "
 
 @pytest.fixture(scope="module", params=ROUTERS)
 def package(request):
-    """The router's."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory, package):
-    """A client of the router, and one of each server."""
     model = tmp_path_factory.mktemp("router") / "experts"
     make_checkpoint(model, "qwen3-moe", seed=2, vocab_size=400)
     make_byte_level(model, vocab_size=400)
@@ -55,7 +53,6 @@ def fleet(tmp_path_factory, package):
 
 @contextmanager
 def router(package: str, log: Path, *workers: str) -> Iterator[httpx.Client]:
-    """A router process before ``workers``, all of which it calls healthy."""
     port = free_port()
     command = [
         sys.executable,
@@ -126,7 +123,6 @@ def test_both_servers_work(fleet):
     ],
 )
 def test_keys_that_a_router_leaves_out(fleet, package, fields, seen_in, passed_by):
-    """The page says so: send these to the servers themselves. Where this fails, a newer router passes them."""
     client, (one, _) = fleet
     assert seen_in(one.ok("/generate", {**ROLLOUT, **fields}))
     passed = seen_in(client.post("/generate", json={**ROLLOUT, **fields}).json())

@@ -1,6 +1,4 @@
-"""TRL's own trainers, with the engine in the place of vLLM: real packages, a real engine, tiny random
-weights.
-"""
+"""TRL's own trainers, with the engine in the place of vLLM."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +28,6 @@ WIDE_OPEN = {"temperature": TEMPERATURE, "top_k": 0, "max_completion_length": 12
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
-    """A tiny Qwen3 with a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("trl") / "policy"
     make_checkpoint(folder, "qwen3", tied=True, seed=3, vocab_size=512, pad_token_id=0)
     make_byte_level(folder, pad_token="</s>")
@@ -67,7 +64,6 @@ def logprobs_of(model: torch.nn.Module, prompt: list[int], completion: list[int]
 
 
 def test_a_grpo_trainer_samples_under_the_weights_that_it_has(policy, client, tmp_path, monkeypatch):
-    """Every batch is sampled by the step's own weights: its logprobs are those that the learner recomputes."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     rollouts, gaps, labels = Rollouts(client), [], []
 
@@ -114,7 +110,6 @@ def test_plain_prompts_are_tokenized(policy, client, tmp_path, monkeypatch):
 
 
 def test_weights_go_through_the_protocol_of_the_async_trainer(policy, client):
-    """In its order, with a request in flight: its spans name both versions, and the lease is the trainer's."""
     model = make_checkpoint(policy.parent / "trained", "qwen3", tied=True, seed=4, vocab_size=512)
     transfer = WeightTransfer(client)
     transfer.init_weight_transfer()
@@ -149,7 +144,6 @@ def odd_tokens(completion_ids, **_):
 
 
 def test_rollouts_of_the_async_trainer_are_tagged_by_their_oldest_token(policy, client, monkeypatch):
-    """TRL's own loop packs rows with a CUDA kernel, so here its worker protocol is driven as it drives it."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from caesura.integrations.trl_async import RolloutWorker
 

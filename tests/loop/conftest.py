@@ -7,13 +7,11 @@ import pytest
 
 @pytest.fixture(scope="session")
 def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Stable Diffusion 3."""
     return _sd3(tmp_path_factory, "sd3", seed=0)
 
 
 @pytest.fixture(scope="session")
 def other_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same shape with other weights: what an update brings."""
     return _sd3(tmp_path_factory, "other", seed=20)
 
 

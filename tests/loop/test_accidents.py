@@ -38,9 +38,6 @@ def check(driver: EngineDriver, rid: str, prompt: list[int]):
 @pytest.mark.parametrize("ticks", [1, 2, 3])
 @pytest.mark.parametrize("accident", ["fail_next", "fail_on_fetch", "non_finite_next"])
 def test_kv_of_a_step_that_failed_is_never_shared(driver, accident, ticks):
-    """At depth 1 another step of the same request is in flight: the pages stay until it lands, and go nowhere
-    then.
-    """
     driver.generate(LONG, 4)
     driver.tick(ticks)
     setattr(driver.runner, accident, True)
@@ -53,7 +50,6 @@ def test_kv_of_a_step_that_failed_is_never_shared(driver, accident, ticks):
 
 
 def test_two_requests_of_a_client_that_left_end_in_one_step(driver):
-    """The first one's answer finds out that the client is gone, while the second one is about to be answered."""
     params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
     shared = GenerateReqInput(input_ids=SHORT, sampling_params=params)
     driver.send(shared)
@@ -82,7 +78,6 @@ def test_abort_all_meets_a_client_that_left(driver):
 
 
 def leave(driver: EngineDriver, client: str, rid: str) -> None:
-    """Close the socket of ``client``, the sender of ``rid``, and wait until the engine's socket could notice."""
     identity = driver.engine.live.samples(rid)[0].client
     driver.collect()
     driver.clients.pop(client).close(0)
@@ -111,9 +106,6 @@ def test_a_session_commits_while_the_engine_is_busy(driver):
 
 @pytest.mark.parametrize("command", ["update", "end"])
 def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, command):
-    """The deadline passes while a call of the session waits for the step in flight: nothing is written any
-    more.
-    """
     with EngineDriver(str(tiny_model), pipeline_depth=1) as driver:
         rid = driver.generate(SHORT, 50)
         driver.tick(3)
@@ -140,7 +132,6 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
 
 
 def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_model, monkeypatch):
-    """The call was the session's: it does not become one of its own."""
     looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.open_folder
 
     def slow(*arguments):
@@ -176,7 +167,6 @@ def test_update_that_aborts_all_may_flush_what_was_frozen(driver, other_model):
 
 
 def test_a_recomputed_prefix_is_of_one_epoch(driver, other_model):
-    """Retracted under epoch 0, half recomputed under 1, frozen across a commit: recomputed once more under 2."""
     rid = driver.generate(LONG, 20)
     driver.tick(8)
     driver.call(PauseGenerationReqInput(mode="retract"))

@@ -27,7 +27,6 @@ def driver(tiny_model, request):
 
 
 def running(driver: EngineDriver) -> dict[str, int]:
-    """Samples with KV, by rid."""
     counts: dict[str, int] = {}
     for request in driver.engine.batcher._active:
         counts[request.rid] = counts.get(request.rid, 0) + 1
@@ -78,7 +77,6 @@ def test_samples_start_together_once_their_prefix_is_there(driver):
 
 @pytest.mark.parametrize("start", [0, 2, PAGE_SIZE - 1])
 def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
-    """All of their prompt is computed for its log-probabilities, whatever is cached."""
     prompt = PREFIX[: PAGE_SIZE + 4]
     rid = driver.generate(prompt, 60, n=4, return_logprob=True, logprob_start_len=start)
     driver.engine.scheduler._receive(0)
@@ -89,7 +87,6 @@ def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
 
 
 def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
-    """While one waits, others come and go."""
     driver.call(PauseGenerationReqInput(mode="retract"))
     stays = driver.generate(PREFIX, 4)
     for number in range(300):
@@ -106,7 +103,6 @@ def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[2]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", ["open", "extend", "bind"])
 def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage, error):
-    """Whoever runs goes on, and so does whoever waits behind it."""
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     batcher = driver.engine.batcher

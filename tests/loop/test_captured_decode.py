@@ -1,6 +1,4 @@
-"""A whole engine whose decode steps are captured graphs, against one without: on the CPU, over recorded
-operations.
-"""
+"""A whole engine whose decode steps are captured graphs, against one without."""
 
 import importlib
 
@@ -70,7 +68,6 @@ def driver_of(path: str, **options: object) -> EngineDriver:
 
 
 def submit(driver: EngineDriver) -> list[str]:
-    """All prompts at once, before the next step."""
     params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=5, ignore_eos=True)
     rids = []
     for prompt in PROMPTS:
@@ -97,7 +94,6 @@ def assert_same(
 
 @pytest.fixture
 def expected(paths):
-    """What the CPU's engine generates with each set of weights."""
     found = []
     for path in paths:
         with driver_of(path) as driver:
@@ -221,10 +217,6 @@ def test_the_configuration_chooses_the_backend(paths, wanted, found):
 
 
 def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, monkeypatch):
-    """Through staging and beside captured graphs, one step ahead of what the host knows; ordinary steps stay
-    ordinary.
-    """
-
     def run(driver: EngineDriver) -> list[GenerateReqOutput]:
         params = SamplingParams(
             max_new_tokens=20, temperature=0.8, seed=5, ignore_eos=True, min_p=0.02, frequency_penalty=0.9,
@@ -265,7 +257,6 @@ def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, 
 
 
 def test_a_kernel_that_stores_reads_its_slots_where_each_step_has_them(paths, expected, device, monkeypatch):
-    """Eager and captured: it stands in the graph, and FlashInfer's append does not."""
     monkeypatch.setattr(fused_store, "elementwise_for", lambda *of: fake_elementwise)
     monkeypatch.setattr(fake_flashinfer, "append_paged_kv_cache", None)
     backends.failure_of.cache_clear()

@@ -30,7 +30,6 @@ def driver(tiny_model):
 
 @pytest.fixture
 def checking(tiny_model, monkeypatch):
-    """It checks, one short slice to a tick."""
     monkeypatch.setattr(reading, "_SLICE_ELEMENTS", 2000)
     monkeypatch.setattr("caesura.scheduler.messaging.command_queue.SLICE_S", 0.0)
     with EngineDriver(str(tiny_model), check_finite=True) as driver:
@@ -127,7 +126,6 @@ def test_continue_waits_for_the_check(checking, other_model):
 
 
 def test_a_flush_that_waited_commits_with_a_check_that_takes_slices(checking, other_model):
-    """A command that stepped aside, and then has work for several slices, is answered like any other."""
     rid = checking.generate([5, 6, 7], max_new_tokens=100)
     checking.tick(3)
     checking.call(PauseGenerationReqInput(mode="in_place"))

@@ -1,6 +1,4 @@
-"""An engine that drains finishes what it has and begins nothing; everybody gets a terminal message either
-way.
-"""
+"""An engine that drains finishes what it has and begins nothing."""
 
 import pytest
 from support.scripted import EngineDriver, assert_error
@@ -53,7 +51,6 @@ def test_a_second_message_ends_the_drain(driver, order):
 
 
 def test_the_deadline_ends_what_is_left(driver):
-    """A paused engine's requests would never end."""
     rid = driver.generate(PROMPT, 200)
     driver.tick()
     assert driver.call(PauseGenerationReqInput(mode="in_place")).mode == "in_place"

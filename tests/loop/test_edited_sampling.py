@@ -1,6 +1,4 @@
-"""Penalties and further log-probabilities through the real loop: counts stay exact whatever happens to a
-request, and at any depth.
-"""
+"""Penalties and further log-probabilities through the real loop."""
 
 import msgspec
 import numpy as np
@@ -35,7 +33,6 @@ def depth(request):
 
 
 def with_logits(runner: ScriptedRunner) -> None:
-    """The scripted model's token becomes the key of a row of logits; few rows, so that tokens come again."""
     ordinary = Sampler(VOCAB, 4, "cpu", torch.float32)
     special = SpecialSampler(ordinary, VOCAB, torch.device("cpu"))
 
@@ -64,7 +61,6 @@ PROMPTS = [prompt_of(40), prompt_of(3, 1), prompt_of(20, 2), prompt_of(33, 3)]
 
 
 def check(result: GenerateReqOutput, prompt: list[int], params: SamplingParams) -> None:
-    """Tokens, logprobs and top logprobs are those of the definition, from the first token to the last."""
     tokens, cells, output = tokens_of(result), [cell(token, 0) for token in prompt], []
     logprobs = np.frombuffer(result.output_logprobs, "<f4")
     top = result.output_top_logprobs
@@ -124,7 +120,6 @@ def test_preempted_requests_start_their_counters_anew(tiny_model, depth):
 
 @pytest.mark.parametrize("lost", [2, 5, 6, 11])
 def test_a_lost_step_is_counted_once(tiny_model, depth, lost):
-    """Memory runs out when results are asked for: the device has counted tokens that nobody will ever see."""
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         rids = start(driver)
         steps = iter(range(10**6))

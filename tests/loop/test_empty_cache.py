@@ -1,6 +1,4 @@
-"""When the device allocator is emptied: at the named places, once, while still paused where a pause ends, and
-nowhere else.
-"""
+"""When the device allocator is emptied."""
 
 import logging
 
@@ -135,7 +133,6 @@ def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch)
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_a_pause_is_never_emptied_however_long_it_lasts(driver, allocator, monkeypatch, mode):
-    """Nor is a continue that opted out, before the engine has been idle for as long as ever."""
     now = [1000.0]
     monkeypatch.setattr("caesura.scheduler.runtime.loop.monotonic", lambda: now[0])
     idle = driver.config.idle_empty_s

@@ -1,6 +1,4 @@
-"""Every place that empties the device cache does, in its order; what only looks, or was told not to, does
-not.
-"""
+"""Every place that empties the device cache does, in its order."""
 
 import logging
 import weakref
@@ -51,7 +49,6 @@ class Allocator:
 
 @pytest.fixture
 def allocator(monkeypatch):
-    """Of every engine that is built: it is where the engine looks for its device's module."""
     allocator = Allocator()
     monkeypatch.setattr(engine, "device_module_for", lambda device: allocator)
     return allocator
@@ -124,7 +121,6 @@ def test_a_reference_that_cannot_leave_the_device_empties(driver, allocator, mon
 
 
 def answered_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
-    """The answers of the dispatcher go to ``log``, by type."""
     replies = driver.engine.replies
     answer = replies.answer
     monkeypatch.setattr(
@@ -133,9 +129,6 @@ def answered_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
 
 
 def test_a_commit_without_memory_empties_before_it_answers(driver, allocator, other_model, monkeypatch):
-    """And when nothing refers to the tensors of the command any more: an exception keeps the frames that it
-    passed.
-    """
     scratch: list[weakref.ref] = []
 
     def derive() -> None:
@@ -160,8 +153,6 @@ def test_a_commit_without_memory_empties_before_it_answers(driver, allocator, ot
 
 
 def test_an_update_that_poisons_empties_before_it_answers(driver, allocator, other_model, monkeypatch):
-    """Whatever the reason: here one that the trainer is told, and no lack of memory."""
-
     def refuse() -> None:
         raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, "half a tensor")
 
@@ -199,7 +190,6 @@ def test_a_message_that_fails_at_once_empties_before_it_is_answered(
 
 
 def test_emptying_waits_for_a_score_on_the_forward_stream(driver, allocator, monkeypatch):
-    """What a running score will still touch is not the allocator's to give back."""
     driver.call(PauseGenerationReqInput())
     runner, synchronize = driver.engine.runner, driver.engine.runner.synchronize
     monkeypatch.setattr(runner, "synchronize", lambda: (allocator.log.append("idle"), synchronize()))
@@ -229,7 +219,6 @@ def test_flush_logs_what_it_gave_back(driver, allocator, caplog):
 
 @pytest.mark.parametrize("command", [ContinueGenerationReqInput, FlushCacheReqInput])
 def test_implicit_commit_derives_before_it_empties(driver, allocator, other_model, monkeypatch, command):
-    """The derivation's scratch memory is what there is to give back."""
     derivations_into(allocator.log, driver, monkeypatch)
     driver.call(PauseGenerationReqInput(mode="abort"))
     assert not Sender(driver, other_model).send(0).committed
@@ -241,7 +230,6 @@ def test_implicit_commit_derives_before_it_empties(driver, allocator, other_mode
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_call_of_a_session_that_asks_is_enough(driver, allocator, other_model, first):
-    """For the flush and for the emptying, whether the others come before it or after it."""
     driver.generate([5] * 40, 4)
     driver.run_until_idle()
     assert driver.status().kv.cached > 0
@@ -296,7 +284,6 @@ def test_stages_are_logged_where_the_configuration_says_so(tiny_model, caplog, l
 
 
 def test_the_model_is_warm_before_its_graphs_are_captured(tiny_model, monkeypatch):
-    """A kernel that is chosen in a capture is captured with its search."""
     order: list[str] = []
 
     class Graphs:

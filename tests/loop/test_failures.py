@@ -48,7 +48,6 @@ from caesura.scheduler.scheduling import sampling_inputs
 
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory):
-    """Two checkpoints of a model with states per sequence."""
     from support.checkpoints import make_checkpoint  # imports transformers, for seconds
 
     paths = [tmp_path_factory.mktemp("hybrid") for _ in range(2)]
@@ -73,7 +72,6 @@ def driver(request):
 
 @pytest.fixture
 def new_weights(driver, request):
-    """Another checkpoint of the driver's model."""
     if driver.engine.cache.states is not None:
         return request.getfixturevalue("hybrids")[1]
     return request.getfixturevalue("other_model")
@@ -104,7 +102,6 @@ COMPUTING = ("execute", "outputs", "fetch")
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_that_fails_once(driver, monkeypatch, stage, error):
-    """At each of its first calls: a failure early in a prompt, beside decoding, and while a request ends."""
     failures = 0
     for number in (0, 1, 2, 4, 7):
         with monkeypatch.context() as patch:
@@ -131,7 +128,6 @@ def test_a_stage_that_fails_once(driver, monkeypatch, stage, error):
 
 @pytest.mark.parametrize("stage", every([*BUILDING, *COMPUTING, "record", "spans", "ends", "donate"], 3))
 def test_a_stage_that_fails_for_some_time(driver, monkeypatch, stage):
-    """Attempts are bounded: requests end, each once, and those that come when it is over run."""
     with monkeypatch.context() as patch:
         Fault(patch, *STAGES[stage](driver), BUG, range(1000))
         rids = submit(driver, n=2)
@@ -146,7 +142,6 @@ def test_a_stage_that_fails_for_some_time(driver, monkeypatch, stage):
 @pytest.mark.parametrize("error", NO_MEMORY, ids=["accelerator", "allocator", "python"])
 @pytest.mark.parametrize("stage", quick(COMPUTING))
 def test_memory_that_is_short_once_ends_nobody(driver, stage, error):
-    """Whatever step it hits; at depth 1 the one launched after it is lost, too, and computed again."""
     for number in range(12):
         raised, due = [], len(driver.runner.launches) + number
 
@@ -168,8 +163,6 @@ def test_memory_that_is_short_once_ends_nobody(driver, stage, error):
 
 
 def limited(driver: EngineDriver, tokens: int) -> None:
-    """Memory for steps of so many tokens from now on."""
-
     def refuse(batch: ForwardBatch) -> None:
         if sum(batch.q_lens_host) > tokens:
             raise another(NO_MEMORY[0])
@@ -180,7 +173,6 @@ def limited(driver: EngineDriver, tokens: int) -> None:
 @of_hybrids_too
 @pytest.mark.parametrize("tokens", [1, 3, PAGE_SIZE, 31])
 def test_a_step_that_does_not_fit_is_divided(driver, tokens):
-    """Prompts are cut, decoding rows go first: everybody gets everything as long as one token fits."""
     rids = submit(driver, new_tokens=30)
     limited(driver, tokens)
     driver.tick(14)
@@ -194,7 +186,6 @@ def test_a_step_that_does_not_fit_is_divided(driver, tokens):
 
 @of_hybrids_too
 def test_decoding_rows_take_turns(driver):
-    """Memory for three of eight rows: nobody waits until the others have ended."""
     rids = [driver.generate([5, 6, 7 + number], 40) for number in range(8)]
     driver.engine.scheduler._receive(0)
     driver.tick(5)
@@ -214,9 +205,6 @@ def test_decoding_rows_take_turns(driver):
 
 @of_hybrids_too
 def test_a_prompt_waits_for_decoding_rows_and_then_ends_alone(driver):
-    """Memory for no prompt at all: those who decode go on, the prompt is tried alone and ends, with its
-    reason.
-    """
     small = driver.generate([5, 6, 7], 30)
     driver.tick(3)
 
@@ -260,9 +248,6 @@ def test_without_any_memory_everybody_is_told_after_a_bounded_number_of_attempts
 
 
 def test_steps_grow_again(driver):
-    """The limit is doubled as steps of its size succeed, until it no longer matters; smaller ones prove
-    nothing.
-    """
     limited(driver, 20)
     rid = driver.generate(PROMPTS[1], 100)
     driver.run_until_idle()
@@ -281,7 +266,6 @@ def test_steps_grow_again(driver):
 
 
 def test_the_step_after_a_lost_one_ends_nobody(tiny_model):
-    """A defect in one step: only its own requests end, though another one was launched after it."""
     with EngineDriver(str(tiny_model), pipeline_depth=1, chunked_prefill_size=32) as driver:
         guilty = driver.generate(PROMPTS[0], 20)
         driver.tick(5)
@@ -320,7 +304,6 @@ def test_a_device_that_cannot_be_told_the_last_tokens(driver, monkeypatch):
 
 
 def test_the_cache_is_emptied_once_and_when_the_step_is_forgotten(driver, monkeypatch):
-    """An exception keeps the frames that it passed, and those the tensors of the step."""
     rids = submit(driver)
     driver.tick(4)
     kept: list[weakref.ref] = []
@@ -411,9 +394,6 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_a_pause_after_a_lost_step(driver, new_weights, mode):
-    """The step is taken back before the pause is acknowledged; an update may come before it is computed
-    again.
-    """
     for ticks in range(1, 7):
         rids = submit(driver)
         driver.tick(ticks)
@@ -449,7 +429,6 @@ def test_a_pause_after_a_lost_step(driver, new_weights, mode):
     data=st.data(),
 )
 def test_memory_that_comes_and_goes(driver, asks, room, where, data):
-    """As long as a single token fits, everybody gets every token, in whatever order memory is short."""
     steps = iter(room)
 
     def refuse(batch: ForwardBatch) -> None:

@@ -1,6 +1,4 @@
-"""Commands that fail at any of their stages, beside requests that wait for them: nothing is lost, and a retry
-sets it right.
-"""
+"""Commands that fail at any of their stages, beside requests that wait for them."""
 
 from collections.abc import Callable
 
@@ -44,7 +42,6 @@ BEFORE_THE_FIRST_BYTE = ("open", "check", "synchronize", "retract")
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", UPDATE_STAGES)
 def test_an_update_that_fails(driver, monkeypatch, tiny_model, other_model, stage, error):
-    """The weights are as before, or poisoned until a complete update commits; requests only wait."""
     rids = submit(driver, new_tokens=25)
     driver.tick(5)
     with monkeypatch.context() as patch:

@@ -24,7 +24,6 @@ PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Untied, so that the logits are flat enough for a wrong token to matter."""
     path = tmp_path_factory.mktemp("failing") / "model"
     make_checkpoint(path, "qwen3", seed=3)
     return str(path)
@@ -38,7 +37,6 @@ def moe_model(tmp_path_factory):
 
 
 def submit(driver: EngineDriver, routed: bool) -> list[str]:
-    """All prompts at once, sampled and greedy ones."""
     rids = []
     for number, prompt in enumerate(PROMPTS):
         temperature = 0.0 if number == 2 else 1.0
@@ -123,7 +121,6 @@ def test_a_stage_with_a_defect(model, monkeypatch, stage):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_experts_are_recorded_once(moe_model, monkeypatch, depth):
-    """A step that is computed again has written its rows already: the same ones, for the same tokens."""
     with EngineDriver(moe_model, scripted=False, pipeline_depth=depth, chunked_prefill_size=32) as driver:
         expected = play(driver, routed=True)
         for number in (0, 1, 2, 9):
@@ -144,7 +141,6 @@ DEVICE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
 
 @pytest.mark.parametrize("stage", every(DEVICE_STAGES, 3))
 def test_a_stage_of_an_accelerator_without_memory(model, monkeypatch, stage):
-    """Depth 1, staged inputs and captured graphs: a stand-in device, which computes on the CPU's memory."""
     without_compiled_kernels(monkeypatch)
     device = RecordingDevice()
     monkeypatch.setattr(build, "device_module_for", lambda _: device)

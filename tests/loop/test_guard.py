@@ -1,6 +1,4 @@
-"""Whatever a message or a timer does, the loop goes on and the sender hears; and where the loop ends,
-everybody hears.
-"""
+"""Whatever a message or a timer does, the loop goes on and the sender hears."""
 
 from time import monotonic
 
@@ -40,7 +38,6 @@ def one_lives(driver: EngineDriver) -> str:
 
 
 def check_it(driver: EngineDriver, rid: str) -> None:
-    """It has lived through whatever happened, and everything works."""
     driver.run_until_idle()
     result = driver.result(rid)
     assert result.finish_reason.type == "length"
@@ -119,8 +116,6 @@ class Odd:
 
 
 def returns(value):
-    """An operation that ends at once."""
-
     def operation(engine, request, sender):
         yield from ()
         return value
@@ -147,7 +142,6 @@ def raises(error):
     lambda engine, request, sender: iter([3]),
 ], ids=["none", "text", "odd", "odd-detail", "odd-set", "exception-detail", "no-generator", "odd-iterator"])  # fmt: skip
 def test_unanswerable_requests_get_an_error(driver, operation, monkeypatch):
-    """And stays answered, for a retry."""
     rid = one_lives(driver)
     monkeypatch.setitem(COMMANDS, FlushCacheReqInput, operation)
     message = FlushCacheReqInput()
@@ -166,7 +160,6 @@ def test_numbers_and_text_that_no_wire_holds_reach_the_client(driver, detail, mo
 
 
 def test_a_result_that_cannot_be_encoded_is_replaced(driver, monkeypatch):
-    """The sample ends with an error, and those that end with it have their own results."""
     results = driver.engine.outputs
     original = results._result
     spoiled = []
@@ -305,7 +298,6 @@ def test_a_ledger_that_is_wrong_ends_an_engine_that_checks_it(driver, monkeypatc
 
 @pytest.mark.parametrize("error", [BUG, KeyboardInterrupt(), SystemExit(3), MemoryError()], ids=repr)
 def test_a_loop_that_ends_tells_everybody(driver, monkeypatch, error):
-    """Whoever runs, waits or is half computed; and commands that are under way."""
     runs, group = driver.generate([5, 6, 7], 60), driver.generate([3 + i % 80 for i in range(100)], 9, n=3)
     driver.tick(3)
     parked = driver.send(FlushCacheReqInput(timeout_s=86400.0))

@@ -58,7 +58,6 @@ class Models:
 
     @property
     def runner(self):
-        """Of rank 0."""
         runner = self.driver.engine.runner
         return runner if self.tp == 1 else runner._own
 
@@ -96,7 +95,6 @@ def loaded(tmp_path_factory, request):
 
 @pytest.fixture
 def models(loaded):
-    """With the first checkpoint's weights, and nothing cached."""
     loaded.set_weights(0)
     return loaded
 
@@ -123,7 +121,6 @@ def rows_of(record):
 
 
 def gap(models, driver, rid, prompt, which=0):
-    """The largest distance of a log-probability that the request's tokens were sampled with."""
     result = driver.result(rid)
     tokens, count = [*prompt, *tokens_of(result)], len(tokens_of(result))
     expected = models.logprobs(tokens, which)[-count - 1 : -1]
@@ -137,9 +134,6 @@ def check(models, rids, which=0):
 
 
 def test_every_position_of_a_prompt_in_chunks_and_beside_others(models):
-    """Prompts across chunks of a step and of the rule, decoding rows beside them; one with all of its
-    logprobs.
-    """
     driver, prompts = models.driver, [prompt_of(length, length) for length in (3, 130, 16, 71)]
     rids = {send(driver, prompt, 20, seed=number): prompt for number, prompt in enumerate(prompts)}
     driver.tick(3)
@@ -253,7 +247,6 @@ def test_an_aborted_request_leaves_no_state_behind(models):
 
 
 def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
-    """The first layers have written their states then."""
     driver, prompts = models.driver, [prompt_of(60, 11), prompt_of(20, 12)]
     rids = {send(driver, prompt, 20): prompt for prompt in prompts}
     driver.tick(9)
@@ -271,7 +264,6 @@ def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "plain"), [("qwen3-next", ["ba"]), ("qwen3.5", ["b", "a"])])
 def test_fp8_checkpoints_that_leave_the_narrow_projections_as_they_are(family, plain, tp, tmp_path):
-    """As those of the hub do: their rows do not fill a block."""
     blocks, skipped = (2, 4), (*(f"in_proj_{name}" for name in plain), "mlp.shared_expert_gate")
     make_checkpoint(tmp_path / "plain", family, dtype=torch.bfloat16)
     make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", blocks, skipped)

@@ -82,8 +82,6 @@ def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError("not enough")])
 def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, monkeypatch, error):
-    """Those that have not begun too, and no other prompt's."""
-
     def fail(*_):
         raise error
 
@@ -117,9 +115,6 @@ def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
 
 @pytest.mark.parametrize(("most", "expected"), [(1 << 20, [3]), (2 * (8 + 8 + TEXT), [2, 1]), (1, [1, 1, 1])])
 def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, expected):
-    """A pause waits for all that are encoded at once, whose attention takes time and memory with the square
-    of their lengths.
-    """
     monkeypatch.setattr(batcher, "ENCODED_TOKENS", most)
     runner, steps = driver.engine.runner, []
     encode = runner._encode

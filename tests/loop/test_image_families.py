@@ -1,6 +1,4 @@
-"""Every family of image pipelines, on a tiny pipeline of its own: what it makes against diffusers, and what
-is refused by name.
-"""
+"""Every family of image pipelines, on a tiny pipeline of its own."""
 
 import json
 import shutil
@@ -69,7 +67,6 @@ def test_flux_takes_no_negative_prompt(tmp_path):
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_qwen_image_is_what_diffusers_makes(tmp_path, guidance):
-    """Prompt and negative prompt have different lengths: one batch, with a mask."""
     path = make_qwen_image(tmp_path / "qwen")
     pipeline = load_pipeline(path, QwenImagePipeline)
     with EngineDriver(str(path), scripted=False) as driver:
@@ -107,7 +104,6 @@ def test_a_prompt_without_tokens_behind_the_template_is_refused(tmp_path):
 
 
 def test_a_text_encoder_that_an_older_library_saved(tmp_path):
-    """Its names are the file's, for updates, too."""
     new = make_qwen_image(tmp_path / "new")
     old = tmp_path / "old"
     shutil.copytree(new, old)

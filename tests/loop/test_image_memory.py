@@ -35,7 +35,6 @@ def run(driver, message, buffers=()):
 
 
 def held(driver):
-    """Bytes that are there now: of latents, trajectories, images, and embeddings by request."""
     samples = driver.engine.batcher._running
     embeds = {id(s.conditioning): [s.conditioning.embeds, s.conditioning.negative] for s in samples}
     tensors = [each for both in embeds.values() for part in both for each in (part or {}).values()]
@@ -46,7 +45,6 @@ def held(driver):
 
 
 def announced(driver, message):
-    """What a sample of ``message`` takes beside others of its request, and what its prompt takes."""
     driver.send(message)
     driver.tick()
     sample = driver.engine.live.samples(message.id)[0]
@@ -61,7 +59,6 @@ def announced(driver, message):
 
 @pytest.mark.parametrize("mode", [None, "in_place", "retract"])
 def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
-    """However many come, and also while a pause keeps what they have."""
     sample, prompt = announced(driver, request(guidance_scale=3.0))
     driver.engine.batcher._limit.device = limit = prompt * 2 + sample * 3
     messages = [request(n=n, prompt=text, guidance_scale=3.0) for n, text in ((2, "a blue"), (5, "green"))]
@@ -98,7 +95,6 @@ def test_a_large_sample_keeps_its_place_and_starts_alone(driver):
 
 
 def test_embeddings_that_wait_are_limited(driver):
-    """They came with their requests, so they are here however long those wait."""
     asked = request()
     first = run(driver, asked)
     assert first[0].type == "length"
@@ -137,7 +133,6 @@ def memory(monkeypatch):
 
 
 def least_of(driver):
-    """Of a sample in each of its stages after its prompt."""
     least = driver.engine.runner._footprint.least
     return max(least("denoise", 1, (16, 16)), least("decode", 1, (16, 16)))
 
@@ -156,7 +151,6 @@ def test_an_image_too_large_for_the_machine_is_refused(driver, memory):
 
 
 def test_a_prompt_too_long_for_the_machine_is_refused(driver, memory):
-    """T5's attention takes memory with the square of a prompt's length, and guidance two rows."""
     least = driver.engine.runner._footprint.least_encoding
     clip = 8
     memory[1] = least(1, [clip, clip, 400])
@@ -171,7 +165,6 @@ def test_a_prompt_too_long_for_the_machine_is_refused(driver, memory):
 
 
 def test_a_step_that_cannot_fit_is_not_begun(driver, memory):
-    """It is made with fewer samples; one that does not fit alone ends, and the engine goes on."""
     memory[0] = least_of(driver)
     results = run(driver, request(n=4))
     assert {reason.type for reason in results} == {"length"}
@@ -205,7 +198,6 @@ def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monk
 
 
 def test_a_sample_whose_steps_fail_apart_goes_on(driver, monkeypatch):
-    """Memory that is short now and then ends nobody who has gone on in between."""
     runner, kinds = driver.engine.runner, []
     execute = runner.execute
 

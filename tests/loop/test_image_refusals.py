@@ -1,6 +1,4 @@
-"""What an image engine refuses, and how: every field by name, embeddings that do not fit, requests of the
-other kind.
-"""
+"""What an image engine refuses, and how."""
 
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ def driver(sd3):
 
 @pytest.fixture(scope="module")
 def untouched(sd3):
-    """An engine for requests that it refuses."""
     with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
         yield driver
 

@@ -1,6 +1,4 @@
-"""Components of image pipelines that come and go: the same images, updates of what is away, and memory by
-stage.
-"""
+"""Components of image pipelines that come and go."""
 
 import numpy as np
 import pytest
@@ -48,7 +46,6 @@ STRATEGIES = [
 
 @pytest.fixture(scope="session")
 def pipelines(tmp_path_factory):
-    """Folder of the family, of this seed; each is made once."""
     made = {}
 
     def folder(family, seed=0):
@@ -62,7 +59,6 @@ def pipelines(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def expected(pipelines):
-    """Checksums and results of an engine whose components are all on the device, by folder."""
     known = {}
 
     def of(family, seed=0):
@@ -82,7 +78,6 @@ def engine(folder, frozen="resident", transformer="resident", **options):
 
 
 def messages():
-    """Two that share no step, one of which has two samples."""
     options = {"num_inference_steps": STEPS, "seed": 5, "return_steps": None, "max_sequence_length": 6}
     return (
         GenerateImagesReqInput(
@@ -119,7 +114,6 @@ def same(found, wanted):
 
 
 def alike(found, wanted):
-    """As far as batches of other sizes allow: after a shortage steps have fewer rows."""
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
         for name in one:
@@ -129,7 +123,6 @@ def alike(found, wanted):
 
 
 def on_device(driver):
-    """Bytes by component."""
     return {each.name: each.device_bytes for each in driver.status().components}
 
 
@@ -213,7 +206,6 @@ def test_every_family_computes_with_what_comes(pipelines, expected, family, how)
 
 
 def answered(driver, message):
-    """Tick until ``message`` has its reply."""
     for _ in range(1000):
         if message.id in driver.replies:
             return
@@ -222,7 +214,6 @@ def answered(driver, message):
 
 
 def send_tensors(driver, path, component, **fields):
-    """One update by tensors."""
     name = "model" if component.startswith("text") else "diffusion_pytorch_model"
     tensors = load_file(path / component / f"{name}.safetensors")
     names = {"float32": "F32", "int64": "I64"}
@@ -253,9 +244,6 @@ def send_tensors(driver, path, component, **fields):
     ],
 )
 def test_an_update_of_what_is_away_is_a_cold_load(pipelines, expected, frozen, transformer, ticks, transport):
-    """Of every component, in any stage: ``ticks`` after samples have come, some of their components are on
-    the device.
-    """
     other = pipelines("sd3", 20)
     with engine(pipelines("sd3"), frozen, transformer) as driver:
         waiting = messages() if ticks else ()
@@ -283,7 +271,6 @@ def test_an_update_of_what_is_away_is_a_cold_load(pipelines, expected, frozen, t
 
 
 def test_checksums_are_those_of_the_weights_while_steps_come_and_go(pipelines, expected, monkeypatch):
-    """The checker reads between steps, in which components arrive and leave."""
     one_piece_per_slice(monkeypatch)
     with engine(pipelines("sd3"), "layerwise", "offload") as driver:
         seen = watch(driver)
@@ -334,7 +321,6 @@ def test_a_release_heals_nothing(pipelines, expected):
 
 
 def test_every_tensor_of_what_is_away_is_written(pipelines, expected):
-    """After ``reset_tensors`` nothing is left of the old values, on the device or in a copy."""
     with engine(pipelines("sd3"), "layerwise", "offload") as driver:
         run(driver, *messages())
         driver.call(WeightsCheckerReqInput(action="reset_tensors"))

@@ -30,7 +30,6 @@ def driver(sd3):
 
 
 def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
-    """Bit for bit, and the steps say which weights made them; what was conditioned on stays as it was."""
     monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
     monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
     before = driver.call(WeightsCheckerReqInput())
@@ -88,7 +87,6 @@ def test_a_changed_text_encoder_encodes_again_what_has_not_begun(driver, other_s
 
 
 def test_a_changed_text_encoder_leaves_a_prompt_that_a_sample_began_with(driver, other_sd3):
-    """Also for the samples of the request that wait: they share their embeddings."""
     rid = driver.send(request(n=10))  # 8 run at once
     driver.tick(3)
     driver.call(PauseGenerationReqInput(mode="in_place"))
@@ -119,7 +117,6 @@ def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver,
 
 
 def send_tensors(driver, tensors, **fields):
-    """One update call with ``tensors``."""
     specs = [
         TensorSpec(name=name, dtype="F32", shape=list(each.shape), nbytes=each.nbytes, buffer=number)
         for number, (name, each) in enumerate(tensors.items())
@@ -194,7 +191,6 @@ def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd
 
 
 def test_a_restart_does_not_take_other_components_for_those_that_were_committed(sd3, other_sd3, tmp_path):
-    """The transformer's folder is on record, but the VAE that was committed before it is not."""
     state = str(tmp_path / "state.json")
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3 / "vae"), component="vae"))

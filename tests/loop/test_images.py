@@ -1,6 +1,4 @@
-"""Images: a real engine, tick by tick, on a tiny pipeline; what it makes against diffusers' own pipeline and
-a learner's recomputation.
-"""
+"""Images: a real engine, tick by tick, on a tiny pipeline."""
 
 from itertools import product
 
@@ -152,7 +150,6 @@ def test_samples_differ_and_a_seed_repeats(driver):
 
 
 def test_rows_at_different_steps_share_a_batch(driver):
-    """A sample that joins later, alone or with others, makes the trajectory that it makes alone."""
     alone = {
         seed: tensors_of(run(driver, request(seed=seed, sde=SdeParams(type="cps")))[0]) for seed in (1, 2, 3)
     }
@@ -332,7 +329,6 @@ def test_a_retry_gets_the_same_results(driver):
 
 
 def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):
-    """What a pause in place freezes is no cache: a flush is refused while it is there, and says what it is."""
     rid = driver.send(request())
     driver.tick(3)
     with caplog.at_level("INFO"):

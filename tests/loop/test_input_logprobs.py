@@ -28,7 +28,6 @@ def engine(tiny_model, chunk: int = 32) -> EngineDriver:
 
 
 def input_logprobs(driver: EngineDriver) -> np.ndarray:
-    """As a request has them that lives under one set of weights."""
     driver.run_until_idle()
     rid = driver.generate(PROMPT, 2, return_logprob=True, logprob_start_len=1, cache_salt="alone")
     driver.run_until_idle()
@@ -42,7 +41,6 @@ def commit(driver: EngineDriver, path: object) -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_model, mode, parts):
-    """Weights are committed when all of the prompt but its last token, or a part of it, has been computed."""
     with engine(tiny_model, 32 // parts) as driver:
         rid = driver.generate(PROMPT, 4, return_logprob=True, logprob_start_len=1, top_logprobs_num=1)
         driver.tick(1)
@@ -60,9 +58,6 @@ def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_m
 
 
 def test_logprobs_of_a_prompt_stay_with_the_tokens_sampled_after_it(tiny_model, other_model):
-    """A request that has sampled something keeps what goes with it, when it is computed again under other
-    weights.
-    """
     with engine(tiny_model) as driver:
         expected = input_logprobs(driver)
         rid = driver.generate(PROMPT, 8, return_logprob=True, logprob_start_len=1)
@@ -77,7 +72,6 @@ def test_logprobs_of_a_prompt_stay_with_the_tokens_sampled_after_it(tiny_model, 
 
 
 def aborted_after_a_retract(driver: EngineDriver, ticks: int) -> GenerateReqOutput:
-    """The result of a request that is retracted after ``ticks`` steps and aborted then."""
     rid = driver.generate(PROMPT, 50, **EVERY_LOGPROB)
     driver.tick(ticks)
     driver.call(PauseGenerationReqInput(mode="retract"))

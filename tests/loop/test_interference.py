@@ -1,6 +1,4 @@
-"""Commands that meet in the middle: what waits, what expires and what is refused while weights are being
-written.
-"""
+"""Commands that meet in the middle."""
 
 import os
 from pathlib import Path
@@ -37,9 +35,6 @@ def driver(tiny_model, monkeypatch):
 
 
 def test_a_flush_that_waits_does_not_commit_half_an_update(driver, other_model):
-    """The update itself makes the engine idle, by aborting what was frozen; the flush still waits for its
-    end.
-    """
     driver.generate(list(range(3, 23)), 50)
     driver.tick(3)
     driver.call(PauseGenerationReqInput(mode="in_place"))
@@ -119,7 +114,6 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
 
 
 def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
-    """Its owner is not silent; the lease that ran out meanwhile does not even wake the loop."""
     now = [1000.0]
     monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
     driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
@@ -137,7 +131,6 @@ def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
 
 
 def test_a_manifest_must_be_whole(driver, other_model):
-    """A trainer that forgets a tensor hears so before the first byte, not from what the model says later."""
     tensors = load_file(other_model / "model.safetensors")
     forgotten = sorted(tensors)[3]
     del tensors[forgotten]

@@ -181,7 +181,6 @@ def vanish(driver: EngineDriver, name: str) -> None:
 
 
 def finish_unread(driver: EngineDriver, rid: str) -> None:
-    """Generation ``rid`` of client "gone" ends, its client having left; the engine notices."""
     driver.client("gone")
     driver.send(request(rid), "gone")
     driver.tick()
@@ -241,7 +240,6 @@ def test_a_retry_with_the_same_rid_attaches_while_live(driver):
 
 @pytest.fixture
 def time_of_all(monkeypatch, clock):
-    """The same clock for the loop and its timers."""
     for module in ("runtime.loop", "runtime.housekeeping"):
         monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", clock)
     return clock

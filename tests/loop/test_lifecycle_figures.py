@@ -42,7 +42,6 @@ def pauses(driver: EngineDriver) -> list[tuple[str, int, float]]:
 
 
 def test_a_pause_says_what_it_holds(driver, caplog):
-    """Two requests hold 1 + 2 pages, one waits for a slot."""
     driver.generate([5] * 4, 100)
     driver.generate([6] * 20, 100)
     driver.generate([7] * 4, 100)
@@ -199,7 +198,6 @@ def test_a_lease_that_cannot_continue_says_why(driver, clock, caplog):
 
 
 def test_weights_that_are_invalid_already_keep_their_reason(driver):
-    """A release of the rest does not say that it was the release of the weights."""
     state = driver.engine.state
     driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
     assert driver.status().weights_detail.startswith("their memory was released without a copy")

@@ -11,7 +11,6 @@ from support.state_table import STATES, TABLE, Recipes
 
 @pytest.fixture(scope="module")
 def broken_model(tmp_path_factory, other_model):
-    """A checkpoint whose shapes do not fit."""
     from support.checkpoints import make_checkpoint
 
     path = tmp_path_factory.mktemp("models") / "broken"
@@ -39,7 +38,6 @@ def test_cell(tiny_model, other_model, broken_model, command, state, depth, monk
 
 
 def test_the_table_is_complete():
-    """Every command of the wire's control path and every state of the engine is there."""
     assert len(TABLE) == 27
     assert all(list(row) == STATES for row in TABLE.values())
     assert STATES == [

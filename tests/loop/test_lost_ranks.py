@@ -57,13 +57,11 @@ def worker(driver) -> psutil.Process:
 
 
 def stop(worker: psutil.Process) -> None:
-    """It does nothing from now on, and what waits for it waits until it is killed."""
     worker.suspend()
     eventually(lambda: worker.status() == psutil.STATUS_STOPPED)
 
 
 def run_to_its_end(driver: EngineDriver, worker: psutil.Process, when: Callable[[], bool]) -> Polls:
-    """Run the loop as the process does, and kill the worker ``when`` that is true."""
     scheduler = driver.engine.scheduler
     polls = Polls(driver)
     scheduler._poller = polls  # type: ignore[assignment]
@@ -84,7 +82,6 @@ def run_to_its_end(driver: EngineDriver, worker: psutil.Process, when: Callable[
 
 
 def assert_all_told(driver: EngineDriver, rids: list[str]) -> None:
-    """Each request once, with the code and the reason."""
     driver.collect()
     for rid in rids:
         reason = driver.result(rid).finish_reason
@@ -112,7 +109,6 @@ def test_a_loop_that_sleeps_is_woken(driver, worker, other_model, state):
 
 
 def test_a_step_in_a_collective_is_broken_off(driver, worker, monkeypatch):
-    """The worker is not even reading the step when it ends, so rank 0 waits for it in its first sum."""
     rids = [driver.generate([1, 2, 3 + number], 100) for number in range(3)]
     driver.tick(5)
     model, within = driver.engine.runner._own.model, threading.Event()
@@ -129,7 +125,6 @@ def test_a_step_in_a_collective_is_broken_off(driver, worker, monkeypatch):
 
 
 def test_a_command_that_waits_for_an_answer_is_told(driver, worker, monkeypatch):
-    """A pause, whose barrier is the answer of every rank."""
     rid = driver.generate([1, 2, 3], 100)
     driver.tick(5)
     waits, within = Executor.wait, threading.Event()

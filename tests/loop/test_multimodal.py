@@ -1,6 +1,4 @@
-"""The language model of a multimodal checkpoint: the multimodal model's log-probabilities of text, under
-whichever names.
-"""
+"""The language model of a multimodal checkpoint."""
 
 import json
 from functools import partial
@@ -50,7 +48,6 @@ def started(path, **options) -> EngineDriver:
 
 
 def gap(driver, model) -> float:
-    """The largest distance of a log-probability from the multimodal model's."""
     driver.call(FlushCacheReqInput())
     params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
     message = GenerateReqInput(
@@ -79,7 +76,6 @@ def test_logprobs_are_those_of_the_whole_model(architecture, tp, tmp_path):
 
 @pytest.fixture(scope="module", params=quick(WHOLE, 2))
 def loaded(request, tmp_path_factory):
-    """An engine, its model, and the folder of other weights with their model."""
     folder = tmp_path_factory.mktemp("multimodal")
     models = [make_multimodal_checkpoint(folder / str(seed), request.param, seed=seed) for seed in (0, 1)]
     with started(folder / "0") as driver:
@@ -88,7 +84,6 @@ def loaded(request, tmp_path_factory):
 
 @pytest.mark.parametrize("spelled", [in_modules, as_before_version_5, alone])
 def test_updates_take_each_spelling(loaded, spelled, tmp_path):
-    """From disk, and over the socket in buckets."""
     driver, folder, models = loaded
     other = tmp_path / "other"
     other.mkdir()
@@ -110,9 +105,6 @@ def test_updates_take_each_spelling(loaded, spelled, tmp_path):
 
 @pytest.mark.parametrize("paused", [True, False])
 def test_fully_ignored_updates_change_nothing(paused, tmp_path):
-    """A trainer may send the tower first or last: nothing is left open for `continue` to commit, and no
-    request hears of it.
-    """
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors = load_file(tmp_path / "model.safetensors")
     towers = [(name, value) for name, value in tensors.items() if "visual" in name]
@@ -176,7 +168,6 @@ def test_fully_ignored_broadcasts_are_received(tmp_path):
 
 
 def test_a_folder_of_the_language_model_alone_is_an_update(tmp_path):
-    """What a trainer writes that loaded that part of the checkpoint."""
     first, second = tmp_path / "whole", tmp_path / "alone"
     make_multimodal_checkpoint(first, QWEN)
     model = make_multimodal_checkpoint(second, QWEN, seed=1)
@@ -293,7 +284,6 @@ def test_a_whole_model_without_a_language_model_is_no_checkpoint(config, tmp_pat
     "architecture", ["Gemma3nForConditionalGeneration", "Llama4ForConditionalGeneration"]
 )
 def test_other_multimodal_models_are_refused_by_name(architecture, tmp_path):
-    """Some of these transformers lists among the causal language models."""
     config = getattr(transformers, architecture).config_class(architectures=[architecture])
     config.save_pretrained(tmp_path)
     with pytest.raises(CaesuraError, match=architecture) as caught:

@@ -1,6 +1,4 @@
-"""Release and resume by tag in one real engine: the orders trainers use, refusals, failures, and any order at
-all.
-"""
+"""Release and resume by tag in one real engine."""
 
 import logging
 from pathlib import Path
@@ -49,14 +47,12 @@ def generate(driver: EngineDriver) -> list[int]:
 
 @pytest.fixture(params=["mapped", "storage"])
 def backend(request, monkeypatch):
-    """How the CPU releases memory, and how devices without a better way do."""
     if request.param == "storage":
         monkeypatch.setattr(residency, "_plain", lambda device: StorageComponent)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[Path]:
-    """Two sets of weights. Untied: a tied head repeats its input, whatever the rest of the model says."""
     paths = [tmp_path_factory.mktemp("models") / name for name in ("first", "second")]
     for seed, path in enumerate(paths):
         make_checkpoint(path, "qwen3", tied=False, seed=seed)
@@ -77,7 +73,6 @@ def driver(tiny_model):
 
 @pytest.fixture
 def cold(models) -> list[int]:
-    """What an engine says that was started from the second checkpoint."""
     with EngineDriver(str(models[1]), scripted=False) as driver:
         return generate(driver)
 
@@ -103,9 +98,6 @@ def ok(reply: Message) -> Message:
 
 
 def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_back(real, models, cold):
-    """slime: everything away while it trains; pause, flush, buckets and continue while the KV memory is still
-    away.
-    """
     assert generate(real) != cold
     ok(real.call(FlushCacheReqInput()))
     assert release(real) == ALL
@@ -128,7 +120,6 @@ def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_
 
 
 def test_buckets_fill_invalid_weights_of_a_running_engine(real, models, cold):
-    """verl: no pause and no session; each bucket asks for a flush; then the cache comes back."""
     generate(real)
     assert release(real, "kv_cache", "weights") == ["kv_cache", "weights"]
     assert resume(real, "weights") == ["kv_cache"]
@@ -143,7 +134,6 @@ def test_buckets_fill_invalid_weights_of_a_running_engine(real, models, cold):
 
 
 def test_only_the_cache_goes_and_comes(real):
-    """An asynchronous trainer: the weights stay, nothing cached survives."""
     before = generate(real)
     assert real.status().kv.cached > 0
     assert release(real, "kv_cache") == ["kv_cache"]
@@ -153,7 +143,6 @@ def test_only_the_cache_goes_and_comes(real):
 
 
 def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other_model):
-    """in_place holds its KV through the release of the weights."""
     rid = driver.generate(PROMPT, 30)
     driver.tick(5)
     driver.call(PauseGenerationReqInput(mode="in_place"))
@@ -197,7 +186,6 @@ def test_sizes_are_told_once_and_the_log_says_what_it_brought(driver, caplog):
 
 
 def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, caplog):
-    """12 MB are reserved before, 8 MB afterwards; a release of nothing empties nothing."""
     physics = Physics(driver)
     emptied = []
 
@@ -245,7 +233,6 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
 
 
 def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(driver, monkeypatch):
-    """Between two slices: status is answered, and says released from the first to the last of them."""
     one_piece_per_slice(monkeypatch)
     physics, synchronized = Physics(driver), []
     monkeypatch.setattr(driver.runner, "synchronize", lambda: synchronized.append(set(physics.gone)))
@@ -483,7 +470,6 @@ class Trial:
         return engine_status(self.driver.engine, "probe")
 
     def expected(self, command: str, argument) -> str:
-        """The answer, from what is known before the command is sent."""
         status = self.probe()
         held = status.kv.held > 0
         idle = (
@@ -606,7 +592,6 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
     backup=st.booleans(),
 )
 def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth, backup):
-    """Whole bursts are sent before the loop turns, and it turns one slice at a time."""
     with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth, backup) as driver:
         one_piece_per_slice(patch)
         patch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)

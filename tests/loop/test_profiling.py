@@ -27,7 +27,6 @@ def driver(tiny_model, folder):
 
 
 def operations(path: str) -> list[dict]:
-    """The operators of torch in a trace."""
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
     return [event for event in events if event.get("cat") == "cpu_op"]

@@ -1,6 +1,4 @@
-"""Models of other families than llama on two ranks: the log-probabilities of one, and updates that are a cold
-load.
-"""
+"""Models of other families than llama on two ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,6 @@ LENGTHS = (100, 30, 200, 210, 180, 170, 205, 90)
 
 
 def sampled(path: str, tp: int) -> tuple[list[list[int]], np.ndarray]:
-    """Tokens and log-probabilities of requests that are computed two at a time."""
     options = {"chunked_prefill_size": 48, "max_running_requests": 2, "kv_pool_tokens": 16384}
     with EngineDriver(path, scripted=False, tp=tp, **options) as driver:
         messages = [

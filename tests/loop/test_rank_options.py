@@ -1,6 +1,4 @@
-"""Options that several ranks share with one: copies of released weights, the state file, deterministic mode;
-and what is refused.
-"""
+"""Options that several ranks share with one."""
 
 import errno
 import json
@@ -47,7 +45,6 @@ DETERMINISTIC = best("linear", "cpu", torch.float32) != TORCH
 
 @pytest.fixture(scope="module")
 def start(tiny_model, tmp_path_factory):
-    """Starts an engine of two ranks, with the same state file each time."""
     state_file = tmp_path_factory.mktemp("state") / "weights.json"
 
     def started() -> EngineDriver:
@@ -96,7 +93,6 @@ def generate(driver: EngineDriver) -> list[int]:
 
 
 def test_released_weights_come_back_on_every_rank(driver, other_model):
-    """Also those of an update in between, which the first copy has not."""
     for path in (None, other_model):
         if path is not None:
             ok(driver, UpdateWeightFromDiskReqInput(model_path=str(path)))
@@ -125,7 +121,6 @@ def workers_fail_at(patch: pytest.MonkeyPatch, refused: str) -> None:
 
 
 def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch):
-    """The other rank goes back to what it was, and nobody takes a copy of memory that is not there."""
     before = checksums(driver)
     ok(driver, ReleaseMemoryOccupationReqInput())
     with monkeypatch.context() as patch:
@@ -138,7 +133,6 @@ def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch):
 
 
 def test_a_resume_that_rank_0_cannot_do_keeps_every_copy(driver, monkeypatch):
-    """The other ranks had resumed by then."""
     before = checksums(driver)
     ok(driver, ReleaseMemoryOccupationReqInput())
 
@@ -155,7 +149,6 @@ def test_a_resume_that_rank_0_cannot_do_keeps_every_copy(driver, monkeypatch):
 
 
 def copies_of(pid: int) -> int:
-    """Files with weights that a process has; they have no name."""
     count = 0
     for each in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # what has listed them
@@ -166,7 +159,6 @@ def copies_of(pid: int) -> int:
 
 @pytest.mark.parametrize("where", ["rank 0", "another rank"])
 def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch, where):
-    """Memory of the host, as much as the weights, until the next release."""
     worker = driver.status().ranks[0].pid
 
     def full(*_):
@@ -189,7 +181,6 @@ def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch,
 
 
 def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
-    """Whoever sends no rank 0 tries again and again."""
     join = InitWeightsUpdateGroupReqInput(
         master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=3,
         group_name="nobody's",
@@ -229,7 +220,6 @@ def test_deterministic_ranks_sample_the_same_bits_beside_others(driver):
 
 
 def test_a_state_file_brings_every_rank_back(shared, start, other_model):
-    """The last test of the shared engine, which it ends."""
     ok(shared, UpdateWeightFromDiskReqInput(model_path=str(other_model), weight_version="step-17"))
     expected, epoch, tokens = checksums(shared), shared.status().weights_epoch, generate(shared)
     shared.__exit__(None, None, None)
@@ -250,7 +240,6 @@ def test_a_state_file_brings_every_rank_back(shared, start, other_model):
 
 @pytest.mark.parametrize("residency", quick(["layerwise", "offload", "resident"]))
 def test_a_reference_model_is_rank_0_s_wherever_it_is(tiny_model, other_model, residency):
-    """Its weights leave the device before the other ranks are built, and after each score."""
     options = {"reference_model_path": str(other_model), "reference_residency": residency}
     found = []
     for tp in (1, 2):
@@ -277,7 +266,6 @@ def test_image_pipelines_have_one_rank(tmp_path):
 
 @pytest.mark.parametrize("where", ["asked for", "needed"])
 def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, monkeypatch):
-    """Refused before a worker is started."""
     monkeypatch.setattr(executor, "Workers", None)
     backend, path = "transformers", tiny_model
     if where == "needed":

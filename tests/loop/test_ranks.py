@@ -48,7 +48,6 @@ def shared(request, tiny_model):
 
 @pytest.fixture
 def driver(shared, tiny_model):
-    """The shared engine, as it is after its start but for epochs and labels."""
     yield shared
     restore(shared, tiny_model)
 
@@ -60,7 +59,6 @@ def alone(tiny_model):
 
 
 def restore(driver: EngineDriver, model) -> None:
-    """Whatever state an engine is in: running, nothing live, with the weights of ``model``."""
     driver.call(AbortReq(abort_all=True))
     driver.call(EndWeightUpdateReqInput(commit=False, force=True))
     driver.call(PauseGenerationReqInput(mode="abort"))
@@ -73,7 +71,6 @@ def restore(driver: EngineDriver, model) -> None:
 
 
 def outputs(driver: EngineDriver) -> list[tuple[list[int], np.ndarray]]:
-    """Tokens and logprobs of every kind of request at once, from an empty cache."""
     driver.call(FlushCacheReqInput())
     kinds = (
         {},
@@ -119,7 +116,6 @@ def test_two_ranks_sample_what_one_samples(driver, alone):
 
 @pytest.fixture(scope="module")
 def cold(other_model):
-    """Checksums of both ranks of an engine that was started from the other model."""
     with EngineDriver(str(other_model), scripted=False, tp=2) as driver:
         return checksums(driver)
 
@@ -138,7 +134,6 @@ def test_an_update_is_a_cold_load_on_every_rank(driver, cold, other_model, send)
 def test_an_update_counts_whole_tensors_and_those_that_changed_on_any_rank(
     driver, tiny_model, tmp_path, send
 ):
-    """Of one tensor rank 0's rows change, of another rank 1's."""
     copy_configs(tiny_model, tmp_path)
     weights = weights_of(tiny_model)
     weights["model.layers.0.self_attn.q_proj.weight"][0] += 1
@@ -166,7 +161,6 @@ def test_a_parameter_server_s_buckets_reach_every_rank(driver, cold, other_model
 
 
 def test_a_commit_needs_every_rank(driver, other_model, tiny_model):
-    """A value that only rank 1 holds refuses the commit of both, with that rank's reason."""
     weights = weights_of(other_model)
     name = "model.layers.1.self_attn.q_proj.weight"
     weights[name][-1, -1] = torch.nan
@@ -181,7 +175,6 @@ def test_a_commit_needs_every_rank(driver, other_model, tiny_model):
 
 
 def test_refusal_by_one_rank_changes_nothing(driver, other_model, monkeypatch):
-    """Its folder has other files, as that of another host may."""
     before = checksums(driver)
     described = executor.described
 
@@ -213,7 +206,6 @@ def test_a_rank_that_fails_in_the_midst_poisons_all(driver, other_model, monkeyp
 
 
 def test_an_update_that_ends_early_ends_on_every_rank(driver, other_model, tiny_model, monkeypatch):
-    """The session expires while rank 1 writes: nothing of it comes after what is sent next."""
     pause = driver.call(PauseGenerationReqInput(mode="abort"))
     assert pause.mode == "abort"
     before = checksums(driver)
@@ -244,7 +236,6 @@ def test_a_step_that_a_worker_cannot_read_fails_on_every_rank(driver, alone, mon
 
 
 def test_a_step_that_rank_0_cannot_execute_fails_on_every_rank(driver, alone, monkeypatch):
-    """The worker waits for it in a collective meanwhile."""
     model = driver.engine.runner._own.model
     forward, fails = model.forward, iter([True])
 
@@ -289,7 +280,6 @@ def test_memory_is_released_resumed_and_emptied_on_every_rank(driver, alone, tin
 
 @pytest.fixture(scope="module")
 def broken_model(tmp_path_factory):
-    """A checkpoint whose shapes do not fit."""
     path = tmp_path_factory.mktemp("models") / "broken"
     make_checkpoint(path, "qwen3", tied=True, seed=2, num_hidden_layers=1)
     return path
@@ -297,11 +287,6 @@ def broken_model(tmp_path_factory):
 
 @pytest.mark.parametrize("share", quick(range(SHARES)))
 def test_every_command_in_every_state(shared, tiny_model, other_model, broken_model, monkeypatch, share):
-    """The table of docs/reference/states.md, cell by cell, on one engine. Scores are rank 0's alone.
-
-    A share of the table has each command in some states, and each state with some commands;
-    ``test_lifecycle_table.py`` has all cells, on one rank.
-    """
     if shared.config.pipeline_depth == 0:
         pytest.skip("once is enough for what takes so long")
     one_piece_per_slice(monkeypatch)
@@ -319,7 +304,6 @@ def test_every_command_in_every_state(shared, tiny_model, other_model, broken_mo
 
 
 def clear(driver: EngineDriver, model) -> None:
-    """Bring an engine back to running, with valid weights of any model; only what is needed for that."""
     status = driver.status()
     if status.running_requests or status.waiting_requests or status.prefilling_requests:
         driver.call(AbortReq(abort_all=True))

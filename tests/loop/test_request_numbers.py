@@ -1,6 +1,4 @@
-"""Numbers out of every range, and at the ends of theirs: a request is refused or runs, and nobody else
-notices.
-"""
+"""Numbers out of every range, and at the ends of theirs."""
 
 import pytest
 from support.scripted import EngineDriver, assert_error
@@ -74,7 +72,6 @@ def test_logits_that_are_not_finite_once_edited_blame_the_edits_too(driver):
 
 
 def test_begin_and_end_of_a_session_have_numbers_in_range(driver):
-    """Deadlines that are endless or next to nothing harm nobody."""
     begun = driver.call(BeginWeightUpdateReqInput(deadline_s=86400.0))
     driver.call(EndWeightUpdateReqInput(commit=False, session_id=begun.session_id))
     for endless in (float("inf"), float("nan"), 1e300):

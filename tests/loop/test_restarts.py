@@ -34,14 +34,11 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture
 def folder(other_model, tmp_path) -> Path:
-    """What a trainer wrote."""
     return Path(shutil.copytree(other_model, tmp_path / "step-17"))
 
 
 @pytest.fixture
 def start(tiny_model, tmp_path):
-    """Starts an engine with the state file of this test."""
-
     def started(model: Path = tiny_model, **options: object) -> EngineDriver:
         return EngineDriver(str(model), state_file=str(tmp_path / "weights.json"), **options)
 
@@ -58,7 +55,6 @@ def from_disk(driver: EngineDriver, folder: Path, version: str | None = "step-17
 
 
 def from_tensors(driver: EngineDriver, path: Path, count: int | None = None, **fields: object) -> Message:
-    """The first ``count`` tensors of a checkpoint, or all."""
     named = list(load_file(path / "model.safetensors").items())[:count]
     (bucket,) = buckets(named, 1 << 30)
     specs, frames = as_frames(bucket)
@@ -321,7 +317,6 @@ def test_a_file_system_without_space_loses_no_epoch(tiny_model, folder, tmp_path
 
 
 def test_a_commit_that_cannot_even_be_marked_is_refused(start, folder, caplog):
-    """A file system that became read-only: nothing could tell a restart that its record is out of date."""
     with start() as driver:
         from_disk(driver, folder)
         with full_disk(limit=0):

@@ -65,7 +65,6 @@ def test_a_result_tells_its_request_apart(driver):
 
 
 def test_times_count_from_the_arrival(driver, monkeypatch):
-    """A request waits for 3 s and ends 4 s later; one that is aborted while it waits has waited until then."""
     now = [1000.0]
     for module in ("runtime.steps", "scheduling.batcher", "scheduling.output_processor"):
         monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", lambda: now[0])
@@ -89,7 +88,6 @@ def test_times_count_from_the_arrival(driver, monkeypatch):
 
 
 def test_a_stream_has_every_token_once_at_its_place(driver):
-    """Two samples that stream, one of which asks for logprobs, beside one that does not stream."""
     quiet = driver.generate(PROMPT, 5)
     with_logprobs = driver.generate(PROMPT[:7], 5, stream=True, return_logprob=True)
     without = driver.generate(PROMPT[:9], 4, n=2, stream=True)
@@ -230,7 +228,6 @@ def test_the_pages_of_an_aborted_request_are_kept_for_the_next_one(driver):
 
 
 def test_abort_skips_ended_requests(driver):
-    """The end of one may end others of the same list."""
     rids = [driver.generate(PROMPT, 50) for _ in range(3)]
     driver.tick(3)
     results = driver.engine.outputs
@@ -277,7 +274,6 @@ def test_spans_are_told_apart_after_many_commits(driver):
 @pytest.mark.parametrize("lost", [-1, 1])
 @pytest.mark.parametrize("what", ["logprobs", "spans", "logprobs and spans"])
 def test_a_result_whose_parts_differ_in_length_is_an_error_not_a_result(driver, monkeypatch, what, lost):
-    """``lost`` 1: a value is missing; -1: there is one too many."""
     outputs, spans = RequestTable.outputs, Request.version_spans
 
     def of_request(table: RequestTable, request: Request) -> OutputArrays:

@@ -1,6 +1,4 @@
-"""Messages sent again: an answered generation is never generated twice, or its sender is told that the answer
-is gone.
-"""
+"""Messages sent again: an answered generation is never generated twice."""
 
 import pytest
 from support.scripted import EngineDriver, assert_error, tokens_of
@@ -65,7 +63,6 @@ def test_answers_are_stored_within_the_configured_bytes(tiny_model, limit, fewes
 
 @pytest.mark.parametrize("live", [True, False])
 def test_a_message_that_joined_a_generation_is_answered_again_as_well(tiny_model, live):
-    """It came under an id of its own, with the rid of a generation: sent again, it starts nothing."""
     with EngineDriver(str(tiny_model)) as driver:
         params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, n=2)
         messages = [GenerateReqInput(rid="r", input_ids=[5, 6, 7], sampling_params=params) for _ in range(2)]

@@ -151,9 +151,6 @@ def test_rows_stay_what_they_were_across_an_update(driver, moe_models, mode, mon
 
 
 def test_recomputed_pages_are_those_that_others_find(driver, moe_models):
-    """The prefix that a retracted request leaves is of the new weights, and so are the rows that come with
-    it.
-    """
     prompt = prompt_of(50)
     first = ask(driver, prompt, 20)
     driver.tick(6)
@@ -176,7 +173,6 @@ def test_a_prompt_that_is_half_computed_starts_again(driver, moe_models):
 
 
 def test_a_recomputation_that_is_cut_short(driver, moe_models):
-    """Retracted, half recomputed when the next update commits, recomputed once more."""
     prompt = prompt_of(100)
     rid = ask(driver, prompt, 20)
     driver.tick(10)
@@ -310,7 +306,6 @@ def test_no_order_of_events_changes_a_row(moe_models, actions, depth):
 
 
 def test_the_account_tells_epochs_positions_and_tokens_apart():
-    """Two rows of one text are equal only if nothing that matters differs."""
     rows = expert_rows(np.array([5, 5, 6, 5]), np.array([0, 1, 0, 0]), np.array([3, 3, 3, 4]), LAYERS, TOP_K)
     assert len({row.tobytes() for row in rows}) == 4
 
@@ -333,7 +328,6 @@ def test_expert_numbers_beyond_a_byte_are_16_bit(driver, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, -1])
 def test_routed_experts_of_other_positions_than_the_tokens_are_an_error(driver, monkeypatch, rows):
-    """``rows`` too many."""
     original = driver.engine.outputs._batcher.routed_experts
     monkeypatch.setattr(
         driver.engine.outputs._batcher,

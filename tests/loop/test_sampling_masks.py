@@ -1,6 +1,4 @@
-"""Sampling masks through the real loop: whatever happens to a request, each of its tokens comes with what it
-was drawn from.
-"""
+"""Sampling masks through the real loop."""
 
 from collections import Counter
 
@@ -43,7 +41,6 @@ def depth(request):
 
 
 def with_logits(runner: ScriptedRunner) -> None:
-    """The scripted model's token becomes one of a few rows of logits, with masks of their own."""
     ordinary = Sampler(VOCAB, 4, "cpu", torch.float32)
     special = SpecialSampler(ordinary, VOCAB, torch.device("cpu"))
 
@@ -59,7 +56,6 @@ def with_logits(runner: ScriptedRunner) -> None:
 
 
 def check(result: GenerateReqOutput, params: SamplingParams) -> None:
-    """Each token was drawn from one of the rows of logits: its mask and its two logprobs are all of that one."""
     mask, tokens = result.sampling_mask, tokens_of(result)
     assert mask is not None and len(mask) == len(tokens)
     sampled, plain = (
@@ -82,7 +78,6 @@ def check(result: GenerateReqOutput, params: SamplingParams) -> None:
 
 
 def start(driver: EngineDriver, new: int = NEW, **fields) -> list[tuple[str, SamplingParams]]:
-    """Four requests that ask and one that does not."""
     with_logits(driver.runner)
     driver.generate(PROMPTS[1], sampling_params=PARAMS[0], rid="plain")
     asked = dict(return_logprob=True, return_sampled_logprob=True, return_sampling_mask=True, **fields)

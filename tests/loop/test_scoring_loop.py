@@ -1,6 +1,4 @@
-"""Scoring inside a real engine, tick by tick: exact, in slices, beside steps and commands, and unmoved by
-what the policy does.
-"""
+"""Scoring inside a real engine, tick by tick."""
 
 import random
 
@@ -37,7 +35,6 @@ VOCAB = 97
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Deeper than the policy, untied, of another architecture."""
     path = tmp_path_factory.mktemp("models") / "reference"
     make_checkpoint(path, "llama", tied=False, seed=5, num_hidden_layers=5)
     return path
@@ -49,8 +46,6 @@ def judge(reference):
 
 
 class Judge:
-    """transformers in float32."""
-
     def __init__(self, path):
         self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
@@ -91,7 +86,6 @@ def status_of(driver):
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 def test_exact_against_transformers(tiny_model, reference, judge, residency):
-    """Several chunks per sequence, several sequences per chunk, none to score at all; three temperatures."""
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=48) as driver:
         for temperature in (1.0, 0.3, 0.0):
             message = ScoreReqInput(
@@ -131,9 +125,6 @@ def test_any_architecture_layer_by_layer(tmp_path, tiny_model, family):
     split=st.integers(0, 7),
 )
 def test_no_way_of_cutting_changes_the_scores(engine, judge, shapes, budgets, rows, head_rows, split):
-    """Any budgets, any number of rows, a pool for one sequence, any row count in the head, in one message or
-    in two.
-    """
     scores = engine.engine.scoring
     turn = iter(range(10**6))
     scores._chunks.budget = lambda: budgets[next(turn) % len(budgets)]
@@ -180,9 +171,6 @@ def test_logits_exist_for_a_few_rows_only(tiny_model, reference, monkeypatch):
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 def test_decoding_and_commands_go_on_between_two_slices(tiny_model, reference, judge, residency, monkeypatch):
-    """A slice is a layer: every tick launches a step, status is answered at once, a pause does not wait for
-    the score.
-    """
     monkeypatch.setattr(scoring, "SLICE_S", 0.0)
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=16) as driver:
         rid = driver.generate([5, 6, 7], max_new_tokens=60)
@@ -262,7 +250,6 @@ def test_the_loop_neither_waits_for_a_device_nor_spins(tiny_model, reference, ju
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 def test_the_policy_has_no_part_in_it(tiny_model, other_model, reference, judge, residency):
-    """Updates, poisoned weights and generation leave scores as they are, and scores leave tokens as they are."""
     message = {"input_ids": sequences(60, 61), "start": [20, 1]}
     with driver_with(tiny_model, reference, residency) as driver:
         first = driver.call(ScoreReqInput(**message)).logprobs
@@ -378,9 +365,6 @@ def test_shutdown_answers_what_is_under_way(tiny_model, reference, monkeypatch):
 def test_a_chunk_that_fails_ends_its_messages_and_no_other(
     tiny_model, reference, judge, residency, error, code, monkeypatch, caplog
 ):
-    """Of three messages the first two are in the chunk that fails in its third layer; one of those has more
-    queued.
-    """
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=32) as driver:
         model = driver.engine.scoring._reference.model
         whole = model.forward_by_layer
@@ -407,7 +391,6 @@ def test_a_chunk_that_fails_ends_its_messages_and_no_other(
 
 
 def test_logits_that_are_not_finite_end_their_message_only(tmp_path, tiny_model):
-    """The embedding of token 90 is NaN in this reference."""
     from safetensors.torch import load_file, save_file
 
     make_checkpoint(tmp_path / "reference", "llama", tied=False, seed=5)
@@ -427,7 +410,6 @@ def test_logits_that_are_not_finite_end_their_message_only(tmp_path, tiny_model)
 
 
 def test_other_clients_are_served_in_order(tiny_model, reference, judge):
-    """Messages of several clients share chunks; each gets its own answer."""
     with driver_with(tiny_model, reference, chunked_prefill_size=64) as driver:
         messages = {
             name: ScoreReqInput(input_ids=sequences(5 + n, 20, seed=n), start=[1, 3])
@@ -457,7 +439,6 @@ def test_a_reference_that_cannot_come_is_a_typed_error(tiny_model, reference, ju
 
 
 def test_the_pool_of_the_policy_leaves_room_for_what_is_still_to_come(tiny_model, reference, monkeypatch):
-    """The pool takes a share of what is free after loading, less what the reference will need."""
     from caesura.scheduler.execution import build
 
     sizes = {}
@@ -477,7 +458,6 @@ def test_the_pool_of_the_policy_leaves_room_for_what_is_still_to_come(tiny_model
 
 
 def test_nothing_but_score_messages_reaches_the_client_as_scores(tiny_model, reference):
-    """A score is no token output: no keepalive, no stream, one message."""
     with driver_with(tiny_model, reference) as driver:
         driver.call(ScoreReqInput(input_ids=sequences(9), start=[4]))
         assert not [output for _, output in driver.outputs if isinstance(output, BatchTokenOutput)]

@@ -113,9 +113,6 @@ def test_stop_token_ends_and_is_kept(driver):
 @pytest.mark.parametrize("ticks", range(1, 16))
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_pause_at_any_step(driver, mode, ticks):
-    """Mid-chunk, prefill, every decode step, the last one included: the barrier holds, continuing changes no
-    token.
-    """
     prompts = [prompt_of(70), prompt_of(3, 1), prompt_of(20, 2)]
     rids = [driver.generate(p, 10) for p in prompts]
     driver.tick(ticks)
@@ -150,7 +147,6 @@ def test_pause_at_any_step(driver, mode, ticks):
 @pytest.mark.parametrize("ticks", range(1, 50, 4))
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_pause_while_the_pool_is_exhausted(tiny_model, depth, mode, ticks):
-    """Six pages for four requests of up to five: there is always somebody preempted or about to be."""
     with EngineDriver(str(tiny_model), pipeline_depth=depth, kv_pool_tokens=96) as driver:
         rids = [driver.generate(prompt_of(20, seed), 50) for seed in range(4)]
         driver.tick(ticks)
@@ -180,7 +176,6 @@ def test_pause_when_idle(driver, mode):
 @pytest.mark.parametrize("flush", [True, False])
 @pytest.mark.parametrize("mode", ["retract", "in_place", None])
 def test_update_in_the_middle(driver, other_model, mode, flush):
-    """Tokens after the commit come from the new weights, on the KV that the spans say."""
     prompts = [prompt_of(70), prompt_of(3, 1)]
     rids = [driver.generate(p, 12) for p in prompts]
     driver.tick(6)
@@ -389,7 +384,6 @@ def test_streams_and_terminal_results_agree(driver):
 
 
 def test_an_explicit_session_on_a_busy_engine(driver, other_model):
-    """Generation goes on until the first byte, stops until the commit, and goes on by itself."""
     rid = driver.generate(prompt_of(4), 60)
     session_id = driver.begin()
     driver.tick(5)
@@ -417,7 +411,6 @@ def test_an_empty_session_commits_on_a_busy_engine(driver):
 
 
 def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeypatch):
-    """Any failure after the first byte, not only those that were foreseen."""
     loader = driver.engine.loader
     write, calls = loader.write, []
 
@@ -444,7 +437,6 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
 
 
 def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_model, monkeypatch):
-    """However slow its disk is, or large its headers: steps go on, too."""
     looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.open_folder
 
     def slow(*arguments):
@@ -468,7 +460,6 @@ def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_mo
 
 
 def test_an_idle_loop_sleeps_while_a_checkpoint_is_looked_at(driver, other_model):
-    """The thread wakes it."""
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     driver.tick()
     if update not in driver.replies and not driver.engine.dispatcher.wants_tick:

@@ -1,6 +1,4 @@
-"""Whose session is it: pieces, ends and settlements of somebody else, of nobody any more, and of a session
-that is gone.
-"""
+"""Whose session is it: pieces, ends and settlements of somebody else."""
 
 from pathlib import Path
 
@@ -87,7 +85,6 @@ def test_pieces_and_the_end_name_their_session(driver, other_model):
 
 
 def test_a_session_can_be_named_by_its_begin_message(driver, other_model):
-    """By those who gave up waiting for its answer."""
     begin = BeginWeightUpdateReqInput()
     driver.call(begin)
     assert not Pieces(driver, other_model).send(0, session_id=begin.id).committed
@@ -125,7 +122,6 @@ def test_a_foreign_piece_does_not_poison_a_session_that_has_written(driver, othe
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("gone", ["expired", "ended", "never"])
 def test_a_piece_of_a_session_that_is_gone_changes_nothing(driver, other_model, gone, paused):
-    """It used to open a session of its own, and to commit what it brought."""
     if paused:
         driver.call(PauseGenerationReqInput())
     opened = driver.call(BeginWeightUpdateReqInput(deadline_s=600.0))
@@ -168,7 +164,6 @@ def test_force_aborts_whatever_is_open(driver, other_model):
 
 
 def test_an_implicit_session_takes_no_piece_of_another_sender(driver, tiny_model, other_model):
-    """Half of A and half of B used to be one commit, labelled A."""
     driver.call(PauseGenerationReqInput())
     first = Pieces(driver, other_model, weight_version="A")
     second = Pieces(driver, tiny_model, client="other")
@@ -194,7 +189,6 @@ def test_owners_tell_senders_apart_on_one_socket_and_join_them_over_two(driver, 
 
 @pytest.mark.parametrize("differs", ["label", "transport"])
 def test_pieces_that_disagree_are_refused_on_one_socket(driver, tiny_model, other_model, differs):
-    """HTTP clients share the front end's socket and owner."""
     driver.call(PauseGenerationReqInput())
     first = Pieces(driver, other_model, owner="http", weight_version="A")
     first.send(0)
@@ -275,7 +269,6 @@ def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver
 
 
 def vanish(driver: EngineDriver, name: str) -> None:
-    """Close the socket of ``name``; returns when the engine has found out."""
     driver.clients.pop(name).close(0)
     sessions = driver.engine.sessions
     for _ in range(5000):
@@ -375,7 +368,6 @@ def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_mode
 
 
 def one_tensor(driver: EngineDriver, other_model: Path, **fields: object) -> UpdateWeightsFromTensorReqInput:
-    """The embeddings of another model, of which ``fields`` say less, in one frame."""
     tensors = load_file(other_model / "model.safetensors")
     tensor = tensors["model.embed_tokens.weight"]
     row = tensor[0].nbytes

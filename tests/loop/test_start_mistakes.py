@@ -61,7 +61,6 @@ def test_a_context_beyond_the_models_is_refused_with_the_limit(tiny_model):
 
 @pytest.mark.parametrize("name", ["float16", "fp16", "half"])
 def test_float16_is_served_whatever_it_is_called(tiny_model, name):
-    """Beside transformers' own float16: one sum is rounded differently here and there."""
     with EngineDriver(str(tiny_model), dtype=name, scripted=False) as driver:
         assert driver.status().dtype == "float16"
         rid = driver.generate(PROMPT, 1, return_logprob=True)

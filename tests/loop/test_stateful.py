@@ -134,7 +134,6 @@ class EngineMachine(RuleBasedStateMachine):
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the last command and take its effect into the reference."""
         if self.posted is None:
             return
         message, expected, waited = self.posted
@@ -182,7 +181,6 @@ class EngineMachine(RuleBasedStateMachine):
             model.weights = "updating"
 
     def check_pause(self, mode: str, reply) -> None:
-        """The barrier: nothing in flight, and what the mode promises about KV and requests."""
         assert self.driver.ongoing is None
         status = self.status()
         assert (reply.step, reply.held_tokens) == (status.step, status.kv.held)
@@ -214,7 +212,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.tick(times)
 
     def send_request(self, ask: Ask) -> None:
-        """A request from one of three clients; few distinct texts, so that prefixes are shared."""
         self.settle()
         params = SamplingParams(
             max_new_tokens=ask.new_tokens, temperature=0.0, ignore_eos=True, n=ask.n, stop_token_ids=ask.stop
@@ -246,7 +243,6 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.submitted)
     @rule(data=st.data(), client=st.integers(0, 1))
     def repeat(self, data, client):
-        """Another client sends the same message: it attaches, or gets what was answered."""
         submitted = self.submitted[data.draw(st.sampled_from(list(self.submitted)))]
         name = self.guests[client]
         if name in submitted.waiters or submitted.vanished:
@@ -292,7 +288,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        """Allowed exactly when nobody holds KV, or waits while the engine is not paused."""
         self.settle()
         status = self.status()
         idle = status.kv.held == 0 and self.driver.ongoing is None
@@ -340,7 +335,6 @@ class EngineMachine(RuleBasedStateMachine):
         flush=st.booleans(),
     )
     def train(self, asks, times, mode, flush):
-        """What a trainer does, with requests in flight."""
         for ask in asks:
             self.send_request(ask)
         self.driver.tick(times)
@@ -381,7 +375,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(client=st.integers(0, 1))
     def vanish(self, client):
-        """A client closes its socket without a word; the keepalive finds out."""
         name = self.guests[client]
         if name not in self.driver.clients:
             return

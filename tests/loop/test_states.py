@@ -27,7 +27,6 @@ VOCAB = 97
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two checkpoints of a hybrid."""
     paths = [tmp_path_factory.mktemp(f"states{seed}") for seed in range(2)]
     for seed, path in enumerate(paths):
         make_checkpoint(path, "qwen3.5", seed=seed)
@@ -58,7 +57,6 @@ def run(driver, prompt, new_tokens, **fields):
 
 
 def check_rest(driver):
-    """Nothing is live, and a flush leaves nothing kept."""
     assert driver.engine.cache.states.usage().held == 0
     driver.call(FlushCacheReqInput(torch_empty_cache=False))
     usage = driver.engine.cache.states.usage()
@@ -77,9 +75,6 @@ def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(driver):
 
 
 def test_a_prefix_without_a_state_is_computed_once_more_and_then_shared(driver):
-    """KV of it is cached, but the only state is further on: the second request keeps one where the prompts
-    part.
-    """
     run(driver, prompt_of(104), 3)
     others = [[*prompt_of(70), 4, 5, seed] for seed in range(3)]
     assert [run(driver, other, 3).cached_tokens for other in others] == [0, 64, 64]
@@ -88,14 +83,12 @@ def test_a_prefix_without_a_state_is_computed_once_more_and_then_shared(driver):
 
 @pytest.mark.parametrize("length", [32, 33, 48])
 def test_prompts_that_end_at_a_border(driver, length):
-    """At least one token is computed, so the last border that can be shared lies before the end."""
     assert run(driver, prompt_of(length), 20).cached_tokens == 0
     assert run(driver, prompt_of(length), 2).cached_tokens == (length - 1) // 16 * 16
     check_rest(driver)
 
 
 def test_the_state_used_last_is_kept(folders):
-    """Rows for a request and one state beside it: that of the prompt, and then of the longer sequence."""
     with EngineDriver(folders[0], max_running_requests=1, chunked_prefill_size=32) as driver:
         assert driver.engine.cache.states.total == 2
         for seed in range(3):
@@ -130,11 +123,6 @@ STAGES = {
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_torn_states_are_not_reused(driver, monkeypatch, stage, error):
-    """Early in a prompt, beside decoding, and while a request ends.
-
-    A step with prompt tokens, and any while memory is short, leaves the states before it, and it is tried
-    again; one of decoding rows alone overwrites them, and its requests start again.
-    """
     prompts = [prompt_of(75), prompt_of(40), prompt_of(9)]
     for number in (17, 0, 2, 5):
         with monkeypatch.context() as patch:
@@ -151,9 +139,6 @@ def test_torn_states_are_not_reused(driver, monkeypatch, stage, error):
 
 
 def test_a_request_of_the_step_after_a_lost_one_starts_again(folders):
-    """It has gone on from a kept prefix in a step that is rolled back with the one before: its own row is of
-    no use any more.
-    """
     with EngineDriver(folders[0], pipeline_depth=1, chunked_prefill_size=32) as driver:
         run(driver, prompt_of(60), 1)
         guilty = driver.generate(prompt_of(9, 1), 20)
@@ -173,7 +158,6 @@ def test_a_request_of_the_step_after_a_lost_one_starts_again(folders):
 
 
 def test_a_token_that_never_fits_ends_its_request(driver):
-    """Each attempt starts again, and gets no further: attempts are bounded all the same."""
     rid = driver.generate(prompt_of(40), 30)
     driver.tick(8)
 
@@ -192,7 +176,6 @@ def test_a_token_that_never_fits_ends_its_request(driver):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_traffic_with_pauses_updates_and_failures(folders, seed):
-    """Prompts with common beginnings, few pages, chunks, aborts, both pauses that keep requests, new weights."""
     chance = random.Random(seed)
     options = {"pipeline_depth": seed % 2, "chunked_prefill_size": 32, "max_running_requests": 5}
     with EngineDriver(folders[0], kv_pool_tokens=640, **options) as driver:

@@ -63,7 +63,6 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
 
 
 def test_failure_on_rank_0_leaves_no_worker_answers(driver, monkeypatch):
-    """They have done their part."""
     steps = driver.engine.runner
 
     def fails(*_):

@@ -47,7 +47,6 @@ def lines(caplog) -> list[str]:
 
 
 def step_for(driver: EngineDriver, clock: Clock, seconds: int) -> None:
-    """Steps of a quarter of a second each."""
     for _ in range(4 * seconds):
         driver.tick()
         clock.now += 0.25

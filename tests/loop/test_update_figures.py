@@ -28,7 +28,6 @@ def driver(tiny_model):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stands still, so that all time of an update is what was measured of its parts."""
     now = [1000.0]
     monkeypatch.setattr("caesura.scheduler.control.weight_updates.monotonic", lambda: now[0])
     return now
@@ -129,9 +128,6 @@ def test_an_aborted_session_reports_what_it_wrote_and_keeps_the_folder(
 
 
 def test_only_a_flushing_update_drops_the_prefix_cache(driver, other_model):
-    """Of the epoch that it ends nothing is left in any case; of a session that flushes, nothing in its reply
-    either.
-    """
     driver.generate(list(range(3, 43)), 2)
     driver.run_until_idle()
     assert cached(driver) > 0

@@ -1,6 +1,4 @@
-"""An engine whose weights lie on a device with streams: every byte from the host comes through pinned
-buckets.
-"""
+"""An engine whose weights lie on a device with streams."""
 
 from collections.abc import Iterator
 
@@ -41,7 +39,6 @@ def uploader_of(stream: WriteStream | None, device: torch.device) -> Uploader:
 
 @pytest.fixture
 def expected(other_model) -> str:
-    """The checksum of a plain engine, made before uploads are."""
     with EngineDriver(str(other_model), scripted=False) as plain:
         return checksum(plain)
 
@@ -91,7 +88,6 @@ def test_every_transport_brings_the_weights_of_a_plain_start(
 
 
 def test_an_update_that_fails_in_between_is_told_and_the_next_one_recovers(driver, other_model, monkeypatch):
-    """Threads read ahead of what fails: nothing of them is left, and the buckets are those of a new load."""
     reads = []
     real = Uploader.pieces
 

@@ -1,6 +1,4 @@
-"""Weights that survive their release: one real engine with ``weights_cpu_backup``, at every state in which
-weights can go.
-"""
+"""Weights that survive their release."""
 
 import errno
 import os
@@ -49,7 +47,6 @@ def checksum(driver: EngineDriver) -> str:
 
 @pytest.fixture(params=["mapped", "storage"])
 def backend(request, monkeypatch):
-    """How the CPU releases memory, and how devices without a better way do."""
     if request.param == "storage":
         monkeypatch.setattr(residency, "_plain", lambda device: StorageComponent)
 
@@ -69,7 +66,6 @@ def driver(models, backend):
 
 
 def test_a_server_without_updates_serves_again(driver):
-    """A reward model that shares its device with a trainer: everything goes and comes, nobody sends weights."""
     before, total = generate(driver), checksum(driver)
     sizes = driver.status().device_memory
     for _ in range(3):
@@ -105,7 +101,6 @@ def test_the_copy_is_that_of_the_last_update(driver, models):
 
 
 def test_an_update_bucket_by_bucket_after_a_resume(driver, models):
-    """slime's order. The weights are valid in between, so the session commits at continue."""
     call(driver, Release())
     call(driver, Resume(tags=["weights"]))
     call(driver, PauseGenerationReqInput())
@@ -128,9 +123,6 @@ def test_poisoned_weights_stay_poisoned(driver, models):
 
 
 def test_nothing_commits_while_the_weights_are_away(driver):
-    """A session that writes nothing only changes the label, but its commit derives from weights that are not
-    there.
-    """
     total = checksum(driver)
     call(driver, Release(tags=["weights"]))
     session = call(driver, BeginWeightUpdateReqInput()).session_id
@@ -188,7 +180,6 @@ def test_a_resume_that_fails_half_way_keeps_the_copy(driver, monkeypatch, where)
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
 def test_scales_and_derived_tensors_come_back(tmp_path, backend, family):
-    """FP8 blocks with their scales; latent attention, whose ``w_kc`` and ``w_vc`` no checkpoint has."""
     make_checkpoint(tmp_path / "plain", family, seed=3)
     path = tmp_path / "fp8"
     make_fp8_checkpoint(tmp_path / "plain", path, (16, 16))

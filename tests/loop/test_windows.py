@@ -20,7 +20,6 @@ VOCAB, WINDOW = 97, 37
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two checkpoints of a model with layers of both kinds."""
     paths = [tmp_path_factory.mktemp(f"windows{seed}") for seed in range(2)]
     for seed, path in enumerate(paths):
         make_checkpoint(path, "gemma3", tied=True, seed=seed, sliding_window=WINDOW)
@@ -82,7 +81,6 @@ def test_a_prefix_whose_window_is_gone_is_computed_again(driver):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_traffic_with_pauses_and_updates(folders, seed):
-    """Prompts with common beginnings, few pages, chunks, aborts, both pauses that keep requests, new weights."""
     chance = random.Random(seed)
     options = {"pipeline_depth": seed % 2, "chunked_prefill_size": 32, "max_running_requests": 5}
     with EngineDriver(folders[0], kv_pool_tokens=640, **options) as driver:

@@ -52,7 +52,6 @@ print(json.dumps({**json.loads((out / "summary.json").read_text()), "kernels": k
 
 
 def main() -> int:
-    """Exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--work", type=Path, help="Keep the base system, images and layers here for the next run."
@@ -77,7 +76,6 @@ def main() -> int:
 
 
 def why_not() -> str | None:
-    """What this machine lacks."""
     absent = [name for name in ("buildah", "debootstrap") if shutil.which(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed (Debian: apt-get install buildah debootstrap)"
@@ -135,22 +133,18 @@ class Buildah:
         self._options = ("--root", storage, "--runroot", f"{storage}-run", "--storage-driver", "vfs")
 
     def __call__(self, verb: str, *arguments: object) -> str:
-        """Standard output of one command."""
         return run(*self.command(verb, *arguments))
 
     def command(self, verb: str, *arguments: object) -> list[str]:
-        """Its words."""
         return ["buildah", *map(str, (*self._options, verb, *arguments))]
 
     def has(self, image: str) -> bool:
-        """Whether an image is there."""
         return (
             subprocess.run(self.command("inspect", "--type=image", image), capture_output=True).returncode
             == 0
         )
 
     def build(self, target: str, options: list[str]) -> None:
-        """One stage of the Dockerfile, as ``caesura:TARGET``."""
         started = time.monotonic()
         command = self.command("bud", "--isolation=chroot", "--pull-never", "--layers", *options)
         command += ["--file", "docker/Dockerfile", "--target", target, "--tag", f"caesura:{target}", "."]
@@ -182,7 +176,6 @@ class Container:
     mounts: tuple[str, ...]
 
     def command(self, *words: str, **environment: str) -> list[str]:
-        """``words`` as the image's own user."""
         given = [f"--env={name}={value}" for name, value in environment.items()]
         return self.buildah.command(
             "run", "--isolation=chroot", *self.mounts, *given, self.name, "--", *words

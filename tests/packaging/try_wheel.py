@@ -28,7 +28,6 @@ print("generated", output.output_ids, "with", status.kernels)
 
 
 def main() -> int:
-    """Exit status."""
     if len(sys.argv) != 2:
         print(f"usage: {sys.argv[0]} WHEEL", file=sys.stderr)
         return 2
@@ -41,7 +40,6 @@ def main() -> int:
 
 
 def try_wheel(wheel: Path, folder: Path) -> None:
-    """Everything happens in ``folder``."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     commands, python = folder / "venv/bin", folder / "venv/bin/python"
     environment = {

@@ -126,7 +126,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:
-    """A config of this architecture."""
     fields = {**_SIZES, **{**ARCHITECTURES, **REFUSED}[architecture], **changes}
     given = {name: value for name, value in fields.items() if value is not LEFT_OUT}
     return getattr(transformers, architecture).config_class(**given)

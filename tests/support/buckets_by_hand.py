@@ -29,5 +29,4 @@ class Sender:
         return self.driver.replies.pop(message.id)
 
     def send_all(self, **fields: object) -> list[WeightUpdateReqOutput]:
-        """All buckets in order."""
         return [self.send(number, **fields) for number in range(len(self.parts))]

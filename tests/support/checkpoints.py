@@ -226,7 +226,6 @@ def rewrite_config_as_v4(path: str | Path) -> None:
 
 
 def edit_config(path: str | Path, **changes: object) -> None:
-    """Set fields of config.json."""
     file = Path(path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -306,6 +305,5 @@ def copy_configs(source: str | Path, path: str | Path) -> None:
 
 
 def _write_like(source: str | Path, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A checkpoint of these tensors, with the JSON files of ``source``."""
     copy_configs(source, path)
     save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})

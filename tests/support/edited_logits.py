@@ -1,6 +1,4 @@
-"""What a sample's next token is computed from, in plain Python and float64: the definition that edits are
-tested against.
-"""
+"""What a sample's next token is computed from, in plain Python and float64."""
 
 import math
 
@@ -29,7 +27,6 @@ def edited(
 
 
 def log_softmax(values: list[float], temperature: float = 1.0) -> list[float]:
-    """After division by ``temperature``."""
     scaled = [value / temperature for value in values]
     best = max(scaled)
     total = best + math.log(sum(math.exp(value - best) for value in scaled))

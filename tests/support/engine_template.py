@@ -249,7 +249,6 @@ def _is_ours(arguments: dict[str, Any]) -> bool:
 
 
 def _request(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the template is told."""
     command = [os.fspath(argument) for argument in arguments["args"]]
     program = command[2 if command[1] == "-P" else 1 :]
     environment = os.environ if arguments["env"] is None else arguments["env"]
@@ -268,7 +267,6 @@ def _request(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _imported_by(program: Sequence[str]) -> list[str]:
-    """What takes long to import, for the template to import it once."""
     names = [*_COMMAND_LINE] if program[0] == CODE else []
     options = dict(pairwise(program))
     if options.get("--model-backend") == "transformers":
@@ -279,7 +277,6 @@ def _imported_by(program: Sequence[str]) -> list[str]:
 
 
 def _inherited() -> tuple[object, ...]:
-    """What a process has of the one that started it, beside what a request says."""
     status = Path("/proc/thread-self/status").read_text()
     kept = tuple(line for line in status.splitlines() if line.startswith(("Umask:", "SigBlk:", "SigIgn:")))
     return kept, os.sched_getaffinity(0), os.nice(0)

@@ -102,8 +102,6 @@ _COPIES = frozenset({"copy_", "_to_copy"})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a step did."""
-
     kind: str
     """``launch``; ``wait``; ``mixed``, of devices; ``h2d`` or ``d2h``, a copy that waits for nothing."""
     name: str
@@ -119,8 +117,6 @@ class Event:
 
 @dataclass(slots=True)
 class Record:
-    """Events in their order."""
-
     events: list[Event] = field(default_factory=list)
 
     def of(self, kind: str, *phases: str) -> list[Event]:
@@ -130,7 +126,6 @@ class Record:
         ]
 
     def count(self, kind: str, *phases: str) -> int:
-        """How many."""
         return len(self.of(kind, *phases))
 
     def told(self, kind: str, *phases: str) -> str:
@@ -165,7 +160,6 @@ class Tracer(TorchDispatchMode):
         self._fake.__exit__(*failure)
 
     def begin(self, phase: str) -> None:
-        """Forget what was recorded."""
         self.record, self.phase = Record(), phase
 
     def launch(self, name: str, *arguments: Any) -> None:
@@ -237,7 +231,6 @@ class Tracer(TorchDispatchMode):
             return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
 
     def _waited(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-        """The host gets zeros, false, or nothing found."""
         self._waits(name, given)
         self._note("launch", name, given)
         if name in ("_local_scalar_dense", "item"):
@@ -260,7 +253,6 @@ class Tracer(TorchDispatchMode):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
 
     def _check_devices(self, name: str, given: list[Tensor]) -> None:
-        """A number on the host is an argument of a kernel like any other."""
         if len({tensor.device.type for tensor in given if tensor.dim()}) > 1:
             self._note("mixed", name, given)
 
@@ -279,19 +271,16 @@ class Tracer(TorchDispatchMode):
 
 
 def _is_fake(leaf: object) -> bool:
-    """A tensor of the device, or its name, which a copy or a new tensor is given."""
     return isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type == DEVICE.type)
 
 
 def _is_masked(name: str, args: Any) -> bool:
-    """Indexing by a mask asks how many there are."""
     if name not in ("index", "index_put_", "index_put", "_index_put_impl_"):
         return False
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _nothing_of(values: Tensor, indices: list[Tensor | None]) -> Tensor:
-    """``values[indices]`` where masks select nothing: each counts for as many dimensions as it has."""
     dims = sum(
         1 if index is None or index.dtype not in (torch.bool, torch.uint8) else index.dim()
         for index in indices
@@ -417,7 +406,6 @@ def fake_cuda() -> Iterator[Tracer]:
 
 
 def _trace_triton(tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
-    """Calls of Triton kernels are recorded, and run nothing."""
     from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,6 @@ FP8 = torch.float8_e4m3fn
 
 
 def _packed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``shape`` as it lies from the tensor's address on."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -27,7 +26,6 @@ def _packed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _values(quantized: Tensor, scales: Tensor) -> Tensor:
-    """float64 [rows, in] of FP8 rows with a scale for 128 columns."""
     assert quantized.dtype == FP8
     assert scales.dtype == torch.float32
     rows, inputs = quantized.shape
@@ -36,7 +34,6 @@ def _values(quantized: Tensor, scales: Tensor) -> Tensor:
 
 
 def _weights(weight: Tensor, scales: Tensor) -> Tensor:
-    """float64 [.., out, in] of blocks."""
     assert weight.dtype == FP8
     assert scales.dtype == torch.float32
     outputs, inputs = weight.shape[-2:]
@@ -47,7 +44,6 @@ def _weights(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """bfloat16 rows as their FP8 values, in float64."""
     tiles = x.double().unflatten(1, (-1, BLOCK))
     factors = tiles.abs().amax(2, keepdim=True).clamp_min(1e-12) / 448
     return ((tiles / factors).float().to(FP8).double() * factors).flatten(1)
@@ -162,7 +158,6 @@ def cutlass_fused_moe(
     profile_ids: list[int] | None = None,
     workspace_buffer: Tensor | None = None,
 ) -> list[Tensor]:
-    """Gate follows up in the first weights."""
     assert use_deepseek_fp8_block_scale
     assert input.dtype == output_dtype == torch.bfloat16
     assert token_selected_experts.dtype == torch.int32

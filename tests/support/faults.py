@@ -81,7 +81,6 @@ class Fault:
         *,
         after: bool = False,
     ) -> None:
-        """``monkeypatch`` takes it back."""
         self.count = self.raised = 0
         self._original = getattr(owner, name)
         self._error, self._calls, self._after = error, calls, after

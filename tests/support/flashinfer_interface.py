@@ -52,12 +52,10 @@ class Interface:
     """
 
     def __init__(self, launched: Callable[..., None] = lambda name, *arguments: None) -> None:
-        """``launched(name, *arguments)`` is called for what runs on the device."""
         self.calls: list[Call] = []
         self._launched = launched
 
     def modules(self) -> dict[str, ModuleType]:
-        """By name, as ``sys.modules`` has them."""
         made = {module: self._module(module, names) for module, names in recorded().items()}
         for name, module in made.items():
             package, _, last = name.rpartition(".")
@@ -95,7 +93,6 @@ class Interface:
 
 
 def _result(name: str, arguments: dict[str, Any]) -> Any:
-    """Memory of the shape that a function documents, or the size of a workspace."""
     if name == "run":
         out = arguments.get("out")
         return torch.empty_like(arguments["q"]) if out is None else out

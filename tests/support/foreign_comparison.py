@@ -25,7 +25,6 @@ VOCABULARY = 97
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random tokens."""
     return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -41,12 +40,10 @@ class Compared:
     """Largest difference of a logit, by way of computing it."""
 
     def note(self, way: str, got: Tensor, expected: Tensor) -> None:
-        """Add a comparison."""
         assert got.shape == expected.shape
         self.gaps[way] = max(self.gaps.get(way, 0.0), (got - expected).abs().max().item())
 
     def update(self) -> None:
-        """Write the new weights in place."""
         load_from_disk(WeightLoader(self.model), open_checkpoint(self.new_folder), 1 << 12)
         self.model.finalize_weights()
 
@@ -92,7 +89,6 @@ def _prefills(compared: Compared, compiled: bool) -> None:
 
 
 def _mixed(compared: Compared, compiled: bool) -> None:
-    """Prompts of very different lengths decode together, then beside the chunks of another."""
     paged = PagedModel(compared.model, torch.float32, compiled=compiled)
     sequences = [Sequence(prompt(n + 4, seed)) for seed, n in enumerate((3, 15, 40))]
     expected = [_expected(compared.old, each.tokens) for each in sequences]
@@ -110,7 +106,6 @@ def _mixed(compared: Compared, compiled: bool) -> None:
 
 
 def _updates(compared: Compared, kinds: list[PagedModel]) -> None:
-    """A request that keeps its KV over an update, and one that is computed again after it."""
     tokens = prompt(30, 5)
     requests = [(paged, Sequence(tokens), Sequence(tokens)) for paged in kinds]
     for paged, frozen, retracted in requests:

@@ -23,8 +23,6 @@ from caesura.scheduler.weights.transports.disk import load_from_disk, open_check
 
 @dataclass
 class Row:
-    """One row of a step."""
-
     tokens: list[int]
     """New tokens."""
     start: int

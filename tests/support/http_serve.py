@@ -74,7 +74,6 @@ class ServedEngine:
         return int(self.get("/server_info").json()["internal_states"][0]["pid"])
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Exit status and stderr."""
         self.http.close()
         if self.process.poll() is None:
             self.process.send_signal(number)

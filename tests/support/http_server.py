@@ -21,8 +21,6 @@ NO_ENGINE = "ipc:///tmp/caesura-there-is-nothing-here.sock"
 
 @dataclass
 class Listening:
-    """Where it listens."""
-
     address: tuple[str, int]
     server: Server
     thread: threading.Thread

@@ -13,7 +13,6 @@ STEPS, TEXT = 5, 12
 
 
 def request(**fields: Any) -> GenerateImagesReqInput:
-    """One small image of little text."""
     defaults = {
         "prompt": "a red",
         "width": 16,
@@ -34,7 +33,6 @@ def spec(name: str, shape: list[int], buffer: int = 0, dtype: str = "F32") -> Te
 
 
 def image(driver: EngineDriver, rid: str, index: int = 0) -> GenerateImagesReqOutput:
-    """The only result of a sample."""
     (result,) = driver.images[rid, index]
     return result
 
@@ -42,7 +40,6 @@ def image(driver: EngineDriver, rid: str, index: int = 0) -> GenerateImagesReqOu
 def run(
     driver: EngineDriver, message: GenerateImagesReqInput, buffers: Sequence[bytes] = ()
 ) -> list[GenerateImagesReqOutput]:
-    """Its results, of all samples in order."""
     rid = driver.send(message, buffers=buffers)
     driver.run_until_idle()
     assert rid not in driver.replies, driver.replies.get(rid)

@@ -80,7 +80,6 @@ class LaggingDevice:
     """
 
     def __init__(self, *, eager_side: bool = False) -> None:
-        """``eager_side``: the streams that it makes do not lag, so that they run ahead of what is written."""
         self._eager_side = eager_side
         self.writing = Stream()
         self._current = threading.local()

@@ -36,7 +36,6 @@ class LateLines:
 
     @contextmanager
     def phase(self) -> Iterator[None]:
-        """Within it, pytest captures."""
         with self._lock:
             for text in self._held:
                 self._write(text)

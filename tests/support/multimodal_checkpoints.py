@@ -77,7 +77,6 @@ def make_multimodal_checkpoint(
 
 
 def rename_tensors(path: str | Path, rename: Callable[[str], str]) -> None:
-    """Write the checkpoint anew under other names."""
     file = Path(path) / "model.safetensors"
     tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})

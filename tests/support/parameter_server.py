@@ -1,6 +1,4 @@
-"""A parameter server as checkpoint-engine's: real pickles over a real socket, tensors in a memfd or on a CUDA
-device.
-"""
+"""A parameter server as checkpoint-engine's."""
 
 import fcntl
 import mmap
@@ -53,12 +51,10 @@ class ParameterServer:
         self._socket.send_multipart([data, *frames])
 
     def answer(self, seconds: float = 20.0) -> str:
-        """What the engine said."""
         assert self._socket.poll(round(seconds * 1000)), f"no answer within {seconds} s"
         return self._socket.recv().decode()
 
     def ask(self, message: object) -> str:
-        """Send and await the answer."""
         self.tell(message)
         return self.answer()
 

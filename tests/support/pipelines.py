@@ -1,6 +1,4 @@
-"""Tiny randomly initialised pipelines, written by diffusers and transformers from configs, with tokenizers
-made here.
-"""
+"""Tiny randomly initialised pipelines, written by diffusers and transformers from configs."""
 
 import json
 from pathlib import Path
@@ -43,7 +41,6 @@ DTYPES = {"F32": np.float32, "U8": np.uint8, "I64": np.int64, "F16": np.float16}
 
 
 def tensors_of(result: GenerateImagesReqOutput) -> dict[str, np.ndarray]:
-    """The tensors of a result, by name."""
     return {
         spec.name: np.frombuffer(result.buffers[spec.buffer], DTYPES[spec.dtype]).reshape(spec.shape)
         for spec in result.tensors
@@ -61,7 +58,6 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def t5_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each word."""
     vocab = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {word: number for number, word in enumerate(WORDS, 3)}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -192,7 +188,6 @@ def make_flux(path: Path, *, seed: int = 0, guidance: bool = True) -> Path:
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """One token for each byte."""
     letters = sorted(ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate(letters)}
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -254,7 +249,6 @@ def make_qwen_image(path: Path, *, seed: int = 0) -> Path:
 
 
 def load_pipeline(path: Path, kind: Any = StableDiffusion3Pipeline) -> Any:
-    """The pipeline as diffusers runs it."""
     index = json.loads((path / "model_index.json").read_text())
     absent = {name: None for name, entry in index.items() if isinstance(entry, list) and entry[0] is None}
     pipeline = kind.from_pretrained(path, local_files_only=True, **absent)

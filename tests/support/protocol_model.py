@@ -144,7 +144,6 @@ class Protocol:
         return "ok"
 
     def abandon(self) -> None:
-        """The session ends without a commit."""
         assert self.session is not None
         if self.session.touched:
             self.weights, self.written = "poisoned", set()

@@ -55,7 +55,6 @@ def rounds(group: TensorParallel, seed: int, count: int) -> list[bytes]:
 
 
 def large_sum(group: TensorParallel, elements: int, dtype: torch.dtype) -> Tensor:
-    """More than a buffer holds."""
     generator = torch.Generator().manual_seed(group.rank)
     x = torch.randn(elements, generator=generator).to(dtype)
     group.all_reduce(x)
@@ -90,7 +89,6 @@ def give_up(group: TensorParallel, rank: int) -> str | None:
 
 
 def begin_anew(group: TensorParallel) -> float:
-    """After all have failed."""
     group.reset()
     x = torch.full((3,), float(group.rank))
     group.all_reduce(x)
@@ -98,12 +96,10 @@ def begin_anew(group: TensorParallel) -> float:
 
 
 def leave(group: TensorParallel) -> None:
-    """Go before the others do."""
     group.close()
 
 
 def barrier(group: TensorParallel) -> None:
-    """Return when all are here."""
     group.barrier()
 
 

@@ -1,6 +1,4 @@
-"""Processes that are ranks of groups, and call what a test names; and ranks of no group, for what never calls
-a collective.
-"""
+"""Processes that are ranks of groups, and call what a test names."""
 
 import multiprocessing
 import os
@@ -65,7 +63,6 @@ class Ranks:
             pipe.send((job, arguments))
 
     def start_on(self, rank: int, job: Job, *arguments: Any) -> None:
-        """Have one of them do so."""
         self._pipes[rank].send((job, arguments))
 
     def results(self, ranks: list[int] | None = None) -> list[Any]:
@@ -75,7 +72,6 @@ class Ranks:
         ]
 
     def call(self, job: Job, *arguments: Any) -> list[Any]:
-        """Both."""
         self.start(job, *arguments)
         return self.results()
 
@@ -86,7 +82,6 @@ class Ranks:
         os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End them all."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -21,8 +21,6 @@ PATIENCE_MS = int(1e3 * PATIENCE_S)
 
 
 class RawClient:
-    """Frames out, decoded messages in."""
-
     def __init__(self, endpoint: str, *, identity: bytes | None = None, receive_hwm: int = 0) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -44,11 +42,9 @@ class RawClient:
             self._context.destroy(linger=0)
 
     def send(self, *frames: Message | bytes) -> None:
-        """One message of these frames."""
         self.socket.send_multipart([f if isinstance(f, bytes) else encode(f) for f in frames])
 
     def receive(self, patience_ms: int = PATIENCE_MS) -> Any:
-        """The next message that is no keepalive."""
         while True:
             assert self.socket.poll(patience_ms), "nothing came"
             (frame,) = self.socket.recv_multipart()
@@ -57,7 +53,6 @@ class RawClient:
                 return message
 
     def received(self) -> list[Any]:
-        """Whatever lies there now."""
         messages: list[Any] = []
         while self.socket.poll(0):
             messages.append(decode_reply(self.socket.recv_multipart()[0]))

@@ -141,7 +141,6 @@ def forwards_to(function: ast.FunctionDef) -> str | None:
 
 
 def parameters(given: ast.arguments) -> str:
-    """As source code, without annotations."""
     for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
         if each is not None:
             each.annotation = None

@@ -58,8 +58,6 @@ class Outside:
 
 
 class Graph(TorchDispatchMode):
-    """Interface of ``torch.cuda.CUDAGraph``."""
-
     def __init__(self, owner: "RecordingDevice") -> None:
         super().__init__()
         self._owner = owner
@@ -86,8 +84,6 @@ class Graph(TorchDispatchMode):
         return out
 
     def _kept(self, part: Any, read_by: str) -> Any:
-        """``part`` with every tensor outside of the graph's own memory as an :class:`Outside`."""
-
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or _storage(leaf) in self._own or not leaf.numel():
                 return leaf

@@ -59,7 +59,6 @@ class Roads:
         return self._driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder)), max_ticks=100_000)
 
     def _in_buckets(self, weights: Weights, send: Callable[[Bucket, str | None], Message]) -> Message:
-        """One call after the other, until everything is covered."""
         replies = [send(bucket, None) for bucket in buckets(weights.items(), self._bucket_bytes)]
         assert not any(getattr(reply, "committed", True) for reply in replies[:-1]), replies
         return replies[-1]
@@ -77,13 +76,11 @@ class Roads:
             return self._driver.call(message)
 
     def _shared(self, weights: Weights) -> Message:
-        """One call with the memory that all tensors lie in."""
         with SharedTensors(weights.items()) as shared:
             memory = shared.memory
             return self._driver.call(UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=shared.specs))
 
     def _parameter_server(self, weights: Weights) -> Message:
-        """checkpoint-engine's protocol: halves of a buffer by turns, tensors whole."""
         answers: list[str] = []
         largest = max(tensor.nbytes for tensor in weights.values())
         with ParameterServer(max(self._bucket_bytes, largest)) as server:
@@ -104,7 +101,6 @@ class Roads:
         return reply
 
     def _distributed(self, weights: Weights) -> Message:
-        """Two calls, each a broadcast for every tensor."""
         trainer, driver = self._trainer, self._driver
         if trainer.group is None:
             trainer.beside(trainer.join)
@@ -119,7 +115,6 @@ class Roads:
         return reply
 
     def _session(self, weights: Weights) -> Message:
-        """An explicit one with a manifest; buckets by tensor and ipc by turns."""
         session_id = self._driver.begin(manifest=manifest(weights.items()))
         for number, bucket in enumerate(buckets(weights.items(), self._bucket_bytes)):
             (self._ipc if number % 2 else self._tensor)(bucket, session_id)

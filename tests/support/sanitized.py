@@ -1,6 +1,4 @@
-"""Kernels rebuilt with sanitizers, and a program run on them: accesses out of bounds and undefined behaviour
-end it.
-"""
+"""Kernels rebuilt with sanitizers, and a program run on them."""
 
 import os
 import subprocess
@@ -22,7 +20,6 @@ _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"
 
 @cache
 def _digest() -> str:
-    """Of all that an object file is made of: the sources, and the compiler."""
     digest = sha256(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
@@ -30,7 +27,6 @@ def _digest() -> str:
 
 
 def _compiled(operation: str, flags: tuple[str, ...]) -> Path:
-    """The operation's object file. Compiling takes up to a minute, so it is kept until a source changes."""
     made_of = [_digest(), operation, *_FLAGS, *_SANITIZERS, *flags]
     made_of += [Path(flag).read_text(encoding="utf-8") for flag in flags if Path(flag).is_file()]
     target = _OBJECTS / f"{operation}-{sha256(repr(made_of).encode()).hexdigest()[:16]}.o"

@@ -233,7 +233,6 @@ class ScriptedRunner:
         )
 
     def _overwrite_states(self, batch: ForwardBatch) -> np.ndarray:
-        """What the states were before the step, which it writes from now on."""
         before = self.states.copy()
         if batch.states is not None:
             written = [*batch.states.rows.tolist(), *(segment.kept or 0 for segment in batch.states.segments)]
@@ -462,7 +461,6 @@ class EngineDriver:
                 pass
 
     def _take(self, name: str, patience_s: float) -> bool:
-        """Take in the next message of client ``name``; False: there was none, or it was the mark."""
         socket = self.clients[name]
         if not socket.poll(patience_s * 1000):
             assert not patience_s, "the engine has sent this, and it did not arrive"
@@ -509,7 +507,6 @@ class EngineDriver:
         poller.poll(250)
 
     def begin(self, client: str = "main", **fields: Any) -> str:
-        """Open an explicit session; its id."""
         reply = self.call(BeginWeightUpdateReqInput(**fields), client)
         assert isinstance(reply, BeginWeightUpdateReqOutput), reply
         return reply.session_id
@@ -523,7 +520,6 @@ class EngineDriver:
     def generate(
         self, prompt: list[int], max_new_tokens: int = 8, client: str = "main", **fields: Any
     ) -> str:
-        """Send a generate request; returns its rid."""
         params = fields.pop("sampling_params", None) or SamplingParams(
             max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, n=fields.pop("n", 1)
         )
@@ -543,7 +539,6 @@ class EngineDriver:
         raise AssertionError(f"{len(live)} requests still live after {max_ticks} ticks")
 
     def result(self, rid: str, index: int = 0) -> GenerateReqOutput:
-        """The one terminal result of a sample."""
         if (rid, index) not in self.results:
             self.collect()
         found = self.results.get((rid, index), [])
@@ -552,12 +547,10 @@ class EngineDriver:
 
 
 def tokens_of(result: GenerateReqOutput) -> list[int]:
-    """Output ids as a list."""
     return np.frombuffer(result.output_ids, "<i4").tolist()
 
 
 def assert_error(reply: Message, code: str) -> ErrorReply:
-    """``reply`` is an error with this code."""
     assert isinstance(reply, ErrorReply), reply
     assert reply.code == code, reply
     return reply

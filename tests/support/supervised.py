@@ -58,7 +58,6 @@ class Supervised:
         return SchedulerClient(self.endpoint, connect_timeout=PATIENCE)
 
     def wait_for(self, text: str) -> str:
-        """The next line of stderr with ``text``."""
         while True:
             line = self.lines.get(timeout=PATIENCE)
             if text in line:

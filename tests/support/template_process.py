@@ -129,7 +129,6 @@ class _Forking:
 
 
 def _next(channel: socket.socket, forking: _Forking) -> dict[str, Any]:
-    """What this process, a fork, was asked for."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, LARGEST, MOST_DESCRIPTORS)
         if not message:
@@ -147,7 +146,6 @@ def _next(channel: socket.socket, forking: _Forking) -> dict[str, Any]:
 
 
 def _place(request: dict[str, Any], descriptors: list[int]) -> int:
-    """Make this process what was asked for, but for the program; returns where to say so."""
     answer, *given = descriptors
     if request["group"] != os.getpgrp():
         os.setpgid(0, request["group"])
@@ -173,7 +171,6 @@ def _place(request: dict[str, Any], descriptors: list[int]) -> int:
 
 
 def _open(number: int, name: str, mode: str) -> None:
-    """Make a standard stream as the interpreter does at its start."""
     old = getattr(sys, name)
     unbuffered = old.write_through
     raw: Any = open(number, f"{mode}b", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
@@ -195,7 +192,6 @@ def _close(descriptor: int) -> None:
 
 
 def _run(request: dict[str, Any], forking: _Forking) -> None:
-    """What the interpreter does with ``-m MODULE`` or ``-c CODE``."""
     kind, program, *arguments = request["program"]
     if request["starts_others"]:
         _have_template(forking)
@@ -209,7 +205,6 @@ def _run(request: dict[str, Any], forking: _Forking) -> None:
 
 
 def _have_template(forking: _Forking) -> None:
-    """Give this process, which starts others, a copy of itself to start them from."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if pid := os.fork():
         its.close()

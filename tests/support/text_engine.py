@@ -27,8 +27,6 @@ from .waiting import PATIENCE_S as PATIENCE
 
 
 def run(endpoint, tokenizer, body, handler, **options):
-    """Run ``body(manager, fake)`` against a scripted engine."""
-
     async def main():
         with FakeScheduler(endpoint, handler) as fake:
             async with AsyncSchedulerClient(endpoint, **options) as client, asyncio.timeout(PATIENCE):
@@ -76,7 +74,6 @@ class Engine:
         fake.push(delta((rid_of(self.request), index, start, tokens)))
 
     async def begun(self, fake):
-        """Wait until the engine has the request."""
         return await asyncio.to_thread(fake.next_request, GenerateReqInput)
 
 

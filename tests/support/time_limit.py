@@ -46,7 +46,6 @@ slowness = Slowness()
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """Begin to count the alarms of ``item``."""
     left = float(ALARMS)
 
     def alarm(number: int, frame: FrameType | None) -> None:

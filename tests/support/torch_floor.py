@@ -21,7 +21,6 @@ _METHODS = "torch.Tensor"
 
 
 def sources() -> list[Path]:
-    """Modules that run where torch does."""
     return sorted([*ROOT.glob("scheduler/**/*.py"), *ROOT.glob("client/trainer/**/*.py")])
 
 

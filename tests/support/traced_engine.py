@@ -232,7 +232,6 @@ def traced_engine(
 
 
 def _choose_products(model: str, tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
-    """FP8 products are FlashInfer's for Hopper, or what the model's name ends with."""
     dense = {"torch": 1, "blackwell": 2}.get(model.rpartition(" ")[2], 0)
     grouped = {"deep_gemm": 1, "blackwell": 2}.get(model.rpartition(" ")[2], 0)
     patch.setattr(fp8_products, "dense_for", lambda device: fp8_products._DENSE[dense][1])
@@ -246,8 +245,6 @@ def _choose_products(model: str, tracer: Tracer, patch: pytest.MonkeyPatch) -> N
 
 
 def _mark_phases(tracer: Tracer, runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
-    """Hidden states are ``forward``, whoever computes them; from the first logits on it is ``sample``."""
-
     def marked(phase: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             tracer.phase = phase

@@ -57,8 +57,6 @@ WIDE = Shape(
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one run."""
-
     fits: bool
     """It did not run out of memory; ``autotune`` logs it instead."""
     peak: int
@@ -85,7 +83,6 @@ def measure_peaks(model: Path, runs: Sequence[tuple[Run, int | None]]) -> list[P
 
 
 def _measure(model: str, run: Run, rows: int, room: int | None) -> Peak:
-    """In this process, which has next to nothing in the allocator that could be used again."""
     config = EngineConfig(
         model_path=model,
         device="cpu",
@@ -113,7 +110,6 @@ def _measure(model: str, run: Run, rows: int, room: int | None) -> Peak:
 
 @torch.inference_mode()
 def _run(runner: ModelRunner, run: Run, rows: int) -> bool:
-    """Whether it did not run out of memory, as far as it says."""
     try:
         if run == "autotune":
             runner.autotune(WarmUp(rows=rows, lm_head_rows=HEAD_ROWS))

@@ -12,5 +12,4 @@ def memory_of(workspace: Workspace, purpose: str) -> Tensor | None:
 
 
 def addresses_of(workspace: Workspace) -> dict[str, int]:
-    """Where the memory of each purpose lies."""
     return {purpose: memory.data_ptr() for purpose, (memory, _) in workspace._taken.items()}

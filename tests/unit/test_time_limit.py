@@ -1,6 +1,4 @@
-"""The limit of tests ends those that hang, and does not count the time in which the machine does nothing for
-them.
-"""
+"""The limit of tests ends those that hang."""
 
 import os
 import signal
@@ -17,7 +15,6 @@ LIMIT_S = 1.0
 
 
 def pytest_on(tmp_path: Path, source: str) -> subprocess.Popen:
-    """A pytest of its own on a file with ``source``, each of whose tests has :data:`LIMIT_S`."""
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "support.time_limit", "-p", "no:cacheprovider", "-q"]

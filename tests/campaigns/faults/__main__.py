@@ -51,7 +51,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def again(options: argparse.Namespace, outcome: Outcome) -> str:
-    """The command that repeats just this fault."""
     only = f" --only {' '.join(options.kinds)}" if len(options.kinds) < len(KINDS) else ""
     return f'make faults FAULTS_ARGS="--seed {options.seed} --first {outcome.number} --faults 1{only}"'
 

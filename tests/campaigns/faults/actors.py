@@ -75,7 +75,6 @@ class Errand:
 
 
 def perform(errand: Errand, pipe: Connection) -> None:
-    """An actor's main function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
@@ -110,7 +109,6 @@ def _lower(limit: int, value: int) -> None:
 
 
 def _again(errand: Errand, call: Callable[[str], T]) -> T:
-    """``call`` under one message id, repeated while its answer does not come."""
     message_id = new_id()
     for _ in range(errand.attempts - 1):
         with suppress(TimedOut, EngineDied):
@@ -194,7 +192,6 @@ def _only_pause(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _release(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    """Everything goes and comes back, and then new weights."""
     client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
     folder, patience = errand.folder, errand.timeout_s
     assert folder is not None
@@ -243,7 +240,6 @@ def _stream(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _mute(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    """Asks for much and reads nothing, not even into its socket's queue."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.rcvhwm = 1
@@ -264,7 +260,6 @@ def _mute(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _write(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    """Writes a checkpoint to a disk that is too small for it, does not notice, and has the engine load it."""
     assert errand.folder is not None
     target = Path(errand.endpoint.removeprefix("ipc://")).with_name(f"written-{os.getpid()}")
     target.mkdir()
@@ -281,7 +276,6 @@ def _write(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _private_disk(folder: Path, nbytes: int) -> bool:
-    """Mount a small tmpfs at ``folder`` in a mount namespace; return False if that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:
         return False
@@ -296,7 +290,6 @@ def _private_disk(folder: Path, nbytes: int) -> bool:
 
 
 def _http(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    """Streams through a front end."""
     sampling = {"max_new_tokens": errand.new_tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"input_ids": list(errand.prompt), "sampling_params": sampling, "stream": True}
     last: dict[str, Any] = {}
@@ -316,7 +309,6 @@ def _http(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _http_update(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    """Pauses, updates and continues through a front end."""
     _tell(pipe, "at", "pause")
     with _post(errand, "/pause_generation", {"mode": errand.mode, "lease_s": errand.lease_s}) as response:
         response.read()

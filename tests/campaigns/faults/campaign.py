@@ -109,11 +109,9 @@ class Campaign:
         return outcome
 
     def close(self) -> None:
-        """Idempotent."""
         self._give_up()
 
     def _begin(self) -> Life:
-        """A new engine, warmed up by every transport, and what it holds then."""
         self.lives += 1
         life = self._life = self._new_life(self._versions, self._known, log=self._log)
         for number, transport in enumerate(WARM_UP):
@@ -146,7 +144,6 @@ class Campaign:
             self._life = None
 
     def _settle(self, scene: Scene) -> float:
-        """Seconds of the recovery."""
         life = scene.life
         scene.problems += life.heal()
         self._serves(scene, "after")
@@ -174,14 +171,12 @@ class Campaign:
         return recovery
 
     def _serves(self, scene: Scene, name: str) -> None:
-        """A new request is answered."""
         life, rid = scene.life, f"{scene.number}.{name}"
         life.witness.generate(rid, draw_prompt(scene.rng), 3)
         if not life.wait(lambda: rid not in life.ledger.open()):
             scene.problem("stuck", "a healthy engine does not answer a new request")
 
     def _settle_end(self, scene: Scene) -> None:
-        """The engine ends, whoever waits is told, nothing is left of it."""
         life = scene.life
         if not life.wait(lambda: life.engine.returncode is not None):
             scene.problem("stuck", "the engine did not end")
@@ -202,7 +197,6 @@ class Campaign:
             scene.problem("leaked", name)
 
     def _check_handles(self, scene: Scene, allowed: tuple[type[EngineError], ...]) -> None:
-        """The library's callers have got a result, or an error that the fault explains."""
         for handle in scene.handles:
             if not handle.done():
                 scene.problem("stuck", f"{handle.rid}: the client's caller still waits")

@@ -16,8 +16,6 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one process, now."""
-
     descriptors: int
     threads: int
     children: int

@@ -11,8 +11,6 @@ Happen = Callable[[Scene], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of fault."""
-
     name: str
     happen: Happen
     weight: int
@@ -23,8 +21,6 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind(name: str, weight: int = 8) -> Callable[[Happen], Happen]:
-    """Register a fault."""
-
     def register(happen: Happen) -> Happen:
         KINDS[name] = Kind(name, happen, weight)
         return happen

@@ -34,7 +34,6 @@ class Version:
     successor: tuple[int, ...]
 
     def after(self, token: int, count: int) -> list[int]:
-        """The ``count`` greedy tokens after ``token``."""
         found = []
         for _ in range(count):
             token = self.successor[token]
@@ -121,7 +120,6 @@ def successors(seed: int) -> tuple[int, ...]:
 
 
 def make_versions(folder: Path, count: int = 3) -> list[Version]:
-    """The first ``count`` versions, written below ``folder``."""
     found = []
     for number in range(count):
         label = chr(ord("A") + number)

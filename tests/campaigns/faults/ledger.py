@@ -26,14 +26,10 @@ class Successors(Protocol):
     """A version of the weights, as far as its tokens go."""
 
     @property
-    def successor(self) -> Sequence[int]:
-        """The greedy token after each token."""
-        ...
+    def successor(self) -> Sequence[int]: ...
 
 
 class Span(Protocol):
-    """As in ``WeightVersionSpan``."""
-
     @property
     def version(self) -> str: ...
     @property
@@ -122,7 +118,6 @@ class Ledger:
                     self._add("torn", f"{rid}: token {place} was streamed twice, differently")
 
     def ended(self, result: GenerateReqOutput) -> None:
-        """A terminal result arrived."""
         account = self._end(result.rid, result.index)
         if account is None:
             return
@@ -186,6 +181,5 @@ class Ledger:
 
 
 def count_harms(problems: Sequence[Problem]) -> dict[Harm, int]:
-    """How many of each."""
     counted = Counter(problem.harm for problem in problems)
     return {harm: counted[harm] for harm in HARMS}

@@ -141,7 +141,6 @@ class Life:
         return actor
 
     def dismiss(self) -> set[int]:
-        """End all actors; their process ids."""
         pids = {actor.pid for actor in self._actors}
         for actor in self._actors:
             actor.close()
@@ -158,7 +157,6 @@ class Life:
         return True
 
     def sleep(self, seconds: float) -> None:
-        """Taking in what comes."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.witness.pump(min(left, POLL_S))
@@ -196,7 +194,6 @@ class Life:
         return problems
 
     def version_of(self, total: str) -> Version | None:
-        """Whose checksum it is."""
         return next((v for v in self.versions if self.known.get(v.label) == total), None)
 
     def check_weights(self) -> list[Problem]:
@@ -213,7 +210,6 @@ class Life:
         return []
 
     def set_clock(self, offset_s: float) -> None:
-        """Let the engine's wall clock jump."""
         set_clock(self._clock, offset_s)
 
     def leave_groups(self) -> None:
@@ -225,7 +221,6 @@ class Life:
         return footprint(self.pid)
 
     def close(self) -> None:
-        """End everything. Idempotent."""
         self.dismiss()
         self.witness.close()
         self.engine.close()
@@ -255,7 +250,6 @@ class Life:
         return LaunchedScheduler(command, directory=self.directory, log_path=log)
 
     def _honest(self, status: GetStatusReqOutput) -> list[Problem]:
-        """Weights that are not valid say why, and serve nobody."""
         problems = []
         if not status.weights_detail:
             problems.append(Problem("failed", f"weights are {status.weights} and status does not say why"))
@@ -297,7 +291,6 @@ class Life:
 
 
 def healthy(status: GetStatusReqOutput) -> bool:
-    """Running, valid, resident, with nothing under way."""
     return (status.generation, status.weights, status.memory, status.session, status.update) == (
         "running",
         "valid",
@@ -308,7 +301,6 @@ def healthy(status: GetStatusReqOutput) -> bool:
 
 
 def describe(status: GetStatusReqOutput) -> str:
-    """In a line."""
     owner = f" of {status.pause_owner!r}" if status.pause_owner else ""
     session = f", session {status.session}" if status.session else ""
     return (

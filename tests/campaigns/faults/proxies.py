@@ -61,7 +61,6 @@ class ByteProxy:
         self._cut.set()
 
     def close(self) -> None:
-        """Idempotent."""
         self._closed.set()
         self._thread.join()
 
@@ -158,11 +157,9 @@ class FrameProxy:
         self._ready.wait()
 
     def harm(self, harmful: Harmful | None) -> None:
-        """From now on; None: no more."""
         self._harmful = harmful
 
     def close(self) -> None:
-        """Idempotent."""
         self._closed.set()
         self._thread.join()
 

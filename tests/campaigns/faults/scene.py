@@ -116,7 +116,6 @@ class Scene:
         return self._start(errand)
 
     def client(self, **fields: Any) -> Actor:
-        """A streaming one."""
         drawn: dict[str, Any] = {
             "endpoint": self.life.endpoint,
             "work": "stream",
@@ -142,7 +141,6 @@ class Scene:
         )
 
     def somebody(self, **fields: Any) -> Actor:
-        """A client or, more often, a trainer."""
         return self.client(**fields) if self.rng.random() < 0.3 else self.trainer(**fields)
 
     def meet(self, actor: Actor, phases: Iterable[str] | None = None) -> None:
@@ -156,7 +154,6 @@ class Scene:
         time.sleep(delay)  # not taking in what comes, which may take longer
 
     def hold(self) -> None:
-        """For a while."""
         seconds = self.rng.choices(HOLDS_S, HOLD_WEIGHTS)[0]
         self.facts["hold_s"] = seconds
         self.life.sleep(seconds)

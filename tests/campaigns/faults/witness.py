@@ -34,7 +34,6 @@ def draw_prompt(rng: random.Random) -> list[int]:
 
 
 def greedy(new_tokens: int, samples: int = 1) -> SamplingParams:
-    """Without an end of its own."""
     return SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True, n=samples)
 
 
@@ -94,7 +93,6 @@ class Witness:
             self._replies[message_id] = message
 
     def close(self) -> None:
-        """Idempotent."""
         if not self._context.closed:
             self._context.destroy(linger=0)
 

@@ -126,8 +126,6 @@ MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one mutant."""
-
     mutant: Mutant
     verdict: str
     seconds: float
@@ -151,7 +149,6 @@ class Outcome:
 
 
 def reason_of(mutant: Mutant, equivalents: Iterable[dict[str, str]]) -> str | None:
-    """Why ``mutant`` changes nothing; None: it may."""
     key = {
         "module": mutant.module,
         "function": mutant.function,
@@ -164,7 +161,6 @@ def reason_of(mutant: Mutant, equivalents: Iterable[dict[str, str]]) -> str | No
 def drawn_mutants(
     module: str, source: str, places: Iterable[Place], apply: Apply, *, count: int, seed: int
 ) -> list[Mutant]:
-    """The mutants of one module."""
     return draw(module, source, places_of_interest(source, places), apply, count, seed)
 
 
@@ -220,7 +216,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--per-module", type=int, default=40, help="how many are drawn (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
@@ -236,7 +231,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def all_mutants(options: argparse.Namespace) -> dict[str, list[Mutant]]:
-    """The draw, by module."""
     from .operators import (  # the extra `mutation` is needed here only
         all_places,
         changed_source,

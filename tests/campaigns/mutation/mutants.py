@@ -37,8 +37,6 @@ Apply = Callable[[str, Place], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One changed module."""
-
     module: str
     place: Place
     function: str
@@ -79,7 +77,6 @@ def draw(
 
 
 def mutant_of(module: str, source: str, changed: str, place: Place) -> Mutant:
-    """``changed`` beside its ``source``."""
     lines = source.splitlines(), changed.splitlines()
     diff = list(difflib.unified_diff(*lines, f"a/{module}", f"b/{module}", lineterm=""))
     removed = [line[1:].strip() for line in diff[2:] if line.startswith("-")]
@@ -108,7 +105,6 @@ def _head(node: ast.AST, lines: range) -> range:
 
 
 def line_of(node: ast.stmt) -> int:
-    """First line of ``node``, decorators included."""
     decorators = getattr(node, "decorator_list", [])
     return int(min([node.lineno, *(decorator.lineno for decorator in decorators)]))
 

@@ -11,7 +11,6 @@ from .mutants import Place
 
 
 def all_places(source: str) -> list[Place]:
-    """Every place of every operator."""
     tree = get_ast(source)
     found = []
     for name in operator_names():

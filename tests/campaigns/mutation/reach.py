@@ -24,7 +24,6 @@ class Reach:
     """The plugin; read ``lines`` and ``seconds`` after the run, and ``failed``."""
 
     def __init__(self, files: dict[str, str]) -> None:
-        """``files``: absolute path to the module's path in the tree."""
         self._files = files
         self.lines: defaultdict[str, set[Line]] = defaultdict(set)
         """By test, by file of tests (setups), and for the empty name (import)."""
@@ -62,7 +61,6 @@ class Reach:
             self.failed.add(report.nodeid)
 
     def found(self) -> dict[str, Any]:
-        """As JSON, for :class:`Reached`."""
         return {
             "lines": {name: sorted(lines) for name, lines in self.lines.items()},
             "seconds": {name: value for name, value in self.seconds.items() if name not in self.failed},
@@ -71,8 +69,6 @@ class Reach:
 
 
 class Reached:
-    """What a :class:`Reach` has found."""
-
     def __init__(self, found: dict[str, Any]) -> None:
         self._lines = {name: {(file, line) for file, line in lines} for name, lines in found["lines"].items()}
         self.seconds: dict[str, float] = found["seconds"]
@@ -92,5 +88,4 @@ class Reached:
 
 
 def file_of(test: str) -> str:
-    """The file of a node id."""
     return test.split("::", 1)[0]

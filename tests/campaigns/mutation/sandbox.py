@@ -43,8 +43,6 @@ NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of some tests."""
-
     verdict: str
     """``passed``, ``failed`` or ``timeout``."""
     seconds: float
@@ -76,7 +74,6 @@ class Sandbox:
         hypothesis.settings.register_profile("mutation", phases=phases, database=None, deadline=None)
 
     def write(self, module: str, source: str) -> None:
-        """Put ``source`` in the place of ``module``."""
         path = self.root / module
         path.write_text(source, encoding="utf-8")
         self._versions += 1
@@ -150,7 +147,6 @@ class Sandbox:
 
 
 def _preload(names: Sequence[str], path: list[str]) -> None:
-    """Import with ``path`` alone: a module of ours may have the name of somebody's optional package."""
     before = sys.path[:]
     sys.path[:] = path
     try:

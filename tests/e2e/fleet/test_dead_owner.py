@@ -40,7 +40,6 @@ def engines(tiny_model) -> Iterator[list[SchedulerClient]]:
 
 @pytest.fixture(autouse=True)
 def known_weights(engines, tiny_model) -> None:
-    """Whatever a test has left behind."""
     for engine in engines:
         engine.pause("abort")
         engine.update_weights_from_disk(tiny_model, weight_version="first")
@@ -67,7 +66,6 @@ def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]]
 
 
 async def whole(fleet: Fleet, label: str) -> None:
-    """All members serve the same weights, from one fleet's epoch, and nothing is paused or open."""
     found = (await fleet.status()).members
     assert [member.state for member in found] == ["serving"] * len(found)
     assert {(each.engine.generation, each.engine.session, each.engine.weights) for each in found} == {
@@ -97,7 +95,6 @@ async def whole(fleet: Fleet, label: str) -> None:
     ),
 )
 def test_a_fleet_adopts_the_engines_of_a_dead_one(engines, tiny_model, other_model, point, label):
-    """Wherever its update was: some engine has complete weights, and all have the newest of them then."""
     killed_owner(point, other_model, endpoints(engines))
     assert [status.generation for status in statuses(engines)] == ["paused"] * 2
 
@@ -110,7 +107,6 @@ def test_a_fleet_adopts_the_engines_of_a_dead_one(engines, tiny_model, other_mod
 
 
 def test_adoption_names_what_is_needed_where_no_engine_has_complete_weights(engines, other_model):
-    """All had loaded, and none had committed. One engine that gets an update by itself is then enough."""
     killed_owner("all loaded", other_model, endpoints(engines))
     with pytest.raises(WeightsInvalid, match=r"no engine has complete weights .*poisoned.* complete update"):
         run(engines, lambda fleet: fleet.status(), adopt=True)
@@ -132,7 +128,6 @@ def test_a_fleet_without_any_weights_can_be_adopted_for_an_update(engines, other
 
 
 def test_engines_that_differ_are_refused_unless_they_are_adopted(engines, other_model):
-    """Under one label, too, with which an update may have left its weights."""
     engines[1].update_weights_from_disk(other_model, weight_version="second")
     with pytest.raises(InvalidRequest, match="adopt=True"):
         run(engines, lambda fleet: fleet.status())
@@ -160,7 +155,6 @@ def until(engine: SchedulerClient, holds: Callable[[GetStatusReqOutput], bool]) 
 
 
 def test_engines_of_a_dead_fleet_go_on_when_its_lease_is_over(engines, other_model: Path):
-    """One that was written to waits for weights, without an owner; the other serves those that it had."""
     killed_owner("one loaded", other_model, endpoints(engines), lease_s=SHORT_S)
     written = until(engines[0], lambda status: status.pause_owner is None)
     assert (written.generation, written.weights, written.session) == ("paused", "poisoned", None)
@@ -186,7 +180,6 @@ def test_a_pause_lasts_while_its_fleet_lives_though_its_event_loop_is_busy(engin
 
 
 def test_a_member_that_cannot_be_connected_to_does_not_end_the_leases_of_others(engines, tmp_path):
-    """The file of its keys may be gone, as where they are exchanged."""
     bad = EngineAddress("tcp://127.0.0.1:9", f"{tmp_path}/gone", f"{tmp_path}/gone_too")
     engines[0].pause("in_place", owner="trainer", lease_s=PATIENCE_S)
     renewal = LeaseRenewal("trainer", SHORT_S)
@@ -206,7 +199,6 @@ def test_a_member_that_cannot_be_connected_to_does_not_end_the_leases_of_others(
 
 
 def test_an_engine_that_ends_while_it_is_adopted_does_not_keep_the_others_from_it(engines, monkeypatch):
-    """Between its status and the checksum of its weights."""
     check = AsyncSchedulerClient.check_weights
 
     async def ended(client: AsyncSchedulerClient, *args: Any, **options: Any) -> Any:

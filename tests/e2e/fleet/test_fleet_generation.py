@@ -1,6 +1,4 @@
-"""Generations of a fleet of real engines: what moves to another engine is what one engine would have
-answered.
-"""
+"""Generations of a fleet of real engines."""
 
 import asyncio
 import os
@@ -127,7 +125,6 @@ async def moved(fleet: Fleet, params: SamplingParams, *seams: int, **options: An
 async def moved_if_in_time(
     fleet: Fleet, params: SamplingParams, *seams: int, **options: Any
 ) -> list[GenerateOutput]:
-    """:func:`moved`, once."""
     handle = await fleet.submit(PROMPT, params, stream=True, **options)
     seen: dict[int, list[int]] = {index: [] for index in range(params.n)}
     left = list(seams)
@@ -146,7 +143,6 @@ async def moved_if_in_time(
 
 
 def same(found: GenerateOutput, expected: GenerateOutput) -> None:
-    """All that does not say where and when it was computed."""
     assert (found.index, found.finish_reason) == (expected.index, expected.finish_reason)
     assert found.output_ids == expected.output_ids
     assert (found.prompt_tokens, found.seed) == (expected.prompt_tokens, expected.seed)
@@ -204,7 +200,6 @@ def test_an_engine_that_is_killed_costs_no_request(engines, launch):
 
 
 def test_an_engine_that_shuts_down_in_order_hands_its_requests_over(engines, launch):
-    """It ends them with what they have; the fleet goes on from there."""
     leaving = launch()
 
     async def body(fleet: Fleet) -> None:
@@ -229,7 +224,6 @@ def test_an_engine_that_shuts_down_in_order_hands_its_requests_over(engines, lau
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_an_engine_that_is_told_to_end_costs_none_of_many_requests(engines, launch, samples):
-    """SIGTERM, as a pod's eviction: all that it has ends in one tick, and what comes later is served, too."""
     leaving = launch()
     params = msgspec.structs.replace(LONG, n=samples)
     prompts = [[*PROMPT, number] for number in range(8)]

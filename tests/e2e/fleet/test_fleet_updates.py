@@ -1,6 +1,4 @@
-"""Updates of a fleet: all members commit or none does, and who is too late, or comes back, is brought to the
-fleet's weights.
-"""
+"""Updates of a fleet: all members commit or none does."""
 
 import asyncio
 import os
@@ -62,7 +60,6 @@ def tensors(other_model) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def known_weights(engines, tiny_model) -> None:
-    """Whatever a test has left behind."""
     for engine in engines:
         engine.pause("abort")
         engine.update_weights_from_disk(tiny_model, weight_version="first")
@@ -84,7 +81,6 @@ def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]]
 
 
 async def served(fleet: Fleet) -> list[tuple[str, int]]:
-    """Label and fleet's epoch of what each member samples."""
     found = []
     for member in fleet.members:
         others = [other for other in fleet.members if other is not member and other.serves]
@@ -99,8 +95,6 @@ async def served(fleet: Fleet) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "ipc", "shared", "distributed"])
 def test_every_transport_updates_all_members(engines, tensors, other_model, transport):
-    """While they generate: requests in flight go on, and every token says which weights sampled it."""
-
     async def body(fleet: Fleet) -> None:
         before = await fleet.generate(PROMPT, GREEDY, return_logprob=True)
         epoch = fleet.weights_epoch
@@ -173,10 +167,6 @@ def test_a_refusal_by_one_member_updates_nobody(engines, tensors):
 
 
 def test_members_that_loaded_are_poisoned_when_another_fails_and_come_back_from_a_peer(engines, tensors):
-    """The one that failed before its first byte serves on with the weights of before, and gives them to the
-    other.
-    """
-
     async def body(fleet: Fleet) -> None:
         first, second = fleet.members
 
@@ -218,10 +208,6 @@ def test_members_that_differ_are_not_committed(engines, tensors):
 
 
 def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
-    """A member that stands still is out at the deadline; its requests go on elsewhere, and it is brought back
-    later.
-    """
-
     async def body(fleet: Fleet) -> None:
         slow, other = fleet.members
         epoch = fleet.weights_epoch

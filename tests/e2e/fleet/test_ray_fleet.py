@@ -25,7 +25,6 @@ LONG = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=Tr
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """Four CPUs by name: engines share what there is."""
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
@@ -40,13 +39,11 @@ def run(fleet: Callable[[], RolloutFleet], body: Callable[[RolloutFleet], Awaita
 
 
 async def whole(fleet: RolloutFleet, count: int) -> None:
-    """Until ``count`` replicas serve."""
     while sum(member.serves for member in fleet.members) < count:  # noqa: ASYNC110  (Ray's work is waited for)
         await asyncio.sleep(0.1)
 
 
 def test_a_killed_replica_is_restarted_and_gets_its_weights_from_another(tiny_model, other_model):
-    """Two replicas; the weights came over the wire, so that no folder has them. Then four, and one."""
     tensors: dict[str, Any] = load_file(next(other_model.glob("*.safetensors")))
 
     async def body(fleet: RolloutFleet) -> None:
@@ -102,8 +99,6 @@ def test_a_killed_replica_is_restarted_and_gets_its_weights_from_another(tiny_mo
 
 @pytest.mark.long
 def test_replicas_of_other_hosts_are_reached_with_keys(tiny_model):
-    """As on another node: an engine that listens on the network refuses who does not have the fleet's key."""
-
     async def body(fleet: RolloutFleet) -> None:
         (member,) = fleet.members
         assert member.address.endpoint.startswith("tcp://")
@@ -117,7 +112,6 @@ def test_replicas_of_other_hosts_are_reached_with_keys(tiny_model):
 
 
 def test_a_named_fleet_is_adopted_by_another_process_that_knows_its_name(tiny_model, other_model):
-    """SIGKILL to the first between two commits; then to an engine, which Ray starts again."""
     address = ray.get_runtime_context().gcs_address
     killed_owner("one committed", other_model, ["ray", address, "rollouts", str(tiny_model)])
 

@@ -1,6 +1,4 @@
-"""The replicas of one server, without its HTTP: engines that end at the worst moment, and leases that outlive
-them.
-"""
+"""The replicas of one server, without its HTTP."""
 # ruff: noqa: ASYNC110  (another process's state is asked for)
 
 import asyncio
@@ -90,8 +88,6 @@ async def kill_all(processes: ReplicaProcesses, fleet: ReplicaFleet) -> None:
 
 
 def test_an_engine_that_ends_as_its_session_begins_does_not_leave_it_open(processes, tiny_model, other_model):
-    """Nobody could generate any more, nor update, until somebody ended the session by force."""
-
     async def body(fleet: ReplicaFleet) -> None:
         begin = fleet.members[0].client.begin_weight_update
 
@@ -158,8 +154,6 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
 
 
 def test_an_update_reaches_engines_whose_weights_nobody_has(processes, tiny_model, other_model):
-    """All of them die during a pause, and no folder has what they served: nobody could update them any more."""
-
     async def body(fleet: ReplicaFleet) -> None:
         await fleet.client.update_weights_from_tensor(weights_of(Path(other_model)), weight_version="second")
         await fleet.client.pause("retract")
@@ -210,7 +204,6 @@ def join(fleet: ReplicaFleet, trainer: PlainTrainer, **fields: Any) -> Awaitable
 
 
 def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, tiny_model):
-    """All ranks have met, and the answer of one does not come any more."""
     trainer = PlainTrainer(name="met", world_size=3)
 
     async def body(fleet: ReplicaFleet) -> None:
@@ -251,9 +244,6 @@ def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processe
 
 @pytest.mark.parametrize("told", [True, False], ids=["by an update", "by nobody"])
 def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_model, other_model, told):
-    """A replica ends between two buckets. The one that takes its place has none of the first, and no part in
-    the session.
-    """
     weights = list(weights_of(Path(other_model)).items())
     half, rest = dict(weights[::2]), dict(weights[1::2])
     trainers = [PlainTrainer(name="made", world_size=3) for _ in range(2)]
@@ -343,7 +333,6 @@ def test_a_restarted_replica_is_copied_to_only_if_it_has_not_restored_the_weight
 
 
 def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, other_model, monkeypatch):
-    """One that has come back during a pause is not copied to again after it."""
     begun, go = threading.Semaphore(0), threading.Event()
     copy = Copies.copy
 
@@ -394,8 +383,6 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
 
 
 def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, tiny_model, monkeypatch):
-    """A status that has waited for one replica is not newer than one that has come and gone meanwhile."""
-
     async def body(fleet: ReplicaFleet) -> None:
         first, second = fleet.members
         asked, go = asyncio.Event(), asyncio.Event()
@@ -473,8 +460,6 @@ def test_a_status_tells_a_pause_that_no_engine_knows_of(processes):
 
 
 def test_a_lease_ends_for_a_replica_that_an_update_has_brought_into_the_pause(processes, other_model):
-    """It was restarted, and the update paused it, without the lease that the others have."""
-
     async def body(fleet: ReplicaFleet) -> None:
         back = fleet.members[0]
         await fleet.client.pause("in_place", lease_s=3.0)

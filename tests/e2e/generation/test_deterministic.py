@@ -28,8 +28,6 @@ NEW_TOKENS = 24
 
 @dataclass(frozen=True)
 class Work:
-    """One request."""
-
     prompt: tuple[int, ...]
     params: SamplingParams
 
@@ -99,7 +97,6 @@ def together(driver: EngineDriver) -> Bits:
 
 @pytest.fixture(scope="module")
 def alone(model, dtype) -> Bits:
-    """Each request by itself on an engine of its own."""
     found = []
     for work in WORK:
         with engine(model, dtype) as driver:
@@ -153,7 +150,6 @@ def test_when_preempted_for_want_of_memory(model, dtype, alone):
 
 @needs_kernels
 def test_after_steps_that_ran_out_of_memory(model, dtype, alone, monkeypatch):
-    """Their results are lost when all is computed; what is computed again has the same bits."""
     with engine(model, dtype, chunked_prefill_size=32) as driver:
         runner = driver.engine.runner
         fault = Fault(monkeypatch, runner, "execute", NO_MEMORY[0], {3, 14, 15, 22}, after=True)

@@ -39,7 +39,6 @@ class Served:
         return self.reference.config.eos_token_id
 
     def greedy(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """What transformers generates, not stopping at the end-of-sequence id."""
         self.reference.generation_config.eos_token_id = None
         ids = torch.tensor([prompt])
         found = self.reference.generate(
@@ -52,7 +51,6 @@ class Served:
         return found[0, len(prompt) :].tolist()
 
     def logprobs(self, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
-        """log-softmax of every output token, from one forward pass over the whole text."""
         with torch.inference_mode():
             logits = self.reference(torch.tensor([prompt + output])).logits[0].float()
         rows = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
@@ -68,7 +66,6 @@ def serve(path: Path, dtype: str, **options: object):
 
 @pytest.fixture(scope="module")
 def float32(tmp_path_factory):
-    """Untied Qwen3 whose end-of-sequence id is a token that greedy decoding really meets."""
     path = tmp_path_factory.mktemp("models") / "qwen3"
     reference = make_checkpoint(path, "qwen3", seed=3)
     unstopped = Served(None, path, reference).greedy(PROMPTS[0], 20)
@@ -80,7 +77,6 @@ def float32(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory):
-    """The reference computes in float32 on the same bfloat16 values."""
     path = tmp_path_factory.mktemp("models") / "bf16"
     reference = make_checkpoint(path, "qwen3", seed=3, dtype=torch.bfloat16).float()
     with serve(path, "bfloat16") as client:
@@ -107,7 +103,6 @@ def test_greedy_output_and_logprobs_are_those_of_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_of_sampled_tokens(float32, temperature):
-    """Of the full vocabulary after temperature; raw ones before it; sampled ones after the filters."""
     params = SamplingParams(max_new_tokens=24, temperature=temperature, top_k=7, seed=3, ignore_eos=True)
     outputs = float32.client.generate(
         PROMPTS, params, return_logprob=True, return_raw_logprob=True, return_sampled_logprob=True
@@ -234,7 +229,6 @@ def test_the_asyncio_client_gets_the_same(float32):
 
 
 def test_many_at_once_are_what_each_is_alone(float32):
-    """Continuous batching, chunked prefill and prefix sharing change no greedy token in float32."""
     client = float32.client
     client.flush_cache(timeout_s=30)
     prompts = [[3 + (i * i + j * 5) % 90 for j in range(1 + 9 * i)] for i in range(16)]

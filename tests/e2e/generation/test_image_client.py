@@ -1,6 +1,4 @@
-"""Images through the launched engine and both clients: what a trainer sends and reads, and how weights get
-into a pipeline.
-"""
+"""Images through the launched engine and both clients."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +51,6 @@ def engine(sd3):
 
 @pytest.fixture
 def at_first(engine, sd3):
-    """Every test begins and ends with the pipeline's own weights."""
     yield engine
     engine.update_weights_from_disk(sd3, weight_version="default")
 
@@ -155,7 +152,6 @@ def test_an_update_by_any_transport_is_a_cold_load(at_first, other, transport):
 
 @pytest.fixture(scope="module")
 def moving(sd3):
-    """An engine whose components are all away between requests."""
     with launch_scheduler(
         str(sd3), device="cpu", num_threads=1, frozen_residency="offload", transformer_residency="layerwise"
     ) as client:
@@ -170,7 +166,6 @@ def cold_checksums(other):
 
 @pytest.mark.parametrize("transport", quick(["disk", "tensor", "ipc", "distributed"]))
 def test_an_update_by_any_transport_writes_what_is_away(moving, sd3, other, cold_checksums, transport):
-    """Every tensor of a component, while no part of it is on the device; and then an image is made with it."""
     engine = moving
     for component in ("transformer", "text_encoder_2", "vae"):
         engine.update_weights_from_disk(sd3, component=component)

@@ -36,7 +36,6 @@ SHAPE = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two sets of weights: folders, and the models of transformers they are of."""
     paths = [tmp_path_factory.mktemp("moe") / name for name in ("one", "two")]
     return [
         (str(path), make_checkpoint(path, "qwen3-moe", seed=seed, **SHAPE)) for seed, path in enumerate(paths)
@@ -52,7 +51,6 @@ def engine(models, request):
 
 @pytest.fixture
 def driver(engine, models):
-    """The shared engine with the first weights and an empty cache."""
     engine.call(UpdateWeightFromDiskReqInput(model_path=models[0][0]))
     engine.call(FlushCacheReqInput(torch_empty_cache=False))
     return engine
@@ -133,7 +131,6 @@ def test_retracted_in_the_middle(driver, models):
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_tokens_before_an_update_keep_their_experts(driver, models, mode):
-    """Recomputing it under the new weights, or computing on, changes no row that the old weights have made."""
     prompt = text(40, 7)
     rid = ask(driver, prompt, 30)
     driver.tick(8)
@@ -211,9 +208,6 @@ def policy_gradient(model, outputs: dict[int, GenerateOutput], shift: int = 0) -
 
 @pytest.mark.slow
 def test_paused_and_updated_under_load_nothing_a_trainer_sees_changes(models):
-    """Ninety-six pauses in place, each with an update to equal weights: the same samples, the same
-    statistics, no growth.
-    """
     path, model = models[0]
     engine = launch_scheduler(
         path,

@@ -1,6 +1,4 @@
-"""Penalties, min_new_tokens and log-probabilities of prompts from outside, with transformers as the
-reference.
-"""
+"""Penalties, min_new_tokens and log-probabilities of prompts from outside."""
 
 import math
 from dataclasses import dataclass
@@ -42,7 +40,6 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Its end-of-sequence id is a token that greedy decoding meets at once."""
     path = tmp_path_factory.mktemp("models") / "qwen3"
     reference = make_checkpoint(path, "qwen3", seed=3)
     reference.generation_config.eos_token_id = None
@@ -86,7 +83,6 @@ def test_logit_bias_and_stop_ids(served):
 
 
 def test_min_p_keeps_the_likeliest(served):
-    """1 leaves the best token alone, however hot the others are."""
     hot = SamplingParams(max_new_tokens=10, temperature=5.0, seed=3, min_p=1.0, ignore_eos=True)
     cold = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
     found, best = (served.client.generate(PROMPTS, params) for params in (hot, cold))
@@ -118,9 +114,6 @@ def check_inputs(served: Served, prompt: list[int], start: int, output) -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 31, 32, 50, 73, 74])
 def test_prompt_logprobs_equal_transformers(served, start):
-    """Prompts come in chunks of 32; a start in the last token's place leaves nothing but the empty first
-    entry.
-    """
     salt = f"start-{start}"
     check_inputs(served, LONG, start, inputs_of(served, LONG, start, cache_salt=salt))
     again = inputs_of(served, LONG, start, cache_salt=salt)
@@ -150,9 +143,6 @@ def test_samples_of_one_prompt_have_the_same_prompt_logprobs(served):
 
 
 def test_pauses_change_no_number(served):
-    """Retracted in the midst of its prompt and again while it decodes; the second time nothing of the prompt
-    is asked again.
-    """
     params = SamplingParams(max_new_tokens=60, temperature=0.0, repetition_penalty=1.3, ignore_eos=True)
     wanted = {"return_logprob": True, "logprob_start_len": 10, "top_logprobs_num": 2}
     calm = served.client.generate(LONG, params, cache_salt="calm", **wanted)

@@ -1,6 +1,4 @@
-"""Scoring through a process and the clients: exact against transformers, memory that really goes, generation
-undisturbed.
-"""
+"""Scoring through a process and the clients."""
 
 import asyncio
 
@@ -42,7 +40,6 @@ def reference(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(policy):
-    """Anonymous memory of an engine without a reference."""
     with launch_scheduler(policy, **OPTIONS) as client:
         client.generate(PROMPTS[0], PARAMS)
         return client.status().device_memory.reserved
@@ -57,9 +54,6 @@ def by_transformers(path, ids: list[int], start: int, temperature: float) -> np.
 
 @pytest.mark.parametrize("residency", quick(RESIDENCIES))
 def test_finished_rollouts_are_scored(policy, reference, residency):
-    """What RL does with it: sample from the policy, score under the reference, also while the policy is
-    paused.
-    """
     with launch_scheduler(
         policy, reference_model_path=reference, reference_residency=residency, **OPTIONS
     ) as client:
@@ -78,7 +72,6 @@ def test_finished_rollouts_are_scored(policy, reference, residency):
 
 @pytest.mark.long
 def test_the_policy_as_its_own_reference(policy):
-    """Where both are the same checkpoint, scores are the log-probabilities that the sampler gave."""
     with launch_scheduler(policy, reference_model_path=policy, **OPTIONS) as client:
         outputs = client.generate(PROMPTS, PARAMS, return_logprob=True)
         rollouts = [prompt + out.output_ids for prompt, out in zip(PROMPTS, outputs, strict=True)]
@@ -89,7 +82,6 @@ def test_the_policy_as_its_own_reference(policy):
 
 @pytest.mark.parametrize("residency", quick(RESIDENCIES[::-1]))
 def test_the_reference_is_in_memory_while_it_is_used(policy, reference, alone, residency):
-    """By the kernel's count of the process's anonymous memory, over three scores."""
     with launch_scheduler(
         policy, reference_model_path=reference, reference_residency=residency, **OPTIONS
     ) as client:

@@ -62,14 +62,12 @@ def run(engine, tokenizer, body):
 
 
 async def idle(client):
-    """Wait until the engine has nothing to do: whoever left has been told."""
     while (status := await client.status()).running_requests + status.waiting_requests:
         await asyncio.sleep(0.01)
     assert status.kv.held == 0
 
 
 async def read(stream):
-    """Texts, tokens and logprobs of a stream by sample, and the samples."""
     texts, tokens, logprobs, samples = {}, {}, {}, {}
     async for chunk in stream:
         texts[chunk.index] = texts.get(chunk.index, "") + chunk.text
@@ -87,9 +85,6 @@ async def read(stream):
 
 
 def test_stop_strings_cut_what_would_have_been_said(engine, tokenizer):
-    """Each of ``n`` samples is the beginning of what it is without stop strings: same noise, tokens and
-    logprobs.
-    """
     options = {"prompt": "The pause", "return_logprob": True, "top_logprobs_num": 2}
 
     async def body(manager):

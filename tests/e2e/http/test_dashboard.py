@@ -49,7 +49,6 @@ def engine(tiny_model) -> Iterator[SchedulerClient]:
 
 @pytest.fixture(scope="module")
 def address(engine) -> Iterator[str]:
-    """Where a front end listens: the page and the metrics, behind the check of keys."""
     listener = socket.create_server(("127.0.0.1", 0))
     server: list[uvicorn.Server] = []
     ready = threading.Event()
@@ -268,7 +267,6 @@ def test_dashboard_follows_dark_mode(page):
 
 @browsing
 def test_dashboard_asks_only_this_server_without_errors(page, address):
-    """The last test of the module that uses the page: it looks at what all of them have left in the logs."""
     page.until(lambda: len(page.find("events").text) > 0)
     asked = page.requests()
     assert any("/dashboard/data?" in url for url in asked)

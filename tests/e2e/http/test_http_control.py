@@ -102,7 +102,6 @@ def flattened(weights: Weights) -> dict[str, object]:
 
 @pytest.fixture
 def by_file_name() -> Iterator[None]:
-    """Tensors are pickled as names of shared memory, which a process that is no child can read."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     yield
@@ -172,7 +171,6 @@ def test_slime_distributed(server, trainer, other_model, others_checksum, load_f
 
 
 def test_areal_distributed(server, trainer, other_model, others_checksum):
-    """No label, each bucket flushes and aborts, a request in flight ends with what it has."""
     join(server, trainer, pp_rank=0)
     found: list = []
     server.ok("/pause_generation", {"mode": "in_place"})
@@ -195,9 +193,6 @@ def test_areal_distributed(server, trainer, other_model, others_checksum):
 
 
 def test_slime_colocated(server, other_model, others_checksum, by_file_name):
-    """Everything released, weights resumed, pause and flush without KV memory, flattened buckets, continue,
-    KV last.
-    """
     assert server.get("/flush_cache").status_code == 200
     assert server.ok("/release_memory_occupation", {}) is None
     assert server.ok("/release_memory_occupation", {}) is None
@@ -219,9 +214,6 @@ def test_slime_colocated(server, other_model, others_checksum, by_file_name):
 
 
 def test_verl(server, other_model, others_checksum, by_file_name):
-    """No pause, no label: tensor by tensor, each a pickle in the pickle, one for each rank; every call
-    flushes.
-    """
     assert server.ok("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}) is None
     assert server.ok("/resume_memory_occupation", {"tags": ["weights"]}) is None
     for bucket in halves(weights_of(other_model)):
@@ -238,7 +230,6 @@ def test_verl(server, other_model, others_checksum, by_file_name):
 
 
 def test_tensors_of_a_running_engine_are_one_commit(server, other_model, others_checksum, by_file_name):
-    """Many places in shared memory, one call: one new epoch, not one for each."""
     before = server.get("/weight_version").json()["weights_epoch"]
     weights = list(weights_of(other_model).items())
     server.ok(
@@ -383,9 +374,6 @@ def test_checker(server, other_model):
 
 
 def test_bodies_are_read_as_sglang_does(server):
-    """Missing ones, nulls and text for numbers are taken; unknown keys and the wrong rest are 400 in SGLang's
-    shape.
-    """
     assert server.http.post("/pause_generation").status_code == 200
     assert server.post("/continue_generation", {"torch_empty_cache": None}).status_code == 200
     assert server.post("/pause_generation", {"mode": None}).json()["mode"] == "abort"
@@ -436,7 +424,6 @@ def test_tensors_that_cannot_be_read_are_refused_by_name(server, tiny_model):
 
 
 def test_a_trace_of_steps_as_sglangs_clients_ask_for_it(tiny_model, tmp_path):
-    """``sglang.profiler`` sends the number of steps as text, and every option."""
     options = {
         "output_dir": "today",
         "num_steps": "3",
@@ -468,7 +455,6 @@ def test_pickled_tensors_are_off_by_default(tiny_model, other_model):
 
 
 def test_two_trainers_behind_one_server_do_not_mix(server, other_model, others_checksum):
-    """The front end has one socket for all: disagreement is refused, and an id tells them apart."""
     plain = {"content-type": "application/octet-stream"}
     path = "/update_weights_from_tensor?flush_cache=false&weight_version="
     first, second = (save(bucket) for bucket in halves(weights_of(other_model)))

@@ -157,7 +157,6 @@ def test_a_cumulative_stream_ends_with_the_whole_answer(server):
 
 
 def test_a_stream_does_not_wait_for_its_end(server):
-    """What comes while nobody reads is joined, so on a busy machine a short answer may be one event."""
     frames = stream(server, input_ids=[5], sampling_params={"max_new_tokens": 400, "ignore_eos": True})
     assert len(frames) > 1
     assert len(frames[0]["output_ids"]) < len(frames[-1]["output_ids"]) == 400
@@ -241,7 +240,6 @@ def wait_for_load(server: ServedEngine, count: int) -> None:
 
 
 def test_an_abort_gives_what_there_is(server):
-    """By rid, exactly; then all; each waiting client gets 200 with its tokens, and the load falls to zero."""
     server.ok("/pause_generation", {"mode": "in_place"})
     try:
         calls = [

@@ -45,7 +45,6 @@ def server(sd3):
 
 
 def plain(value: Any) -> Any:
-    """What a trainer makes of an answer."""
     if isinstance(value, dict) and value.get("__tensor__"):
         tensor = load(value["data"])["t"]
         assert (list(tensor.shape), str(tensor.dtype)) == (value["shape"], value["dtype"])
@@ -63,7 +62,6 @@ def rollouts(server, **changes: Any) -> list[dict[str, Any]]:
 
 
 def test_the_defaults_of_python_are_those_of_http(server):
-    """Noise on every step, so a trainer that says nothing of it has log-probabilities."""
     body = {"prompt": "a", "seed": 7, "width": 16, "height": 16, "num_inference_steps": 4}
     response = httpx.post(f"{server.url}/rollout/generate", json=body, timeout=PATIENCE_S)
     (over_http,) = plain(msgspec.msgpack.decode(response.content))

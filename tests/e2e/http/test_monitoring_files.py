@@ -20,7 +20,6 @@ EXPRESSIONS += [each["query"] for each in DASHBOARD["templating"]["list"]]
 
 
 def scrape(url: str) -> dict[str, set[str]]:
-    """The labels of each series by its name."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:

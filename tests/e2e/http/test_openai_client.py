@@ -1,6 +1,4 @@
-"""The OpenAI surface as its official client sees it, over a real socket and a real engine: models, errors and
-completions.
-"""
+"""Models, errors and completions as OpenAI's official client sees them, over a real engine."""
 
 import base64
 import codecs
@@ -138,7 +136,6 @@ EVERYTHING = {"return_token_ids": True, "ignore_eos": True, "return_routed_exper
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 def test_answers_have_the_types_of_the_official_client(served, stream, n):
-    """Strictly: some clients check what the official one takes as it comes."""
     common = {"n": n, "max_tokens": 4, "stream": stream, "model": NAME, "extra_body": EVERYTHING}
     chats = served.client.chat.completions.with_raw_response.create(
         messages=messages("once"), logprobs=True, top_logprobs=2, **common
@@ -171,7 +168,6 @@ def test_answers_have_the_types_of_the_official_client(served, stream, n):
 
 
 def test_prompt_ids_are_told_at_the_top_too(served):
-    """Where vLLM has those of a chat."""
     for stream in (False, True):
         answers = served.client.chat.completions.create(
             messages=messages("once"), max_tokens=3, n=2, stream=stream, **with_ids()

@@ -1,6 +1,4 @@
-"""``caesura serve --replicas 2``: two engines behind one port are used as one, updated as one, and outlive
-one another.
-"""
+"""``caesura serve --replicas 2``: two engines behind one port are used and updated as one."""
 
 import json
 import os
@@ -32,7 +30,6 @@ OCTETS = {"content-type": "application/octet-stream"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[str]:
-    """Two checkpoints of one architecture, in one folder; long answers take long enough to be met."""
     root = tmp_path_factory.mktemp("replicas")
     for seed in (3, 4):
         make_checkpoint(
@@ -75,7 +72,6 @@ def engines_of(answer: dict[str, Any]) -> list[str]:
 
 
 def keys_of_both(pair: ServedEngine) -> list[str]:
-    """A key of each replica, in their order."""
     found: dict[str, str] = {}
     for number in range(64):
         (engine,) = engines_of(keyed(pair, str(number), [5, 6], 1))
@@ -157,7 +153,6 @@ def test_the_server_says_what_is_behind_its_port(pair):
 
 
 def test_no_series_of_the_metrics_occurs_twice(pair):
-    """Nor any description, whoever has been restarted; and what was counted is not counted back."""
     counted: dict[Any, float] = {}
     for killed in (False, True):
         if killed:
@@ -235,7 +230,6 @@ def test_a_pause_holds_both_and_every_token_names_its_weights(pair, models):
 
 
 def test_buckets_are_one_commit_on_both(pair, models):
-    """While paused, without a session: committed when the last tensor has come, or at continue."""
     weights = weights_of(Path(models[1]))
     halves = [{name: weights[name] for name in part} for part in (list(weights)[::2], list(weights)[1::2])]
     for number, parts in enumerate((halves, halves[:1])):
@@ -267,7 +261,6 @@ def test_an_update_after_a_lease_has_ended_does_not_leave_a_pause(pair, models):
 
 
 def test_vllms_routes_reach_both(pair, models):
-    """As prime-rl calls them."""
     with in_flight(pair, [7, 8]) as answers:
         assert pair.ok("/pause?mode=keep&clear_cache=false") == {"status": "paused"}
         assert states(pair, "pause_mode") == ["in_place", "in_place"]
@@ -283,7 +276,6 @@ def test_vllms_routes_reach_both(pair, models):
 
 
 def test_vllms_pauses_clear_the_kv_of_both(pair, models):
-    """As TRL calls them: what goes on after an update has no KV of the weights before."""
     with in_flight(pair, [8, 9]) as answers:
         assert pair.ok("/pause?mode=keep") == {"status": "paused"}
         assert states(pair, "pause_mode") == ["retract", "retract"]
@@ -332,7 +324,6 @@ def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
 
 
 def test_a_group_has_the_ranks_of_both(pair, models):
-    """Its size is what slime makes of ``/server_info``: its own rank, and ``num_gpus`` of every server."""
     trainer = PlainTrainer(name="pair", world_size=1 + info(pair)["num_gpus"])
     weights = weights_of(Path(models[1]))
     group = {
@@ -365,9 +356,6 @@ def test_a_group_has_the_ranks_of_both(pair, models):
 
 
 def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
-    """SIGKILL while both generate: its answer goes on where it was, and it serves again with the weights of
-    now.
-    """
     with in_flight(pair, [9, 10]) as answers:
         pair.ok("/pause_generation", {"mode": "in_place"})
         victim = states(pair, "pid")[0]
@@ -390,9 +378,6 @@ def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
 
 @pytest.mark.slow
 def test_a_replica_that_is_told_to_end_loses_none_of_many_requests(models):
-    """SIGTERM to one engine, as an eviction's, while both work on several: all end whole, and later ones are
-    served.
-    """
     options = ("--replicas", "2", "--kv-pool-tokens", "16384", "--log-stats-interval-s", "0")
     with served("--model", models[0], *options) as pair, ThreadPoolExecutor(8) as pool:
 

@@ -54,7 +54,6 @@ LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNIN
 
 @pytest.mark.long
 def test_all_processes_begin_their_log_lines_alike(tiny_model):
-    """Engine, supervisor and server write to one stderr."""
     with served("--model", str(tiny_model), "--restart") as engine:
         first = engine.engine_pid
         os.kill(first, signal.SIGKILL)
@@ -90,7 +89,6 @@ def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, numb
 
 @pytest.mark.long
 def test_a_drain_answers_requests_in_full_and_a_second_signal_ends_it(tiny_model):
-    """What is in flight goes on; a second signal cuts it off, with what it has."""
     options = ("--shutdown-mode", "drain", "--drain-timeout-s", "3600")
     for signals, reason in ((1, "length"), (2, "abort")):
         with served("--model", str(tiny_model), *options) as engine:
@@ -115,7 +113,6 @@ def test_a_drain_answers_requests_in_full_and_a_second_signal_ends_it(tiny_model
 
 
 def refuses(client: SchedulerClient) -> bool:
-    """Whether the engine begins nothing any more."""
     handle = client.submit([5])
     client.status()  # answered after it
     if handle.done():
@@ -172,7 +169,6 @@ main()
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 @pytest.mark.parametrize("restart", [(), ("--restart",)])
 def test_a_signal_before_the_server_listens_cancels_the_start(tiny_model, tmp_path, number, restart):
-    """The engine is ready, and the front end asks it what it serves, or loads a tokenizer."""
     command = [
         sys.executable,
         "-c",
@@ -225,9 +221,6 @@ def test_an_engine_that_runs_already_is_served_and_left_alone(tiny_model):
 
 @pytest.mark.executed
 def test_keys(tiny_model, tmp_path):
-    """From a file and from the environment; which opens what; and in no answer, output or child's
-    environment.
-    """
     (tmp_path / "api").write_text(API + "\n")
     arguments = ("--model", str(tiny_model), "--api-key-file", str(tmp_path / "api"))
     with served(*arguments, env={"CAESURA_ADMIN_KEY": ADMIN}) as engine:
@@ -296,7 +289,6 @@ def test_the_client_needs_no_web_server():
 
 @pytest.mark.long
 def test_a_second_client_shares_the_engine(tiny_model):
-    """What a socket client pauses under its own name, HTTP continues by force only."""
     with served("--model", str(tiny_model)) as engine:
         endpoint = "ipc://" + engine.announced.split("ipc://")[1].rstrip(")\n")
         with SchedulerClient(endpoint, owner="trainer") as client:
@@ -320,7 +312,6 @@ def test_beyond_loopback_without_a_key_needs_the_explicit_word(tiny_model):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory) -> tuple[Path, Path]:
-    """Of this host, signed by itself; and its key."""
     folder = tmp_path_factory.mktemp("tls")
     command = [
         "openssl",
@@ -444,9 +435,6 @@ def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model)
 
 @pytest.mark.long
 def test_a_stderr_that_nobody_reads_stops_nothing(tiny_model):
-    """The engine's lines fill the pipe; then whatever the server has to say about garbage, and about an
-    engine that dies.
-    """
     with served("--model", str(tiny_model), "--restart") as engine:
         assert engine.process.stderr is not None
         fcntl.fcntl(engine.process.stderr, fcntl.F_SETPIPE_SZ, 4096)

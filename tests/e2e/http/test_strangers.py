@@ -1,6 +1,4 @@
-"""``caesura serve --replicas 2`` and a stranger on one replica's own socket: no token of foreign weights is
-served.
-"""
+"""``caesura serve --replicas 2`` and a stranger on one replica's own socket."""
 
 import json
 import threading
@@ -95,7 +93,6 @@ class Follower(threading.Thread):
 
 @contextmanager
 def long_answer(pair: ServedEngine) -> Iterator[tuple[Follower, int]]:
-    """An answer that one replica has begun, and which one."""
     follower = Follower(pair, "stranger")
     try:
         assert follower.began.wait(PATIENCE_S)
@@ -107,7 +104,6 @@ def long_answer(pair: ServedEngine) -> Iterator[tuple[Follower, int]]:
 
 
 def test_no_token_of_foreign_weights_is_served(pair, models):
-    """Requests in flight on the replica go on elsewhere, from what the right weights had sampled."""
     expected = pair.generate(PROMPT, sampling_params=sampling(LONG))["output_ids"]
     label = pair.get("/weight_version").json()
     with long_answer(pair) as (follower, home):
@@ -132,7 +128,6 @@ def test_no_token_of_foreign_weights_is_served(pair, models):
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 def test_a_foreign_commit_is_noticed_without_a_request_and_told(pair, models, transport):
-    """The server is paused meanwhile: the replica stays out, and is brought back when it continues."""
     expected = pair.generate(PROMPT, sampling_params=sampling(8))["output_ids"]
     pair.ok("/pause_generation", {"mode": "in_place"})
     place = replicas(pair)[0]

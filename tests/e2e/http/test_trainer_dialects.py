@@ -1,6 +1,4 @@
-"""What trainers ask of a server before and between rollouts, as their code does it: checks at attach, odd
-fields, other routes.
-"""
+"""What trainers ask of a server before and between rollouts, as their code does it."""
 
 import base64
 import math
@@ -22,7 +20,6 @@ def dense(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    """Of a model with experts, with everything that a colocated reward server needs."""
     path = tmp_path_factory.mktemp("dialects") / "experts"
     make_checkpoint(path, "qwen3-moe", seed=2)
     with served("--model", str(path), "--enable-memory-saver", "--enable-weights-cpu-backup") as engine:
@@ -68,7 +65,6 @@ def test_a_reward_server_serves_again_without_an_update(experts):
 
 
 def test_experts_are_null_where_no_token_was_sampled(experts):
-    """Aborted while it waited: a decoded empty text has the wrong number of rows for its prompt."""
     body = {"input_ids": [5, 6, 7], "return_logprob": True, "return_routed_experts": True}
     experts.ok("/pause_generation", {"mode": "in_place"})
     answers: list = []
@@ -102,7 +98,6 @@ def test_experts_are_null_where_no_token_was_sampled(experts):
 
 @pytest.mark.parametrize("given", [{"best_of": 0}, {"best_of": 1}, {"best_of": 2, "n": 2}, {"best_of": None}])
 def test_best_of_that_chooses_nothing_is_accepted(dense, given):
-    """SGLang's serving benchmark sends 1 with every completion."""
     answer = dense.ok("/v1/completions", {"prompt": "once", "max_tokens": 2, **given})
     assert len(answer["choices"]) == given.get("n", 1)
 
@@ -135,7 +130,6 @@ FILTERS = {"top_p": 0.7, "temperature": 2.0, "sampling_seed": 3, "max_new_tokens
 
 
 def whole_distributions(server, prompt, output_ids):
-    """``{token: logprob}`` of the likeliest tokens at each output position, without a filter."""
     body = {"input_ids": prompt, "return_logprob": True, "top_logprobs_num": 128}
     found = []
     for at in range(len(output_ids)):
@@ -185,7 +179,6 @@ def test_without_a_filter_slime_gets_no_kept_tokens(dense):
 
 
 def test_sglang_s_sampling_masks(dense):
-    """A batch of which one asks, with two samples."""
     prompts = [[5, 6, 7], [8, 9]]
     answers = dense.ok(
         "/generate",

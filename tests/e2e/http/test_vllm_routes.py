@@ -47,7 +47,6 @@ def generate(http: httpx.Client, **fields: Any) -> Any:
 
 
 def test_an_update_while_a_request_is_frozen(served, http, step_7):
-    """As prime-rl does it: pause with mode keep, update, resume; the request goes on with the new weights."""
     params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
     handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
     next(iter(handle))
@@ -62,7 +61,6 @@ def test_an_update_while_a_request_is_frozen(served, http, step_7):
 
 
 def test_keep_computes_requests_again_with_the_new_weights(served, http, step_7):
-    """As TRL does it: no token after the update may come from the KV of the weights before."""
     params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
     generate(http, token_ids=list(range(2, 202)), sampling_params={"max_tokens": 1})
     handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
@@ -136,7 +134,6 @@ def test_logprobs_of_a_prompt(served, http):
 
 
 def test_the_likeliest_tokens_of_a_prompt(served, http):
-    """As many as asked for, beside the prompt's own; those of the output are counted apart."""
     found = generate(http, sampling_params={"max_tokens": 2, "prompt_logprobs": 3, "logprobs": 1})
     (scored,) = served.engine.generate(
         [PROMPT],
@@ -197,7 +194,6 @@ def test_experts_of_tokens(http):
 
 
 def test_parameters_that_describe_the_request(http):
-    """The salt may stand among them; a stream and an echo are of other routes."""
     salted = {"max_tokens": 1, "cache_salt": "a", "stream": True, "echo": True, "prompt": "x"}
     prompt = list(range(3, 203))
     first, other = (
@@ -212,7 +208,6 @@ def test_parameters_that_describe_the_request(http):
 
 @pytest.mark.parametrize("space", [0, 40_000], ids=["at once", "in a worker"])
 def test_a_body_of_any_size_is_read_alike(http, caplog, space):
-    """And keys that nobody knows are logged, wherever they stand."""
     sampling = {"max_tokens": 5, "ignore_eos": True, "seed": 1}
     expected = generate(http, sampling_params=sampling)["choices"]
     unknown = {"max_tokns" + "s" * (space > 0): 2}

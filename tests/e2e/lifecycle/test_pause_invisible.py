@@ -41,7 +41,6 @@ def sampled(new_tokens: int, seed: int, **fields: object) -> SamplingParams:
 
 
 def workload(seed: int) -> list[Arrival]:
-    """A prompt in four chunks beside decoding, sampled, filtered and greedy rows, a late and a short request."""
     greedy = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
     return [
         Arrival(0, text(5, 1), sampled(20, seed)),
@@ -110,7 +109,6 @@ class Stage:
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["depth0", "depth1"])
 def stage(tmp_path_factory, request):
-    """Untied, so that the logits are flat enough for the noise to matter."""
     model = tmp_path_factory.mktemp("model")
     make_checkpoint(model, "qwen3", seed=3)
     with EngineDriver(
@@ -121,7 +119,6 @@ def stage(tmp_path_factory, request):
 
 @pytest.fixture
 def arrivals(stage):
-    """At depth 1, only what leaves the batches as they are when the step in flight lands earlier."""
     return workload if stage.driver.config.pipeline_depth else with_shared_prefixes_and_stops
 
 

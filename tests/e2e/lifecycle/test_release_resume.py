@@ -29,7 +29,6 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cold(models):
-    """Tokens and checksum of an engine that was started from the second checkpoint."""
     with launch_scheduler(models[1], **OPTIONS) as client:
         outputs = client.generate(PROMPTS, PARAMS)
         return [output.output_ids for output in outputs], client.check_weights().total

@@ -1,6 +1,4 @@
-"""What an engine notes of its memory while it is really paused, updated, flushed, released and run out of
-luck; and the page that a person gets of it.
-"""
+"""What an engine notes of its memory while it is paused, updated, flushed and released."""
 
 import asyncio
 import re
@@ -44,7 +42,6 @@ def driver(tiny_model):
 
 
 def history(driver, after=0) -> list[MemoryEvent]:
-    """Without samples: whether there is one depends on how long the test takes."""
     events = driver.call(GetMemoryHistoryReqInput(after=after)).events
     return [event for event in events if event.cause != "sample"]
 

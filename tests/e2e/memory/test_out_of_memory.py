@@ -29,7 +29,6 @@ SMALL = [[5 + number, 6, 7] for number in range(4)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A wide feed-forward block: much memory per token, few weights."""
     path = tmp_path_factory.mktemp("wide") / "model"
     make_checkpoint(
         path, "qwen3", seed=3, hidden_size=64, intermediate_size=8192, max_position_embeddings=4096
@@ -66,7 +65,6 @@ def limit_address_space(client: SchedulerClient, room: int | None) -> None:
 
 
 def outcomes(client: SchedulerClient) -> list[GenerateOutput | EngineOutOfMemory]:
-    """What became of the small prompts and, last, the large one, all sent at once."""
     handles = [client.submit(prompt, PARAMS, return_logprob=True) for prompt in [*SMALL, LARGE]]
     found: list[GenerateOutput | EngineOutOfMemory] = []
     for handle in handles:
@@ -84,9 +82,6 @@ def assert_same(found: GenerateOutput, expected: GenerateOutput) -> None:
 
 @pytest.mark.parametrize("room", quick([2 * MIB, 64 * MIB, 0]))
 def test_an_address_space_that_ends(client, room):
-    """The prompt is computed in pieces; without any room it may also end, and says why. Afterwards nothing
-    fails.
-    """
     client.generate(SMALL, PARAMS)  # what a first step allocates is there
     limit_address_space(client, room)
     found = outcomes(client)

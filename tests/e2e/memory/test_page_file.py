@@ -1,6 +1,4 @@
-"""The page of `caesura memory --html` in a real browser: its charts say what is in the record, and it asks
-nobody.
-"""
+"""The page of `caesura memory --html` in a real browser."""
 
 import itertools
 import json
@@ -33,8 +31,6 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 class File:
-    """An open file."""
-
     def __init__(self, browser: webdriver.Chrome, path) -> None:
         self.browser = browser
         browser.get(path.as_uri())
@@ -43,7 +39,6 @@ class File:
         self.browser.find_elements(By.CSS_SELECTOR, "#axes button")[axis].click()
 
     def chart(self, name: str) -> ET.Element:
-        """One SVG element, and what is in it."""
         markup = self.browser.find_element(By.ID, name).get_attribute("outerHTML")
         return ET.fromstring(markup)
 
@@ -62,8 +57,6 @@ class File:
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Write the page about events, and open it."""
-
     def written(events, older=()) -> File:
         write_page(record_of(events, older), tmp_path / "page.html")
         return File(browser, tmp_path / "page.html")
@@ -82,7 +75,6 @@ def points(path: ET.Element) -> list[tuple[float, float]]:
 
 
 def bands(chart: ET.Element) -> list[tuple[float, float]]:
-    """(left edge, width) of each shaded stretch."""
     return [
         (float(x), float(width))
         for path in of_class(chart, "band")
@@ -284,8 +276,6 @@ SPEED = 100
 
 
 def watched(looks, pauses, speed=SPEED):
-    """What was seen of an engine that makes ``speed`` tokens a second but in ``pauses``."""
-
     def ran(at):
         return at - sum(max(0.0, min(end, at) - begin) for begin, end in pauses)
 

@@ -58,7 +58,6 @@ GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine(tiny_model, tmp_path_factory):
-    """One engine for every bad input of this file: it has to survive them all."""
     with launch_scheduler(
         tiny_model,
         num_threads=1,
@@ -84,7 +83,6 @@ def state(client: SchedulerClient) -> dict[str, object]:
 
 @pytest.fixture
 def unharmed(engine):
-    """Nothing is lost or changed around the test, and the same request gives the same tokens afterwards."""
     before, tokens = state(engine), engine.generate([5, 6, 7], GREEDY, timeout=PATIENCE).output_ids
     yield
     assert state(engine) == before
@@ -129,7 +127,6 @@ class TestGenerate:
             assert caught.value.detail["needed_tokens"] > caught.value.detail["total_tokens"] == POOL
 
     def test_the_largest_request_is_served(self, engine):
-        """One token more was refused above: the bound is exact."""
         params = SamplingParams(max_new_tokens=1, temperature=0.0)
         assert len(engine.generate([5] * POOL, params, timeout=PATIENCE).output_ids) == 1
 
@@ -226,7 +223,6 @@ class TestControl:
 
 
 def broken(tmp_path: Path, source: Path, breakage: str) -> Path:
-    """A copy of a good checkpoint with one thing wrong."""
     path = tmp_path / "broken"
     if breakage == "missing folder":
         return path
@@ -331,7 +327,6 @@ def test_a_path_that_leads_nowhere(engine, unharmed, path):
     ids=[breakage for breakage, _ in BREAKAGES if breakage != "another config"],
 )
 def test_a_broken_checkpoint_at_start(tmp_path, other_model, breakage, error):
-    """In this process; that the launcher raises what the engine says is tested in test_wire_faults."""
     config = EngineConfig(
         model_path=str(broken(tmp_path, other_model, breakage)), endpoint=f"ipc://{tmp_path}/s"
     )
@@ -370,7 +365,6 @@ def second(driver):
 
 
 def until(driver: EngineDriver, raw: RawClient):
-    """Tick until ``raw`` has a message; that message."""
     for _ in range(500):
         driver.tick()
         if raw.socket.poll(1):
@@ -484,7 +478,6 @@ def test_a_time_beyond_all_time_is_refused(driver, message, seconds):
 
 
 def test_the_furthest_deadline_can_be_waited_for(driver):
-    """It is the only appointment of an idle engine."""
     session_id = driver.begin(deadline_s=86400.0)
     scheduler = driver.engine.scheduler
     scheduler._timeout(None)  # finds that it is idle

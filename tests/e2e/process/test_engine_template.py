@@ -1,6 +1,4 @@
-"""What tests fork instead of executing it (``tests/support/engine_template.py``) is what would have been
-executed.
-"""
+"""What tests fork instead of executing it."""
 
 import json
 import os
@@ -46,14 +44,12 @@ print(sys.stdin.read() + "that was the input", file=sys.stderr)
 
 @pytest.fixture(scope="module", autouse=True)
 def of_this_moment() -> None:
-    """A template of what the tests before have made of this process's environment."""
     engine_template.close()
     engine_template.install()
 
 
 @pytest.fixture
 def start(monkeypatch):
-    """Starts a program, forked or executed."""
     monkeypatch.setenv(engine_template.VARIABLE, "1")
 
     def start(code, *arguments, executed=False, **options):

@@ -1,6 +1,4 @@
-"""What the processes really listen on, read from the kernel's tables; and an engine with keys from end to
-end.
-"""
+"""What the processes really listen on, read from the kernel's tables."""
 
 import os
 import subprocess
@@ -25,7 +23,6 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def inet_listeners(pid: int) -> set[tuple[str, int]]:
-    """(address, port) of every tcp listener and every bound udp socket of the process and its children."""
     found = set()
     for process in tree(pid):
         for connection in process.net_connections(kind="inet"):
@@ -36,7 +33,6 @@ def inet_listeners(pid: int) -> set[tuple[str, int]]:
 
 
 def unix_listeners(pid: int) -> set[str]:
-    """Paths of the unix sockets on which the process or a child of it accepts connections."""
     inodes = set()
     for process in tree(pid):
         for entry in Path(f"/proc/{process.pid}/fd").iterdir():

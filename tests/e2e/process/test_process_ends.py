@@ -1,6 +1,4 @@
-"""How a scheduler process ends: by signals, at once or drained, hung, without memory; and what it says and
-leaves.
-"""
+"""How a scheduler process ends: by signals, at once or drained, hung, without memory."""
 
 import json
 import math
@@ -58,12 +56,10 @@ class Started:
         return self.heard()["endpoint"]
 
     def end(self) -> tuple[int, str]:
-        """Exit status and stderr, once it has ended."""
         _, error = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, error
 
     def stop_listening(self) -> None:
-        """Close the ready pipe, as a launcher's death does."""
         os.close(self._ready)
         self._ready = -1
 
@@ -93,7 +89,6 @@ def socket_of(endpoint: str) -> Path:
 
 
 def held(client: SchedulerClient):
-    """A generation that does not end by itself: the engine is paused under it."""
     client.pause("in_place")
     handle = client.submit([5, 6, 7], ENDLESS)
     eventually(lambda: client.status(timeout=PATIENCE).waiting_requests)
@@ -173,9 +168,6 @@ def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, end
 
 @pytest.mark.long
 def test_a_clone_in_the_current_folder_does_not_hide_what_is_installed(tiny_model, tmp_path, monkeypatch):
-    """As in the parent of a clone that is called caesura: its kernels are not built, and here nothing of it
-    can be imported.
-    """
     (tmp_path / "caesura").mkdir()
     (tmp_path / "caesura" / "__init__.py").write_text("raise RuntimeError('the clone')")
     monkeypatch.chdir(tmp_path)
@@ -215,7 +207,6 @@ def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
 
 
 def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
-    """However long loading takes: here for ever."""
     prelude = """
         import os, threading
         from caesura.scheduler.execution import build
@@ -234,9 +225,6 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
 
 
 def test_a_signal_just_before_the_start_waits_ends_it(tiny_model, endpoint):
-    """The interpreter has looked for signals and waits before it takes this one: all that happened is the
-    byte.
-    """
     prelude = """
         import os, signal, threading
         from caesura.scheduler.execution import build
@@ -273,7 +261,6 @@ def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, en
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_during_the_imports_is_named(tmp_path, number):
-    """However long torch takes: here for ever."""
     (tmp_path / "torch.py").write_text(
         "import os, threading; os.write(2, b'importing\\n'); threading.Event().wait()"
     )
@@ -336,7 +323,6 @@ def test_a_signal_while_a_refused_start_is_told_changes_nothing(tmp_path):
 
 
 def pending_signals(pid: int) -> set[int]:
-    """Signals that the process has not taken yet."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     bits = int(next(line.split()[1] for line in lines if line.startswith("ShdPnd:")), 16)
     return {number for number in range(1, 64) if bits >> (number - 1) & 1}
@@ -344,7 +330,6 @@ def pending_signals(pid: int) -> set[int]:
 
 @pytest.mark.long
 def test_a_launcher_that_dies_during_the_start_is_named(tiny_model, endpoint):
-    """Nobody reads whether it is ready, then."""
     reader, writer = os.pipe()
     with started(tiny_model, "--endpoint", endpoint, lifeline=reader) as engine:
         os.close(reader)
@@ -520,7 +505,6 @@ def test_remains_of_a_killed_engine_are_removed(tiny_model, tmp_path):
 
 @pytest.mark.long
 def test_an_unread_stderr_blocks_nothing(tiny_model, endpoint):
-    """A flood of malformed messages, whose warnings nobody reads."""
     prelude = """
         from caesura.process import log
         log.REPEATS = 1 << 30

@@ -1,6 +1,4 @@
-"""The Python examples of the README and of pages for users, as they stand there, but for where the
-checkpoints lie.
-"""
+"""The Python examples of the README and of pages for users, as they stand there."""
 
 import re
 import subprocess
@@ -43,19 +41,16 @@ with (
 
 
 def block_of(page: Path, number: int) -> str:
-    """The page's Python block of this number."""
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[number]
 
 
 def example(page: Path, number: int, tmp_path: Path) -> str:
-    """The output of the page's Python block of this number."""
     output, said = run(block_of(page, number), tmp_path)
     assert " WARNING " not in said, "an example is no place for what the engine warns of"
     return output
 
 
 def run(program: str, tmp_path: Path) -> tuple[str, str]:
-    """Standard output and standard error of a program with the checkpoints of this test."""
     for name in ("tiny-image-new", "tiny-image", "tiny-new", "tiny"):
         program = program.replace(f'/tmp/{name}"', f'{tmp_path / name}"')
     assert "/tmp/tiny" not in program.replace(str(tmp_path), "")
@@ -71,7 +66,6 @@ def run(program: str, tmp_path: Path) -> tuple[str, str]:
 
 
 def make_checkpoints(tmp_path: Path, page: Path = README) -> None:
-    """By the page's own commands."""
     commands = re.findall(r"python (benchmarks/checkpoints\.py .*)", page.read_text(encoding="utf-8"))
     assert len(commands) == 2
     for command in commands:

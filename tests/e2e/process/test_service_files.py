@@ -40,7 +40,6 @@ def test_systemd_accepts_the_unit(unit, tmp_path):
 
 @pytest.mark.parametrize("unit", quick(UNITS), ids=lambda unit: unit.stem)
 def test_the_commands_of_the_units_are_ours(unit, tiny_model, tmp_path):
-    """Run as written, but for the places of things."""
     _, verb, *arguments = command_of(unit)
     (tmp_path / "key").write_text("a key\n")
     places = {
@@ -75,13 +74,11 @@ def test_the_health_checks_of_the_compose_file_tell_well_from_ill(tiny_model):
 
 
 def dockerfile() -> list[str]:
-    """Its instructions, one a line."""
     text = (ROOT / "docker/Dockerfile").read_text().replace("\\\n", "")
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def stages() -> dict[str, tuple[str, list[str]]]:
-    """Name to what it is made from, and its instructions."""
     found: dict[str, tuple[str, list[str]]] = {}
     for line in dockerfile():
         if line.startswith("FROM "):

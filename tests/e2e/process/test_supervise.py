@@ -27,7 +27,6 @@ GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
 
 
 def again(call, *arguments, **options):
-    """The result of ``call``, which is repeated as long as its failure may pass."""
     while True:
         try:
             return call(*arguments, timeout=PATIENCE, **options)
@@ -262,7 +261,6 @@ def test_http_says_what_may_be_tried_again_and_finds_the_new_engine(tiny_model, 
 
 
 def until_refused(engine) -> httpx.Response | None:
-    """The answer to /health while no engine is there."""
     answer = engine.get("/health")
     return answer if "engine_restarting" in answer.text else None
 

@@ -55,7 +55,6 @@ SHORT = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer and a long context: requests that are still running when something happens to them."""
     path = tmp_path_factory.mktemp("models") / "long"
     make_checkpoint(path, "qwen3", tied=True, seed=3, num_hidden_layers=1, max_position_embeddings=32768)
     return path
@@ -76,7 +75,6 @@ def launched(long_model, tmp_path_factory):
 
 @pytest.fixture
 def client(launched):
-    """Its client; the engine is idle and running before and after each test."""
     yield launched.client
     assert launched.returncode is None
     launched.client.abort(abort_all=True, timeout=PATIENCE)
@@ -85,7 +83,6 @@ def client(launched):
 
 
 def ends(pid: int) -> None:
-    """The process is gone soon; it need not be a child of this one."""
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(PATIENCE)
 
@@ -147,7 +144,6 @@ VANISHING = """
 
 @contextlib.contextmanager
 def vanishing_client(endpoint: str):
-    """A process that streams three long samples; it has begun when this yields."""
     program = [sys.executable, "-c", textwrap.dedent(VANISHING), endpoint]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as child:
         try:
@@ -159,7 +155,6 @@ def vanishing_client(endpoint: str):
 
 
 def test_a_client_killed_in_mid_stream(client, launched):
-    """Its requests end and their KV comes back; another client's long request goes on to its last token."""
     with vanishing_client(launched.endpoint) as child:
         other = client.submit(
             [5, 6, 7], SamplingParams(max_new_tokens=1500, temperature=0.0, ignore_eos=True)
@@ -173,7 +168,6 @@ def test_a_client_killed_in_mid_stream(client, launched):
 
 
 def test_a_silent_client_is_missed_during_a_pause(client, launched):
-    """Nothing is sent to it while paused, so only the keepalive can find out."""
     mine = client.submit([5, 6, 7], LONG)
     with vanishing_client(launched.endpoint) as child:
         eventually(lambda: client.status(timeout=PATIENCE).running_requests == 4)
@@ -296,7 +290,6 @@ def test_a_scheduler_does_not_outlive_its_killed_launcher(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_ends_every_request_and_then_the_process(tmp_path, tiny_model, number):
-    """Over TCP with a port of the system's choice. Running, queued, frozen: each gets its terminal message."""
     launched = launch(tiny_model, tmp_path / "log", endpoint="tcp://127.0.0.1:0", kv_pool_tokens=512)
     try:
         assert launched.endpoint.startswith("tcp://127.0.0.1:")
@@ -321,10 +314,6 @@ def test_a_signal_ends_every_request_and_then_the_process(tmp_path, tiny_model, 
 
 
 def test_status_and_abort_are_answered_during_an_update(tmp_path):
-    """A larger checkpoint in small buckets: answers come from within the update, over real sockets.
-
-    tests/loop shows bucket by bucket what happens in which order.
-    """
     model = tmp_path / "large"
     make_checkpoint(
         model,
@@ -380,7 +369,6 @@ def driver(tiny_model, monkeypatch):
 
 
 def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
-    """It streams 10,000 tokens unread; another client is served meanwhile; then it finds all of its results."""
     monkeypatch.setattr(send_queues, "MAX_PENDING_DELTA_TOKENS", 2000)
     params = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     prompts = {f"s{i}": [5, 6, 7 + i] for i in range(50)}
@@ -473,9 +461,6 @@ def driver_result(driver: EngineDriver):
 
 
 def test_a_reconnecting_client_gets_its_result(driver):
-    """The same identity, a new connection, the same message: one generation, answered to the one who is
-    there.
-    """
     request = GenerateReqInput(
         id="g",
         input_ids=[5, 6],
@@ -508,7 +493,6 @@ def _owners(driver: EngineDriver) -> set[bytes]:
 
 @pytest.mark.long
 def test_the_ready_line_is_one_line_of_json(tmp_path, tiny_model):
-    """What any launcher, in any language, relies on."""
     reader, writer = os.pipe()
     command = [
         sys.executable,

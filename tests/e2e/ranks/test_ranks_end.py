@@ -31,7 +31,6 @@ def launched(tiny_model) -> Iterator[LaunchedScheduler]:
 
 
 def processes_of(launched: LaunchedScheduler) -> tuple[psutil.Process, psutil.Process]:
-    """Rank 0 and rank 1."""
     (rank,) = launched.client.status().ranks
     return psutil.Process(launched.pid), psutil.Process(rank.pid)
 

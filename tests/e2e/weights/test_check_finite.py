@@ -1,6 +1,4 @@
-"""``check_finite``: weights with NaN or infinities are not committed, whatever the transport and the form of
-storage.
-"""
+"""``check_finite``: weights with NaN or infinities are not committed."""
 
 import shutil
 from collections.abc import Iterator
@@ -35,7 +33,6 @@ Weights = dict[str, torch.Tensor]
 
 
 def checkpoint(root: Path, kind: str) -> Path:
-    """A small model: its form of storage is ``kind``."""
     make_checkpoint(root / "plain", "qwen3", dtype=torch.float32 if kind == "float32" else torch.bfloat16)
     if kind != "fp8":
         return root / "plain"
@@ -67,7 +64,6 @@ def weights_of(folder: Path) -> Weights:
 
 
 def spoil(weights: Weights, name: str, *values: float) -> None:
-    """Put ``values`` at the end of a tensor, whatever its dtype."""
     flat = weights[name].reshape(-1).float().clone()
     flat[-len(values) :] = torch.tensor(values)
     weights[name] = flat.to(weights[name].dtype).view(weights[name].shape)
@@ -76,7 +72,6 @@ def spoil(weights: Weights, name: str, *values: float) -> None:
 def send(
     engine: SchedulerClient, transport: str, weights: Weights, folder: Path, group: WeightUpdateGroup | None
 ):
-    """One update; from disk it is ``folder`` with these weights."""
     named = list(weights.items())
     if transport == "disk":
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -145,7 +140,6 @@ def test_a_parameter_server_hears_it_instead_of_the_commit(engine, folder):
 
 
 def test_finite_values_that_overflow_in_the_cast_are_found(engine, folder):
-    """What is stored counts, not what was sent."""
     weights = {name: value.float() for name, value in weights_of(folder).items() if "scale_inv" not in name}
     with engine.weight_update():
         engine.update_weights_from_tensor(list(weights.items()))

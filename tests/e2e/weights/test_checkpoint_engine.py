@@ -23,7 +23,6 @@ PARAMS = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3, ignore_eos=Tr
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[Path]:
-    """One shape; the second is stored in bfloat16, and so is cast by a float32 engine."""
     paths = [tmp_path_factory.mktemp("models") / str(seed) for seed in range(2)]
     for seed, path in enumerate(paths):
         dtype = (torch.float32, torch.bfloat16)[seed]
@@ -48,7 +47,6 @@ def shared_engine(models) -> Iterator[SchedulerClient]:
 
 @pytest.fixture
 def engine(shared_engine, models) -> SchedulerClient:
-    """Running on the first weights, without a request."""
     shared_engine.update_weights_from_disk(models[0], abort_all_requests=True)
     shared_engine.continue_generation(torch_empty_cache=False)
     return shared_engine
@@ -81,7 +79,6 @@ def failure(update: "Future[WeightUpdateReqOutput]", code: str) -> EngineError:
 
 
 def push(server: ParameterServer, weights: dict[str, torch.Tensor]) -> int:
-    """A whole exchange; returns the number of buckets."""
     assert server.ask(server.handle) == ""
     count = 0
     for bucket in server.buckets(weights):
@@ -135,7 +132,6 @@ def test_the_buffer_is_let_go_before_the_commit_and_the_last_answer_comes_after_
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_part_of_the_weights_is_an_update_too(engine, pool, models, paused):
-    """Committed when the server has ended, during a pause as well: what it did not send keeps its values."""
     if paused:
         engine.pause("retract")
     name = "model.norm.weight"
@@ -158,7 +154,6 @@ def test_update_joins_an_explicit_session(engine, pool, models, cold):
 
 
 def test_generation_goes_on_while_the_server_is_silent(engine, pool, models):
-    """Before the first bucket, steps are launched; between buckets, status and abort are answered at once."""
     with ParameterServer(20_000) as server:
         update = start(pool, engine, server)
         for said in (False, True):
@@ -204,7 +199,6 @@ def test_a_server_that_dies_in_mid_update_poisons(engine, pool, models, cold):
 
 
 def test_a_session_that_expires_ends_the_update(engine, pool, models):
-    """While the server is silent; it hears so when it comes back."""
     engine.begin_weight_update(deadline_s=0.5)
     with ParameterServer(20_000) as server:
         update = start(pool, engine, server)
@@ -228,7 +222,6 @@ def test_shutting_down_does_not_wait_for_the_server(models, pool):
 
 
 def test_a_new_update_ends_the_talk_with_the_last_server(engine, pool, models):
-    """And leaves neither threads nor descriptors behind, however updates end."""
     process = psutil.Process(engine.status().pid)
 
     def resources() -> tuple[int, int]:
@@ -282,9 +275,6 @@ MISFITS = {
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("fault", MISFITS)
 def test_a_bucket_that_does_not_fit_is_answered_and_ends_the_update(engine, pool, models, fault, written):
-    """The server hears what is wrong, also when it asks again; its exception ends it. Poisoned only after a
-    first byte.
-    """
     change, code = MISFITS[fault]
     with ParameterServer(1 << 20) as server:
         update = start(pool, engine, server)
@@ -321,7 +311,6 @@ def test_nothing_sent_is_an_error(engine, pool):
 
 
 def test_engine_refusals_reach_the_server(engine, pool, models):
-    """Here a flush that frozen requests forbid."""
     params = SamplingParams(max_new_tokens=200, ignore_eos=True)
     handles = [
         engine.submit([5, 6, 7], sampling_params=params) for _ in range(8)

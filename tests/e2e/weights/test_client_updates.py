@@ -1,6 +1,4 @@
-"""The client's half of updates that end otherwise than well, against engines that run: no session stays open,
-and memory that an engine has yet to read is not written again.
-"""
+"""The client's half of updates that end otherwise than well, against engines that run."""
 
 import asyncio
 import contextlib
@@ -44,7 +42,6 @@ def engine(tiny_model) -> Iterator[SchedulerClient]:
 
 @pytest.fixture
 def trainer(engine, tiny_model) -> Iterator[ControlClient]:
-    """A client of its own, of an engine that serves ``tiny_model`` and has no session."""
     with ControlClient(engine.endpoint) as client:
         with contextlib.suppress(NoSession):  # what a test that failed has left
             client.end_weight_update(commit=False, force=True, timeout=PATIENCE)
@@ -61,7 +58,6 @@ def group(engine) -> Iterator[WeightUpdateGroup]:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """The engine answers nothing meanwhile, and then everything in the order of arrival."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -79,14 +75,12 @@ def checksum_of(engine: SchedulerClient, weights: dict[str, torch.Tensor]) -> st
 
 
 def settled(engine: SchedulerClient) -> str:
-    """What the weights are once everything that was sent to the engine has been done."""
     eventually(lambda: engine.status(timeout=PATIENCE).session is None)
     engine.check_weights(timeout=PATIENCE)  # a command: it runs behind all others
     return engine.status(timeout=PATIENCE).weights
 
 
 def test_memory_that_was_given_up_waiting_for_keeps_its_bytes(engine, trainer, tiny_model, other_model):
-    """The first update's message is still in the queue when the second fills memory of its own."""
     first, second = weights_of(other_model), weights_of(tiny_model)
     expected = checksum_of(engine, {**first, NORM: second[NORM]})
     for mapped in (False, True):  # also where the engine has mapped the client's memory before
@@ -144,7 +138,6 @@ def test_an_explicit_commit_that_is_refused_may_be_made_good(engine, trainer, ot
 
 @pytest.mark.parametrize("transport", ["tensor", "ipc", "shared"])
 def test_sessions_are_never_committed_after_a_timeout(engine, trainer, tiny_model, other_model, transport):
-    """A trainer that gave up waiting goes on with its optimizer while the message is still on its way."""
     new = {name: tensor.clone() for name, tensor in weights_of(other_model).items()}
     whole = {checksum_of(engine, weights_of(other_model)), checksum_of(engine, weights_of(tiny_model))}
     tensors = SharedTensors(new.items()) if transport == "shared" else new.items()
@@ -162,7 +155,6 @@ def test_sessions_are_never_committed_after_a_timeout(engine, trainer, tiny_mode
 
 
 def test_single_messages_are_copies(tiny_model):
-    """However soon the memory changes after the update was given up."""
     tensors = [("w", torch.ones(8))]
     update = tensor_steps(tensors, {}, bucket_bytes=1 << 20, shared=SharedBuckets())
     wanted = update.send(next(update).work())
@@ -183,7 +175,6 @@ def test_shared_tensors_of_a_part_commit_and_belong_to_a_block(engine, trainer, 
 
 
 def test_a_client_keeps_the_id_and_no_flag(engine, trainer, other_model):
-    """An update after the session has ended in secret is an error, once, and no commit."""
     epoch = engine.status().weights_epoch
     opened = trainer.begin_weight_update(timeout=PATIENCE)
     assert trainer.session_id == opened.session_id
@@ -197,7 +188,6 @@ def test_a_client_keeps_the_id_and_no_flag(engine, trainer, other_model):
 
 
 def test_a_session_does_not_outlive_its_engine(tiny_model, other_model, tmp_path):
-    """An update of many buckets used to go to the next engine without a begin: each bucket was a commit."""
     endpoint = f"ipc://{tmp_path}/s.sock"
     options = {"endpoint": endpoint, "dtype": "float32", "num_threads": 1, "kv_pool_tokens": 256}
     weights = weights_of(other_model)

@@ -50,7 +50,6 @@ def driver(tiny_model):
 
 
 def pump(driver: EngineDriver, message: Message) -> Message:
-    """Send and turn the loop until the answer is there."""
     return answer(driver, driver.send(message))
 
 
@@ -67,7 +66,6 @@ def checksum(driver: EngineDriver) -> str:
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 def test_a_trainer_that_shares_no_code_with_us(driver, trainer, other_model, load_format):
-    """Init, update as one broadcast per tensor or as one bucket, destroy; the result is that of the files."""
     reply = join(driver, trainer)
     assert (reply.rank, reply.world_size) == (1, 2)
     weights = weights_of(other_model)
@@ -84,7 +82,6 @@ def test_a_trainer_that_shares_no_code_with_us(driver, trainer, other_model, loa
 
 
 def send_while(driver: EngineDriver, message: Message, until: Callable[[], bool]) -> str:
-    """Send, then turn the loop until something has happened."""
     message_id = driver.send(message)
     while not until():
         driver.tick()
@@ -122,9 +119,6 @@ def test_a_destroy_ends_an_update_whose_broadcasts_do_not_come(driver, trainer, 
 
 
 def test_pieces_that_lie_askew_in_a_bucket(driver, trainer, other_model):
-    """Nothing says that a trainer's bucket aligns its tensors; a tensor that the model ignores takes its
-    room, too.
-    """
     join(driver, trainer)
     weights = {"model.rotary_emb.inv_freq": torch.zeros(3, dtype=torch.uint8), **weights_of(other_model)}
     trainer.beside(lambda: trainer.broadcast_flat(weights))
@@ -137,7 +131,6 @@ def test_pieces_that_lie_askew_in_a_bucket(driver, trainer, other_model):
 
 
 def test_two_groups_at_once_and_buffers_that_stay(driver, tiny_model, other_model):
-    """One group per pipeline rank of a trainer; the staging of a group is the same memory in every update."""
     trainers = [PlainTrainer("pp_0"), PlainTrainer("pp_1")]
     for trainer in trainers:
         join(driver, trainer)
@@ -220,9 +213,6 @@ def test_inits_that_cannot_be_right_are_refused_at_once(driver, trainer, fields,
 
 @pytest.mark.parametrize("fault", ["name", "shape", "dtype", "start_row", "unknown dtype", "room", "size"])
 def test_a_refused_call_never_joins_and_ends_the_group(driver, trainer, other_model, fault):
-    """The trainer is broadcasting to an engine that will not listen: it hears of that from its own broadcast,
-    too.
-    """
     join(driver, trainer)
     weights = weights_of(other_model)
     name, tensor = next(iter(weights.items()))
@@ -289,7 +279,6 @@ def test_a_session_that_expires_before_the_trainer_sends(driver, trainer, other_
 
 
 def test_a_broadcast_that_never_comes_ends_with_the_groups_timeout(driver, trainer, other_model):
-    """Which is that of its broadcasts, and not what was left of joining."""
     join(driver, trainer, broadcast_timeout_s=0.5)
     error = assert_error(pump(driver, update_message(weights_of(other_model))), "group_error")
     assert "Timed out" in error.message
@@ -297,7 +286,6 @@ def test_a_broadcast_that_never_comes_ends_with_the_groups_timeout(driver, train
 
 
 def num_threads() -> int:
-    """Of this process, a backend's own included."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -339,7 +327,6 @@ def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
 
 
 def listeners(pid: int) -> set[str]:
-    """``address:port`` of the sockets on which the process ``pid`` listens, as the kernel prints them."""
     links = [entry.readlink().name for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
     inodes = {name.removeprefix("socket:[").removesuffix("]") for name in links if name.startswith("socket:")}
     rows = [
@@ -376,14 +363,10 @@ def test_a_group_of_one_host_listens_on_loopback_alone(driver):
 
 
 def assert_joins_end(before: set[threading.Thread]) -> None:
-    """Of the threads that were not there before: other tests of this process may have left some."""
     eventually(lambda: not any(t.name == "caesura-feed" for t in set(threading.enumerate()) - before))
 
 
 def test_joins_of_a_trainer_that_hangs_end(driver):
-    """The kernel accepts for it. Each join used to wait for its answer for good, and after MAX_JOINING there
-    was no other.
-    """
     before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         messages = [
@@ -406,7 +389,6 @@ def test_joins_of_a_trainer_that_hangs_end(driver):
 
 
 def test_joins_that_wait_are_bounded(driver):
-    """Each is a thread; 300 of them used to be 300."""
     before = set(threading.enumerate())
     messages = [
         InitWeightsUpdateGroupReqInput(

@@ -76,7 +76,6 @@ def engine(path: Path, family: str) -> EngineDriver:
 
 
 def state(driver: EngineDriver) -> tuple[dict[str, str], list[tuple[list[int], bytes]]]:
-    """Checksums, and tokens with logprobs from an empty cache."""
     driver.call(FlushCacheReqInput(torch_empty_cache=False))
     rids = []
     for number, prompt in enumerate(PROMPTS):
@@ -90,7 +89,6 @@ def state(driver: EngineDriver) -> tuple[dict[str, str], list[tuple[list[int], b
 
 
 def compare_all_roads(folder, trainer: PlainTrainer, family: str) -> None:
-    """One engine, there and back between two checkpoints by every road."""
     old, new = folder(family, 1), folder(family, 2)
     with engine(new, family) as driver:
         cold = [None, state(driver)]

@@ -1,6 +1,4 @@
-"""FP8 weights by every transport, as FP8 or as bfloat16: the engine of a cold load of the FP8 checkpoint
-(I7).
-"""
+"""FP8 weights by every transport, as FP8 or as bfloat16."""
 
 from pathlib import Path
 
@@ -22,7 +20,6 @@ BLOCKS = (16, 32)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[dict[str, Path]]:
-    """Two checkpoints, each as bfloat16 and as FP8 made of it."""
     found = []
     for seed in range(2):
         root = tmp_path_factory.mktemp("fp8")
@@ -43,7 +40,6 @@ def tokens_of(client: SchedulerClient) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cold(folders) -> list[tuple[str, list[int]]]:
-    """Checksum and greedy tokens of an engine that was started from each FP8 checkpoint."""
     found = []
     for folder in folders:
         with launch(folder["fp8"]) as client:

@@ -1,6 +1,4 @@
-"""Committed weights from one engine to others, each a process of its own, and every way in which that ends
-early.
-"""
+"""Committed weights from one engine to others, each a process of its own."""
 
 import asyncio
 import os
@@ -65,7 +63,6 @@ def target(tiny_model) -> Iterator[SchedulerClient]:
 
 @pytest.fixture(autouse=True)
 def known_weights(source, target, tiny_model, other_model) -> None:
-    """Whatever a test has left behind: the source has one model's weights and the target the other's."""
     for engine, path in ((source, other_model), (target, tiny_model)):
         engine.resume_memory()
         engine.update_weights_from_disk(path, weight_version=path.name)
@@ -87,7 +84,6 @@ PARAMS = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=
 
 @contextmanager
 def generating(*engines: SchedulerClient) -> Iterator[list[list[GenerateOutput]]]:
-    """One request after the other on each of them, the last begun after the block; their outputs, by engine."""
     over, outputs = threading.Event(), [list[GenerateOutput]() for _ in engines]
 
     def work(engine: SchedulerClient, found: list[GenerateOutput]) -> None:
@@ -108,7 +104,6 @@ def generating(*engines: SchedulerClient) -> Iterator[list[list[GenerateOutput]]
 
 @pytest.mark.parametrize("bucket_bytes", [1, SMALL, 1 << 26])
 def test_a_target_ends_with_the_sources_weights(source, target, other_model, tiny_model, bucket_bytes):
-    """Label and digests, while both generate; the source's epoch stays."""
     epochs = source.status().weights_epoch, target.status().weights_epoch
     assert total(source) != total(target)
     with generating(source, target) as outputs:
@@ -149,7 +144,6 @@ def test_a_paused_source_and_a_poisoned_target(source, target):
 
 
 def test_weights_that_are_not_of_one_commit_are_refused_by_name(source, target, other_model):
-    """And cost the target nothing."""
     before = total(target)
     with source.weight_update():
         source.update_weights_from_disk(other_model)
@@ -181,7 +175,6 @@ def test_a_target_that_refuses_costs_the_source_nothing(source, target):
 
 
 def test_a_send_by_hand_is_checked(source):
-    """Over a group that is not there, and of tensors that are not: nothing happens to the weights."""
     specs = [tensor.spec() for tensor in source.weights_manifest().tensors]
     with pytest.raises(GroupError, match="init it first"):
         source.send_weights(specs, group_name="nobody")
@@ -194,7 +187,6 @@ def test_a_send_by_hand_is_checked(source):
 
 
 def test_the_asyncio_client_asks_and_sends_the_same(source):
-    """The manifest is there in every state."""
     source.pause("abort")
     source.release_memory()
 
@@ -218,13 +210,11 @@ class Pair:
         join_links([source, target], [name], self._store, "127.0.0.1", "gloo", limits)
 
     def send(self, specs: Sequence[TensorSpec]):
-        """The source's call, one broadcast per tensor; without waiting."""
         return self.source.start(
             SendWeightsReqInput(specs=list(specs), group_name=self.name), SendWeightsReqOutput
         )
 
     def receive(self, specs: Sequence[TensorSpec], session_id: str):
-        """The target's call; without waiting."""
         message = UpdateWeightsFromDistributedReqInput(
             specs=list(specs), group_name=self.name, session_id=session_id
         )
@@ -236,9 +226,6 @@ def tensors_of(engine: SchedulerClient) -> list[TensorSpec]:
 
 
 def test_weight_changes_wait_until_sending_ends(source, target, tiny_model):
-    """The target takes one half, so that the source is in the midst: it generates, pauses and answers, and an
-    update waits.
-    """
     pair, specs, before = Pair(source, target, "midst"), tensors_of(source), total(source)
     half = len(specs) // 2
     session = target.begin_weight_update().session_id

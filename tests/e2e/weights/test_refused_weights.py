@@ -1,6 +1,4 @@
-"""Weights that do not fit are refused in the same words, whatever brings them; a state dict is as good as
-pairs.
-"""
+"""Weights that do not fit are refused in the same words, whatever brings them."""
 
 import asyncio
 
@@ -29,7 +27,6 @@ def engine(tiny_model, tmp_path_factory):
 
 
 def updated(engine: ControlClient, transport: str, tensors, folder, **options):
-    """The reply to an update with ``tensors``, a dict."""
     if transport == "disk":
         save_file(tensors, folder / "model.safetensors")
         return engine.update_weights_from_disk(folder, timeout=PATIENCE, **options)

@@ -1,6 +1,4 @@
-"""One update of several engines: down a chain, or from one export of shared memory; and an engine that dies
-meanwhile.
-"""
+"""One update of several engines: down a chain, or from one export of shared memory."""
 
 import os
 import signal
@@ -52,7 +50,6 @@ def totals(engines: Engines) -> list[str]:
 def test_a_chain_leaves_every_engine_with_what_was_sent(
     engines, chain, tiny_model, other_model, bucket_bytes
 ):
-    """Requests in flight go on; the trainer sends each byte once."""
     params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
     handles = [engine.submit([5, 6, 7], sampling_params=params) for engine in engines]
     for path in (other_model, tiny_model):
@@ -84,8 +81,6 @@ def test_one_export_of_shared_memory_serves_all_engines(engines, tiny_model, oth
 
 @pytest.mark.parametrize("road", ["chain", "shared"])
 def test_a_refusal_of_one_engine_changes_none(engines, chain, other_model, road):
-    """Neither the weights nor the chain: the next update takes it."""
-
     def update(tensors: dict[str, torch.Tensor]) -> None:
         if road == "chain":
             chain.update(tensors, timeout=PATIENCE_S)
@@ -109,7 +104,6 @@ def test_a_refusal_of_one_engine_changes_none(engines, chain, other_model, road)
 
 @pytest.mark.long
 def test_an_engine_that_dies_in_the_midst_costs_itself_and_those_behind_it(engines, tiny_model, other_model):
-    """The one before it commits; the one behind it is poisoned, and gets the weights from the first."""
     before, _, behind = engines
     process = launched(tiny_model)
     with process as doomed:

@@ -43,12 +43,10 @@ def state(client: SchedulerClient) -> tuple[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def cold(engine: SchedulerClient) -> tuple[str, list[int]]:
-    """Of the engine as it was started."""
     return state(engine)
 
 
 def test_tokens_are_those_of_transformers(cold: tuple[str, list[int]], engine: SchedulerClient) -> None:
-    """Without its cache: one forward over prompt and output says what each greedy token had to be."""
     model, tokens = tiny_model(ARCHITECTURE, 0), PROMPT + cold[1]
     with torch.inference_mode():
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0, len(PROMPT) - 1 : -1]
@@ -64,7 +62,6 @@ def test_tokens_are_those_of_transformers(cold: tuple[str, list[int]], engine: S
 def test_update_equals_cold_load(
     transport: str, paused: bool, engine: SchedulerClient, folders: list[Path], cold: tuple[str, list[int]]
 ) -> None:
-    """There by disk, and back to what was loaded at start."""
     assert engine.update_weights_from_disk(folders[1]).changed_tensors > 20
     changed = state(engine)
     assert changed[0] != cold[0]
@@ -92,7 +89,6 @@ def test_update_equals_cold_load(
 def test_release_and_resume(
     engine: SchedulerClient, folders: list[Path], cold: tuple[str, list[int]]
 ) -> None:
-    """What the modules compute for themselves, rotary frequencies for instance, is there again."""
     engine.pause("retract")
     engine.release_memory()
     engine.resume_memory()

@@ -47,7 +47,6 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", params=quick(["tied", "untied"]))
 def family(request, tmp_path_factory) -> list[Path]:
-    """Three checkpoints of one shape; the second is stored in bfloat16 and so is cast by a float32 engine."""
     paths = []
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
         path = tmp_path_factory.mktemp("models") / f"{request.param}-{seed}"
@@ -58,7 +57,6 @@ def family(request, tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def cold(family) -> list[str]:
-    """Checksum of an engine that was started from each checkpoint."""
     totals = []
     for path in family:
         with launch_scheduler(str(path), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
@@ -179,7 +177,6 @@ def driver(tiny_model):
 
 
 def test_calls_while_paused_join_one_session(driver, other_model):
-    """Committed when the last parameter has come; the label changes then, and only then."""
     driver.call(PauseGenerationReqInput())
     sender = Sender(driver, other_model, 20_000)
     for number in range(len(sender.parts) - 1):

@@ -34,7 +34,6 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """``checkpoint(family, seed, tied=…, dtype=…, sharded=…)``: a folder, written once."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     @cache
@@ -48,8 +47,6 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory):
-    """``cold(path, dtype)``: checksums and outputs of an engine that was started from ``path``."""
-
     @cache
     def look(path: Path, dtype: str = "float32") -> tuple[dict[str, str], list]:
         with engine(path, dtype=dtype) as driver:
@@ -69,7 +66,6 @@ def checksums(driver: EngineDriver) -> dict[str, str]:
 
 
 def outputs(driver: EngineDriver) -> list[tuple[list[int], bytes]]:
-    """Tokens and logprobs, greedy and sampled, from an empty cache."""
     driver.call(FlushCacheReqInput(torch_empty_cache=False))
     rids = []
     for number, prompt in enumerate(PROMPTS):
@@ -112,7 +108,6 @@ def test_every_family(checkpoint, cold, family, tied):
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["F32", "BF16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_casts_shards_and_buckets(checkpoint, cold, dtype, stored, sharded, bucket):
-    """The reference was loaded in one piece from one file, where that holds the same values."""
     old = checkpoint("qwen3", 1)
     new = checkpoint("qwen3", 2, dtype=stored, sharded=sharded)
     assert (new / WEIGHTS).exists() is not sharded
@@ -141,7 +136,6 @@ def test_there_and_back(checkpoint, cold):
 @pytest.mark.parametrize("element", [0, -1])
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_changed_tensors_are_counted(checkpoint, tmp_path, count, element, bucket):
-    """One element in the first or last row of a tensor is a change, wherever the bucket cuts it."""
     old = checkpoint("qwen3", 1)
     shutil.copytree(old, tmp_path / "new")
     tensors = load_file(old / WEIGHTS)
@@ -171,7 +165,6 @@ class TestPoisoned:
 
     @pytest.fixture
     def torn(self, checkpoint, tmp_path) -> Path:
-        """A checkpoint that is sound until somebody truncates it."""
         return Path(shutil.copytree(checkpoint("qwen3", 2), tmp_path / "torn"))
 
     def is_written(self, driver: EngineDriver) -> bool:
@@ -185,7 +178,6 @@ class TestPoisoned:
         return True
 
     def tear(self, driver: EngineDriver, torn: Path) -> None:
-        """Update from ``torn`` and truncate it between two buckets."""
         waiting = driver.send(UpdateWeightFromDiskReqInput(model_path=str(torn), flush_cache=False))
         eventually(lambda: driver.tick() or self.is_written(driver))
         os.truncate(torn / WEIGHTS, (torn / WEIGHTS).stat().st_size // 2)
@@ -235,7 +227,6 @@ class TestPoisoned:
 
     @pytest.mark.parametrize("written", [False, True])
     def test_deadline_of_a_session(self, driver, checkpoint, cold, written):
-        """It leaves the old weights if nothing was written, and poison otherwise."""
         driver.call(PauseGenerationReqInput(mode="in_place"))
         session_id = driver.begin(deadline_s=600)
         if written:
@@ -267,7 +258,6 @@ class TestPoisoned:
         self.assert_nothing_runs(driver)
 
     def test_reset_tensors_then_an_update(self, driver, checkpoint, cold):
-        """What the checker scrambled is all written again: no tensor is left out by an update."""
         driver.call(WeightsCheckerReqInput(action="snapshot"), max_ticks=5000)
         driver.call(WeightsCheckerReqInput(action="reset_tensors"), max_ticks=5000)
         changed = driver.call(WeightsCheckerReqInput(action="compare"), max_ticks=5000).changed
@@ -280,7 +270,6 @@ class TestPoisoned:
 
 
 def test_outputs_depend_on_the_weights(checkpoint, cold):
-    """The comparisons above would otherwise prove nothing."""
     logprobs = [np.frombuffer(data, "<f4") for _, data in cold(checkpoint("qwen3", 1))[1]]
     assert all(np.isfinite(values).all() for values in logprobs)
     assert len({data for _, data in cold(checkpoint("qwen3", 1))[1]}) == 2 * len(PROMPTS)

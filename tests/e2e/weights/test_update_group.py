@@ -39,7 +39,6 @@ def group(engine) -> Iterator[WeightUpdateGroup]:
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 def test_our_half_with_buckets_of_any_size(engine, group, tiny_model, other_model, load_format, paused):
-    """All equal the files; what is more than a bucket travels in a session, and requests in flight go on."""
     params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
     handle = engine.submit([5, 6, 7], sampling_params=params)
     if paused:
@@ -77,7 +76,6 @@ def test_the_client_method_and_a_session_of_the_trainers_own(engine, group, othe
 
 
 def test_an_engine_that_refuses_ends_the_wait(engine, tiny_model, other_model):
-    """Nobody waits for the timeout of a broadcast that nobody takes; a new group then works."""
     big = torch.zeros(1 << 20)
     with WeightUpdateGroup.create([engine], group_name="refused", timeout_s=PATIENCE_S) as group:
         with pytest.raises(WeightMismatch) as caught:
@@ -99,7 +97,6 @@ def test_a_manifest_that_is_refused_costs_no_group(engine, group, other_model):
 
 
 def test_a_group_that_cannot_be_made_fails_at_once(engine):
-    """An engine's refusal ends the trainer's own joining: here one is asked to be two ranks."""
     with pytest.raises(GroupError, match="other parameters"):
         WeightUpdateGroup.create([engine, engine], group_name="never", timeout_s=PATIENCE_S)
     with pytest.raises(Unsupported):
@@ -139,7 +136,6 @@ def test_the_asyncio_client(engine, group, other_model):
 
 
 def test_several_engines_with_one_broadcast(engine, tiny_model, other_model):
-    """Also where one of them refuses: the other hears of it, and nothing hangs."""
     with (
         launch_scheduler(str(tiny_model), dtype="float32", num_threads=1, kv_pool_tokens=256) as second,
         WeightUpdateGroup.create([engine, second], group_name="both", timeout_s=PATIENCE_S) as group,

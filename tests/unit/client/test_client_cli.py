@@ -40,8 +40,6 @@ def fake(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def caesura(monkeypatch, capsys):
-    """Run the command line; returns exit status, stdout and stderr."""
-
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["caesura", *arguments])
         with pytest.raises(SystemExit) as exit:
@@ -221,7 +219,6 @@ SHOWN = r"\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
 
 
 def test_foreign_strings_are_shown_as_text(tmp_path_factory, caesura, monkeypatch):
-    """No escape sequence, no bidirectional override and no markup of an owner or a label takes effect."""
     endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
     monkeypatch.setenv("COLUMNS", "200")
 

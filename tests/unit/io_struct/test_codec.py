@@ -56,7 +56,6 @@ OF_KIND: dict[str, dict[str, object]] = {"ScoreReqInput": {"input_ids": [[1, 2, 
 
 
 def sample(kind: type[Message]) -> Message:
-    """A message with every required field set."""
     required = [field.name for field in msgspec.structs.fields(kind) if field.required]
     values = VALUES_OF_REQUIRED | OF_KIND.get(kind.__name__, {})
     return msgspec.convert(
@@ -188,7 +187,6 @@ def test_refusing_takes_no_more_memory_than_the_frame(type_):
 
 
 def message_or_error(frame: bytes) -> None:
-    """The whole contract: a message of the wire, or a CaesuraError whose reply can be sent."""
     try:
         assert isinstance(decode_request(frame), Message)
     except CaesuraError as error:
@@ -276,7 +274,6 @@ def test_stored_error_texts_are_short(fields):
 
 
 def test_the_order_of_fields_does_not_matter():
-    """Map encoding: a peer with another field order means the same."""
     frame = packed(commit=False, weight_version="2", id="i", type="EndWeightUpdateReqInput")
     assert decode_request(frame) == EndWeightUpdateReqInput(id="i", commit=False, weight_version="2")
     assert decode_request(packed(type="PauseGenerationReqInput", id="p")) == PauseGenerationReqInput(id="p")

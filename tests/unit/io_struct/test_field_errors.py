@@ -101,7 +101,6 @@ def test_the_id_stays_with_the_error_whatever_the_field():
 
 
 def test_a_large_message_is_not_decoded_twice_to_be_refused():
-    """What it gave is left out; the field and what is valid are there."""
     message = {**GENERATE, "input_ids": [1] * 100_000, "sampling_params": {"n": 0}}
     assert said(message) == "sampling_params.n must be an integer from 1 to 1024"
 

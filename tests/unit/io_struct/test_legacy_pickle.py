@@ -62,7 +62,6 @@ def test_an_exception_is_its_name_and_what_it_says(protocol):
 
 
 def test_new_objects_are_written_down():
-    """As dataclasses and slots are pickled: NEWOBJ, then BUILD."""
     found = parse(pickle.dumps(Plain(3)))
     assert found == Call(Global(Plain.__module__, "Plain"), (), {"value": 3})
 
@@ -215,7 +214,6 @@ GARBAGE = st.binary(max_size=60) | st.lists(st.sampled_from(CODES) | st.integers
 @given(GARBAGE)
 @example(b"")
 def test_garbage_is_refused_or_plain(data):
-    """Whatever comes, only CaesuraError goes up, and what is returned can be walked to its end."""
     for message in (data, b"\x80\x04" + data, data + b"."):
         try:
             repr(parse(message))

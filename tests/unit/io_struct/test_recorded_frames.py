@@ -1,6 +1,4 @@
-"""Frames as released versions of this wire sent them, read by the code of today; and frames of a version yet
-to come.
-"""
+"""Frames as released versions of this wire sent them, read by the code of today."""
 
 import json
 from pathlib import Path
@@ -41,7 +39,6 @@ every_frame = pytest.mark.parametrize(("direction", "frame"), FRAMES)
 
 
 def holds(now: Any, then: Any) -> bool:
-    """Whether all that was said then is said now."""
     if isinstance(then, dict):
         return isinstance(now, dict) and all(key in now and holds(now[key], then[key]) for key in then)
     if isinstance(then, list):
@@ -50,7 +47,6 @@ def holds(now: Any, then: Any) -> bool:
 
 
 def with_a_new_field(value: Any) -> Any:
-    """The same, with a field more in every struct that it holds."""
     if isinstance(value, msgspec.Struct):
         config = value.__struct_config__
         fields = {name: with_a_new_field(getattr(value, name)) for name in value.__struct_fields__}
@@ -62,9 +58,6 @@ def with_a_new_field(value: Any) -> Any:
 
 
 def test_every_message_of_this_version_is_recorded():
-    """Who changes a message raises the minor version, or, before the release of that version, records it
-    again.
-    """
     now = {
         (direction, kind.__name__, field.encode_name)
         for direction, union in DIRECTIONS.items()

@@ -28,7 +28,6 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def read_all(reader: int, text: str) -> str:
-    """What comes, up to and including ``text``."""
     found = b""
     while text.encode() not in found:
         found += os.read(reader, 1 << 20)
@@ -104,7 +103,6 @@ def test_lines_of_several_threads_all_arrive(pipe):
 
 @pytest.fixture
 def stream():
-    """Configured logging, undone afterwards."""
     logger = logging.getLogger("caesura")
     before = (logger.level, list(logger.handlers), logger.propagate)
     yield io.StringIO()
@@ -218,7 +216,6 @@ def test_text_from_clients_is_escaped(stream):
 
 @pytest.fixture
 def unread_log(stream):
-    """Yield the end to read a log from that nobody reads."""
     reader, writer = os.pipe()
     with open(writer, "w") as unread:
         log.configure("INFO", stream=unread)

@@ -101,7 +101,6 @@ def test_a_launcher_that_was_killed_before_its_engine_came_leaves_nothing(parent
 
 
 def test_a_fresh_directory_that_is_taken_for_a_dead_ones_is_made_again(parent, monkeypatch):
-    """At each point between its making and its lock: gone, being removed, and removed while it was opened."""
     make, flock, made = private_directory._make_fresh, fcntl.flock, []
 
     def make_fresh() -> str:

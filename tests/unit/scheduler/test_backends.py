@@ -1,6 +1,4 @@
-"""The choice of an attention backend: what fails in a step of its own, or computes something else, does not
-serve.
-"""
+"""The choice of an attention backend."""
 
 import importlib
 import logging
@@ -38,7 +36,6 @@ def untried():
 
 @pytest.fixture
 def library(monkeypatch):
-    """FlashInfer's stand-in, on the CPU: its attributes may be replaced."""
     made = SimpleNamespace(**vars(fake_flashinfer))
     for module in (flashinfer, flashinfer_mla):
         monkeypatch.setattr(module, "why_not", lambda *of: None)
@@ -57,8 +54,6 @@ def config(wanted: str = "auto") -> EngineConfig:
 
 
 def broken(kind: type, method: str, error: Exception) -> type:
-    """``kind`` with a method that raises."""
-
     def fail(self: object, *of: object, **options: object) -> None:
         raise error
 

@@ -52,7 +52,6 @@ def test_everything_arrives_in_order(ahead):
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_never_further_ahead_than_allowed(ahead):
-    """Until an item is released its buffers are in use, whether it was taken or not."""
     source = Source(10)
     feed, woken = start(source, ahead)
     eventually(lambda: source.asked == ahead)
@@ -111,9 +110,6 @@ def readable(wakeup: Wakeup) -> bool:
 
 
 def test_interrupted_transfers_keep_nothing():
-    """A generator that nobody closes keeps its locals as long as the feed lives: a group's backend, with its
-    connections.
-    """
     let_go = threading.Event()
 
     def items() -> Iterator[int]:

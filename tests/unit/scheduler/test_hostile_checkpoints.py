@@ -25,7 +25,6 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sharded checkpoint that is as it should be."""
     make_checkpoint(tmp_path / "model", "qwen2", sharded=True)
     load(tmp_path / "model")
     return tmp_path / "model"
@@ -92,7 +91,6 @@ def test_json_is_bounded_before_it_is_read(folder: Path, name: str, limit: int) 
 def test_a_file_without_a_size_is_bounded_while_it_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of /proc say 0 and go on."""
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/proc/self/status")
     monkeypatch.setattr(model_config, "MAX_CONFIG_BYTES", 100)

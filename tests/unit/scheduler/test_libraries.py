@@ -18,7 +18,6 @@ print(any(line.startswith("VmFlags:") and " hg" in line for line in open("/proc/
 
 
 def advised(**settings: str) -> bool:
-    """Whether numpy asks for huge pages where a large array lies."""
     environment = {name: value for name, value in os.environ.items() if name not in libraries._SETTINGS}
     found = subprocess.check_output([sys.executable, "-c", ADVISED], text=True, env=environment | settings)
     return found.strip() == "True"

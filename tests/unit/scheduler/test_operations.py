@@ -1,6 +1,4 @@
-"""What serves each operation of a model: as it is built, as ``status`` tells it, and with a warning where it
-is slow.
-"""
+"""What serves each operation of a model."""
 
 import dataclasses
 import logging
@@ -64,7 +62,6 @@ def test_operations_computed_by_torch_are_reported(tmp_path):
 
 @needs_kernels
 def test_operations_that_transformers_leaves_to_kernels(tmp_path):
-    """All of Qwen3; of GLM, which rotates neighbouring pairs, not that."""
     make_checkpoint(tmp_path / "qwen3", "qwen3")
     assert served(tmp_path / "qwen3", model_backend="transformers") == Serving(DENSE, None)
     tiny_architecture("GlmForCausalLM", 1).save_pretrained(tmp_path / "glm")

@@ -34,7 +34,6 @@ def invoke(*arguments: str):
 
 @pytest.fixture
 def logger():
-    """Starting configures the package's logger for good: undo it."""
     logger = logging.getLogger("caesura")
     before = logger.level, logger.propagate, list(logger.handlers)
     yield logger
@@ -43,7 +42,6 @@ def logger():
 
 
 def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
-    """It does so as soon as it has read the reason, which may be before the process has ended by itself."""
     program = (
         "import os, signal, sys\n"
         "from caesura.scheduler.runtime import process\n"
@@ -157,7 +155,6 @@ def test_failed_start_says_why(tiny_model, fields, code, named):
 
 @pytest.mark.usefixtures("logger")
 def test_a_pool_that_cannot_be_had_is_refused_with_the_numbers(tiny_model):
-    """Overcommitted memory is granted and then kills: it is counted before it is asked for."""
     error = start_error(model_path=str(tiny_model), kv_pool_tokens=10**12)
     assert error.code == ErrorCode.OUT_OF_MEMORY
     assert error.detail["needed_bytes"] > error.detail["free_bytes"] > 0
@@ -199,7 +196,6 @@ def test_listeners_are_optional():
 
 @pytest.mark.usefixtures("logger")
 def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
-    """A descriptor that becomes readable, or whose other end closes, is the end."""
     reader, writer = os.pipe()
     with contextlib.ExitStack() as cleanup:
         config = EngineConfig(

@@ -82,7 +82,6 @@ def test_the_launchers_death_means_now(pipe):
 
 @pytest.fixture
 def handlers():
-    """Sets the handlers of the signals that end a process; they are what they were afterwards."""
     before = {number: signal.getsignal(number) for number in FATAL_SIGNALS}
     yield lambda handler: [signal.signal(number, handler) for number in FATAL_SIGNALS]
     for number, handler in before.items():

@@ -44,8 +44,6 @@ def silent(request):
 
 
 def run(endpoint, body, handler=answer):
-    """Run ``body(client, fake)`` against a fake scheduler; asyncio's own debug mode finds what is left open."""
-
     async def main():
         with FakeScheduler(endpoint, handler) as fake:
             async with AsyncSchedulerClient(endpoint) as client:
@@ -255,8 +253,6 @@ def test_a_cancelled_update_aborts_its_session(endpoint):
 
 
 def test_a_session_block_that_is_dropped_is_aborted_without_waiting(endpoint):
-    """A generator that is closed at a yield within the block."""
-
     async def body(client, fake):
         async def generator():
             async with client.weight_update():
@@ -312,8 +308,6 @@ def test_missing_engine_is_an_error(endpoint):
 
 
 def test_a_timer_that_fires_early_is_set_again(endpoint, monkeypatch):
-    """As uvloop's do, whose clock stands still while callbacks run."""
-
     async def use():
         loop = asyncio.get_running_loop()
         later = loop.call_later

@@ -288,7 +288,6 @@ def test_a_weight_session_that_raises_is_aborted(endpoint):
 
 @pytest.mark.parametrize("at", [BeginWeightUpdateReqInput, UpdateWeightsFromIPCReqInput])
 def test_an_interrupted_update_aborts_its_session(endpoint, at):
-    """Ctrl-C while the answer is awaited; nobody waits for the abort's."""
     pressed = []
 
     def interrupt(request):

@@ -150,12 +150,10 @@ def test_lengths_that_disagree_are_refused(connection, fields):
 
 
 def newer(message, **changes):
-    """``message`` as a newer minor version might send it."""
     return msgspec.msgpack.encode(msgspec.to_builtins(message, builtin_types=(bytes,)) | changes)
 
 
 def begin(connection):
-    """A generation that streams, a pause and a status, all pending."""
     generation, _ = connection.start_generation(request(stream=True))
     pause, _ = connection.start_call(PauseGenerationReqInput(id="p"), PauseGenerationReqOutput)
     status, _ = connection.start_call(GetStatusReqInput(id="s"), GetStatusReqOutput)
@@ -331,10 +329,6 @@ class Sink:
 @pytest.mark.parametrize("raises_at", ["tokens", "result"])
 @pytest.mark.parametrize("new_waiter", [Future, asyncio.Future], ids=["blocking", "asyncio"])
 def test_a_sink_that_raises_ends_only_its_own_generation(new_waiter, raises_at):
-    """The messages of all generations come through one connection; the engine's answer to the broken one is
-    awaited.
-    """
-
     async def main():
         connection = Connection(new_waiter, queue.SimpleQueue)
         sinks = {"broken": Sink(raises_at), "whole": Sink("")}

@@ -91,7 +91,6 @@ print(len(os.listdir("/proc/self/task")))
 
 
 def test_a_connection_that_cannot_be_made_leaves_nothing(tmp_path):
-    """Too few descriptors for its sockets, or for the pipe of a blocking client."""
     command = [sys.executable, "-c", SHORT_OF_DESCRIPTORS, f"ipc://{tmp_path}/nobody"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     *refusals, threads_left = ended.stdout.split()

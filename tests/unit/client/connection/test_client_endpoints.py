@@ -27,7 +27,6 @@ async def ask(endpoint):
 
 
 def refusals(endpoint):
-    """What both clients say, twice each."""
     with ControlClient(endpoint) as client:
         for _ in range(2):
             with pytest.raises(EngineDied) as caught:
@@ -63,7 +62,6 @@ def test_a_port_without_a_listener_is_told_at_once():
 
 
 def test_somebody_else_at_the_port_is_told_at_once():
-    """One who closes the connection before there was a handshake."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
 
         def hang_up():

@@ -1,6 +1,4 @@
-"""The first exchange on a connection: versions that fit, versions that do not, and which start of the engine
-answers.
-"""
+"""The first exchange on a connection."""
 
 import asyncio
 
@@ -31,20 +29,17 @@ def endpoint(tmp_path_factory):
 
 
 def refuse(hello):
-    """An engine of the next major version, as this release's engine words it."""
     detail = {"engine": "2.7", "client": OURS}
     return [ErrorReply(id=hello.id, code=ErrorCode.VERSION_MISMATCH, message="another wire", detail=detail)]
 
 
 def accept(hello):
-    """An engine of the next major version that answers all the same."""
     (answer,) = welcome(hello, "0" * 16)
     answer.wire_major, answer.wire_minor = 2, 7
     return [answer]
 
 
 def know_nothing(hello):
-    """An engine from before the hello."""
     return [ErrorReply(id=hello.id, code=ErrorCode.MALFORMED_MESSAGE, message="not a Caesura message")]
 
 

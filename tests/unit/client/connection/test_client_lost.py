@@ -1,6 +1,4 @@
-"""An engine that goes, is replaced or hangs, whatever the client was doing meanwhile: every call ends,
-exactly once.
-"""
+"""An engine that goes, is replaced or hangs, whatever the client was doing meanwhile."""
 
 import asyncio
 import ctypes
@@ -73,7 +71,6 @@ class Pumped:
         self.link.send((encode(request),))
 
     def until(self, happened):
-        """Pump until then."""
         while not happened():
             self.link.pump()
             time.sleep(0.002)
@@ -353,7 +350,6 @@ def test_an_idle_client_and_one_that_was_stopped_do_not_suspect_the_engine(endpo
 
 
 def test_an_engine_that_loads_is_waited_for(endpoint):
-    """It has bound its endpoint and says nothing before it has loaded; requests are kept until then."""
     held = []
 
     def load(hello):
@@ -375,7 +371,6 @@ def test_an_engine_that_loads_is_waited_for(endpoint):
 
 
 def test_monitor_output_is_not_kept():
-    """The time until the next try to connect is a value, another one each time."""
     known = len(zmq.Event._value2member_map_)
     for milliseconds in range(1000, 1100):
         report = struct.pack("=Hi", zmq.EVENT_CONNECT_RETRIED, milliseconds)

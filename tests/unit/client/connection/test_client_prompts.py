@@ -1,6 +1,4 @@
-"""What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters, and what they say of
-the rest.
-"""
+"""What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters."""
 
 import asyncio
 
@@ -22,7 +20,6 @@ def fake(tmp_path_factory):
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def generate(fake, request):
-    """``generate`` of either client."""
     if request.param == "blocking":
         with SchedulerClient(fake.endpoint) as client:
             yield client.generate

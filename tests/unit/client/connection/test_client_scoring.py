@@ -16,7 +16,6 @@ def endpoint(tmp_path_factory):
 
 
 def by_position(request: ScoreReqInput):
-    """The score of a token is minus its position."""
     yield ScoreReqOutput(
         id=request.id,
         logprobs=[
@@ -27,8 +26,6 @@ def by_position(request: ScoreReqInput):
 
 
 def score(endpoint, handler, *args, **options):
-    """Through both clients, whose results are equal."""
-
     async def ask():
         async with AsyncSchedulerClient(endpoint) as client:
             return await client.score(*args, **options)

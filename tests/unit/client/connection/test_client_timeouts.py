@@ -34,7 +34,6 @@ def silent(request):
 
 
 def uses(client):
-    """Everything that takes a timeout, as functions of it."""
     tensors = [("w", torch.ones(2))]
     return [
         lambda timeout: client.status(timeout=timeout),

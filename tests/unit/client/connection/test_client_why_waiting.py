@@ -16,8 +16,6 @@ it.
 
 
 def engine_in(**state):
-    """A handler that generates nothing, and whose status has these fields."""
-
     def handle(request):
         if isinstance(request, GenerateReqInput):
             return []

@@ -18,7 +18,6 @@ SCRIPT = CLUSTER / "engines.sbatch"
 
 
 def commands(verb: str) -> list[list[str]]:
-    """The arguments of each ``caesura VERB`` in the script."""
     text = SCRIPT.read_text().replace("\\\n", "")
     lines = [line.partition(f"caesura {verb} ")[2] for line in text.splitlines() if line[:1] != "#"]
     return [shlex.split(line) for line in lines if line]

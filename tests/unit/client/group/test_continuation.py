@@ -24,7 +24,6 @@ TOP = 2
 
 
 def weights_at(token: int) -> DeltaWeights:
-    """An update every five tokens; engines count epochs from 100, the fleet from 0."""
     return DeltaWeights(version=f"v{token // 5}", epoch=100 + token // 5, incarnation="e", stale_kv=token > 5)
 
 
@@ -52,7 +51,6 @@ def rows(start: int, end: int) -> TokenLogprobs:
 
 
 def masks(start: int, end: int) -> SamplingMask:
-    """Token ``t`` was one of 1 + t % 3."""
     positions = [list(range(token, token + 1 + token % 3)) for token in range(start, end)]
     offsets = [0, *accumulate(map(len, positions))]
     return SamplingMask(
@@ -146,7 +144,6 @@ def test_parts_join_to_what_one_engine_would_have_answered(count, data):
 
 
 def covered(output: GenerateOutput) -> list[tuple[str, int, bool]]:
-    """The weights of each token."""
     at = 0
     found = []
     for span in output.weight_versions:

@@ -93,7 +93,6 @@ def test_the_memory_of_prefixes_is_bounded():
 
 
 def test_a_key_is_any_text():
-    """Half of a surrogate pair, which no UTF-8 has, comes from Python or not at all."""
     engines = [Engine("a"), Engine("b")]
     for key in ("", "\0", "ключ", "\ud800", "x" * (1 << 20)):
         assert Router().choose(engines, prompt(0), key=key) is Router().choose(

@@ -43,7 +43,6 @@ def launch(directory, behave="well", **options):
 
 
 def gone(pid):
-    """Whether the process ends soon (polled: it is no child of this test's process)."""
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(PATIENCE)
     return not psutil.pid_exists(pid)
@@ -198,7 +197,6 @@ def test_a_killed_engine_is_noticed_without_a_call_in_flight(directory):
 
 
 def ends_logged(caplog, number: int) -> list[str]:
-    """The first ``number`` lines about ends, from whatever thread."""
     return eventually(
         lambda: (
             found

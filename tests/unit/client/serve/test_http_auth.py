@@ -53,7 +53,6 @@ def front(**options: Any) -> FrontEnd:
 def client_of(
     served: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES, **options: Any
 ) -> TestClient[Litestar]:
-    """A client of an application that closes its engine's connection when it ends."""
     app = create_app(served, routes)
     app.on_shutdown.append(served.client.close)
     return TestClient(app, **{"base_url": "http://127.0.0.1", **options})

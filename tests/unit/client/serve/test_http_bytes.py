@@ -31,7 +31,6 @@ def agreeing(request: Request) -> Iterable[Message | bytes]:
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory) -> Iterator[TestClient]:
-    """A front end over an engine that says yes to everything it can read."""
     folder = tmp_path_factory.mktemp("door")
     make_byte_level(folder, vocab_size=400)
     with FakeScheduler(f"ipc://{folder}/engine", agreeing) as engine:

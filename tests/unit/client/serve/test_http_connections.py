@@ -23,13 +23,11 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Listening]:
-    """A server that waits half a second for anything."""
     with listening(api_key="k", connections=Connections(deadlines=SOON)) as server:
         yield server
 
 
 def rest_of(peer: socket.socket) -> bytes:
-    """Everything until the server closes."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while piece := peer.recv(65536):
@@ -70,7 +68,6 @@ def test_a_key_is_checked_before_the_body_and_the_rest_is_not_waited_for(hasty):
 
 
 def test_a_trickle_below_the_rate_is_cut_off_and_others_are_served_meanwhile(hasty):
-    """The body grows all the time, and is whole only after ages."""
     with hasty.connect() as peer:
         peer.sendall(HEAD + b"Content-Length: 1000000\r\n\r\n")
         found = b""
@@ -92,9 +89,6 @@ def test_a_trickle_below_the_rate_is_cut_off_and_others_are_served_meanwhile(has
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_whole_request_has_no_deadline(tmp_path, before):
-    """Its answer comes long after every deadline, also where others came before it in one piece, and the
-    connection goes on.
-    """
     held: list[GenerateReqInput] = []
 
     def slow(request: Request) -> Iterable[Message | bytes]:
@@ -131,7 +125,6 @@ def test_a_whole_request_has_no_deadline(tmp_path, before):
 
 
 def test_a_reader_that_takes_nothing_is_dropped():
-    """An answer larger than what the sockets hold, which nobody reads."""
     connections = Connections(deadlines=SOON)
     with listening(connections=connections) as server, socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -157,7 +150,6 @@ def test_at_the_limit_silent_connections_make_room():
 
 
 def test_at_the_limit_those_that_are_answered_before_they_have_sent_all_make_room():
-    """Without a key, half a body is as good as none."""
     connections = Connections(limit=4, reserve=2)
     head = HEAD.replace(b"Bearer k", b"Bearer x") + b"Content-Length: 1000\r\n\r\n{"
     with listening(api_key="k", connections=connections) as server, contextlib.ExitStack() as stack:

@@ -50,8 +50,6 @@ def test_a_silent_engine_is_told_soon(tmp_path, path):
 
 
 def test_server_info_says_how_many_ranks_there_are(tmp_path):
-    """Trainers that attach compare it with the number of devices that they have planned for each engine."""
-
     def divided(request: Request) -> Iterable[Message | bytes]:
         replies = list(answer(request))
         if isinstance(request, GetStatusReqInput):

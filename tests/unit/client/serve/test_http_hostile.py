@@ -1,6 +1,4 @@
-"""Requests that nobody sends by accident: each is answered as the client's fault, before it costs or changes
-anything.
-"""
+"""Requests that nobody sends by accident."""
 
 import asyncio
 import json
@@ -51,7 +49,6 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[TestClient]:
-    """A front end that finds no engine: what reaches for it is 503."""
     client = AsyncSchedulerClient("ipc:///tmp/caesura-there-is-nothing-here.sock", connect_timeout=0.0)
     options = ServeOptions(allow_pickled_tensors=True, model_path="/models/tiny")
     app = create_app(FrontEnd(manager=TokenizerManager(client, None), options=options, metrics=Metrics()))
@@ -101,7 +98,6 @@ def test_a_safetensors_header_may_not_be_deep_or_its_label_long(door):
 
 
 def relabelled(tmp_path, handler) -> tuple[httpx.Response, list[str]]:
-    """The answer to another label, and what the engine was asked to do for it."""
     asked: list[str] = []
 
     def remembering(request: Request) -> Iterable[Message | bytes]:
@@ -149,7 +145,6 @@ def test_a_label_aborts_nobody_where_it_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
-    """Where a real server listens, without an engine."""
     with listening(api_key="k") as server:
         yield server.address
 
@@ -244,7 +239,6 @@ def test_a_defect_is_logged_with_a_printable_path(caplog):
 
 
 def test_a_template_that_does_not_end_holds_up_nobody_else(tmp_path, monkeypatch):
-    """Its process alone computes; the server, its threads and other chats go on."""
     monkeypatch.setattr(chat_template, "CPU_S", 3600)
     rounds = "{% for a in range(99999) %}{% set x = range(99999)|sum %}{% endfor %}"
     source = "{% if messages[0].content == 'harm' %}" + rounds + "{% endif %}fine"

@@ -1,6 +1,4 @@
-"""What a person gets over HTTP for a mistake: 400 (404 for a route), and a sentence with the field and what
-is valid.
-"""
+"""What a person gets over HTTP for a mistake."""
 
 import json
 import urllib.error
@@ -184,7 +182,6 @@ def server(fake):
 
 
 def post(server, path, body):
-    """Status and decoded body."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
     try:
@@ -210,9 +207,6 @@ def test_a_mistake_is_told_in_a_sentence(server, path, body, sentence):
 
 
 def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog):
-    """They are ignored: OpenAI's clients add new ones. The engine here answers nothing, so bodies ask for
-    what is refused later.
-    """
     asked = {
         "model": "another",
         "max_tokenz": 5,

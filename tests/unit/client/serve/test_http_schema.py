@@ -68,7 +68,6 @@ class Row(NamedTuple):
 
 
 def tables() -> dict[str, dict[str, Row]]:
-    """Field to row, by what the table is of."""
     found: dict[str, dict[str, Row]] = {}
     rows: dict[str, Row] = {}
     for line in DOCS.read_text().splitlines():
@@ -84,7 +83,6 @@ def tables() -> dict[str, dict[str, Row]]:
 
 
 def own_fields(name: str) -> list[msgspec.inspect.Field]:
-    """Those of a body that its own table has: what all updates take stands in one for all."""
     info = msgspec.inspect.type_info(DOCUMENTED[name])
     assert isinstance(info, msgspec.inspect.StructType)
     general = updates.UpdateBody.__struct_fields__
@@ -99,7 +97,6 @@ def test_the_page_tells_of_every_field_and_of_no_other(name):
 
 
 def routes_of_the_page() -> set[tuple[str, str, str]]:
-    """Method, path and who may, by the table of routes."""
     section = DOCS.read_text().split("\n## Routes\n")[1].split("\n## ")[0]
     found = set()
     for line in section.splitlines():
@@ -150,7 +147,6 @@ def test_the_page_says_what_the_code_does(name, refused, ignored):
 
 
 def words(kind: msgspec.inspect.Type) -> list[str]:
-    """A type as the page writes it; null is a default, not a type."""
     match kind:
         case msgspec.inspect.Metadata():
             return words(kind.type)
@@ -188,7 +184,6 @@ BESIDE_SAMPLING = ("no_stop_trim", "skip_special_tokens", "spaces_between_specia
 
 
 def test_defaults_of_generations_are_the_codes():
-    """Where a body leaves a field out, the engine's own default decides."""
     body = {
         "max_new_tokens": schema.SamplingBody().max_new_tokens,
         "sampling_seed": None,

@@ -93,7 +93,6 @@ class Made:
 
 
 def dump(value: object) -> bytes:
-    """Protocol 4, by hand: names need not exist here."""
     if isinstance(value, Made):
         module, _, name = value.name.rpartition(".")
         out = dump(module) + dump(name) + pickle.STACK_GLOBAL + dump(tuple(value.args)) + pickle.REDUCE

@@ -1,6 +1,4 @@
-"""`caesura memory`: its page, as a file, and its live view say what the engine has told, and nothing of it
-can break them.
-"""
+"""`caesura memory`: its page, as a file, and its live view say what the engine has told."""
 
 import json
 import re
@@ -51,7 +49,6 @@ class Page(HTMLParser):
 
 
 def embedded(text):
-    """What the page has inside."""
     return msgspec.json.decode(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1], type=PageData)
 
 
@@ -192,8 +189,6 @@ def test_the_curve(looks, expected):
 
 @pytest.fixture
 def caesura(monkeypatch, capsys):
-    """Run the command line; returns exit status, stdout and stderr."""
-
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["caesura", "memory", *arguments])
         with pytest.raises(SystemExit) as exit:

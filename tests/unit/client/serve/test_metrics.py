@@ -1,6 +1,4 @@
-"""Metrics: what is counted is what is scraped, an engine costs one status however many ask, and silence
-shows.
-"""
+"""Metrics: what is counted is what is scraped, an engine costs one status however many ask."""
 
 import asyncio
 import re
@@ -55,7 +53,6 @@ BY_TAG = memory_event(1).by_tag
 
 
 def busy(request):
-    """A healthy engine that has been through something; everything optional is there."""
     if not isinstance(request, GetStatusReqInput):
         return answer(request)
     status = status_reply(request)
@@ -81,7 +78,6 @@ class Served:
     metrics: Metrics
 
     async def scrape(self):
-        """Every sample by its name and labels."""
         reply = await self.http.get("/metrics")
         assert reply.status_code == 200
         return samples(text_string_to_metric_families(reply.text))

@@ -1,6 +1,4 @@
-"""Failures as OpenAI clients see them: the status, OpenAI's error object, and events of streams that cannot
-go on.
-"""
+"""Failures as OpenAI clients see them."""
 
 import asyncio
 from collections.abc import Iterable
@@ -37,8 +35,6 @@ PROMPT = {"prompt": [5, 6, 7], "max_tokens": 4, "return_token_ids": True}
 
 
 class CountingMetrics(Metrics):
-    """Remembers what was counted."""
-
     def __init__(self) -> None:
         super().__init__()
         self.begun = 0
@@ -58,7 +54,6 @@ class CountingMetrics(Metrics):
 
 
 def post(tmp_path, handler, body: dict[str, object], path: str = "/v1/completions"):
-    """The answer of a front end without a tokenizer, over an engine that answers as ``handler`` says."""
     endpoint = f"ipc://{tmp_path}/engine"
     metrics = CountingMetrics()
 
@@ -120,7 +115,6 @@ def test_a_refusal_has_its_status(tmp_path, code, status, kind, stream):
     ],
 )
 def test_a_native_refusal_says_whether_it_passes(tmp_path, code, retryable):
-    """In both places where its body may say so."""
     response, _ = post(tmp_path, refusing(code), {"input_ids": [5]}, "/generate")
     body = response.json()
     assert response.status_code == 503

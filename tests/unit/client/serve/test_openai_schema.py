@@ -34,7 +34,6 @@ def chat(**fields: object) -> ChatRequest:
 
 
 def documented() -> dict[str, dict[str, str]]:
-    """Table → field → honoured, ignored or refused."""
     tables: dict[str, dict[str, str]] = {}
     for part in re.split(r"^\| field of ", DOCS.read_text("utf-8"), flags=re.MULTILINE)[1:]:
         table = tables[part.split()[0]] = {}

@@ -1,6 +1,4 @@
-"""What `/rollout/generate` holds for one request: latents counted as the engine's own are, and bytes as they
-come.
-"""
+"""What `/rollout/generate` holds for one request."""
 
 import asyncio
 from types import SimpleNamespace
@@ -60,7 +58,6 @@ def run(engine: Engine, latent_bytes_per_pixel: float = 1.0, **fields: Any) -> A
 
 @pytest.mark.parametrize("per_pixel", [0.25, 1.0, 4.0])
 def test_latents_count_what_this_engines_have(per_pixel):
-    """One output more than what fits is refused before the engine is asked for any."""
     each = IMAGE + int((STEPS + 1) * per_pixel * SIDE * SIDE)
     most = rollout.MAX_ANSWER_BYTES // each
     engine = Engine(embeds=rollout.MAX_ANSWER_BYTES + 1)

@@ -1,6 +1,4 @@
-"""vLLM's pause before an engine that ends no request by itself: what is refused meanwhile, and what ends a
-drain.
-"""
+"""vLLM's pause before an engine that ends no request by itself."""
 
 import socket
 from collections.abc import Iterable, Iterator
@@ -76,14 +74,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def generating(http, fake, threads) -> Future[httpx.Response]:
-    """The answer to a request that the engine has."""
     answer = threads.submit(http.post, "/generate", json=BODY)
     fake.next_request(GenerateReqInput)
     return answer
 
 
 def draining(http, threads) -> Future[httpx.Response]:
-    """The answer to a pause that waits for the engine."""
     paused = threads.submit(http.post, "/pause", params={"mode": "wait"})
     eventually(lambda: is_paused(http))
     return paused
@@ -94,7 +90,6 @@ def is_paused(http) -> bool:
 
 
 def refused(http) -> bool:
-    """Whether every way to generate answers that it may be tried again later."""
     answers = [
         http.post("/generate", json=BODY),
         http.post("/generate", json={**BODY, "stream": True}),

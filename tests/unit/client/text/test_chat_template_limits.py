@@ -1,6 +1,4 @@
-"""Templates that do not end, or make much of little: each is refused as the conversation's fault, and the
-next is rendered.
-"""
+"""Templates that do not end, or make much of little."""
 
 import gc
 import os
@@ -26,7 +24,6 @@ SLOW = "{% for a in range(99999) %}{% set x = range(99999)|sum %}{% endfor %}"
 
 @pytest.fixture
 def started() -> Callable[[], psutil.Process | None]:
-    """The process that the test has started; None: not yet."""
     before = psutil.Process().children()
     return lambda: next((each for each in psutil.Process().children() if each not in before), None)
 

@@ -27,7 +27,6 @@ def tokenizer(request):
 
 
 def expected(tokenizer, prompt, output, skip):
-    """The definition: what all output ids add to the text of the prompt's last tokens, decoded at once."""
     shown = [
         token for token in prompt if token < tokenizer.size and not (skip and token in tokenizer.skipped)
     ]

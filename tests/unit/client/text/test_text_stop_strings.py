@@ -20,7 +20,6 @@ stop_lists = st.lists(st.text("ab🎉\ufffd", min_size=1, max_size=5), min_size=
 
 
 def first_complete(text, stops):
-    """``(start, end)`` of the match that ends first, the longest of several; None where there is none."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
         return None
@@ -134,7 +133,6 @@ def test_a_stop_token_is_shown_without_being_searched(tokenizer):
 
 
 def test_a_match_in_what_is_held_back_at_the_end(tokenizer):
-    """Bytes that may go on are text only when all is over, and so may be a stop string."""
     ids = tokenizer.encode("a🦉", add_special_tokens=False)
     shown, sample = run(tokenizer, [*ids, 0], ["🦉"], [1] * len(ids))
     assert (shown, sample.stop, sample.length) == (output_text(tokenizer, [], ids)[:-1], "🦉", len(ids))

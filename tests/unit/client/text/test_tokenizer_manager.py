@@ -281,9 +281,6 @@ def test_client_side_refusals_never_reach_the_engine(endpoint, tokenizer, field,
 
 
 def test_tokens_whose_bytes_may_go_on_wait_for_their_text(endpoint, tmp_path):
-    """With byte fallback a stop string may turn out to have ended tokens ago: those behind it were not given
-    out.
-    """
     tokenizer = TextTokenizer.from_folder(make_sentencepiece(tmp_path))
     owl = tokenizer.encode("🦉", add_special_tokens=False)[1:]
     assert len(owl) == 4

@@ -19,7 +19,6 @@ CASES = [
 
 
 def build(path: Path, name: str, tied: bool = False) -> transformers.PreTrainedModel:
-    """A model in bf16, and its checkpoint."""
     if name in WHOLE:
         model = make_multimodal_checkpoint(path / "wide", name)
     else:
@@ -49,7 +48,6 @@ def test_equal_to_save_pretrained(tmp_path: Path, name: str, tied: bool):
 
 
 def test_tensors_are_views_of_the_model(tmp_path):
-    """Nothing is copied: a step of the optimizer shows in what was listed before it."""
     model = build(tmp_path, "qwen3-moe")
     listed = dict(checkpoint_tensors(model))
     with torch.no_grad():

@@ -36,7 +36,6 @@ BUCKET_BYTES = 1024
 
 
 def memories() -> int:
-    """How many shared memories this process has open, descriptors and mappings."""
     gc.collect()
     names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
     maps = Path("/proc/self/maps").read_text()
@@ -53,7 +52,6 @@ def test_a_dtype_that_cannot_be_sent_is_refused_before_memory_is_made(monkeypatc
 
 
 def sent_by(steps):
-    """The first messages of an update, until it waits."""
     messages = []
     wanted = next(steps)
     while not isinstance(wanted, Await):
@@ -197,7 +195,6 @@ class Ticket:
 
 
 def start(shared: SharedBuckets):
-    """An update through ``shared`` in a session of another's, up to where it waits for its first answer."""
     update = ipc_steps(TENSORS, {"session_id": "s"}, bucket_bytes=BUCKET_BYTES, shared=shared)
     tickets, memory, wanted = [], None, next(update)
     while not isinstance(wanted, Await):
@@ -212,7 +209,6 @@ def start(shared: SharedBuckets):
 
 @pytest.mark.parametrize("error", [TimedOut("late"), KeyboardInterrupt(), None])
 def test_memory_lives_until_the_engine_has_answered_and_is_not_used_again(error):
-    """Also where the update is interrupted, or its generator closed."""
     before, shared = memories(), SharedBuckets()
     update, tickets, handle = start(shared)
     assert len(tickets) == 3

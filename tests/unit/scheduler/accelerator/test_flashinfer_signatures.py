@@ -1,6 +1,4 @@
-"""What the engine calls of FlashInfer is there, and takes what it is given: FlashInfer itself runs on CUDA
-only.
-"""
+"""What the engine calls of FlashInfer is there, and takes what it is given."""
 
 import inspect
 import json
@@ -27,7 +25,6 @@ SIGNATURES = recorded()
 
 @pytest.fixture(scope="module")
 def calls() -> list[Call]:
-    """Of steps of every kind, eager and for a graph, over heads and over latents, and of FP8 products."""
     library = Interface()
     modules = library.modules()
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +63,6 @@ def calls() -> list[Call]:
 
 
 def products() -> None:
-    """Each of FlashInfer's, once."""
     x, ids = torch.zeros((3, 128), dtype=torch.bfloat16), torch.zeros((3, 2), dtype=torch.int64)
     weight, scales = torch.zeros((2, 256, 128), dtype=torch.float8_e4m3fn), torch.ones((2, 2, 1))
     for dense in (fp8_scaled.flashinfer_hopper, fp8_scaled.flashinfer_blackwell):
@@ -79,14 +75,10 @@ def products() -> None:
 
 
 def test_every_recorded_name_is_called(calls):
-    """A name that nobody calls needs no record; one that is called without a record has failed already."""
     assert {call.name for call in calls} == {name for names in SIGNATURES.values() for name in names}
 
 
 def test_no_argument_goes_where_anything_does(calls):
-    """``*args`` are those of somebody's own kernels, or deprecated; of the kernels with sinks there is one,
-    the sinks.
-    """
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     for call in calls:
         parameters = signature(call.name).parameters
@@ -114,7 +106,6 @@ def test_every_module_has_a_stand_in_that_computes():
     "module,name", [(module, name) for module, names in SIGNATURES.items() for name in names]
 )
 def test_the_stand_in_that_computes_takes_no_more(module, name):
-    """Tests of results run against the stand-ins: what they take, the release takes at the same place."""
     theirs = signature(name).parameters
     places = [each for each in theirs if theirs[each].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     owner, _, method = name.rpartition(".")

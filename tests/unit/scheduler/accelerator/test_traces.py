@@ -106,8 +106,6 @@ STEP_CASES = [(case, step) for case in CASES for step in (STEPS if case in WHOLE
 
 @dataclass(frozen=True)
 class Traces:
-    """Of one case."""
-
     vocab_size: int
     captured: bool
     in_triton: bool
@@ -118,7 +116,6 @@ class Traces:
     """Of a model of three layers instead of two."""
 
     def layer(self, step: str) -> int:
-        """Launches of one layer more."""
         return self.forward(self.deeper, step) - self.forward(self.steps, step)
 
     @cached_property
@@ -126,7 +123,6 @@ class Traces:
         return self.forward(self.steps, "decode") - self.layer("decode")
 
     def forward(self, records: dict[str, Record], step: str) -> int:
-        """Launches of the hidden states; a graph's are those of its capture."""
         if step == "decode" and self.captured:
             return records["start"].count("launch", "capture")
         return records[step].count("launch", "forward")
@@ -158,8 +154,6 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def traces(guard: None) -> dict[str, Traces]:
-    """By case, each when it is asked for first."""
-
     class Made(dict[str, Traces]):
         def __missing__(self, case: str) -> Traces:
             with fake_cuda() as tracer:
@@ -173,7 +167,6 @@ PAGEABLE = "the torch backends' plans copy from memory that is not pinned"
 
 
 def waits_in_plan(case: str, step: str) -> str | None:
-    """Why the plan of such a step waits today. None: it does not."""
     if not case.endswith(("flashinfer", "triton")) or (case.endswith("triton") and step == "mixed"):
         return PAGEABLE
     return None
@@ -284,7 +277,6 @@ def test_the_captured_head_and_sampler_launch_no_more_than_their_budget(traces, 
 
 
 def step_budget(found: Traces, step: str) -> StepBudget:
-    """Where Triton samples, one graph serves all steps but the special ones."""
     budget = (TRITON_STEP_BUDGETS if found.in_triton else STEP_BUDGETS)[step]
     in_graph = (
         ("decode", "greedy", "top_k", "top_p", "min_p", "raw") if found.in_triton else ("decode", "greedy")

@@ -1,6 +1,4 @@
-"""FlashInfer's plans and page lists, against dense attention: the library is a stand-in that believes only
-its lists.
-"""
+"""FlashInfer's plans and page lists, against dense attention."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,7 +46,6 @@ def filled_pool(num_pages: int = 60, seed: int = 0) -> MHAPool:
 
 
 def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int = 0):
-    """``rows`` are (earlier tokens, new tokens); pages are scattered."""
     generator = torch.Generator().manual_seed(seed)
     ids = (torch.randperm(59, generator=generator) + 1).tolist()
     made = []
@@ -58,7 +55,6 @@ def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int = 0):
 
 
 def projections(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as views of one projection, as the attention block has them."""
     qkv = torch.randn((tokens, HEADS + 2 * KV_HEADS, SIZE), generator=torch.Generator().manual_seed(seed))
     return qkv[:, :HEADS], qkv[:, HEADS:-KV_HEADS], qkv[:, -KV_HEADS:]
 
@@ -122,9 +118,6 @@ def with_window_pages(batch, gone: int):
 
 @pytest.mark.parametrize("own_pages", [False, True])
 def test_layers_of_every_form_agree_with_the_torch_backend(own_pages):
-    """In one engine, by turns, in eager steps and in those for graphs; with a table of their own for layers
-    with a window.
-    """
     kinds = [form.kind for form in FORMS.values()]
     ours, reference = filled_pool(61), filled_pool(61)
     backend = backend_over(ours, kinds=kinds)
@@ -155,7 +148,6 @@ def test_layers_of_every_form_agree_with_the_torch_backend(own_pages):
 
 
 def test_sinks_are_those_of_the_moment():
-    """An update writes them in place, and the next run sees it."""
     sinks = SINKS.clone()
     form = AttentionForm(sinks=sinks)
     backend = backend_over(filled_pool(), kinds=[form.kind])
@@ -279,7 +271,6 @@ def test_the_workspace_is_that_of_the_largest_step(monkeypatch, heads, kv_heads,
 
 @pytest.mark.parametrize("answer", [NotImplementedError("cudnn"), (50_000_000, 5), (7, 5)], ids=repr)
 def test_the_library_is_asked_for_its_workspace(answer):
-    """Where it tells; what it says counts if it is more."""
     asked = []
 
     def workspace_size(self, *lists, **options):

@@ -1,6 +1,4 @@
-"""Latent attention by FlashInfer's plans, against torch's: the library is a stand-in that believes only its
-lists.
-"""
+"""Latent attention by FlashInfer's plans, against torch's."""
 
 import pytest
 import torch
@@ -35,7 +33,6 @@ def backend_over(pool: MLAPool, heads: int) -> FlashInferLatentBackend:
 
 
 def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int = 0):
-    """``rows`` are (earlier tokens, new tokens); pages are scattered."""
     ids = (torch.randperm(59, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
     made = [Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]) for start, new in rows]
     return forward_batch(made, num_decode)
@@ -80,7 +77,6 @@ def test_mixed_steps_agree_with_the_torch_backend(heads, decode, prefill, seed):
     ids=["fits", "torch"],
 )
 def test_prefill_is_torchs_where_a_tile_would_cut_a_query(heads, expected):
-    """And then the step's page table is read, which it is not otherwise."""
     backend = backend_over(filled_pool(), heads)
     fake_flashinfer.CALLS.clear()
     backend.plan(batch_of([(20, 1), (3, 1), (0, 40)], 2))

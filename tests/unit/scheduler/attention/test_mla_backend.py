@@ -25,7 +25,6 @@ class Scene:
     def __init__(
         self, heads: int, latent: int, rope: int, rows: list[tuple[int, int]], num_decode: int, seed: int
     ):
-        """``rows`` are (earlier tokens, new tokens)."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -58,7 +57,6 @@ class Scene:
         return backend.forward(self.q, self.k, self.k[..., : self.latent], 0)
 
     def expected(self) -> Tensor:
-        """Dense attention in float64, one row at a time."""
         outputs, token = [], 0
         for (start, new), values in zip(self.rows, self.latents):
             q, keys = self.q[token : token + new].double(), values.double()
@@ -95,7 +93,6 @@ prefill_rows = st.lists(
     seed=st.integers(0, 1000),
 )
 def test_matches_dense_attention(heads, latent, rope, decode, prefill, limit, seed) -> None:
-    """Whatever the workspace holds: one page, some rows, or everything."""
     if decode or prefill:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(mla._WORKSPACE_BYTES, "cpu", limit)
@@ -103,9 +100,6 @@ def test_matches_dense_attention(heads, latent, rope, decode, prefill, limit, se
 
 
 def test_absorbed_attention_is_multi_head_attention() -> None:
-    """Section 2.1.2 of the paper: with the up-projections moved into queries and output, per-head K and V are
-    not needed.
-    """
     generator = torch.Generator().manual_seed(1)
     heads, nope, rope, value, latent, tokens = 3, 10, 6, 14, 20, 19
     scene = Scene(heads, latent, rope, [(0, tokens)], 0, 2)
@@ -136,7 +130,6 @@ def test_the_workspace_and_scores_stay_within_the_limit(monkeypatch: pytest.Monk
 
 
 def test_stretches_of_a_prompt_see_no_more_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal triangle in strips: about half the work of the square."""
     monkeypatch.setitem(mla._WORKSPACE_BYTES, "cpu", 2 * 8 * 64 * 4)
     (group,) = check(Scene(2, 20, 6, [(0, 64)], 0, 4))._groups
     assert [queries.length for queries in group.queries] == list(range(8, 65, 8))
@@ -148,7 +141,6 @@ def test_one_long_row_does_not_pad_the_others() -> None:
 
 
 def test_rows_with_equally_many_new_tokens_are_one_group() -> None:
-    """Their contexts may differ, and a prompt's last token is no different from a decoding row."""
     backend = check(Scene(2, 8, 2, [(9, 1), (3, 1), (0, 9), (16, 9), (0, 8), (25, 1)], 2, 5))
     groups = [(group.num_rows, group.queries[0].positions.shape[1]) for group in backend._groups]
     assert sorted(groups) == [(1, 8), (2, 9), (3, 1)]
@@ -167,7 +159,6 @@ def test_a_plan_serves_every_layer_and_the_workspace_only_grows() -> None:
 
 
 def test_the_pool_takes_what_the_paper_says_and_nothing_twice() -> None:
-    """DeepSeek-V3: 576 elements per token and layer."""
     per_token = MLAPool.bytes_per_token(61, 512 + 64, torch.bfloat16)
     assert per_token == 61 * 576 * 2
     pool = MLAPool(num_layers=61, num_pages=3, width=576, dtype=torch.bfloat16)

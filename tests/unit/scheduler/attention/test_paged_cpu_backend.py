@@ -25,7 +25,6 @@ DTYPES = tuple(TOLERANCE)
 
 
 def make_pool(num_pages: int, kv_heads: int, size: int, dtype: torch.dtype, layers: int = 1) -> MHAPool:
-    """Filled with NaN."""
     pool = MHAPool(num_layers=layers, num_pages=num_pages, kv_heads=kv_heads, head_size=size, dtype=dtype)
     for layer in range(layers):
         for storage in pool.layer(layer):
@@ -147,7 +146,6 @@ def test_pages_of_another_size_are_refused() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_model_on_it_says_what_it_says_on_torch(family: str, tmp_path) -> None:
-    """Chunked prefill beside decode, over several pages."""
     make_checkpoint(tmp_path, family)
     model = load_model(str(tmp_path), torch.float32)
     tokens = torch.randint(3, 97, (2, 90), generator=torch.Generator().manual_seed(0)).tolist()

@@ -35,7 +35,6 @@ class Scene:
         form: AttentionForm = PLAIN,
         value_size: int | None = None,
     ):
-        """``rows`` are (earlier tokens, new tokens); pages that no new token sees have been given back."""
         self.form, value_size = form, value_size or size
         generator = torch.Generator().manual_seed(seed)
 
@@ -81,7 +80,6 @@ class Scene:
         return backend.forward(self.q, self.k, self.v, 0, self.form)
 
     def expected(self) -> Tensor:
-        """Dense attention in float64, one row at a time."""
         outputs, token = [], 0
         for (start, new), k, v in zip(self.rows, self.keys, self.values):
             q = self.q[token : token + new].double().view(new, self.kv_heads, self.group, self.size)
@@ -151,7 +149,6 @@ def test_layers_of_every_window_share_a_step() -> None:
 
 @pytest.mark.parametrize("limit", [1, 3 * 2 * PAGE * 8 * 4])
 def test_rows_are_split_when_the_workspace_is_full(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workspace smaller than a page forces a round per row; the result is the same."""
     monkeypatch.setitem(sdpa._WORKSPACE_BYTES, "cpu", limit)
     rows = [(5, 1), (40, 1), (16, 1), (15, 1), (47, 1), (0, 1)]
     scene = Scene(2, 2, 8, rows + [(20, 9)] * 3 + [(0, 12)] * 2, len(rows), 3)

@@ -43,7 +43,6 @@ def test_the_kernel_in_the_interpreter():
 
 
 def filled_pool(kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> MHAPool:
-    """Random where rows may have KV, NaN in the scratch page."""
     pool = MHAPool(num_layers=1, num_pages=PAGES, kv_heads=kv_heads, head_size=size, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for storage in pool.layer(0):
@@ -53,7 +52,6 @@ def filled_pool(kv_heads: int, size: int, dtype: torch.dtype = torch.float32) ->
 
 
 def batch_of(lengths: list[int], seed: int):
-    """Decode rows of these lengths before this step, on scattered pages."""
     ids = list(range(1, PAGES))
     random.Random(seed).shuffle(ids)
     rows = [Row([0], length, [ids.pop() for _ in range(length // 16 + 1)]) for length in lengths]
@@ -71,7 +69,6 @@ PUBLISHED = [(8, 2, 64), (5, 1, 80), (6, 2, 96), (16, 2, 128), (40, 1, 128), (4,
     *[(*sizes, torch.float16, 5) for sizes in PUBLISHED],
 ])  # fmt: skip
 def test_planned_decode_agrees_with_the_torch_backend(heads, kv_heads, size, dtype, multiprocessors):
-    """Any group and head size, rows shorter and longer than a part, over several plans of one kernel."""
     pool, reference = filled_pool(kv_heads, size, dtype), filled_pool(kv_heads, size, dtype)
     scale = 1.1 * size**-0.5
     backend = PagedTritonBackend(pool, heads, kv_heads, size, scale, max_rows=5, max_pages=20)
@@ -109,7 +106,6 @@ FORMS = [
 
 @interpreted
 def test_every_form_agrees_with_the_torch_backend():
-    """One plan serves layers of all forms; pages before a window have been given back."""
     pools = [filled_pool(2, 16) for _ in range(2)]
     pools[0].window_pages = PAGES  # with a table of its own
     backend = PagedTritonBackend(pools[0], 4, 2, 16, max_rows=3, max_pages=20)

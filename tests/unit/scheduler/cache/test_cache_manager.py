@@ -1,6 +1,4 @@
-"""The KV ledger, model-checked: the reference remembers what was computed into every page, and under which
-weights.
-"""
+"""The KV ledger, model-checked: the reference remembers what was computed into every page."""
 
 import numpy as np
 import pytest
@@ -277,7 +275,6 @@ def windowed(num_storage, window=4, num_pages=50):
 
 
 def run(manager, tokens, keep=True):
-    """A request, four tokens at a time; returns how many pages it shared."""
     kv = begin(manager, tokens)
     shared = kv.num_shared
     for end in [*range(shared * PAGE + 4, len(tokens), 4), len(tokens)]:
@@ -374,7 +371,6 @@ def test_two_requests_donating_the_same_prefix_keep_one_copy():
 
 
 def test_insert_prefers_pages_already_in_the_tree():
-    """Behind a prefix that both share already."""
     manager = make()
     manager.close(begin(manager, [1, 1, 2]), array([1, 1]))
     first, second = begin(manager, [1, 1, 2, 2, 3]), begin(manager, [1, 1, 2, 2, 3])

@@ -41,7 +41,6 @@ class AllocatorAgainstSet(RuleBasedStateMachine):
 
     @rule(data=st.data(), kind=st.sampled_from(["free", "twice", "outside"]))
     def refuse_bad_free(self, data, kind):
-        """One bad page among good ones: refused, and the good ones are not freed either (see the invariant)."""
         good = self.taken[:3]
         if kind == "free" and self.free:
             bad = [data.draw(st.sampled_from(sorted(self.free)))]

@@ -60,7 +60,6 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
         return {(epoch, salt, prefix[:-PAGE]) for epoch, salt, prefix in self.stored}
 
     def evict_one(self):
-        """The page that went unused for longest among the unlocked ends."""
         ends = set(self.stored) - self.parents() - self.locked()
         oldest = min(ends, key=lambda entry: self.stored[entry][1])
         page, stamp = self.stored.pop(oldest)
@@ -355,7 +354,6 @@ def test_growing_a_long_sequence_costs_what_is_new():
 
 
 def test_cutting_a_long_run_page_by_page_copies_little():
-    """Every cut in front of a long run moves the short part only; the long one is not copied again and again."""
     page, n = 16, 512
     tree = RadixTree(page)
     tokens = np.arange(n * page, dtype=np.int32)

@@ -14,7 +14,6 @@ def pages(*numbers):
 
 
 def kept(rows, *numbers):
-    """A ledger in which each of these pages has a state, the first one kept longest ago."""
     for number in numbers:
         state = rows.open(NO_PAGES, 0)
         assert rows.promise(state, 0) is not None
@@ -62,7 +61,6 @@ def test_the_last_row_is_taken_over_with_what_it_holds():
 
 
 def test_a_step_that_writes_to_a_spare_row_can_be_rolled_back():
-    """Two under way: the newer is lost, or both are, or the older has been completed."""
     rows = StateRows(10, 8)
     state = rows.open(NO_PAGES, 0)
     first = state.row
@@ -124,7 +122,6 @@ def test_a_spare_row_is_no_other_request_s_last_and_may_cost_a_kept_state():
 
 
 def test_a_request_that_begins_from_a_kept_state_has_no_spare_row():
-    """Its own row is not what it goes back to."""
     rows = kept(StateRows(10, 8), 3)
     state = rows.open(pages(3), 1)
     rows.reserve(state, take_kept=True)

@@ -235,7 +235,6 @@ def test_running_out_of_memory_is_a_warning(checkpoint, monkeypatch, caplog):
 
 
 def streaming_runner(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, RecordingDevice]:
-    """On a device with streams and staging, by FlashInfer, all on the CPU's memory."""
     monkeypatch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
     model, device = load_model(path, torch.float32), RecordingDevice()
     limits = StepLimits.of(max_rows=ROWS, chunk_tokens=8, context_len=64)

@@ -1,6 +1,4 @@
-"""Captured decode steps against eager ones: a real model, over graphs that replay recorded operations on the
-CPU.
-"""
+"""Captured decode steps against eager ones."""
 
 import logging
 import random
@@ -143,7 +141,6 @@ def requests(count: int) -> list[Request]:
 
 
 def run_both(pair: list[Engine], batch: ForwardBatch, sampled: list[Request]) -> None:
-    """One step on both engines; equal tokens go on, and everything but the scratch page is equal."""
     outputs = []
     for each in pair:
         # Each gets its own inputs: a runner may write into them.
@@ -187,10 +184,6 @@ def test_the_ladder():
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11])
 def test_decode_steps_are_replayed_and_equal_eager_ones(checkpoints, count):
-    """Over page boundaries, padded or not, with a prefill in between that moves everybody's inputs.
-
-    Even numbers of rows want raw logprobs, which torch's sampler does not compute in a graph.
-    """
     pair, all_requests = both(checkpoints[0]), requests(count)
     each, with_one_more = (2, 1) if count % 2 else (1, 2)
     run_both(pair, step([], all_requests), all_requests)
@@ -291,7 +284,6 @@ class OtherRank:
 
 
 def test_graphs_are_captured_again_when_the_group_of_ranks_begins_anew(checkpoints):
-    """What was captured holds the connections of a group that is no more."""
     pair, all_requests = [engine(checkpoints[0], captured=c) for c in (True, False)], requests(3)
     own, group = pair[0].runner, Group()
     other = OtherRank(group)
@@ -318,7 +310,6 @@ def test_graphs_are_captured_again_when_the_group_of_ranks_begins_anew(checkpoin
 
 
 def sampled(batch: ForwardBatch, **options: object) -> ForwardBatch:
-    """``batch`` with rows that are sampled, every third one greedy."""
     rows = len(batch.sample_tokens)
     greedy = torch.arange(rows) % 3 == 0
     uniforms = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
@@ -355,7 +346,6 @@ def test_head_and_sampler_are_replayed_where_the_graph_samples_in_the_same_way(c
 
 
 def watched_head(of: Engine) -> list[int]:
-    """The rows of each of its eager calls from now on."""
     launched: list[int] = []
     logits = of.runner.model.logits
 
@@ -392,7 +382,6 @@ def biased_rows(rows: torch.Tensor, *, token: int, bias: float) -> SpecialRows:
 
 
 def test_a_workspace_of_logits_that_grows_leaves_the_graph_its_own(checkpoints):
-    """The log-probabilities of a long prompt take more rows of logits than any step samples."""
     pair, all_requests = both(checkpoints[0]), requests(3)
     run_both(pair, sampled(step([], all_requests)), all_requests)
     for each in pair:

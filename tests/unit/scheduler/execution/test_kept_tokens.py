@@ -1,6 +1,4 @@
-"""What the filters kept, as the samplers say it: against the definition in float64, and against what is
-sampled.
-"""
+"""What the filters kept, as the samplers say it."""
 
 import numpy as np
 import pytest
@@ -45,7 +43,6 @@ def special_sampler(kind: str, vocab_size: int, dtype: torch.dtype, rows: int) -
 
 
 def sampled(kind: str, logits: torch.Tensor, messages: list[GenerateReqInput]) -> SamplerOutput:
-    """One step, in which each row of ``logits`` is the first output position of one message."""
     table = RequestTable(len(messages), 64, 16, logits.shape[1])
     for message in messages:
         (request,) = make_requests(
@@ -75,7 +72,6 @@ def asking(**params) -> GenerateReqInput:
 
 @st.composite
 def steps(draw):
-    """Logits, and one request for each row of them."""
     vocab_size = draw(st.sampled_from([1, 23, 300, 4000]))
     rows = draw(st.integers(1, 7))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -134,7 +130,6 @@ def test_a_large_vocabulary_is_cut_to_what_a_mask_may_have(kind):
 
 @every_kind
 def test_masks_leave_out_tokens_that_cannot_be_sampled(kind):
-    """A stop token that comes too early, and a top-k that is more than the others."""
     logits = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]])
     message = asking(top_k=4, stop_token_ids=[0], min_new_tokens=2)
     assert sampled(kind, logits, [message]).further.kept.tolist() == [[False, True, True, False]]
@@ -142,7 +137,6 @@ def test_masks_leave_out_tokens_that_cannot_be_sampled(kind):
 
 @every_kind
 def test_rows_without_a_mask_have_the_results_that_they_have_alone(kind):
-    """One asks for a mask, one for the likeliest tokens, one is ordinary."""
     logits = torch.randn((3, 300), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     params = {"top_p": 0.8, "seed": 5, "temperature": 1.3}
     plain = GenerateReqInput(

@@ -1,6 +1,4 @@
-"""Penalties, biases, masks and further log-probabilities against their definition, whatever happens to
-requests meanwhile.
-"""
+"""Penalties, biases, masks and further log-probabilities against their definition."""
 
 import math
 
@@ -26,7 +24,6 @@ HUNDREDTHS = st.integers(-200, 200).map(lambda n: n / 100)
 
 @st.composite
 def messages(draw) -> GenerateReqInput:
-    """A request of which every part may be special or not."""
     bias = st.dictionaries(st.integers(0, VOCAB - 1), HUNDREDTHS, max_size=5)
     return GenerateReqInput(
         input_ids=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)),
@@ -81,7 +78,6 @@ class World:
         self.pending = []
 
     def lose(self) -> None:
-        """The step in flight fails: what it sampled is forgotten by the host, though not by the device."""
         for number, _ in self.pending:
             self.outputs[number].pop()
         self.pending = []
@@ -172,7 +168,6 @@ def test_every_token_is_drawn_from_the_defined_logits(sent, events, dtype):
 
 
 def test_a_counter_is_somebody_elses_after_its_request():
-    """Counters are few and used again; whoever gets one starts from its own tokens."""
     message = GenerateReqInput(
         input_ids=[5, 5, 6], sampling_params=SamplingParams(repetition_penalty=1.5, temperature=0.0, seed=0)
     )
@@ -195,7 +190,6 @@ def test_a_counter_is_somebody_elses_after_its_request():
 
 
 def test_rows_without_extras_are_no_business_of_the_special_sampler():
-    """What costs: the ordinary path is taken, with the ordinary batch, when no request of a step is special."""
     plain = GenerateReqInput(input_ids=[3], sampling_params=SamplingParams(top_p=0.5, seed=1))
     greedy = GenerateReqInput(input_ids=[3], sampling_params=SamplingParams(temperature=0.0, seed=1))
     world = World([plain, greedy], torch.float32)
@@ -230,7 +224,6 @@ def test_prompts_are_recorded_once_and_computed_again_until_they_are():
 
 
 def test_a_row_depends_on_itself_alone():
-    """Bit for bit, which deterministic engines rest on: alone, among others, and in whatever chunk."""
     sent = [
         GenerateReqInput(
             input_ids=[n, 5, 5], return_logprob=True, return_raw_logprob=True, top_logprobs_num=n % 3,

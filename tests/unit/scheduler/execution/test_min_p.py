@@ -16,7 +16,6 @@ VOCAB = 700
 
 @pytest.fixture(params=["compiled", "torch", "torch that reads no values"], autouse=True)
 def implementation(request):
-    """Every sampler that a test makes; the last way is that of accelerators."""
     if request.param == "compiled" and native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +92,6 @@ def test_draws_follow_the_definition(dtype, temperature, top_k, top_p, min_p):
 
 
 def test_rows_with_and_without_min_p_do_not_meet():
-    """A row's result is the same whether or not its neighbours use min-p; greedy rows ignore theirs."""
     logits = torch.randn((6, VOCAB), generator=torch.Generator().manual_seed(6))
     uniforms = np.random.default_rng(8).random(6)
     sampler = Sampler(VOCAB, 4, "cpu", torch.float32)

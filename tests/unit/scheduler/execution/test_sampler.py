@@ -1,6 +1,4 @@
-"""The sampler, compiled and in torch, against exact distributions, its log-probabilities against float64, and
-its edge cases.
-"""
+"""The sampler, compiled and in torch, against exact distributions and float64."""
 
 from dataclasses import dataclass
 
@@ -27,7 +25,6 @@ WAYS = ["compiled", pytest.param("torch", marks=pytest.mark.long), "torch that r
 
 @pytest.fixture(params=WAYS, autouse=True, scope="module")
 def implementation(request):
-    """Every sampler that a test makes."""
     if request.param == "compiled" and native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     with pytest.MonkeyPatch.context() as patch:
@@ -53,8 +50,6 @@ def make_batch(
     want_raw=True,
     want_sampled=True,
 ) -> SamplingBatch:
-    """Every parameter is one value for all rows or a sequence of one per row."""
-
     def per_row(value, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(np.broadcast_to(np.asarray(value), (rows,)).copy()).to(dtype)
 
@@ -104,7 +99,6 @@ class Exact:
 
 
 def chi_square_p(tokens: np.ndarray, expected: np.ndarray) -> float:
-    """P-value of the draws; tokens of small expectation are pooled, as the test requires."""
     counts = np.bincount(tokens, minlength=len(expected))
     assert counts[expected == 0].sum() == 0
     order = np.argsort(-expected)
@@ -168,7 +162,6 @@ def test_logprobs_match_float64(vocab_size, dtype):
 
 
 def test_raw_logprob_survives_underflow():
-    """At a high temperature a token is drawn whose unscaled probability is below the smallest float32."""
     logits = torch.tensor([[0.0, -300.0]])
     out = sample(logits, temperature=1000.0, u=0.99)
     assert out.token_ids.tolist() == [1]
@@ -194,7 +187,6 @@ def test_greedy_takes_the_lowest_index_of_equals():
 
 
 def kept_set(logits: torch.Tensor, points: int, **parameters) -> set[int]:
-    """Every token that some noise leads to, for rows whose kept tokens all have a fair share."""
     u = (np.arange(points) + 0.5) / points
     return set(sample(logits.expand(points, -1), u=u, **parameters).token_ids.tolist())
 
@@ -233,9 +225,6 @@ def test_top_p_is_relative_to_what_top_k_left():
     ],
 )
 def test_top_k_breaks_ties_by_index(vocab_size, top_k):
-    """Three better tokens at the end, all others equal: exactly k are kept, the lowest indices among the
-    equal.
-    """
     logits = torch.zeros(vocab_size)
     logits[-3:] = 1.0
     better = [vocab_size - 3, vocab_size - 2, vocab_size - 1][:top_k]
@@ -244,9 +233,6 @@ def test_top_k_breaks_ties_by_index(vocab_size, top_k):
 
 
 def test_top_p_ties_across_shortlists():
-    """Equal probabilities, 3,000 of them: the lowest indices, whether 64, 1,024 or all tokens had to be
-    looked at.
-    """
     logits = torch.zeros(3000)
     for kept in (10, 200, 2000):
         assert kept_set(logits, 3 * kept, top_p=(kept - 0.5) / 3000) == set(range(kept))
@@ -278,7 +264,6 @@ def test_filters_match_the_definition(values, top_k, top_p, temperature):
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 200}, {"top_p": 0.999}, {"temperature": 0.01}])
 @pytest.mark.parametrize("fill", [-torch.inf, -500.0])
 def test_zero_probability_is_never_drawn(u, parameters, fill):
-    """Masked and underflowing tokens around, before, between and behind the possible ones."""
     for possible in ([0], [999], [255, 256], [300, 700], [5, 6, 600]):
         logits = torch.full((1, 1000), fill)
         logits[0, possible] = torch.linspace(0.0, 1e-3, len(possible))
@@ -289,7 +274,6 @@ def test_zero_probability_is_never_drawn(u, parameters, fill):
 
 @pytest.mark.parametrize("parameters", [{}, {"top_p": 0.9999}, {"top_k": 205}])
 def test_rounding_of_sums_does_not_push_the_draw_past_the_end(parameters):
-    """Behind the last possible token of a block lie impossible ones; float32 sums round to either side."""
     logits = torch.randn(500, 256, generator=torch.Generator().manual_seed(2))
     logits[:, 200:] = -torch.inf
     tokens = sample(logits, u=LARGEST_UNIFORM, **parameters).token_ids
@@ -332,7 +316,6 @@ def test_rows_that_are_not_finite(parameters):
 @pytest.mark.parametrize("vocab_size", [33, 4097, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_its_neighbours(vocab_size, dtype):
-    """Bit for bit: alone, in another order, and with chunks cut elsewhere."""
     rows = 9
     generator = torch.Generator().manual_seed(11)
     logits = (torch.randn(rows, vocab_size, generator=generator) * 4).to(dtype)
@@ -376,13 +359,11 @@ def test_unexpected_logits_are_refused(logits):
 
 
 def test_splitmix64_known_outputs():
-    """The generator's published sequence for seed 1234567."""
     outputs = _splitmix64(np.full(3, 1234567, np.uint64), np.arange(3))
     assert outputs.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def vary(name: str, count: int, offset: int = 0) -> np.ndarray:
-    """Noise along one of its three arguments, from ``offset`` on."""
     line = np.arange(offset, offset + count)
     constant = np.full(count, 3, np.int64)
     return noise(
@@ -410,9 +391,6 @@ def test_neighbouring_noise_is_independent(name, lag):
 
 
 def test_noise_of_neighbouring_streams_is_independent():
-    """Positions of seed s against those of seed s + 1, and of sample i against i + 1: not one sequence
-    shifted.
-    """
     count = 50_000
     positions, zeros = np.arange(count), np.zeros(count, np.int64)
     base = noise(np.full(count, 7, np.uint64), zeros, positions)

@@ -23,7 +23,6 @@ FILTERS = {
 
 
 def batch_of(*params: SamplingParams, **options: object) -> SamplingBatch:
-    """A step that samples one token for each of these, as the scheduler builds it."""
     table = RequestTable(len(params), 64, 16, VOCAB)
     for sampling_params in params:
         message = GenerateReqInput(input_ids=[5, 6, 7], sampling_params=sampling_params, **options)
@@ -66,7 +65,6 @@ def assert_of(out: SamplerOutput, rows: int) -> None:
 
 
 def test_the_longest_list_is_known_on_the_host():
-    """Of the filtered rows only; a row of top-p alone may keep the whole vocabulary."""
     greedy = SamplingParams(temperature=0.0, top_k=2000)
     assert batch_of(SamplingParams(), greedy).largest_top_k is None
     assert batch_of(SamplingParams(top_k=7), SamplingParams(), greedy).largest_top_k == 7

@@ -1,6 +1,4 @@
-"""Inputs and results of steps in reused blocks: they arrive whole, and nothing is overwritten that is still
-in use.
-"""
+"""Inputs and results of steps in reused blocks."""
 
 from dataclasses import fields, replace
 
@@ -49,7 +47,6 @@ class Device:
 
 
 def batch_of(q_lens: list[int], num_decode: int, width: int, seed: int = 0) -> ForwardBatch:
-    """Random contents; prefill rows from the second on are not sampled."""
     generator = torch.Generator().manual_seed(seed)
     rows, tokens = len(q_lens), sum(q_lens)
     samples = min(rows, num_decode + 1)
@@ -88,7 +85,6 @@ def inputs(device: Device | None = None) -> InputStaging:
 
 
 def assert_equal(found: object, expected: object) -> None:
-    """Field by field, dtypes included."""
     for field in fields(expected):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
         if isinstance(theirs, SamplingBatch):
@@ -167,7 +163,6 @@ def test_a_page_table_that_nothing_reads_stays_on_the_host(rows):
 
 
 def test_steps_of_one_size_lie_at_the_same_addresses():
-    """Whatever their padding, the width of their page tables and what they sample."""
     staging, found = inputs(), []
     for decode, width in ((8, 1), (3, 7), (0, 2), (5, 4)):
         with staging.staged(batch_of([1] * decode, decode, width, decode), 8) as staged:
@@ -268,7 +263,6 @@ def test_results_are_waited_for_and_empty_steps_have_none():
 
 
 def test_layers_with_a_window_have_slots_and_a_table_of_their_own() -> None:
-    """Where there are such layers, every step has them, at addresses that depend on its size alone."""
     staging = InputStaging(replace(LIMITS, windows=True), device=CPU, device_module=Device())
     addresses = set()
     for seed, width in ((1, 3), (2, 5), (3, 3)):

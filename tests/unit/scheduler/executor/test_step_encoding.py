@@ -142,7 +142,6 @@ def test_a_batch_comes_back_as_it_was(batch):
 
 @given(batches())
 def test_resumed_memory_can_be_written(batch):
-    """The runner fills in the ids of decode rows."""
     arrived = decode_batch(*encode_batch(batch))
     arrived.input_ids.fill_(7)
     assert arrived.input_ids.tolist() == [7] * len(batch.input_ids)

@@ -23,7 +23,6 @@ def address() -> str:
 
 @pytest.fixture(scope="module")
 def workers(address) -> Iterator[Workers]:
-    """Two are to join, both by hand."""
     workers = Workers(EngineConfig(model_path="", tp=3, tp_joined=2, tp_address=address))
     yield workers
     workers.close()
@@ -82,7 +81,6 @@ def test_unreadable_frames_are_dropped(workers, frame):
 
 
 def test_forged_worker_answers_are_ignored(workers, connect):
-    """An address beside which others connect without keys, as on loopback."""
     workers.joined[1] = join(1)
     forged = encode(Answer(number=1, failure=Failure(message="forged")))
     for identity in (b"1", b"rank 01", b"rank rank 1", b"rank 1 ", b"someone"):

@@ -11,7 +11,6 @@ GB = 1 << 30
 
 
 def samples(count, *, latent=1, kept=0, prompt=0):
-    """Of one request."""
     conditioning = SimpleNamespace(nbytes=prompt)
     return [
         SimpleNamespace(conditioning=conditioning, latent_bytes=latent, kept_bytes=kept) for _ in range(count)
@@ -19,7 +18,6 @@ def samples(count, *, latent=1, kept=0, prompt=0):
 
 
 def starting(limit, running, waiting, most):
-    """How many of those that wait start, in their order and ``most`` at most."""
     running, count = [*running], 0
     for sample in waiting[:most]:
         if not limit.allows(running, sample):

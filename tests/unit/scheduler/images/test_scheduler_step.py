@@ -29,7 +29,6 @@ CASES = [
 
 
 def reference(kind: str, x: np.ndarray, v: np.ndarray, sigmas: np.ndarray, step: int, eta: float):
-    """Mean and std of x' as the papers and their code give them: by x0 and x1, in float64."""
     now, after = sigmas[step], sigmas[step + 1]
     dt = after - now
     x0, x1 = x - now * v, x + (1 - now) * v
@@ -117,7 +116,6 @@ def test_bf16_is_computed_in_float32():
 
 
 def correlations(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Absolute correlation of noise with other noise, by how far one is shifted against the other."""
     spectra = torch.fft.fft(one.flatten().double()), torch.fft.fft(other.flatten().double())
     return torch.fft.ifft(spectra[0] * spectra[1].conj()).real.abs() / one.numel()
 

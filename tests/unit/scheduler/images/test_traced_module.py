@@ -38,7 +38,6 @@ def family(request, tmp_path_factory):
 
 
 def inputs(family, rows):
-    """Other values at every call."""
     config = family.transformer.config
     embeds = {
         "prompt_embeds": torch.randn(rows, TOKENS, config.joint_attention_dim),
@@ -51,7 +50,6 @@ def inputs(family, rows):
 
 
 def traced_for(family, rows=2):
-    """A velocity whose trace serves ``rows``."""
     velocity = partial(traced_velocity, family, TracedModule("the transformer", family.transformer))
     for _ in range(TRACE_AFTER + 2):
         velocity(*inputs(family, rows))
@@ -59,7 +57,6 @@ def traced_for(family, rows=2):
 
 
 def counted(family, monkeypatch):
-    """Calls of the module from now on."""
     calls = []
     original = family.velocity
     monkeypatch.setattr(family, "velocity", lambda *given: (calls.append(len(given[0])), original(*given))[1])

@@ -61,7 +61,6 @@ class Scene:
         self.place(seed)
 
     def place(self, seed: int) -> None:
-        """Write K and V to pages, chosen by ``seed``."""
         needed = [-(-length // PAGE_SIZE) for length in self.lengths]
         ids = list(range(1, sum(needed) + 3))
         random.Random(seed).shuffle(ids)
@@ -100,7 +99,6 @@ class Scene:
         return list(out.clone().view(-1, heads, self.value_size).split(q_lens))
 
     def expected(self, piece: Piece) -> Tensor:
-        """In float64, of the values as stored."""
         q = self.queries[piece.request][piece.start : piece.end].double()
         k, v = (x[piece.request][: piece.end].double() for x in (self.keys, self.values))
         scores = torch.einsum("tkgd,skd->kgts", q.view(len(q), self.kv_heads, self.group, -1), k)
@@ -172,7 +170,6 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
 
 
 def test_heads_larger_than_a_task() -> None:
-    """A group of more query heads than a task should have rows is still one task's."""
     for _ in instruction_sets():
         scene = Scene([20], 1, 250, 8, torch.float32, 1)
         (got,) = scene.attend([Piece(0, 0, 20)])
@@ -195,7 +192,6 @@ def check_everywhere(
 
 
 def alone(scene: Scene, request: int) -> Tensor:
-    """Every token of a request decoded, by itself, on one thread."""
     with threads(1):
         tokens = range(scene.lengths[request])
         return torch.cat([scene.attend([Piece(request, token, token + 1)])[0] for token in tokens])
@@ -239,9 +235,6 @@ def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
 @pytest.mark.parametrize("size,group", [(64, 2), (128, 7), (64, 15), (33, 3), (80, 1)])
 @pytest.mark.parametrize("form", [PLAIN, AttentionForm(window=37, softcap=9.0, scale=0.2)])
 def test_float16_is_computed_in_float32_and_rounded_once(size: int, group: int, form: AttentionForm) -> None:
-    """The bits of the same numbers as float32: decoded from where they lie, and as prompts from packed
-    blocks.
-    """
     pieces = [Piece(1, 46, 47), Piece(2, 0, 1), Piece(0, 33, 100), Piece(3, 129, 130)]
     for _ in instruction_sets():
         narrow = Scene([100, 47, 1, 130], 2, group, size, torch.float16, 0, form)

@@ -1,6 +1,4 @@
-"""All layers in one call against the same layers one by one: the same bits, in hidden states and in the KV
-pool.
-"""
+"""All layers in one call against the same layers one by one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +67,6 @@ PAGES = 40
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model of each family and dtype."""
     if native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     folder = tmp_path_factory.mktemp("models")
@@ -78,7 +75,6 @@ def models(tmp_path_factory):
 
 
 def make_checkpoints(folder):
-    """One of each kind."""
     for family, overrides in FAMILIES.items():
         make_checkpoint(folder / family, family, **overrides)
     for family, (blocks, overrides) in FP8.items():
@@ -96,7 +92,6 @@ def attention(model, dtype, seed=0):
 
 
 def stored(pool):
-    """Keys and values of every layer, or latents."""
     layers = [pool.layer(layer) for layer in range(pool.num_layers)]
     return [tensor for layer in layers for tensor in (layer if isinstance(layer, tuple) else (layer,))]
 
@@ -111,7 +106,6 @@ def layer_by_layer(model, batch, backend):
 
 
 def compute(model, dtype, batch, how):
-    """Hidden states, and what the pool holds afterwards."""
     pool, backend = attention(model, dtype)
     with torch.inference_mode():
         backend.plan(batch)
@@ -124,7 +118,6 @@ def at_once(model, batch, backend):
 
 
 def batch_of(lengths, num_decode):
-    """Rows of (new tokens, position of the first), on pages of their own."""
     rows, free = [], list(range(1, PAGES))
     for number, (count, start) in enumerate(lengths):
         pages = [free.pop() for _ in range(-(-(start + count) // 16))]
@@ -133,7 +126,6 @@ def batch_of(lengths, num_decode):
 
 
 def agree(model, dtype, batch, num_threads):
-    """Hidden states, what is stored, and which experts are noted: at once and layer by layer."""
     with threads(num_threads):
         hidden, pool = compute(model, dtype, batch, at_once)
         noted = None if model.routing is None else model.routing.rows(len(batch.positions)).clone()
@@ -154,7 +146,6 @@ def test_layers_of_every_kind_are_computed_alike(models, family, dtype):
 
 
 def test_layers_with_a_window_find_their_own_pages(models):
-    """Slots and pages of windows lie apart from the others, as the engine has them."""
     for family in ("gemma3", "gpt-oss", "mixtral"):
         model = models[family, torch.float32]
         batch = batch_of([(1, 50), (30, 3)], 1)

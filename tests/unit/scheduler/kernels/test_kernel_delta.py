@@ -51,7 +51,6 @@ class Layer:
     def step(
         self, x: Tensor, rows: list[int], *, compiled: bool, kept: tuple[list[int], list[int]] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A token of each of ``rows``, in place; as :meth:`run`."""
         where = None if kept is None else (torch.tensor(kept[0]), torch.tensor(kept[1]))
         step = StateStep(rows=torch.tensor(rows), sources=None, segments=(), kept=where)
         return self.run(x, step, len(rows), compiled=compiled)
@@ -59,7 +58,6 @@ class Layer:
     def run(
         self, x: Tensor, step: StateStep, num_decode: int, *, compiled: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the layer computes, and its states afterwards; those of the pool stay as they are."""
         pool = StatePool(num_layers=1, num_rows=STATES, shape=self.shape, dtype=self.dtype)
         for target, source in zip(pool.layer(0), self.pool.layer(0), strict=True):
             target.copy_(source)
@@ -120,9 +118,6 @@ def test_a_step_is_that_of_torch(made, rows) -> None:
 @settings(max_examples=examples(30))
 @given(data=st.data(), made=layers)
 def test_prompts_beside_decoding_rows_are_those_of_torch(data, made) -> None:
-    """From nothing, from a state of another row or their own, across a state that is kept; decoding rows go
-    to other rows.
-    """
     lengths = [data.draw(st.integers(1, 80)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))]
     first, second, third = (2 + sum(lengths[:number]) for number in range(3))
     step = StateStep(
@@ -189,7 +184,6 @@ def test_how_a_sequence_is_cut_changes_no_bit(data, made) -> None:
 @settings(max_examples=examples(15))
 @given(made=layers)
 def test_bits_of_a_row_are_its_own(made) -> None:
-    """Whatever its place, its neighbours, and the number of threads; products as above."""
     assume(packable(made["shape"].value_heads * made["shape"].value_size, made["dtype"]))
     layer, rows = None, [4, 2, 6, 1]
     for _ in instruction_sets():
@@ -206,7 +200,6 @@ def test_bits_of_a_row_are_its_own(made) -> None:
 
 
 def test_steep_decays_and_gates() -> None:
-    """Where exponentials overflow or vanish, the step is torch's."""
     shape = StateShape(key_heads=1, value_heads=2, key_size=16, value_size=16, kernel=4)
     for _ in instruction_sets():
         layer = Layer(shape, torch.float32, by_key_head=False)

@@ -1,6 +1,4 @@
-"""Compiled norm, rotation and gate: against float64, against torch's sequence of roundings, and bit by bit by
-row.
-"""
+"""Compiled norm, rotation and gate."""
 
 from pathlib import Path
 
@@ -33,27 +31,23 @@ seeds = st.integers(0, 1000)
 
 
 def draw(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Rows of a wider tensor, not aligned."""
     *outer, size = shape
     wide = torch.randn((*outer, size + 3), generator=torch.Generator().manual_seed(seed))
     return wide.to(dtype)[..., 1 : size + 1]
 
 
 def framed(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
-    """A tensor to write to, and the columns to its left and right, which have to stay :data:`CANARY`."""
     *outer, size = shape
     wide = torch.full((*outer, size + 2), CANARY, dtype=dtype)
     return wide[..., 1 : size + 1], wide[..., :: size + 1]
 
 
 def assert_near(got: Tensor, want: Tensor, roundings: int) -> None:
-    """Within ``roundings`` half units in the last place of the dtype (and some float32 arithmetic)."""
     rtol, atol = roundings * unit(got.dtype) + 1e-6, roundings * least(got.dtype)
     torch.testing.assert_close(got.double(), want.double(), rtol=rtol, atol=atol)
 
 
 def by_torch(weight: Tensor, from_one: bool) -> RMSNorm:
-    """The layer, with this weight."""
     place = Placement(weight.dtype, torch.device("cpu"))
     norm = RMSNorm("n", "n", len(weight), EPS, from_one=from_one, place=place)
     next(norm.slots()).write(weight, 0)
@@ -124,7 +118,6 @@ def test_gate_at_the_ends_of_the_range() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_dtypes_round_as_in_torch(dtype: torch.dtype) -> None:
-    """All but the rare bits in which a sum in another order, or an exponential, makes a difference."""
     x, weight = draw(0, dtype, 50, 600), draw(1, dtype, 600)
     gate, up = x.split(300, -1)
     for _ in instruction_sets():
@@ -145,8 +138,6 @@ def test_float16_overflow_is_infinite_as_in_torch() -> None:
 
 
 class Rope:
-    """Inputs and the two ways."""
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -160,7 +151,6 @@ class Rope:
         kept: int = 0,
         from_one: bool = False,
     ):
-        """``kept``: elements of a head behind those that are rotated."""
         size = 2 * half + kept
         self.heads, self.kv_heads = heads, kv_heads
         # Rows of a wider projection; heads of a token are contiguous.
@@ -179,7 +169,6 @@ class Rope:
         )
 
     def expected(self) -> Tensor:
-        """Rotated queries and keys, by the operations of ``layers/``."""
         qk = self.qkv[:, : -self.kv_heads]
         if self.norm is not None:
             parts = zip(self.norm[:2], qk.split([self.heads, self.kv_heads], 1))
@@ -230,7 +219,6 @@ def test_rotation_and_store(dtype, tokens, heads, kv_heads, half, kept, norm, fr
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
-    """Large enough for threads to be used."""
     size, tokens = 130, 300
     for _ in instruction_sets():
         x, weight = draw(0, dtype, tokens, 2 * size), draw(1, dtype, 2 * size)

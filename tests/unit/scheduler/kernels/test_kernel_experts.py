@@ -1,6 +1,4 @@
-"""Choice, sorting, grouped products and weighted sums of experts against float64, and their bits in every
-company.
-"""
+"""Choice, sorting, grouped products and weighted sums of experts against float64."""
 
 import math
 from pathlib import Path
@@ -159,7 +157,6 @@ def test_sum_is_weighted_in_float32_and_rounded_once(case, size, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_has_the_same_bits_in_every_company(dtype):
-    """Groups of one row up to several chunks of rows, in any order, on any number of threads."""
     generator = torch.Generator().manual_seed(5)
     tokens, count, k, hidden, outputs = 500, 6, 3, 130, 70
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
@@ -184,7 +181,6 @@ def test_a_token_has_the_same_bits_in_every_company(dtype):
 
 
 def test_long_rows_go_through_several_chunks():
-    """More of x than what stays in a second-level cache, for one expert; none for most others."""
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(130, 4096, generator=generator).bfloat16()
     weights = torch.randn(3, 40, 4096, generator=generator).bfloat16()
@@ -287,7 +283,6 @@ print("clean")
 
 @pytest.mark.long
 def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
-    """Where AVX-512 with bfloat16 is to be had, with the logic of AMX in software."""
     with native.limited_to("avx512bf16") as possible:
         header = Path(__file__).parents[3] / "support" / "fake_amx.h"
         flags = ("-include", str(header)) if possible else ()

@@ -1,6 +1,4 @@
-"""Packed products against float64, their bits across batch compositions, and the layout against plain
-indexing.
-"""
+"""Packed products against float64, their bits across batch compositions."""
 
 import itertools
 
@@ -20,7 +18,6 @@ LAYOUTS = (*DTYPES, linear.FP8)
 
 @pytest.fixture(params=native.ISAS[1 : native.ISAS.index(native.isa()) + 1] or [native.ISAS[1]])
 def isa(request):
-    """Each instruction set in turn."""
     with native.limited_to(request.param) as possible:
         if not possible:
             pytest.skip(
@@ -36,8 +33,6 @@ def kernels():
 
 
 def threads(count: int):
-    """A context in which torch, and so every kernel, uses ``count`` threads."""
-
     class Threads:
         def __enter__(self):
             self.before = torch.get_num_threads()
@@ -60,7 +55,6 @@ def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) 
 
 
 def tolerance(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Bound per element: one rounding of each sum in float32, and one of the result."""
     magnitude = x.double().abs() @ w.double().abs().T + (0 if bias is None else bias.double().abs())
     steps = x.shape[1] + 2
     return magnitude * (steps * 2.0**-24 + unit(x.dtype)) + least(x.dtype)
@@ -120,7 +114,6 @@ def test_a_row_has_the_same_bits_in_every_company(isa, dtype, outputs, inputs):
 
 @pytest.mark.parametrize("outputs,inputs", [(77, 130), (33, 514)])
 def test_float16_is_computed_in_float32_and_rounded_once(isa, outputs, inputs):
-    """The bits of the same numbers as float32, beyond float16's largest number, too."""
     generator = torch.Generator().manual_seed(9)
     x, w, bias = (
         torch.randn(shape, generator=generator).half()
@@ -186,11 +179,6 @@ def dequantized(w: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs,inputs,columns", [(33, 64, 16), (97, 300, 12), (64, 516, 128), (1, 4, 4)])
 def test_fp8_products_are_those_of_the_dequantised_weight(isa, dtype, outputs, inputs, columns):
-    """To the last bit, few rows and many, whatever their number.
-
-    FP8 weights are multiplied by AVX-512 on AMX, too, so the dequantised weight is: the bits of AMX may
-    differ.
-    """
     w, scales = fp8_case(outputs, inputs, columns)
     x = torch.randn(110, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -207,9 +195,6 @@ def test_fp8_products_are_those_of_the_dequantised_weight(isa, dtype, outputs, i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_of_fp8_is_multiplied_as_torch_reads_it(isa, dtype):
-    """Each in a row of its own, with scales that e4m3 and float16 do not hold; NaN reaches its own output
-    only.
-    """
     w = torch.zeros(256, 64, dtype=torch.uint8)
     place = torch.arange(256) * 7 % 64
     w[torch.arange(256), place] = torch.arange(256, dtype=torch.uint8)
@@ -247,7 +232,6 @@ def test_fp8_weights_that_do_not_fit_are_refused(change):
 
 
 def by_index(w: torch.Tensor) -> torch.Tensor:
-    """The drawing of linear.cpp, word by word."""
     words = w.view(torch.int32).numpy()
     panels, tiles = -(-words.shape[0] // 32), -(-words.shape[1] // 16)
     layout = np.zeros((panels, tiles, 2, 16, 16), np.int32)
@@ -317,7 +301,6 @@ def test_an_update_writes_what_differs_and_says_so(isa):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", LAYOUTS)
 def test_every_instruction_set_knows_the_layout(isa, dtype):
-    """Whole tiles, which go through registers, and the ends of rows and panels, which do not."""
     w = torch.randn(85, 108, generator=torch.Generator().manual_seed(8)).to(dtype)
     storage, lowest = packed(w), w.view(torch.uint8)[:, :: w.itemsize]
     assert torch.equal(storage.view(torch.int32), by_index(w).view(torch.int32))

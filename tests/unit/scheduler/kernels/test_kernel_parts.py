@@ -1,6 +1,4 @@
-"""Operations that layers of experts and latents are put together from, against torch and float64, and their
-bits by row.
-"""
+"""Operations that layers of experts and latents are put together from, against torch and float64."""
 
 import pytest
 import torch
@@ -107,7 +105,6 @@ def test_a_wide_product_is_not_rounded(dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_expert_has_its_bias(dtype) -> None:
-    """Rounded once, with the product."""
     ids = torch.tensor([[2, 0], [2, 3], [0, 2]])
     groups = experts.group(ids, 4)
     x, w, bias = normal(1, dtype, 6, 30), normal(2, dtype, 4, 41, 30), normal(3, dtype, 4, 41)
@@ -243,9 +240,6 @@ def test_a_row_is_weighted_by_the_sigmoid_of_its_gate(dtype) -> None:
     "heads,latent,rope", [(1, 20, 6), (4, 64, 32), (13, 30, 8), (16, 64, 32), (26, 128, 64)]
 )
 def test_attention_over_latents_is_that_of_torch(dtype, heads, latent, rope) -> None:
-    """Packed and from where they lie, in parts of heads or not; decoded, and as a chunk behind what is
-    stored.
-    """
     rows = [Row([0], 70, [1, 2, 3, 4, 5]), Row([0], 0, [6]), Row([0] * 40, 27, [7, 8, 9, 10, 11])]
     batch, width, tokens = forward_batch(rows, 2), latent + rope, 42
     q, k = normal(1, dtype, tokens, heads, width), normal(2, dtype, tokens, 1, width)

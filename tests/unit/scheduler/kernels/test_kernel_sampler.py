@@ -34,7 +34,6 @@ def uniforms(count: int, seed: int = 1) -> torch.Tensor:
 
 
 def sample(logits, *, temperature=None, greedy=False, u=0.5, raw=True, sampler=None):
-    """(tokens, logprobs, raw logprobs)."""
     rows = len(logits)
     tokens = torch.full((rows,), -7)
     logprobs, raw_logprobs = torch.full((2, rows), 7.0).unbind(0)
@@ -107,7 +106,6 @@ def test_draws_follow_the_distribution(isa):
 
 @pytest.mark.parametrize("vocab_size", [5, 300])
 def test_the_inverse_of_a_known_distribution(isa, vocab_size):
-    """Equal probabilities: the token is floor(u V), at the edges, too."""
     step = 1 / vocab_size
     u = torch.tensor([0.0, 0.25 * step, 1.25 * step, (vocab_size - 0.5) * step, LARGEST_UNIFORM])
     tokens, logprobs, _ = sample(torch.zeros(5, vocab_size), u=u)

@@ -39,8 +39,6 @@ class Rows:
     def of(
         cls, logits, uniforms, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, greedy=False
     ) -> "Rows":
-        """Each parameter is one value for all rows, or one per row."""
-
         def column(value, dtype):
             return np.broadcast_to(np.asarray(value, dtype), (len(logits),)).copy()
 
@@ -121,7 +119,6 @@ class Exact:
 
 
 def check_against_torch(rows: Rows) -> None:
-    """Every output of every row; a token may differ where the definition leaves two within the tolerance."""
     expected = rows.in_torch()
     exact = {}
     for row in range(len(rows.logits)):
@@ -156,7 +153,6 @@ def check_against_torch(rows: Rows) -> None:
     rounded=st.booleans(),
 )
 def test_agrees_with_torch(vocab_size, dtype, seed, spread, rounded):
-    """Filtered, unfiltered, greedy and broken rows in one batch, with ties by rounding and with masks."""
     rng, count = np.random.default_rng(seed), 12
     logits = torch.from_numpy(rng.standard_normal((count, vocab_size)) * spread)
     logits = logits.bfloat16().to(dtype) if rounded else logits.to(dtype)
@@ -220,7 +216,6 @@ def test_draws_follow_the_kept_distribution(dtype, parameters):
 
 
 def test_equal_logits_go_by_index():
-    """The k-th of equal probabilities is token k: in a bucket of the whole vocabulary, and between two values."""
     for isa in instruction_sets():
         for vocab_size in (300, 32_000, 151_936):
             flat = Rows.of(torch.zeros(3, vocab_size), [0.0, 0.5, LARGEST_UNIFORM], top_p=0.6)
@@ -233,7 +228,6 @@ def test_equal_logits_go_by_index():
 
 
 def test_order_is_that_of_scaled_logits():
-    """Not of the logits as given, of which division makes equal ones; nor of weights, which are equal for unequal logits."""
     low = np.float32(1.6)
     while low / np.float32(1.5) != (high := np.nextafter(low, np.float32(2))) / np.float32(1.5):
         low = high
@@ -263,7 +257,6 @@ def test_no_token_of_probability_zero(parameters, fill):
 
 
 def test_the_largest_uniform_draws_the_last_kept_token():
-    """Kept are whole groups of equal tokens, and others follow: the sums of groups and of their tokens round differently."""
     rng = np.random.default_rng(4)
     groups = np.stack([rng.permutation(np.arange(300) % 10) for _ in range(200)])
     logits = torch.from_numpy(-1.7 * groups - rng.random((200, 1))).float()
@@ -277,7 +270,6 @@ def test_the_largest_uniform_draws_the_last_kept_token():
 
 
 def mixed(vocab_size: int, dtype: torch.dtype) -> Rows:
-    """Rows of all kinds, those of index 0 modulo 4 unfiltered, and the last two greedy."""
     rng, count = np.random.default_rng(9), 24
     kind = np.arange(count) % 4
     return Rows.of(

@@ -22,7 +22,6 @@ def built():
 
 @pytest.fixture
 def loading(monkeypatch):
-    """Loads the library anew, and afterwards as it was."""
     monkeypatch.delenv(native.VARIABLE, raising=False)
     native._library.cache_clear()
     yield monkeypatch
@@ -53,7 +52,6 @@ def test_the_best_serves_and_can_be_limited():
 
 @pytest.fixture
 def on_cuda(loading):
-    """``kernels.best`` for CUDA as if it were asked for the first time; sets what Triton says of the device."""
     kernels.why_not_triton.cache_clear()
 
     def says(installed: bool, reason: str | None = None) -> None:

@@ -1,6 +1,4 @@
-"""The kernels of ``triton_*.py`` for layers, compiled for sm_90 as published models launch them: without a
-device.
-"""
+"""The kernels of ``triton_*.py`` for layers, compiled for sm_90 as published models launch them."""
 
 import os
 from importlib.util import find_spec
@@ -99,7 +97,6 @@ def test_kernel_compiles_for_hopper_within_its_registers(launch, tmp_path):
 
 
 def launches(tokens: int) -> None:
-    """Each kernel once, as a step of so many tokens launches it."""
     from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
 
     angles = triton_rotations.angles(

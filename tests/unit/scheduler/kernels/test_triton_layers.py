@@ -70,7 +70,6 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts float32 off where it makes bfloat16 of it; a device rounds."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -102,7 +101,6 @@ def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
 
 
 def from_one(x, weight, eps):
-    """A norm whose factor is ``1 + weight``, rounded once."""
     return (functional.rms_norm(x.float(), x.shape[-1:], None, eps) * (1 + weight.float())).to(x.dtype)
 
 
@@ -266,7 +264,6 @@ def test_the_choice_by_groups_is_torchs(scoring, bias, groups, top_groups, group
 @pytest.mark.parametrize("tokens,top_k,experts,size", [(1, 1, 1, 8), (12, 4, 9, 50)])
 @pytest.mark.parametrize("at_once", [16, 256])
 def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts, size, at_once, monkeypatch):
-    """Fewer pairs and elements than a program takes at once, and more."""
     for name in ("_LOOKED_AT", "_COPIED", "_SUMMED"):
         monkeypatch.setattr(triton_experts, name, at_once)
     ids = torch.rand(tokens, experts).argsort(-1)[:, :top_k].contiguous()
@@ -288,14 +285,12 @@ def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts,
 
 @pytest.fixture
 def served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is built now on the CPU takes the kernels."""
     served = {"elementwise": kernels.TRITON, "experts": kernels.TRITON}
     for module in (dispatch, experts_module, moe, sys.modules[PagedTritonBackend.__module__]):
         monkeypatch.setattr(module, "best", lambda operation, *_: served[operation])
 
 
 def logits_of(model: Any, backend: type | None) -> list[Tensor]:
-    """Of two prompts, one of them in chunks beside the other's decoding, then of both decoding."""
     paged = PagedModel(model, torch.float32, num_pages=20)
     config, pool = model.config, paged.pool
     if isinstance(pool, MHAPool) and backend is not None:

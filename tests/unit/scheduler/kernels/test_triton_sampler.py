@@ -49,8 +49,6 @@ def test_the_kernels_in_the_interpreter():
 
 @pytest.fixture
 def in_triton(monkeypatch):
-    """Makes a sampler that computes with these kernels wherever it is."""
-
     def make(vocab_size: int, rows: int, dtype: torch.dtype) -> Sampler:
         with monkeypatch.context() as patch:
             patch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
@@ -62,7 +60,6 @@ def in_triton(monkeypatch):
 
 
 def batch_of(rows: int, vocab_size: int, **given: object) -> SamplingBatch:
-    """Every parameter is one value for all rows or a sequence of one per row."""
     defaults = {
         "temperature": 1.0,
         "greedy": False,
@@ -98,9 +95,6 @@ def assert_same(found: SamplerOutput, expected: SamplerOutput) -> None:
     [(1, torch.float32), (257, torch.float16), (257, torch.float32), (5000, torch.bfloat16)],
 )
 def test_random_rows(in_triton, vocab_size, dtype):
-    """Greedy, plain and filtered rows beside each other, more of them than fit at a time; one uniform, one
-    token.
-    """
     rng, rows = np.random.default_rng(vocab_size), 7
     logits = (torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     kind = np.arange(rows) % 7
@@ -121,7 +115,6 @@ def test_random_rows(in_triton, vocab_size, dtype):
 
 @interpreted
 def test_equal_logits(in_triton):
-    """Whole numbers, so that most borders are among equal values: the lower indices are kept and drawn first."""
     rng, rows, vocab_size = np.random.default_rng(3), 8, 300
     logits = torch.as_tensor(rng.integers(-2, 3, (rows, vocab_size))).float()
     logits[0] = 0.0
@@ -140,7 +133,6 @@ def test_equal_logits(in_triton):
 @interpreted
 @pytest.mark.parametrize("capacity", [64, 4096])
 def test_more_candidates_than_there_is_room_for(in_triton, monkeypatch, capacity):
-    """Broad rows: fewer are looked for, or the searches go over the logits themselves."""
     monkeypatch.setattr(triton_sampler, "_CANDIDATES", capacity)
     rng, rows, vocab_size = np.random.default_rng(4), 4, 5000
     logits = torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(2)) * 0.5
@@ -192,7 +184,6 @@ def test_the_ends_of_the_noise_give_tokens_of_some_probability(in_triton, parame
 
 @interpreted
 def test_a_raw_logprob_survives_underflow(in_triton):
-    """At a high temperature a token is drawn whose unscaled probability is below the smallest float32."""
     batch = batch_of(1, 2, temperature=1000.0, uniforms=0.99)
     found = in_triton(2, 1, torch.float32).sample(torch.tensor([[0.0, -300.0]]), batch)
     assert found.token_ids.tolist() == [1]
@@ -234,7 +225,6 @@ def test_only_what_is_wanted_is_returned(in_triton):
 def sample_op(
     owner: int, logits: torch.Tensor, columns: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> None:
-    """The kernels as an operation of torch, which a recorded graph can hold."""
     names = ("temperature", "greedy", "top_k", "top_p", "uniforms", "min_p")
     batch = batch_of(0, logits.shape[1])
     for name, column in zip(names, columns, strict=True):
@@ -247,7 +237,6 @@ SAMPLERS: list[Callable[..., None]] = []
 
 @interpreted
 def test_one_graph_serves_every_way_of_sampling(in_triton):
-    """Captured with greedy rows only, replayed over whatever lies in its inputs by then."""
     rows, vocab_size = 3, 700
     sampler = in_triton(vocab_size, rows, torch.float32)
     SAMPLERS.append(sampler._triton.sample)
@@ -281,7 +270,6 @@ def test_one_graph_serves_every_way_of_sampling(in_triton):
 
 @interpreted
 def test_the_warm_up_compiles_what_special_rows_use(in_triton, monkeypatch):
-    """Their logits are float32, for which there is another variant; nothing of it stays."""
     ordinary = in_triton(50, 2, torch.bfloat16)
     special, compiled = SpecialSampler(ordinary, 50, torch.device("cpu")), []
     kernels_sample = triton_sampler.TritonSampler.sample

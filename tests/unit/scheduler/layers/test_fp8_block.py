@@ -1,6 +1,4 @@
-"""FP8 in blocks: quantised as transformers does, whatever the cut, and products equal to those of dequantised
-weights.
-"""
+"""FP8 in blocks: quantised as transformers does, whatever the cut."""
 
 from types import SimpleNamespace
 
@@ -25,7 +23,6 @@ SMALL = Fp8Blocks(8, 16)
 
 
 def matrix_of(parts: list[int], width: int, place: Placement, *, packed: bool):
-    """As torch multiplies by it, or as compiled kernels do."""
     if not packed:
         return Fp8Matrix("m", parts, width, place)
     if native.why_not():
@@ -34,7 +31,6 @@ def matrix_of(parts: list[int], width: int, place: Placement, *, packed: bool):
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of widely differing magnitudes from row to row."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.rand(shape[0], *[1] * (len(shape) - 1), generator=generator)
     return (torch.randn(shape, generator=generator) * 10 ** (4 * spread - 3)).to(dtype)

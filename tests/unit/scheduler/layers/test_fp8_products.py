@@ -1,6 +1,4 @@
-"""FP8 products on accelerators, by stand-ins that read memory as the libraries do: agreement, choice,
-refusal, layers.
-"""
+"""FP8 products on accelerators, by stand-ins that read memory as the libraries do."""
 
 from types import SimpleNamespace
 
@@ -30,7 +28,6 @@ BROKEN = ImportError("libcudart.so.12: cannot open shared object file\nand more"
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
-    """The stand-ins; an entry may be replaced, by an exception too."""
     made = {name: SimpleNamespace(**vars(module)) for name, module in fake_fp8_libraries.MODULES.items()}
 
     def import_module(name: str):
@@ -45,7 +42,6 @@ def libraries(monkeypatch):
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Of a CUDA device whose products are computed on the CPU."""
     found = SimpleNamespace(value=(9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.value)
     for name in ("_try_dense", "_try_experts"):
@@ -70,8 +66,6 @@ def test_products_by_what_the_libraries_document_agree(kind):
 
 
 def transposed(compute):
-    """Scales of the weight in the other order."""
-
     def wrong(*given, **named):
         changed = [x.transpose(-1, -2).contiguous().view(x.shape) if is_grid(x) else x for x in given]
         return compute(*changed, **named)
@@ -182,7 +176,6 @@ def test_other_blocks_and_sizes_are_refused_by_name(monkeypatch, dtype, blocks, 
 
 
 def filled(owner, seed: int) -> dict[str, Tensor]:
-    """Writes random weights; returns them dequantised, by checkpoint name."""
     generator = torch.Generator().manual_seed(seed)
     slots = {slot.name: slot for slot in owner.slots()}
     dense = {}
@@ -204,7 +197,6 @@ def off(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("last", [128, 64, 200])
 def test_a_projection_with_a_smaller_last_block(monkeypatch, kind, bias, last):
-    """576 outputs of DeepSeek's latents for instance; what the library does not take is dequantised."""
     monkeypatch.setattr(fp8_block.fp8_products, "dense_for", lambda device: kind)
     linear = Linear(
         "l", 256, {"a": 256, "b": last}, bias=bias, place=Placement(torch.bfloat16, CPU, Fp8Blocks())

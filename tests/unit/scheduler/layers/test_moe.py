@@ -1,6 +1,4 @@
-"""Experts against their definition, routing against transformers, weights written in place, and what configs
-may say.
-"""
+"""Experts against their definition, routing against transformers, weights written in place."""
 
 import json
 from itertools import pairwise
@@ -42,7 +40,6 @@ def seeded() -> None:
 
 @pytest.fixture(params=["compiled", "torch"])
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Layers that are built now use compiled kernels, or torch."""
     if request.param == "torch":
         for module in (experts_module, moe):
             monkeypatch.setattr(module, "best", lambda *_: kernels.TORCH)
@@ -60,7 +57,6 @@ def random_experts(count: int, hidden: int, width: int, dtype: torch.dtype, seed
 
 
 def by_definition(layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Token by token in float64."""
     read = {slot.name: slot.read().double() for slot in layer.slots()}
     y = torch.zeros(x.shape, dtype=torch.float64)
     for token, experts in enumerate(ids.tolist()):
@@ -99,7 +95,6 @@ def test_forward_is_the_definition(hidden: int, width: int, dtype: torch.dtype) 
 
 
 def test_torch_weighs_many_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same result."""
     generator = torch.Generator().manual_seed(2)
     y, places = torch.randn(60, 9, generator=generator), torch.randperm(60, generator=generator).view(20, 3)
     weights = torch.rand(20, 3, generator=generator)
@@ -121,7 +116,6 @@ def test_torch_sorts_as_the_kernel_does() -> None:
 
 
 def test_a_result_outlives_the_next_forward() -> None:
-    """Memory of a forward is shared with the next layer's; what it returns is not."""
     layer = random_experts(4, 16, 8, torch.float32)
     x, ids, weights = torch.randn(3, 16), torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.ones(3, 2)
     y = layer.forward(x, ids, weights)
@@ -155,7 +149,6 @@ class _Attributes:
 
 @pytest.mark.usefixtures("served")
 def test_weights_of_the_chosen_are_rounded_as_transformers_rounds_them() -> None:
-    """bfloat16 in, bfloat16 values out, though as float32."""
     router = TopKRouter("r", "gate", 40, 9, 4, normalize=True, place=Placement(torch.bfloat16, CPU))
     next(router.slots()).write(torch.randn(9, 40), 0)
     _, weights = router.forward(torch.randn(20, 40).bfloat16(), torch.empty(20, 4, dtype=torch.uint8))
@@ -165,7 +158,6 @@ def test_weights_of_the_chosen_are_rounded_as_transformers_rounds_them() -> None
 
 
 def test_a_model_records_what_transformers_chose(tmp_path: Path) -> None:
-    """Over a prefill in chunks and a decode; a dense layer keeps zeros."""
     reference = make_checkpoint(
         tmp_path, "qwen3-moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=11, seed=4
     )
@@ -226,7 +218,6 @@ def test_a_block_adds_what_everything_goes_through() -> None:
 def test_tensors_are_written_in_place_in_any_pieces(
     hidden: int, width: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """No byte of a neighbour changes, wherever an expert begins."""
     layer = random_experts(3, hidden, width, dtype)
     addresses = [p.data.data_ptr() for p in layer.parameters()]
     slots = list(layer.slots())
@@ -252,7 +243,6 @@ def storage(model: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_equals_a_cold_load_by_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Once and twice, and in buckets so small that they cut the tensors of an expert."""
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
     for seed, path in enumerate((old, new)):
         make_checkpoint(path, "qwen3-moe", seed=seed, num_experts=3, moe_intermediate_size=23)

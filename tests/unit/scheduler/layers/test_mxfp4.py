@@ -1,6 +1,4 @@
-"""MXFP4 against the formula of its specification in float64: every element with every scale, and pairs in any
-order.
-"""
+"""MXFP4 against the formula of its specification in float64."""
 
 import random
 
@@ -64,7 +62,6 @@ def kernels(request, monkeypatch):
 
 
 def drawn(seed):
-    """Blocks and scales of both tensors, and the tensors that they stand for in float64."""
     generator = torch.Generator().manual_seed(seed)
     packed, wide = {}, {}
     for name, (outputs, inputs) in WHOLE.items():
@@ -86,7 +83,6 @@ def slots_of(experts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_storage_depends_on_neither_order_nor_pieces(kernels, dtype, cut):
-    """Blocks before scales and behind them, with room and without, each cut: the product, rounded once."""
     held, halves = slots_of(layer(dtype))
     assert set(halves) == set(drawn(1)[0])
     for seed in range(4):

@@ -50,7 +50,6 @@ def test_a_record_grows_and_shows_the_last_step_only():
 
 @given(data=st.data(), staged=st.integers(1, 5))
 def test_reading_is_indexing(data, staged):
-    """Any order of pages and any range, in however many copies."""
     before = routing.STAGED_PAGES
     routing.STAGED_PAGES = staged
     try:

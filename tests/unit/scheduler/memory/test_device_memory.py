@@ -1,6 +1,4 @@
-"""Emptying and reading device allocators: stand-in modules, the real one of this process, and files of a
-made-up host.
-"""
+"""Emptying and reading device allocators."""
 
 import os
 import subprocess
@@ -94,7 +92,6 @@ class ScriptedGroup:
 
 @pytest.fixture
 def device_modules(monkeypatch):
-    """Route torch's lookup of device modules to stand-ins, by device type."""
     modules: dict[str, object] = {}
 
     def get_device_module(device):
@@ -147,9 +144,6 @@ def test_reading_has_no_side_effect(device_modules):
 
 
 def test_figures_and_streams_are_of_the_bound_device(device_modules):
-    """torch answers for its current device unless it is told, and each thread has a current device of its
-    own.
-    """
     module = device_modules["cuda"] = CachingDevice(allocated=100, cached=40, total=1000)
     bound = device_module_for("cuda:1")
     DeviceMemoryReading.of(bound)
@@ -338,7 +332,6 @@ def test_cgroup_v2_tightest_ancestor_wins(tmp_path):
 
 
 def test_cgroup_inside_a_container_lies_at_the_root(tmp_path):
-    """/proc/self/cgroup may show the host's path while the container sees only its own folder, as the root."""
     files = {
         "proc/meminfo": MEMINFO,
         "proc/self/cgroup": "0::/kubepods/pod1/box\n",
@@ -405,9 +398,6 @@ print(full.allocated, freed.allocated, after.allocated, report.reserved_before, 
 
 @needs_glibc
 def test_emptying_returns_the_holes_between_live_tensors():
-    """In a fresh process: half of 4,000 interleaved tensors are freed, and only the trim gives their pages
-    back.
-    """
     result = subprocess.run([sys.executable, "-c", INTERLEAVED], capture_output=True, text=True, check=True)
     *numbers, intact = result.stdout.split()
     full, freed, after, reserved_before, reserved_after = map(int, numbers)
@@ -433,7 +423,6 @@ def test_allocated_follows_tensors_and_reserved_covers_them():
 
 
 def test_no_other_file_of_the_engine_empties_a_cache():
-    """The rule that makes its cost something one can reason about."""
     root = Path(device_memory.__file__).parents[2]
     callers = {
         path.relative_to(root).as_posix()

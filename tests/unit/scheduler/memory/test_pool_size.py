@@ -39,7 +39,6 @@ def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, family):
 
 
 def windowed(tmp_path, **options):
-    """Three layers, two of them with a window of 20 tokens, for four requests."""
     make_checkpoint(tmp_path, "gemma3")
     sizes = {"max_running_requests": 4, "chunked_prefill_size": 32, **options}
     config = EngineConfig(model_path=str(tmp_path), device="cpu", **sizes)
@@ -67,7 +66,6 @@ def test_they_have_no_more_than_the_others(tmp_path):
 
 @pytest.mark.parametrize("share", [1 << 16, 1 << 17, 150_000])
 def test_a_share_of_memory_is_used_up_by_both(tmp_path, monkeypatch, share):
-    """Without a limit by what could be used."""
     config, loaded = windowed(tmp_path, kv_memory_fraction=0.5)
     monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 2 * share)
     pool = build_pool(config, loaded, 1 << 14)
@@ -77,7 +75,6 @@ def test_a_share_of_memory_is_used_up_by_both(tmp_path, monkeypatch, share):
 
 
 def hybrid(tmp_path, **options):
-    """Four layers, one of them with KV, for six requests."""
     make_checkpoint(tmp_path, "qwen3.5")
     config = EngineConfig(model_path=str(tmp_path), device="cpu", max_running_requests=6, **options)
     return config, load_model(config)

@@ -42,7 +42,6 @@ BACKENDS = [
 
 
 def resident() -> int:
-    """Anonymous pages of this process, after whatever earlier tests left behind has gone."""
     gc.collect()
     empty_device_cache(HOST)
     return HOST.memory_reserved()
@@ -54,7 +53,6 @@ def exhaust(steps) -> int:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_system_really_gets_the_memory(backend):
-    """64 MB, the kernel's own count; only the component that was named."""
     manager = ComponentResidencyManager(CPU, make_component=backend)
     with manager.component("weights"):
         weights = [allocate((4 * MIB,), torch.float32, CPU) for _ in range(4)]
@@ -93,7 +91,6 @@ def test_memory_that_nobody_wrote_costs_nothing():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_and_its_cache_come_back_through_the_views_made_before(tiny_model, backend):
-    """Fused slots, tied heads, per-slot views of the pool: after a reload, the same bits as before."""
     manager = ComponentResidencyManager(CPU, make_component=backend)
     with manager.component("weights"):
         model = load_model(str(tiny_model), torch.float32)
@@ -119,7 +116,6 @@ def test_a_model_and_its_cache_come_back_through_the_views_made_before(tiny_mode
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_allocations_of_others_stay(backend):
-    """Buffers, a parameter outside any component, one of a block that failed."""
     manager = ComponentResidencyManager(CPU, make_component=backend)
     with manager.component("weights"):
         buffer = torch.full((1000,), 3.0)
@@ -185,7 +181,6 @@ def test_a_shortage_is_found_before_anything_is_taken(monkeypatch, backend):
 
 
 def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back(monkeypatch):
-    """They are given back before anything asks how much is free."""
     free = [0]
     module = SimpleNamespace(memory_reserved=lambda: 0, empty_cache=lambda: free.append(4000))
     manager = ComponentResidencyManager(CPU, device_cache=DeviceCache(module))
@@ -223,7 +218,6 @@ def test_an_allocator_that_refuses_half_way_leaves_nothing_taken():
 
 @pytest.fixture
 def saver(tmp_path, monkeypatch):
-    """A package of the saver's name whose calls are noted."""
     (tmp_path / "torch_memory_saver.py").write_text(
         "from contextlib import contextmanager\n"
         "calls = []\n"

@@ -72,7 +72,6 @@ def test_one_byte_that_is_not_free_is_a_shortage(monkeypatch):
 
 
 def test_a_release_by_tag_takes_what_goes_with_that_tag_alone():
-    """Tags are equal by their letters, wherever they come from."""
     for tag in ("weights", "kv_cache"):
         manager = accelerator()
         for name in ("weights", "kv_cache"):
@@ -96,7 +95,6 @@ def test_an_accelerator_without_streams_keeps_its_copies_in_memory():
 @pytest.mark.parametrize("make", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_release_by_tag_keeps_the_values(make, strategy):
-    """What is always on the device comes back with the tag, the others when they are used."""
     manager = make()
     model = Model(manager, strategy())
     with manager.component("weights"):
@@ -115,7 +113,6 @@ def test_a_release_by_tag_keeps_the_values(make, strategy):
 
 @pytest.mark.parametrize("make", PLACES)
 def test_a_tag_that_is_backed_up_comes_back_as_it_was_last(make):
-    """The copy lags behind where there are streams, and is there when the resume ends."""
     manager = make(backed_up=["weights"])
     tensors = {}
     for tag in ("weights", "kv_cache"):
@@ -194,7 +191,6 @@ def test_an_allocator_that_refuses_takes_nothing(strategy):
 @pytest.mark.skipif(sys.platform != "linux", reason="files are Linux's way")
 @pytest.mark.parametrize("strategy", [ComponentOffloadStrategy(), LayerwiseOffloadStrategy()])
 def test_a_copy_that_cannot_be_read_leaves_the_part_away(strategy, monkeypatch):
-    """By the loop or by the thread that reads ahead; the next attempt finds everything again."""
     manager = host()
     model = Model(manager, strategy)
     model.request()

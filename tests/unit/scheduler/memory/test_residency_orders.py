@@ -55,7 +55,6 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.open and not self.released)
     @rule(data=st.data(), layers=st.integers(0, LAYERS), steps=st.integers(0, 9))
     def give_up(self, data, layers, steps):
-        """A stage that is abandoned: while things are brought, or before some layer."""
         request = data.draw(st.sampled_from(sorted(self.open)))
         bringing = self.manager.before_stage(request, [USE])
         for _ in range(steps):
@@ -75,7 +74,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data(), value=st.integers(1, 200))
     def write(self, data, value):
-        """At any moment, also while a stage is abandoned half-way or all memory is released."""
         self.model.write(data.draw(st.integers(0, 2 * LAYERS)), value)
 
     @precondition(lambda self: not self.released)

@@ -1,6 +1,4 @@
-"""Components that come and go by strategy: the same code over host memory with files and over a stand-in for
-an accelerator.
-"""
+"""Components that come and go by strategy."""
 
 import gc
 import logging
@@ -43,7 +41,6 @@ from caesura.scheduler.memory.residency import (
 @pytest.mark.parametrize("make", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_values_are_there_when_a_layer_is_computed(make, strategy):
-    """Three requests of two passes: the first one finds what was built, the others what was brought."""
     model = Model(make(), strategy())
     total = sum(tensor.nbytes for tensor in model.tensors)
     assert model.manager.nbytes("model") == total
@@ -121,7 +118,6 @@ def test_a_window_is_never_exceeded(make, window):
 
 
 def test_the_next_layer_comes_while_one_is_computed():
-    """The copies of layer 1 have been given to the side stream, and have not happened, while layer 0 is used."""
     manager = accelerator()
     model = Model(manager, LayerwiseOffloadStrategy())
     model.request()
@@ -141,7 +137,6 @@ def test_the_next_layer_comes_while_one_is_computed():
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 @pytest.mark.parametrize("strategy", [ComponentOffloadStrategy(), LayerwiseOffloadStrategy()])
 def test_the_system_really_gets_the_memory(strategy):
-    """96 MB by the kernel's own count, down and up again, values exact."""
     manager = ComponentResidencyManager(CPU)
     gc.collect()
     empty_device_cache(HOST)
@@ -172,7 +167,6 @@ def test_the_system_really_gets_the_memory(strategy):
 
 @pytest.mark.parametrize("make", PLACES)
 def test_a_component_without_options_stays_until_its_memory_is_released_and_comes_back(make):
-    """Several of a pipeline, none of which anybody has thought about: a stage may use them like any others."""
     manager, tensors = make(), {}
     for number, name in enumerate(("text_encoder", "transformer", "vae"), start=1):
         manager.register(name)
@@ -292,7 +286,6 @@ def test_a_component_that_is_not_there_is_traced():
 
 
 def test_the_time_of_a_move_is_work_and_not_what_happened_between(monkeypatch, caplog):
-    """A clock that goes on by 3 s whenever it is read; between two steps, by a minute."""
     caplog.set_level(logging.DEBUG, logger="caesura")
     now = [5.0]
 
@@ -348,7 +341,6 @@ def test_every_event_says_what_moved():
 
 
 def kept(manager: ComponentResidencyManager) -> list[str]:
-    """Why the model stayed, event by event."""
     return [event.detail for event in manager.trace if event.event == "keep"]
 
 
@@ -379,7 +371,6 @@ def test_the_end_of_a_request_passes_over_what_it_has_not_used():
 
 @pytest.mark.parametrize("share,emptied", [(1.5, 1), (0.5, 0)])
 def test_a_large_component_is_memory_intensive_whatever_its_label_says(share, emptied):
-    """``share`` of what counts as large."""
     size = Model(accelerator(), ComponentOffloadStrategy()).manager.nbytes("model")
     device = Device(total=int(size / residency_module.LARGE_SHARE / share))
     model = Model(accelerator(device), ComponentOffloadStrategy())

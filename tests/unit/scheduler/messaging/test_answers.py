@@ -32,7 +32,6 @@ def clock(monkeypatch):
 
 
 def filled(message_id: str, nbytes: int = SMALL) -> ErrorReply:
-    """An answer of about ``nbytes``."""
     return ErrorReply(id=message_id, code=ErrorCode.BUSY, message="x" * nbytes)
 
 
@@ -63,7 +62,6 @@ def result(rid: str, index: int = 0, nbytes: int = SMALL) -> BatchTokenOutput:
 
 
 def again(store: Answers, message_id: str) -> str:
-    """What a retry gets: the id of its answer, or a code."""
     try:
         (found,) = store.attach(b"C", message_id, b"frame")
     except CaesuraError as error:

@@ -48,7 +48,6 @@ def router(endpoint, gone):
 
 
 def met(router: Router, name: bytes, **options: int) -> RawClient:
-    """A client that the router has heard of."""
     with contextlib.ExitStack() as cleanup:
         client = cleanup.enter_context(RawClient(router.endpoint, identity=name, **options))
         client.send(GetStatusReqInput())
@@ -59,7 +58,6 @@ def met(router: Router, name: bytes, **options: int) -> RawClient:
 
 
 def delta_of(*table: tuple[str, int, int, list[int]]) -> StreamDelta:
-    """Rows of (rid, index, start, tokens); a token's logprob is its negative."""
     tokens = [token for row in table for token in row[3]]
     return StreamDelta(
         rids=[row[0] for row in table],
@@ -90,7 +88,6 @@ def refusal(endpoint: str) -> CaesuraError:
 
 
 def fill(router: Router, name: bytes) -> int:
-    """Send until the client's pipe is full; how many messages that took."""
     sent = 0
     while not router.has_backlog:
         router.send(name, AbortReqOutput(id=f"filler {sent}" + "." * 1000, aborted=0))
@@ -359,9 +356,6 @@ STEPS = st.lists(
 @settings(max_examples=examples(150))
 @given(STEPS, st.sets(SAMPLES))
 def test_merging_keeps_every_token_of_what_goes_on(steps, ended):
-    """Against a dictionary of positions; a step's row may be lost (a gap) and may hold several tokens or
-    none.
-    """
     position: dict[tuple[str, int], int] = {}
     expected: dict[tuple[str, int], dict[int, int]] = {}
     deltas = []
@@ -425,7 +419,6 @@ class ShortOfMemory:
 
 @pytest.mark.parametrize("frame", [1, 2, 3, 4])
 def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, monkeypatch, frame):
-    """What comes behind it on the socket is read as what it is, and its sender hears."""
     with met(router, b"C1") as client:
         monkeypatch.setattr(router, "socket", ShortOfMemory(router.socket, frame))
         client.send(b"header", b"one", b"two")
@@ -444,7 +437,6 @@ def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, mon
 
 
 def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other(router):
-    """A result whose reason quotes a file name, say, behind others that the client has not taken."""
     waiting = send_queues.Backlogs()
     waiting.begin(b"client", [b"first"])
     reason = FinishReason(type="error", message="no \udc80")

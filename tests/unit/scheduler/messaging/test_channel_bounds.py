@@ -35,12 +35,10 @@ def router(tmp_path, gone):
 
 
 def heard(router: Router) -> list[tuple[bytes, int]]:
-    """(client, number of buffers) of what one call gives."""
     return [(client, len(buffers)) for client, _, buffers in router.receive()]
 
 
 def hear_from(router: Router, name: bytes) -> tuple[list[tuple[bytes, int]], int]:
-    """Everything until ``name`` is heard, and how many calls that took."""
     messages: list[tuple[bytes, int]] = []
     calls = 0
     while name not in [client for client, _ in messages]:
@@ -51,7 +49,6 @@ def hear_from(router: Router, name: bytes) -> tuple[list[tuple[bytes, int]], int
 
 
 def send_frames(client: RawClient, header: bytes, count: int) -> None:
-    """``header`` and ``count`` empty frames."""
     client.socket.send(header, zmq.SNDMORE)
     for _ in range(count - 1):
         client.socket.send(b"", zmq.SNDMORE)
@@ -71,7 +68,6 @@ def result_of(rid: str, tokens: int) -> GenerateReqOutput:
 
 
 def fill(router: Router, name: bytes, client: RawClient) -> int:
-    """Send until the client's pipe is full; how many messages that took."""
     client.send(GetStatusReqInput())
     hear_from(router, name)
     sent = 0

@@ -131,7 +131,6 @@ def test_a_burst_that_nobody_looks_at_leaves_descriptors(endpoint):
 
 
 def fill(child, crowd) -> None:
-    """Connect as quickly as this process can until nothing is taken any more."""
     failures = 0
     while failures < 8 and child.poll() is None:
         try:

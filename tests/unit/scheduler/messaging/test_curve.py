@@ -35,7 +35,6 @@ pytestmark = pytest.mark.slow  # its engines take seconds to start
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """A folder with the keys of an engine and its client, and in ``other/`` those of others."""
     folder = tmp_path_factory.mktemp("keys")
     for each in (folder, folder / "other"):
         assert CliRunner().invoke(keygen, [str(each)]).exit_code == 0
@@ -98,7 +97,6 @@ def refused(endpoint: str, connect_timeout: float = 8.0, **options) -> str:
 
 
 def non_loopback() -> str | None:
-    """An address of this host that others could reach."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -138,8 +136,6 @@ def test_an_unknown_key_a_wrong_server_key_and_no_key_are_refused_and_told_why(k
 
 
 def test_the_reason_of_a_refusal_outlives_a_next_try_that_nobody_answers(keys):
-    """Here only the first connection reaches the engine, and the others are accepted by the kernel alone."""
-
     def forward_the_first() -> None:
         with door.accept()[0] as outside, socket.create_connection(("127.0.0.1", port)) as inside:
             while ready := select.select([outside, inside], [], [])[0]:
@@ -177,7 +173,6 @@ def test_a_client_with_keys_never_falls_back_to_plain_text(keys):
 
 
 def test_a_refusal_that_comes_before_the_hello_is_sent_is_told(keys, monkeypatch):
-    """As on a busy machine, where ZeroMQ's thread is done with the handshake before this one goes on."""
     monitors = []
     get_monitor_socket, hello_frame = zmq.Socket.get_monitor_socket, link.hello_frame
 
@@ -209,7 +204,6 @@ def test_keys_added_and_removed_count_from_the_next_connection_on(keys, tmp_path
 
 
 def test_a_client_that_was_refused_is_heard_once_its_key_is_there(keys, tmp_path):
-    """ZeroMQ gives up after such a refusal; the client's next call connects anew."""
     (tmp_path / "clients").mkdir()
     own = ServerKeys.read(str(keys / "server.key_secret"), str(tmp_path / "clients"))
     with (

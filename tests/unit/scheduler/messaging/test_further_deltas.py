@@ -21,8 +21,6 @@ def value(sample: tuple[str, int], at: int, column: int) -> int:
 
 
 def delta_of(rows: list[tuple[tuple[str, int], int, int]]) -> StreamDelta:
-    """Rows of (sample, start, count)."""
-
     def ints(values: list[int]) -> bytes:
         return np.asarray(values, "<i4").tobytes()
 

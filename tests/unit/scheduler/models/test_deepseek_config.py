@@ -37,7 +37,6 @@ def parse(**changes: Any) -> ModelConfig:
 
 
 def transformers_model(family: str, **fields: Any) -> Any:
-    """On the meta device: what it computes from its config, without weights."""
     config_class, model_class, defaults = FAMILIES[family]
     shape = {
         name: value for name, value in MINIMAL.items() if name not in ("architectures", "num_key_value_heads")
@@ -120,7 +119,6 @@ def test_absent_fields_are_the_defaults_of_transformers() -> None:
 
 
 def test_the_released_configs_are_understood() -> None:
-    """The fields of DeepSeek-V3's and V2-Lite's config.json, old spellings and those of training included."""
     v3 = parse(
         aux_loss_alpha=0.001,
         ep_size=1,
@@ -164,7 +162,6 @@ def test_the_released_configs_are_understood() -> None:
 
 
 def test_layers_with_experts() -> None:
-    """Every ``moe_layer_freq``-th layer from the first ones on; none at all is a model of dense layers."""
     sparse = parse(first_k_dense_replace=1, moe_layer_freq=2).moe.sparse_layers
     assert sparse == (False, False, True, False, True, False)
     assert parse(first_k_dense_replace=None).moe.sparse_layers == (True,) * 6
@@ -227,7 +224,6 @@ def test_difference_names_what_the_forward_reads() -> None:
 
 
 def test_configs_are_json(tmp_path: Path) -> None:
-    """A round trip through a file: ``null`` for the queries' rank is not the same as nothing."""
     for name, value in (("null", {"q_lora_rank": None}), ("absent", {})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({**MINIMAL, **value}))

@@ -58,7 +58,6 @@ def storage(model: CausalLM) -> dict[str, bytes]:
 
 
 def send(loader: WeightLoader, tensors: dict[str, Tensor], max_rows: int, seed: int) -> None:
-    """Every tensor in pieces of up to ``max_rows`` rows, in an order of its own."""
     rng = random.Random(seed)
     for name in rng.sample(sorted(tensors), len(tensors)):
         tensor, start = tensors[name], 0
@@ -238,7 +237,6 @@ def test_the_bias_chooses_and_does_not_weigh(folder: Path) -> None:
 
 
 def test_the_step_records_its_routing(folder: Path) -> None:
-    """Layers without experts keep zeros."""
     model = load_model(str(folder), torch.float32)
     paged = PagedModel(model, torch.float32)
     paged.step([], [(Sequence(list(range(20))), 20)])

@@ -1,6 +1,4 @@
-"""Models with FP8 weights: logits of the dequantised checkpoint, and bytes that depend on what was sent alone
-(I7).
-"""
+"""Models with FP8 weights: logits of the dequantised checkpoint."""
 
 import random
 from dataclasses import dataclass, replace
@@ -121,7 +119,6 @@ def mismatch(call: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
 
 
 def logits_in_steps(model: CausalLM, dtype: torch.dtype, tokens: list[int]) -> Tensor:
-    """Two chunks of a prompt, then one token at a time."""
     paged, sequence = PagedModel(model, dtype), Sequence(tokens)
     found = [paged.step([], [(sequence, 7)])[0], paged.step([], [(sequence, len(tokens) - 10)])[0]]
     return torch.cat(found + [paged.step([sequence])[0] for _ in range(3)])
@@ -163,9 +160,6 @@ def test_a_cold_load_reads_back_byte_by_byte(folders: Folders) -> None:
 def test_bytes_depend_neither_on_the_form_nor_on_cut_and_order(
     any_folder: Folders, seed: int, rows: int, fp8_share: float
 ) -> None:
-    """Each weight as FP8 with its scales, anywhere in the update, or as bfloat16 alone: as the cold load of
-    FP8.
-    """
     folder = any_folder
     model = build_model(load_model_config(folder.fp8), torch.float32, CPU)
     choose = random.Random(seed)

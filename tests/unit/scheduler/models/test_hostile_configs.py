@@ -1,6 +1,4 @@
-"""Configs with values that nobody means: they are refused by the field's name, or change nothing that could
-fail.
-"""
+"""Configs with values that nobody means."""
 
 import json
 import math
@@ -35,7 +33,6 @@ Place = tuple[str, ...]
 
 
 def config_of(family: str, rope: dict[str, Any] | None) -> dict[str, Any]:
-    """A config.json of this family."""
     config_class, model_class, fields = {**FAMILIES, **HYBRIDS}[family]
     config = json.loads(config_class(**{**SIZES, **fields}).to_json_string(use_diff=False))
     parameters = config["rope_parameters"]
@@ -45,7 +42,6 @@ def config_of(family: str, rope: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def numbers_in(config: dict[str, Any], above: Place = ()) -> Iterator[Place]:
-    """Where ``config`` has numbers."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from numbers_in(value, (*above, name))
@@ -54,13 +50,11 @@ def numbers_in(config: dict[str, Any], above: Place = ()) -> Iterator[Place]:
 
 
 def with_value(config: dict[str, Any], path: Place, value: object) -> dict[str, Any]:
-    """A copy of ``config`` with ``value`` at ``path``."""
     name, *below = path
     return {**config, name: with_value(config[name], tuple(below), value) if below else value}
 
 
 def parsed(config: dict[str, Any]) -> ModelConfig | None:
-    """None if it is of a family whose rotary embedding is of another type."""
     try:
         return parse_model_config(config)
     except CaesuraError as error:
@@ -78,7 +72,6 @@ CASES = [(config, path) for config in CONFIGS for path in numbers_in(config)]
 
 
 def assert_harmless(config: ModelConfig) -> None:
-    """What is computed from ``config`` before any weight is read is finite and small."""
     assert len(config.windows) == config.num_layers <= 2**12
     assert all(window is None or 0 < window < config.max_position_embeddings for window in config.windows)
     assert config.max_position_embeddings <= 2**27 and config.vocab_size <= 2**24

@@ -248,7 +248,6 @@ def test_prefill(subject: Subject, length: int) -> None:
 
 
 def test_prefill_of_several_prompts(subject: Subject) -> None:
-    """Equal lengths are computed together, others apart."""
     lengths = (23, 23, 5, 23, 32, 32, 32)
     sequences = [Sequence(prompt(n, seed)) for seed, n in enumerate(lengths)]
     results = subject.paged().step([], [(s, len(s.tokens)) for s in sequences])
@@ -267,7 +266,6 @@ def test_chunked_prefill(subject: Subject, chunk: int) -> None:
 
 
 def test_decode_of_ragged_rows(subject: Subject) -> None:
-    """Prompts of very different lengths decode together, across page boundaries."""
     paged = subject.paged()
     sequences = [Sequence(prompt(n + 6, seed)) for seed, n in enumerate((3, 14, 15, 16, 120, 40))]
     paged.step([], [(s, len(s.tokens) - 6) for s in sequences])
@@ -278,7 +276,6 @@ def test_decode_of_ragged_rows(subject: Subject) -> None:
 
 
 def test_prefix_hit(subject: Subject) -> None:
-    """A second request starts from pages that the first one computed."""
     paged, shared = subject.paged(), prompt(32)
     first = Sequence(shared + prompt(9, 1))
     paged.step([], [(first, len(first.tokens))])
@@ -344,7 +341,6 @@ def test_two_bytes(family: str, dtype: torch.dtype, compiled: bool, tmp_path: An
 
 
 def test_norm_rounds_as_transformers_does() -> None:
-    """Bit for bit in bf16, where the order of rounding and weight matters."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 64, generator=generator).mul(3).bfloat16()
     ours = RMSNorm("n", "n", 64, 1e-5, place=Placement(torch.bfloat16, torch.device("cpu")))
@@ -360,7 +356,6 @@ def test_norm_rounds_as_transformers_does() -> None:
 
 
 def test_a_new_architecture_is_one_new_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file beside the others, which names its family, is served like them."""
     (tmp_path / "renamed.py").write_text(
         "from caesura.scheduler.models.family import Family\n"
         "from caesura.scheduler.models.qwen3 import Qwen3ForCausalLM\n"

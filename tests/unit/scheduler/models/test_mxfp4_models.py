@@ -1,6 +1,4 @@
-"""gpt-oss with experts in MXFP4: transformers' logits, and the bytes of the wide checkpoint however the two
-halves come (I7).
-"""
+"""gpt-oss with experts in MXFP4: transformers' logits."""
 
 import random
 from dataclasses import dataclass
@@ -90,7 +88,6 @@ def mismatch(call: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
 
 
 def test_logits_are_transformers_own(folder: Folders) -> None:
-    """Which reads the packed checkpoint by code of its own, in a prefill and in steps over pages."""
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder.packed,
@@ -124,7 +121,6 @@ def test_a_cold_load_stores_what_the_wide_checkpoint_s_does(folder: Folders, dty
 def test_bytes_depend_neither_on_the_form_nor_on_cut_and_order(
     folder: Folders, tensors: tuple[Weights, Weights], seed: int, rows: int, wide_share: float
 ) -> None:
-    """Each tensor of experts as blocks and scales, anywhere in the update, or as bfloat16: as a cold load."""
     model = build_model(load_model_config(folder.packed), torch.bfloat16, CPU)
     choose = random.Random(seed)
     packed, wide = tensors
@@ -187,7 +183,6 @@ def test_halves_alone_are_never_committed(model: CausalLM, tensors: tuple[Weight
 
 
 def load_model_of(like: CausalLM, tensors: tuple[Weights, Weights]) -> CausalLM:
-    """Another model of the same config, with the wide tensors."""
     model = build_model(like.config, torch.bfloat16, CPU)
     loader = WeightLoader(model)
     for name, value in tensors[1].items():
@@ -211,7 +206,6 @@ def test_a_half_of_another_update_is_not_taken_for_one_of_this(
 
 
 def test_blocks_of_one_tensor_wait_at_a_time(model: CausalLM, tensors: tuple[Weights, Weights]) -> None:
-    """When others come, the values of those that waited are stored without their scales."""
     packed, _ = tensors
     loader, before = WeightLoader(model), model.weight_slots()[UP].read()
     send(loader, BLOCKS, packed[BLOCKS], 2)
@@ -305,7 +299,6 @@ PUBLISHED = {
 
 
 def test_a_published_config() -> None:
-    """It does not say what the weights that are not packed are: bfloat16, which its folder shows."""
     config = parse_model_config(PUBLISHED)
     assert (config.dtype, config.fp8) == (torch.bfloat16, None)
     wide = parse_model_config({**PUBLISHED, "quantization_config": None, "torch_dtype": "bfloat16"})

@@ -30,7 +30,6 @@ def load(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, *
 
 
 def kinds(model: Any) -> list[str]:
-    """Of the calls that take products as they are, as far as kernels serve them."""
     return [call.kind for call in model.traced.fused.trace.calls if call.kind]
 
 
@@ -59,8 +58,6 @@ def test_a_decoder_whose_calls_depend_on_the_tokens_is_computed_by_its_modules(
 
 
 def stopping(model: Any, started: list[int]) -> Callable[..., Tensor]:
-    """A forward that asserts, before each layer, that those before it have been computed, and it has not."""
-
     def forward(batch: Any, backend: Any) -> Tensor:
         started.clear()
         steps = model.forward_by_layer(batch, backend)
@@ -157,7 +154,6 @@ def test_operations_computed_by_kernels(
 @compiled_only
 @pytest.mark.parametrize("architecture", ["GlmForCausalLM", "Olmo2ForCausalLM", "GPTNeoXForCausalLM"])
 def test_other_rotations_stay(architecture: str, tmp_path: Path) -> None:
-    """Of neighbouring pairs, behind norms of all heads at once, of heads in another order."""
     model = load(tmp_path, architecture)
     assert model.traced is not None
     assert model.traced.fused is None
@@ -165,7 +161,6 @@ def test_other_rotations_stay(architecture: str, tmp_path: Path) -> None:
 
 @compiled_only
 def test_a_scale_behind_the_rotation_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names are those of the rotation that is known; the values are not."""
     rotate = modeling_llama.apply_rotary_pos_emb
 
     def scaled(q: Tensor, k: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -204,7 +199,6 @@ def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
 
 @compiled_only
 def test_a_token_has_the_same_bits_whatever_shares_its_step(tmp_path: Path) -> None:
-    """Angles come from a table, so positions beside them change none."""
     model = load(tmp_path, "Qwen3ForCausalLM")
     tokens = prompt(50)
     alone = PagedModel(model, torch.bfloat16, compiled=True).step([], [(Sequence(tokens), 50)])[0]
@@ -219,7 +213,6 @@ def test_a_token_has_the_same_bits_whatever_shares_its_step(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM"])
 def test_logits_are_made_where_they_are_wanted(architecture: str, tmp_path: Path) -> None:
-    """Soft caps and scales included: nothing is copied, and the values are those of the module."""
     model = load(tmp_path, architecture, torch.float32)
     hidden = torch.randn(5, model.config.hidden_size)
     out = torch.empty(5, model.config.vocab_size)

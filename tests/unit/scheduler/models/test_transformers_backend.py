@@ -1,6 +1,4 @@
-"""Models that transformers has and the engine has no file for: its modules over our products and pages,
-against itself.
-"""
+"""Models that transformers has and the engine has no file for."""
 
 import re
 import subprocess
@@ -149,14 +147,12 @@ def test_values_that_the_config_class_does_not_take(tmp_path: Path) -> None:
 
 
 def test_an_epsilon_that_the_config_class_has_as_null(tmp_path: Path) -> None:
-    """Its norms have another field; each norm knows its own."""
     save(tmp_path, "Cohere2ForCausalLM")
     edit_config(tmp_path, rms_norm_eps=None)
     assert load_model_config(tmp_path, "transformers").rms_norm_eps > 0
 
 
 def leaking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token's MLP sees a little of the token before it, whoever's that is."""
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(
         modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x + 0.1 * x.roll(1, dims=1))
@@ -237,7 +233,6 @@ def test_parts_of_a_product_never_depend_on_who_came_before() -> None:
 
 
 def test_tensors_have_the_dtypes_that_transformers_gives_them(tmp_path: Path) -> None:
-    """Among them one that stays float32 in a model of bfloat16."""
     save(tmp_path, "DeepseekV3ForCausalLM", dtype="bfloat16")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model = build(tmp_path, torch.bfloat16)
@@ -258,7 +253,6 @@ def test_buffers_are_those_of_a_loaded_model(architecture: str, tmp_path: Path) 
 
 
 def test_a_batch_with_a_long_row_does_not_change_the_frequencies_of_a_short_one(tmp_path: Path) -> None:
-    """LongRoPE has two sets of them; contexts are as long as the first one serves."""
     factors = [1.0 + 0.1 * i for i in range(6)]
     rope = {
         "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors,
@@ -278,7 +272,6 @@ def test_a_batch_with_a_long_row_does_not_change_the_frequencies_of_a_short_one(
 
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "GptOssForCausalLM"])
 def test_routing_is_recorded_as_the_router_chose(architecture: str, tmp_path: Path) -> None:
-    """Experts of the engine's layer, and those that transformers computes."""
     reference = save(tmp_path, architecture)
     model = load(tmp_path)
     assert model.torch_experts == (architecture == "GptOssForCausalLM")
@@ -291,8 +284,6 @@ def test_routing_is_recorded_as_the_router_chose(architecture: str, tmp_path: Pa
 
 
 def by_layer_of(model: Any, seen: list[Any], note: Any) -> Any:
-    """A forward that stops before each layer, and then adds (its number, what ``note`` returns) to ``seen``."""
-
     def forward(batch: Any, backend: Any) -> Tensor:
         steps = model.forward_by_layer(batch, backend)
         while True:
@@ -306,7 +297,6 @@ def by_layer_of(model: Any, seen: list[Any], note: Any) -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layer_by_layer(compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's number comes before any of its products, and all of those of the layer before."""
     if compiled and best("attention", CPU, torch.float32) == TORCH:
         pytest.skip("no compiled kernels")
     save(tmp_path, "Gemma3ForCausalLM")
@@ -396,7 +386,6 @@ def test_deterministic_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_update_in_pieces_that_ends_early_leaves_tensors_due(tmp_path: Path) -> None:
-    """A slot of a part of a product and one of an expert take rows like any other."""
     save(tmp_path / "one", "MixtralForCausalLM")
     save(tmp_path / "two", "MixtralForCausalLM", seed=2)
     model = load(tmp_path / "one")
@@ -421,7 +410,6 @@ def test_native_models_import_nothing_of_transformers(tmp_path: Path) -> None:
 
 
 def test_the_page_names_what_is_compared() -> None:
-    """Figures are those of the machine that generated them; every one is within the tolerance."""
     page = (Path(__file__).parents[4] / "docs" / "reference" / "models.md").read_text()
     _, _, part = page.partition("<!-- generated: transformers -->")
     rows = re.findall(

@@ -57,7 +57,6 @@ def clock(monkeypatch):
 
 
 def all_events(history, page=7):
-    """Through the pages, as a client reads them."""
     events, more = [], True
     while more:
         found, more = history.events(events[-1].seq if events else 0, page)
@@ -266,8 +265,6 @@ def test_a_quick_look_counts_components_as_of_the_last_thorough_one():
 
 
 class Allocator:
-    """A caching allocator's counters."""
-
     def __init__(self) -> None:
         self.reserved = self.allocated = 0
 
@@ -308,7 +305,6 @@ def test_many_pages_are_looked_at_in_stretches(monkeypatch):
 
 
 def test_the_parts_are_read_anew_where_the_cache_was_emptied(memory):
-    """Emptying takes longer than counting pages, and growth is compared between continues."""
     history = MemoryHistory(memory)
     history.note("pause")
     history.note("continue")

@@ -10,7 +10,6 @@ from caesura.scheduler.observability.stage_profiler import StageProfiler, StageT
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that is advanced by hand."""
     now = [100.0]
     monkeypatch.setattr(stage_profiler, "perf_counter", lambda: now[0])
     return now

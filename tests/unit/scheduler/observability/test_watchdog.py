@@ -1,6 +1,4 @@
-"""A loop that hangs ends its process, and only then. Each case is a process of its own, which ends if the
-watchdog works.
-"""
+"""A loop that hangs ends its process, and only then. Each case is a process of its own."""
 
 import os
 import subprocess
@@ -60,7 +58,6 @@ def test_a_loop_that_hangs_shows_its_stacks_and_ends():
 
 
 def test_a_c_call_that_keeps_the_gil_does_not_keep_the_process():
-    """No Python thread runs any more: neither the watching one nor the log's."""
     done = run(
         """
         def a_call_that_keeps_the_gil():

@@ -102,7 +102,6 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 48, "max_position_embeddings":
 def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
     dtype: torch.dtype, length: int, overrides: dict[str, Any], groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
-    """On every rank, by any number of threads; sums that a buffer holds, and some that it does not."""
     make_checkpoint(tmp_path, "llama", attention_bias=True, **overrides)
     found = groups[2].call(bits_each_way, str(tmp_path), dtype, length)
     for each in found[1:]:
@@ -138,9 +137,6 @@ def test_a_rank_that_is_lost_ends_a_step_of_all_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "deepseek-v3"])
 def test_every_rank_samples_the_same_tokens(family: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
-    """By the runner that an engine builds: those of one rank, and no token has to travel. A pool has this
-    rank's key heads.
-    """
     make_checkpoint(tmp_path, family, seed=9)
     heads_alone, tokens_alone, logprobs_alone = sampled(SINGLE, str(tmp_path), 12)
     results = groups[2].call(sampled, str(tmp_path), 12)
@@ -157,7 +153,6 @@ def test_every_rank_samples_the_same_tokens(family: str, groups: dict[int, Ranks
 def test_two_bytes(
     family: str, dtype: torch.dtype, tolerance: float, groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
-    """Sums of partial results round once more than one rank does, and all ranks alike."""
     reference = make_checkpoint(tmp_path, family, seed=3, dtype=dtype)
     with torch.inference_mode():
         expected = reference.float()(torch.tensor([tokens()])).logits[0]
@@ -170,7 +165,6 @@ def test_two_bytes(
     ("family", "blocks"), [("qwen3", (12, 12)), ("qwen3-moe", (4, 6)), ("deepseek-v3", (4, 4))]
 )
 def test_fp8(family: str, blocks: tuple[int, int], groups: dict[int, Ranks], tmp_path: Path) -> None:
-    """Where borders between ranks are borders of blocks."""
     plain, fp8, dequantized = tmp_path / "plain", tmp_path / "fp8", tmp_path / "dequantized"
     make_checkpoint(plain, family, seed=3, dtype=torch.bfloat16)
     make_fp8_checkpoint(plain, fp8, blocks, ())

@@ -1,6 +1,4 @@
-"""Slots of divided tensors: whole tensors go in, in any pieces, and the ranks' parts together are what went
-in.
-"""
+"""Slots of divided tensors: whole tensors go in, in any pieces."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +48,6 @@ def bits(value: Tensor) -> bytes:
 
 
 def assembled(slots: list[WeightSlot]) -> Tensor:
-    """Of all ranks, where they say that each part belongs; what several hold is the same."""
     shape = slots[0].shape
     whole = torch.zeros(shape, dtype=slots[0].dtype)
     held = torch.zeros(shape, dtype=torch.bool)
@@ -68,7 +65,6 @@ def assembled(slots: list[WeightSlot]) -> Tensor:
 
 
 def rows_of(slot: WeightSlot, first: int = 0, last: int | None = None) -> Tensor:
-    """Numbers of the rows that a rank holds, of those from ``first`` to ``last``."""
     last = slot.shape[0] if last is None else last
     held = [row for rows in slot.owned for row in rows if first <= row < last]
     assert held == sorted(set(held))
@@ -86,8 +82,6 @@ def random(shape: tuple[int, ...], seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Layers:
-    """One layer on each rank."""
-
     on: list[Layer]
 
     def check(self, data: st.DataObject, dtype: torch.dtype) -> None:
@@ -132,7 +126,6 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 @settings(max_examples=examples(40))
 @given(st.data(), st.integers(1, 4), DTYPES, DTYPES)
 def test_products(data: st.DataObject, size: int, stored: torch.dtype, sent: torch.dtype) -> None:
-    """Divided by outputs, by inputs, or not, biases included; packed storage and plain."""
     rows, inputs, others = (data.draw(st.integers(1, 40)) for _ in range(3))
     by_inputs = data.draw(st.booleans())
 
@@ -237,7 +230,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("bucket_bytes", [300, 4096, 1 << 20])
 def test_from_disk_each_rank_reads_what_it_holds(folder: Folder, bucket_bytes: int) -> None:
-    """All tensors are whole, and are those of the file; rows of others are not read."""
     models, read = [folder.model(rank, 2) for rank in range(2)], []
     for model in models:
         loader, checkpoint = WeightLoader(model), open_checkpoint(folder.path)
@@ -261,7 +253,6 @@ def test_from_disk_each_rank_reads_what_it_holds(folder: Folder, bucket_bytes: i
 
 
 def held_bytes(slot: WeightSlot, folder: Folder) -> int:
-    """Of the rows that are held, whole ones."""
     value = folder.tensors[slot.name]
     return len(rows_of(slot)) * (value[0].nbytes if value.dim() and len(value) else value.nbytes)
 
@@ -312,7 +303,6 @@ def test_rows_between_those_that_are_held_may_be_left_out(tmp_path: Path) -> Non
 @settings(max_examples=examples(20))
 @given(st.data(), st.integers(1, 3), st.integers(1, 4), DTYPES)
 def test_experts_of_one_tensor(data: st.DataObject, size: int, width: int, sent: torch.dtype) -> None:
-    """Turned, with gate and up by turns: each rank has its part of the width, and reads that."""
     experts, hidden, total = 3, 5, width * size
     for rank in range(size):
         held = slice(width * rank, width * (rank + 1))

@@ -1,6 +1,4 @@
-"""Collectives over shared memory, between real processes, against NumPy; and what becomes of those whose peer
-is gone.
-"""
+"""Collectives over shared memory, between real processes, against NumPy."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +31,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture
 def mortal() -> Iterator[Callable[..., Ranks]]:
-    """Groups whose ranks a test kills."""
     made: list[Ranks] = []
 
     def make(size: int, timeout_s: float = PATIENCE_S) -> Ranks:
@@ -46,7 +43,6 @@ def mortal() -> Iterator[Callable[..., Ranks]]:
 
 
 def summed(parts: list[Tensor]) -> bytes:
-    """In the order of ranks, in float32, rounded once."""
     total = parts[0].float().numpy().copy()
     for part in parts[1:]:
         total += part.float().numpy()
@@ -54,7 +50,6 @@ def summed(parts: list[Tensor]) -> bytes:
 
 
 def expected_rounds(size: int, seed: int, count: int) -> Iterator[bytes]:
-    """What :func:`rank_jobs.rounds` leaves on every rank."""
     choice = torch.Generator().manual_seed(seed)
     own = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(size)]
 
@@ -184,5 +179,4 @@ for isa in instruction_sets():
 @pytest.mark.slow
 @pytest.mark.long
 def test_memory_is_accessed_within_bounds(tmp_path: Path) -> None:
-    """Ranks are threads here; the bits of every instruction set are the same on all."""
     assert "avx2" in run_sanitized(SANITIZED, tmp_path, "collectives")

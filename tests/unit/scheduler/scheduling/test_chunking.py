@@ -11,7 +11,6 @@ LARGEST = 2048
 
 
 def settle(sizer: ChunkSizer, base: float, cost: float, steps: int = 60) -> list[float]:
-    """Alternate steps with and without prompt tokens; the times of the former."""
     times = []
     for _ in range(steps):
         tokens = sizer.budget()
@@ -66,7 +65,6 @@ def test_a_step_that_memory_does_not_suffice_for_halves_the_next_ones():
 
 
 def fails_in(steps: int, memory: int) -> tuple[int, int | None]:
-    """How often memory for ``memory`` tokens does not suffice in ``steps`` full steps, and the limit then."""
     sizer = ChunkSizer(LARGEST, float("inf"))
     failures = 0
     for _ in range(steps):

@@ -17,7 +17,6 @@ SIZES = st.lists(st.integers(0, 40), max_size=30)
 
 
 def specs_of(sizes: list[int]) -> list[TensorSpec]:
-    """BF16 tensors of so many elements."""
     return [
         TensorSpec(name=f"t{number}", dtype="BF16", shape=[size], nbytes=2 * size)
         for number, size in enumerate(sizes)

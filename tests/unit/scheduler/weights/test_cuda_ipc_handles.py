@@ -1,6 +1,4 @@
-"""CUDA IPC without a device: what is refused before the driver sees it, and who opens and closes what, with a
-stand-in driver.
-"""
+"""CUDA IPC without a device: what is refused before the driver sees it, and who opens and closes what."""
 
 import gc
 import pickle
@@ -155,7 +153,6 @@ TENSORS = {
 
 
 def test_a_bucket_travels_by_its_handle(driver):
-    """Exported once and opened once over several messages; the tensors arrive; nothing stays open."""
     memories = CudaMemories(torch.device("cuda"))
     (bucket,) = buckets(TENSORS.items(), 1 << 20)
     with SharedBucket(4096, torch.device("cpu")) as memory:
@@ -233,7 +230,6 @@ def test_one_cuda_device_for_all_or_none():
 
 
 def reduced(**changes: object) -> bytes:
-    """What ``reduce_tensor`` of a CUDA buffer pickles to."""
     fields = {
         "class": torch.Tensor, "size": torch.Size([1000]), "stride": (1,), "start": 24,
         "storage": torch.storage.TypedStorage,

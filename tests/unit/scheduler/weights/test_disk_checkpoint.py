@@ -35,13 +35,11 @@ TENSORS = {
 
 
 def write(path: Path, header: dict[str, Any] | bytes, data: bytes) -> None:
-    """A safetensors file by hand."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
 
 
 def read(checkpoint: Checkpoint, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
-    """All tensors, put together from their pieces."""
     parts: dict[str, list[Tensor]] = {}
     bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
     for piece in checkpoint.pieces(bucket):
@@ -52,7 +50,6 @@ def read(checkpoint: Checkpoint, bucket_bytes: int = 1 << 16) -> dict[str, Tenso
 
 
 def reason(path: Path, act: Callable[[], Any] | None = None) -> str:
-    """The reason of the CHECKPOINT_ERROR that opening ``path`` (or ``act``) raises."""
     with pytest.raises(CaesuraError) as caught:
         (act or (lambda: open_checkpoint(path)))()
     assert caught.value.code == ErrorCode.CHECKPOINT_ERROR
@@ -98,9 +95,6 @@ def test_pieces_stay_within_the_bucket_and_are_made_in_it(tmp_path: Path) -> Non
 def test_neighbours_come_as_they_lie(
     tmp_path_factory: pytest.TempPathFactory, layout: list[tuple[str, int, bool]], bucket_bytes: int
 ) -> None:
-    """Dtypes in any order, so that places are odd ones for some; tensors passed over leave gaps between the
-    others.
-    """
     folder = tmp_path_factory.mktemp("neighbours")
     header, data, skipped = {}, b"", set()
     for number, (dtype, count, skip) in enumerate(layout):
@@ -243,7 +237,6 @@ def test_bad_headers(header: dict[str, Any] | bytes, data: bytes, says: str, tmp
 
 
 def test_a_good_file_by_hand_is_good(tmp_path: Path) -> None:
-    """The cases above fail for what they change and not for how they are written."""
     write(
         tmp_path / "model.safetensors",
         {"__metadata__": {"format": "pt"}, **GOOD},
@@ -269,7 +262,6 @@ def test_files_that_are_not_safetensors(content: bytes, says: str, tmp_path: Pat
 
 
 def test_a_header_length_is_bounded_before_it_is_read(tmp_path: Path) -> None:
-    """A sparse file may really be as long as its header claims."""
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", 200_000_000))
         file.truncate(300_000_000)
@@ -367,7 +359,6 @@ def test_a_file_truncated_between_two_pieces(tmp_path: Path) -> None:
 
 
 def test_a_short_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network file system can end a file early without its size saying so."""
     save_file(TENSORS, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
     monkeypatch.setattr(os, "preadv", lambda *args: 0)
@@ -375,7 +366,6 @@ def test_a_short_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_reads_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """preadv may return less than was asked for."""
     save_file(TENSORS, tmp_path / "model.safetensors")
     checkpoint, preadv = open_checkpoint(tmp_path), os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:13]], offset))

@@ -1,6 +1,4 @@
-"""What ranks hold of each tensor, put together, is the checkpoint's tensor: as an engine of several ranks
-sends its weights.
-"""
+"""What ranks hold of each tensor, put together, is the checkpoint's tensor."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ CASES = {
 
 
 def shards(path: Path, size: int, dtype: torch.dtype = torch.float32) -> list[CausalLM]:
-    """The model as each rank has it."""
     models = []
     for rank in range(size):
         model = build_model(load_model_config(path), dtype, CPU, RankAlone(rank, size))
@@ -44,7 +41,6 @@ def shards(path: Path, size: int, dtype: torch.dtype = torch.float32) -> list[Ca
 
 
 def assert_parts_make_the_checkpoint(path: Path, size: int) -> int:
-    """How many tensors are divided."""
     expected, models = load_file(path / "model.safetensors"), shards(path, size)
     by_rank = [model.weight_slots() for model in models]
     require_placeable(iter(by_rank[0].values()))
@@ -87,7 +83,6 @@ def _even_blocks() -> dict[str, Any]:
 
 
 def test_columns_by_turns_are_refused_by_name(tmp_path):
-    """gpt-oss: gate and up of an expert take turns, and so do the ranks' parts of them."""
     make_checkpoint(tmp_path, "gpt-oss", tied=False, seed=4)
     (model, _) = shards(tmp_path, 2)
     with pytest.raises(CaesuraError, match="experts") as caught:

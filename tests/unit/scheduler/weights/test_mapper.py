@@ -1,6 +1,4 @@
-"""Tensors under the names that a trainer's modules have: they write what a checkpoint of the same model
-writes.
-"""
+"""Tensors under the names that a trainer's modules have."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +91,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_parameters_of_a_trainer_are_the_checkpoint(family: str, size: int, tmp_path: Path) -> None:
-    """transformers' own modules, which have all experts of a layer in two parameters."""
     reference = make_checkpoint(tmp_path, family)
     state = reference.state_dict()
     assert any(name.endswith("experts.gate_up_proj") for name in state)
@@ -108,7 +105,6 @@ def test_the_parameters_of_a_trainer_are_the_checkpoint(family: str, size: int, 
 
 @pytest.mark.parametrize("family", ["qwen3.5-moe", "mixtral"])
 def test_a_folder_may_have_them_so_too(family: str, tmp_path: Path) -> None:
-    """As the hub's of Qwen3.5 do; each rank reads all of such a tensor, in pieces of an expert."""
     state = make_checkpoint(tmp_path, family).state_dict()
     expected = [from_disk(tmp_path, rank, 2) for rank in range(2)]
     (tmp_path / "model.safetensors").unlink()
@@ -126,7 +122,6 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, T
 @settings(max_examples=examples(20))
 @given(data=st.data())
 def test_experts_come_in_any_pieces(experts: tuple[Path, dict[str, Tensor]], data: st.DataObject) -> None:
-    """Of a tensor of all experts some at a time; it is whole when the last one is there."""
     path, state = experts
     sender, tensor = Sender(built(path)), state[GATE_UP]
     borders = sorted(data.draw(st.sets(st.integers(1, len(tensor) - 1))))
@@ -178,7 +173,6 @@ def test_experts_that_come_anew_are_due_again(experts: tuple[Path, dict[str, Ten
 
 
 def test_experts_come_in_order(experts: tuple[Path, dict[str, Tensor]]) -> None:
-    """As rows of any tensor do, and not interleaved with another's."""
     path, state = experts
     sender, tensor, norm = Sender(built(path)), state[DOWN], "model.norm.weight"
     for start, due in ((2, 0), (3, 2)):
@@ -233,7 +227,6 @@ def test_both_spellings_of_a_tensor_are_one_too_many(experts: tuple[Path, dict[s
 
 
 def test_fp8_experts_and_their_scales(tmp_path: Path) -> None:
-    """As transformers' FP8 modules have them: both are tensors of all experts."""
     make_checkpoint(tmp_path / "plain", "qwen3-moe", dtype=torch.bfloat16)
     make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", (4, 4), ())
     alone = load_file(tmp_path / "fp8" / "model.safetensors")

@@ -1,6 +1,4 @@
-"""Process groups of NCCL, with a stand-in for it: joining, timeouts, the end of a dead group, and buffers
-that are used in turn.
-"""
+"""Process groups of NCCL, with a stand-in for it."""
 
 import os
 import threading
@@ -84,7 +82,6 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Nccl]]:
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    """A trainer's."""
     yield TCPStore(
         "127.0.0.1", 0, 3, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S)
     )
@@ -104,12 +101,10 @@ def group(
 
 
 def say_present(store: TCPStore) -> None:
-    """As our own half of a trainer does, before it invites engines."""
     PrefixStore(NAME, store).set(f"{PRESENT}0", "")
 
 
 def test_a_trainer_of_another_make_is_joined_at_once(store: TCPStore) -> None:
-    """It may answer nothing before its first broadcast, for which it waits until we have replied."""
     assert eventually(group(store).joined)
 
 
@@ -133,9 +128,6 @@ def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPS
 
 
 def test_broadcasts_have_a_timeout_of_their_own(store: TCPStore) -> None:
-    """NCCL looks at its own, not at an operation's. The store's holds for the first broadcast, in which the
-    ranks meet.
-    """
     eventually(group(store, broadcast_timeout_s=77.0).joined)
     assert Nccl.made[0].timeout == timedelta(seconds=77)
 
@@ -158,9 +150,6 @@ def test_a_group_that_is_left_is_aborted(store: TCPStore) -> None:
 def test_a_trainer_that_died_before_its_first_broadcast(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL has no timeout while it looks for its ranks: the loop is woken, gives the group up and has it
-    aborted.
-    """
     monkeypatch.setattr(reception, "GRACE_S", 0.0)
     woken = threading.Event()
     device = LaggingDevice()
@@ -197,9 +186,6 @@ def test_two_buffers_in_turn_tear_nothing(
     waits: bool,
     eager: bool,
 ) -> None:
-    """On a device that copies out of the buffers as late as it may, and receives as late or as early as it
-    may.
-    """
     monkeypatch.setattr("caesura.scheduler.weights.transports.distributed.SHARED_BYTES", shared_bytes)
     device = LaggingDevice(eager_side=eager)
     one = group(store, write_stream=WriteStream(device, device.on_stream))

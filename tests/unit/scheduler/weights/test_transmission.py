@@ -1,6 +1,4 @@
-"""What is sent and what is relayed, on a device that does everything as late as it may; and broadcasts that
-fail or hang.
-"""
+"""What is sent and what is relayed, on a device that does everything as late as it may."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -110,7 +108,6 @@ def send_all(sending: Transmission, device: LaggingDevice, sent: Sequence[Tensor
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("sizes", [[5], [40] * 7, [70, 3, 900, 5, 1, 256] * 3])
 def test_a_send_tears_nothing(worker, sizes, eager):
-    """A broadcast comes after what fills its buffer, which is filled again after the broadcast."""
     device, sent = LaggingDevice(eager_side=eager), tensors(sizes)
     backend = Outgoing(device, sizes)
     with closing(transmission_of(backend, device, max(sizes), worker)) as sending:
@@ -130,7 +127,6 @@ def test_a_broadcast_that_fails_ends_the_send(worker):
 
 
 def test_a_broadcast_that_hangs_is_given_up(worker, monkeypatch):
-    """Where the backend's own timeout does not hold."""
     monkeypatch.setattr(transmission, "GRACE_S", 0.0)
     device = LaggingDevice()
     released: list[Callable[[], None]] = []

@@ -1,6 +1,4 @@
-"""Uploads through pinned buckets, on a device that does everything as late as it may: what is used again too
-early is torn.
-"""
+"""Uploads through pinned buckets, on a device that does everything as late as it may."""
 
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -86,7 +84,6 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def test_files_read_by_threads_arrive_whole(
     folder: Path, tensors: dict[str, Tensor], bucket_bytes: int, waits: bool, eager: bool
 ) -> None:
-    """Far more buckets than there are, each used again as soon as it may be."""
     source = DiskSource(open_checkpoint(folder), Workspace())
     assert equal(uploaded(source, bucket_bytes, waits=waits, eager=eager), tensors)
 
@@ -151,7 +148,6 @@ def test_received_tensors_are_written_before_waiting() -> None:
 def test_one_bucket_is_on_its_way_while_another_is_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second copy is enqueued before the first piece is handed out: its writing may wait for the device."""
     device = LaggingDevice()
     stream = WriteStream(device, device.on_stream)
     pieces = Uploader(stream, CPU).pieces(DiskSource(open_checkpoint(folder), Workspace()), 4096, never)
@@ -163,7 +159,6 @@ def test_one_bucket_is_on_its_way_while_another_is_written(
 
 
 def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
-    """And no further: a bucket that is being written is not read into."""
     device = LaggingDevice()
     uploader = Uploader(WriteStream(device, device.on_stream), CPU)
     reads, all_read = [], threading.Event()

@@ -228,7 +228,6 @@ def test_a_cast_is_that_of_a_cold_load(model: CausalLM, tensors: dict[str, Tenso
 def test_the_result_depends_neither_on_the_bucket_nor_on_repetition(
     folder: Path, bucket_bytes: int, times: int
 ) -> None:
-    """Equal to a cold load, by bytes."""
     model = build_model(load_model_config(folder), torch.bfloat16, torch.device("cpu"))
     addresses = [tensor.data_ptr() for _, tensor in model.named_storage()]
     for _ in range(times):
