@@ -3,8 +3,6 @@
 Invariants:
 - Options of the command line stay as they are; only what it leaves open is divided.
 - Replicas share no CUDA device, unless ``--device`` names one.
-
-CUDA devices are counted by the driver, as torch does, which is not needed here.
 """
 
 import ctypes
@@ -29,12 +27,8 @@ _THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Command line and environment of one replica."""
-
     arguments: list[str]
-    """Arguments of its scheduler."""
     environment: dict[str, str]
-    """Variables in addition to those of this process."""
 
 
 def placed(
@@ -43,8 +37,7 @@ def placed(
     """Return the places of ``replicas`` schedulers with these arguments.
 
     Raises:
-        InvalidRequest: an option cannot be shared, or there are too few CUDA devices, or cores where those
-            are not used.
+        InvalidRequest: an option cannot be shared, or there are too few CUDA devices or cores.
     """
     for option in _OWN:
         if has_option(arguments, option):
@@ -106,7 +99,7 @@ def _assigned(
 
 
 def cuda_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the CUDA devices that a process with this environment sees, by index or UUID."""
+    """Return the CUDA devices that a process with this environment sees, by index or UUID; needs no torch."""
     given = environment.get(VISIBLE)
     if given is not None:
         names = [name.strip() for name in given.split(",")]
@@ -123,7 +116,6 @@ def cuda_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _threads(environment: Mapping[str, str]) -> int:
-    """Return the number of threads of one engine alone: OpenMP's, else this process's cores."""
     with suppress(ValueError):
         return int(environment[_THREADS]) if _THREADS in environment else _cores()
     return _cores()

@@ -2,10 +2,7 @@
 
 Invariants:
 - Either all replicas have become ready, or all have ended and the first reason is raised.
-- Later each replica ends or is restarted by itself; listeners hear once of the end of all, when the last has
-  ended.
-
-Listeners are called in the supervisors' threads.
+- Later each replica ends or is restarted by itself; listeners hear once, when the last has ended.
 """
 
 import queue
@@ -26,8 +23,6 @@ ReplicaListener = Callable[[str, State], None]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Name and supervisor of a replica."""
-
     name: str
     supervisor: Supervisor
 
@@ -44,14 +39,9 @@ class ReplicaProcesses:
         curve_server_key: KeyOrFile | None = None,
         curve_client_key_file: KeyOrFile | None = None,
     ) -> None:
-        """``arguments`` are those of each ``caesura scheduler``, ``--model`` included.
-
-        Raises:
-            InvalidRequest: of :func:`.placement.placed`, or keys that cannot be used.
-        """
+        """``arguments`` are those of each ``caesura scheduler``, ``--model`` included."""
         self.keys = curve_server_key, curve_client_key_file
         self.ranks = ranks_of(arguments)
-        """Number of ranks of each replica (``--tp``)."""
         self._lock = threading.Lock()
         self._ended: dict[str, EngineError | None] = {}
         self._listeners: list[Listener] = []
@@ -72,11 +62,7 @@ class ReplicaProcesses:
         ]
 
     def start(self) -> None:
-        """Start all of them, and return when all are ready.
-
-        Raises:
-            EngineError: one is not; all have ended then.
-        """
+        """Start all of them, and return when all are ready; raise the first reason after the end of all."""
         try:
             self._start()
         except BaseException:

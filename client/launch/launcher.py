@@ -3,17 +3,15 @@
 Invariants:
 - The child never outlives its parent: it polls a pipe whose write end only the parent holds, so even a parent
   that was killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
-- A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is
-  left behind (no process, no socket directory) in the second case.
+- A start either yields a client whose engine is ready, or raises the engine's own typed error and leaves
+  nothing behind (no process, no socket directory).
 - ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says
-  that it drains, then SIGTERM, then SIGKILL.
-- An engine that ends unasked is logged, with its exit status or signal.
-- In a log file each run begins with a line of its own (time, version, process id, endpoint), before anything
-  that the process writes. The id is filled in once it is known; nothing else in the file is ever overwritten.
+  that it drains, then SIGTERM, then SIGKILL. An engine that ends unasked is logged.
+- In a log file each run begins with a line of its own (time, version, process id, endpoint). The id is filled
+  in once it is known; nothing else in the file is ever overwritten.
 
 Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}``
-or ``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means
-that it died.
+or ``{"ready": false, "code": …, "message": …, "detail": {…}}``; the end of the pipe means that it died.
 """
 
 import contextlib
@@ -65,7 +63,6 @@ class LaunchedScheduler:
     """A scheduler process and a client of it. As a context manager it yields the client.
 
     ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given.
-    The client uses the CURVE keys, if given.
     """
 
     def __init__(
@@ -203,12 +200,7 @@ class Child:
             thread.start()
 
     def wait_ready(self, timeout: float) -> str:
-        """Wait until the engine serves, and return its endpoint.
-
-        Raises:
-            EngineError: the typed reason it gave; EngineDied if it gave none; TimedOut after ``timeout``
-                seconds.
-        """
+        """Return the endpoint once the engine serves, or raise its reason; EngineDied without one."""
         patience = seconds("startup_timeout", timeout)
         line = self._read_line(time.monotonic() + (LONGEST_S if patience is None else patience))
         if line is None:
@@ -242,7 +234,6 @@ class Child:
             self._log_exit()
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the end of the process; return True if it has ended."""
         return self._exited.wait(min(timeout, threading.TIMEOUT_MAX))
 
     def end(self) -> None:
@@ -343,7 +334,6 @@ class _Log:
         self._before, self._after = before.encode(), f" on {endpoint} =====\n".encode()
         self._pid_at: int | None = None
         self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        """The descriptor for the process to write to."""
         try:
             if stat.S_ISREG(os.fstat(self.fd).st_mode):
                 newline = b""
@@ -359,7 +349,6 @@ class _Log:
             raise
 
     def started(self, pid: int) -> None:
-        """Write the process id."""
         text = str(pid).ljust(_PID_WIDTH).encode()
         with contextlib.suppress(OSError):
             if self._pid_at is None:  # a pipe or a terminal
@@ -503,14 +492,12 @@ def launch_scheduler(
 def engine_command(*arguments: str) -> list[str]:
     """Return the command that runs ``caesura scheduler ARGUMENTS`` with this interpreter.
 
-    ``-P``: a clone of the repository in the current folder, whose kernels are not built, would hide what is
-    installed.
+    ``-P``: a clone in the current folder, whose kernels are not built, would hide what is installed.
     """
     return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
 
 
 def worker_command(*arguments: str) -> list[str]:
-    """Return the command that runs ``caesura worker ARGUMENTS`` with this interpreter."""
     return [sys.executable, "-P", "-m", "caesura.scheduler.executor", *arguments]
 
 

@@ -1,5 +1,4 @@
-"""``caesura supervise``: run a scheduler and restart it when it dies or hangs; also the options that other
-commands share.
+"""``caesura supervise``, and options that other commands share.
 
 Exit status: 0 when it was told to end, 1 when a start was refused, 2 for a wrong command line, 3 when it gave
 up.
@@ -87,12 +86,10 @@ def supervised(
 ) -> Supervisor:
     """Return a supervisor of ``caesura scheduler ARGUMENTS``, not started.
 
-    Without ``endpoint``, or ``--state-file`` among the arguments, these are in a private directory. ``name``
-    and ``environment`` are those of :class:`Supervisor`.
+    Without ``endpoint``, or ``--state-file`` among the arguments, these are in a private directory.
 
     Raises:
         click.UsageError: the scheduler has keys, but none are given for status requests.
-        InvalidRequest: the given keys cannot be used.
     """
     ClientKeys.read(curve_server_key, curve_client_key_file)  # before a directory is made
     if (
@@ -124,9 +121,7 @@ def supervised(
 
 
 def stop_timeout_s(arguments: Sequence[str]) -> float:
-    """Return the seconds that a scheduler with these arguments has from SIGTERM to its end: longer than it
-    may drain.
-    """
+    """Return the seconds from SIGTERM to SIGKILL of such a scheduler: more than it may drain."""
     drain_s = 0.0
     if option_value(arguments, "--shutdown-mode") == "drain":
         with contextlib.suppress(ValueError):  # the scheduler refuses it
@@ -135,7 +130,6 @@ def stop_timeout_s(arguments: Sequence[str]) -> float:
 
 
 def has_option(arguments: Sequence[str], option: str) -> bool:
-    """Return True if ``arguments`` of a scheduler contain ``option``."""
     return option_value(arguments, option) is not None
 
 
@@ -150,7 +144,6 @@ def option_value(arguments: Sequence[str], option: str) -> str | None:
 
 
 def status_of(error: EngineError | None) -> int:
-    """Return the exit status for the end of a supervisor."""
     if error is None:
         return 0
     if isinstance(error, EngineDied) and "restarts" in error.detail:
@@ -230,7 +223,6 @@ def supervise(
 
 
 def _run(supervisor: Supervisor) -> int:
-    """Run until the end, and return the exit status."""
     events: queue.SimpleQueue[State | int] = queue.SimpleQueue()
     before = {
         number: signal.signal(number, lambda number, _: events.put(number))

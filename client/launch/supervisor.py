@@ -3,14 +3,11 @@
 Invariants:
 - A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is
   refused.
-- A scheduler that cannot write its state file is started again until it can; these starts do not count as
-  restarts.
+- One that cannot write its state file is started again until it can; these starts do not count as restarts.
 - The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives
-  up, with the last reason.
-- Each restart is logged in one line, with its reason, before it begins.
-- A scheduler that has not answered a status request for ``hang_timeout_s`` is killed: its process is stopped,
-  its loop stuck or its socket gone. One that was told to end, and neither ends nor answers, is killed after
-  STOP_SILENCE_S.
+  up, with the last reason. Each restart is logged in one line, with its reason, before it begins.
+- A scheduler that has not answered a status request for ``hang_timeout_s`` is killed. So is one that was told
+  to end, and neither ends nor answers, after STOP_SILENCE_S.
 - The child outlives neither this process (the lifeline of ``launcher.py``) nor :meth:`Supervisor.close`.
 
 States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any
@@ -51,8 +48,6 @@ DEFAULT_NAME = "the scheduler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a scheduler is restarted."""
-
     max_restarts: int = 5
     window_s: float = 600.0
     first_delay_s: float = 0.5
@@ -65,7 +60,6 @@ class RestartPolicy:
     """Seconds between SIGTERM and SIGKILL at the end."""
 
     def delay(self, restarts: int) -> float:
-        """Return the seconds before the next restart, after ``restarts`` in the window."""
         return float(min(self.longest_delay_s, self.first_delay_s * 2 ** min(restarts, 30)))
 
 
@@ -98,12 +92,7 @@ Listener = Callable[[State], None]
 
 
 class _Failure(Exception):  # noqa: N818  (a failure of the scheduler, not of this module)
-    """A scheduler ended that should not have.
-
-    Attributes:
-        final: the error to end with, if another scheduler would fail alike.
-        waits: the start is repeated until something outside is mended.
-    """
+    """A scheduler ended that should not have; ``final``: another would fail alike, with this error."""
 
     def __init__(self, reason: str, final: EngineError | None = None, *, waits: bool = False) -> None:
         super().__init__(reason)
@@ -114,8 +103,7 @@ class _Failure(Exception):  # noqa: N818  (a failure of the scheduler, not of th
 class Supervisor:
     """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
 
-    ``directory`` is removed at the end, if given. Status requests use the CURVE keys, if given. ``name``
-    names the scheduler in the log; ``environment`` is added to this process's variables.
+    ``directory`` is removed at the end, if given. ``name`` names the scheduler in the log.
     """
 
     def __init__(
@@ -146,17 +134,12 @@ class Supervisor:
         self._child: Child | None = None
         self._stopping = threading.Event()
         self._restarts: deque[float] = deque()
-        """Times of the restarts in the window."""
         self._num_restarts = self._num_waits = 0
         self._has_served = False
         self._thread = threading.Thread(target=self._run, name="caesura-supervisor", daemon=True)
 
     def start(self) -> Serving:
-        """Begin, and return when a scheduler serves.
-
-        Raises:
-            EngineError: the reason why none does; the supervisor has ended then.
-        """
+        """Begin, and return when a scheduler serves; raise the reason why none does."""
         states: queue.SimpleQueue[State] = queue.SimpleQueue()
         listener = states.put
         self.begin(listener)
@@ -176,14 +159,12 @@ class Supervisor:
         self._thread.start()
 
     def subscribe(self, listener: Listener) -> None:
-        """Call ``listener`` with the present state now, with later ones in the supervisor's thread."""
         with self._lock:
             self._listeners.append(listener)
             if self._state is not None:
                 listener(self._state)
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Call ``listener`` no more."""
         with self._lock:
             self._listeners.remove(listener)
 
@@ -272,9 +253,7 @@ class Supervisor:
         return None
 
     def _delay_after(self, failure: _Failure) -> float | None:
-        """Count and log the restart after ``failure``; return its delay in seconds, or None after too many
-        restarts.
-        """
+        """Count and log a restart; return its delay in seconds, or None after too many."""
         policy, now = self._policy, time.monotonic()
         if failure.waits:
             delay = policy.delay(self._num_waits)
@@ -295,11 +274,7 @@ class Supervisor:
         return delay
 
     def _run_once(self) -> None:
-        """Run one scheduler until it ends in order.
-
-        Raises:
-            _Failure: it ended otherwise.
-        """
+        """Run one scheduler until it ends in order, or raise _Failure."""
         policy = self._policy
         try:
             child = Child([*self._command, "--endpoint", self.endpoint], environment=self._environment)
