@@ -88,6 +88,10 @@ class ControlClient:
         """Owner token of commands that are not given another, or None."""
         return self._held.owner
 
+    @owner.setter
+    def owner(self, owner: str | None) -> None:
+        self._held.owner = owner
+
     @property
     def incarnation(self) -> str | None:
         """Incarnation of the engine that answered last, 16 hex digits; None before the first connection."""
