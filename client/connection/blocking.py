@@ -25,30 +25,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def at_once(function: Callable[..., R]) -> Callable[..., Coroutine[Any, Any, R]]:
-    """Return a coroutine function that calls ``function``, which may block, without suspending."""
-
-    async def call(*arguments: Any) -> R:
-        return function(*arguments)
-
-    return call
-
-
-def finished(work: Coroutine[Any, Any, R]) -> R:
-    """Carry out a coroutine that never suspends, and return its result."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        return cast("R", done.value)
-    raise RuntimeError("a coroutine of a blocking client has suspended")
-
-
 class _HeldClient(AsyncSchedulerClient):
     """An asyncio client whose coroutines hold their thread while they wait."""
 
-    _wait_for = staticmethod(at_once(channel.wait_for))
-    _wait_for_all = staticmethod(at_once(channel.wait_for_all))
-    _run = staticmethod(at_once(operator.call))
+    _wait_for = staticmethod(channel.at_once(channel.wait_for))
+    _wait_for_all = staticmethod(channel.at_once(channel.wait_for_all))
+    _run = staticmethod(channel.at_once(operator.call))
 
     def _opened(self, connection: ConnectionOptions) -> Channel:
         self.thread = channel.ThreadChannel(self.endpoint, ChannelOptions.of(connection))
@@ -62,7 +44,7 @@ def blocking(
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return finished(method(self._held, *args, **kwargs))
+        return channel.finished(method(self._held, *args, **kwargs))
 
     return call
 
@@ -126,13 +108,13 @@ class ControlClient:
     ) -> Iterator[WeightUpdate]:
         """Open a session for a ``with`` block; see :meth:`AsyncControlClient.weight_update`."""
         block = self._held.weight_update(weight_version=weight_version, timeout=timeout, **options)
-        session = finished(block.__aenter__())
+        session = channel.finished(block.__aenter__())
         try:
             yield session
         except BaseException as error:
-            finished(block.__aexit__(type(error), error, error.__traceback__))
+            channel.finished(block.__aexit__(type(error), error, error.__traceback__))
             raise
-        finished(block.__aexit__(None, None, None))
+        channel.finished(block.__aexit__(None, None, None))
 
     def __enter__(self) -> Self:
         return self

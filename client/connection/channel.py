@@ -20,9 +20,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import zmq
 
@@ -36,6 +36,7 @@ from .prompts import timed_out
 from .results import TokenDelta
 
 StartedT = TypeVar("StartedT")
+ResultT = TypeVar("ResultT")
 Result = Future[Any]
 Deltas = queue.SimpleQueue[TokenDelta | None]
 
@@ -64,6 +65,24 @@ def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenD
         return deltas.get(timeout=timeout)
     except queue.Empty:
         raise timed_out(message_id, timeout) from None
+
+
+def at_once(function: Callable[..., ResultT]) -> Callable[..., Coroutine[Any, Any, ResultT]]:
+    """Return a coroutine function that calls ``function``, which may block, without suspending."""
+
+    async def call(*arguments: Any) -> ResultT:
+        return function(*arguments)
+
+    return call
+
+
+def finished(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Carry out a coroutine that never suspends, and return its result."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast("ResultT", done.value)
+    raise RuntimeError("a coroutine of a blocking client has suspended")
 
 
 class ThreadChannel:

@@ -38,8 +38,7 @@ from ...transfer.process_group import (
     make_backend,
     mark_present,
 )
-from ..connection.blocking import at_once, finished
-from ..connection.channel import wait_for
+from ..connection.channel import at_once, finished, wait_for
 from ..connection.options import UpdateOptions, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from .buckets import NamedTensors, bucket_size, manifest, pairs
