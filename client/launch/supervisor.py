@@ -39,7 +39,7 @@ import click
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
 from ...process.log import server_log
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys
 from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut

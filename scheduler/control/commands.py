@@ -1,7 +1,5 @@
-"""The table of commands: message type to the function that carries it out.
-
-A command is a generator function of the engine, the message and its sender. A message type without an entry
-is not a command; ``messaging/dispatcher.py`` answers it directly.
+"""The table of commands: message type to the function that carries it out, which gets the engine, the message
+and its sender. ``messaging/dispatcher.py`` answers the other message types directly.
 """
 
 from typing import TYPE_CHECKING, Any

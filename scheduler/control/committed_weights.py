@@ -1,6 +1,5 @@
 """The state file: a small record of the weights that were committed last, for the next start of the engine.
 
-Invariants:
 - I12: an epoch names one state of the weights, across restarts, full disks and owners that die.
 - The record is written before a commit is acknowledged and before a token is sampled under it. Just before
   the commit, one byte of the old record is overwritten in place, which needs no space on the disk: it marks
@@ -9,8 +8,8 @@ Invariants:
 - A start that does not know which weights were committed last begins invalid, above every epoch that was
   given out: after a superseded record at :data:`_UNRECORDED` more, after a file that is no record at the
   number of milliseconds since 1970.
-- The file is replaced atomically: a reader finds the old record, marked or not, or the new one. A background
-  thread calls fsync, which matters only if the host loses power.
+- The file is replaced atomically. A background thread calls fsync, which matters only if the host loses
+  power.
 - A folder is loaded again only if its files are those that were committed.
 - Only one engine writes a file at a time, which a lock file ensures.
 """
@@ -39,9 +38,8 @@ INITIAL_VERSION = "default"
 """The public label before any update, as in SGLang."""
 
 _MAX_BYTES = 64 << 10
-"""Largest size of a state file."""
 _CLOSE_S = 5.0
-"""How long a stopping engine waits for the last fsync."""
+"""Seconds that a stopping engine waits for the last fsync."""
 _UNRECORDED = 1 << 24
 """More epochs than an engine can give out while its state file cannot be written."""
 _BEFORE_MARK = b'{"caesura_weights_record":1,"superseded":'
@@ -59,7 +57,6 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     superseded: Literal[0, 1] = 0
     """1 from just before a commit until its own record is in place."""
     incarnation: str
-    """Identifies the start of the engine that wrote the record."""
     weights_epoch: _Epoch
     """The last epoch that the engine served."""
     committed_epoch: _Epoch
@@ -72,13 +69,12 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     source: str | None
     """The folder that contains the weights; None if they came over a transport other than disk."""
     digest: str | None
-    """Digest of that folder's files."""
     other_components: bool = False
     """True if updates since the engine's start have brought components that ``source`` does not contain."""
     lost: str | None = None
     """Why it is unknown which weights were committed last; None if this record says it."""
     time: float
-    """When the record was written, in seconds since 1970."""
+    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +86,14 @@ class Start:
     folder: str | None = None
     """The folder to load the weights from; None means ``model_path``."""
     lost: str | None = None
-    """Which committed weights cannot be loaded again, and why; None if none were lost."""
+    """Which committed weights cannot be loaded again, and why."""
 
 
 class WeightsFile:
     """The state file of one engine; without a configured path it does nothing."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Take the lock and read the record.
-
-        Raises:
-            CaesuraError: ``state_file_error`` if another engine holds the lock, or a file cannot be opened.
-        """
+        """Take the lock and read the record; raises ``state_file_error``."""
         self._config = config
         self._path = config.state_file
         self._record: WeightsRecord | None = None
@@ -109,7 +101,7 @@ class WeightsFile:
         self._syncer: _Syncer | None = None
         self._other_components = False
         self.durable: bool | None = None
-        """Whether the file has the last commit; None without a file."""
+        """True if the file has the last commit; None without a file."""
         if self._path is not None:
             self._lock = _lock(self._path)
             self._record = self._read(self._path)
@@ -153,10 +145,8 @@ class WeightsFile:
         return Start(epoch, lost=f"{lost} was lost in a restart: {reason}")
 
     def begin(self, stamp: WeightStamp, digest: str) -> None:
-        """Write the record of this start, whose weights were loaded from files with ``digest``.
-
-        Raises:
-            CaesuraError: ``state_file_error`` if the file cannot be written.
+        """Write the record of this start, whose weights were loaded from files with ``digest``; raises
+        ``state_file_error``.
         """
         if self._path is None:
             return
@@ -191,9 +181,8 @@ class WeightsFile:
     def supersede(self) -> None:
         """Mark the record as out of date, just before a commit.
 
-        Raises:
-            CaesuraError: ``state_file_error`` if it cannot be marked: after a restart the weights before this
-                commit would be served under its epoch.
+        Raises ``state_file_error`` if it cannot be marked: after a restart the weights before this commit
+        would be served under its epoch.
         """
         if self._path is None:
             return
@@ -304,9 +293,8 @@ class WeightsFile:
 def read_record(path: str) -> WeightsRecord | None:
     """Return the record in ``path``; None if there is no such file.
 
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError: the file is no record of this format.
-        OSError: it cannot be read, or is no regular file.
+    Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError if it is no record, and OSError if it
+    cannot be read or is no regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -367,7 +355,6 @@ class _Syncer:
         self._thread.start()
 
     def wake(self) -> None:
-        """Request an fsync, after the file was replaced."""
         self._due.set()
 
     def close(self) -> None:

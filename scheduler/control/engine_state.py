@@ -1,14 +1,8 @@
-"""The engine's state and its only writer.
+"""The engine's state and its only writer: generation, weights and memory, three independent facts.
 
-The state is three independent facts: generation (running, pausing, paused in a mode), weights (valid,
-updating, poisoned, invalid) and memory (resident, released tags). A step is launched only when they are
-running, valid and resident. docs/reference/states.md says what each command does in each state; a test drives
-a real engine through every cell of it.
-
-Invariants:
-- The attributes are public to read; only the methods here write them.
-- After a failed update, weights become valid again only by a complete update.
-- The weights epoch and the public label change in :meth:`EngineState.commit_weights` and nowhere else.
+docs/reference/states.md says what each command does in each state; a test drives a real engine through every
+cell of it. After a failed update, weights become valid again only by a complete update. The weights epoch and
+the public label change in :meth:`EngineState.commit_weights` and nowhere else.
 """
 
 import logging
@@ -38,29 +32,25 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState:
-    """Generation, weights and memory, with their totals since start."""
+    """Generation, weights and memory, with totals since start. Only its methods write its attributes."""
 
     def __init__(self, engine: "Engine", stamp: WeightStamp, lost: str | None) -> None:
         """Begin in the state running, valid, resident.
 
-        Args:
-            engine: its parts are used by a commit.
-            stamp: epoch and label of the weights that are loaded.
-            lost: which committed weights could not be restored at this start, or None. Then the weights are
-                invalid, unless the configuration serves the initial ones.
+        ``lost`` says which committed weights could not be restored at this start. Then the weights are
+        invalid, unless the configuration serves the initial ones.
         """
         self._engine = engine
         self.generation: GenerationState = "running"
         self.pause_mode: PauseMode | None = None
-        """Mode of the pause, or None unless paused."""
+        """None unless paused."""
         self.ownership = PauseOwnership()
         self.weights: WeightsState = "valid"
         self.weights_detail: str | None = None
-        """Reason why the weights are poisoned or invalid, or None if they are not."""
+        """Reason why the weights are poisoned or invalid."""
         self.stamp = stamp
         """Epoch and label of the committed weights."""
         self.released: frozenset[MemoryTag] = frozenset()
-        """Tags whose memory is released."""
         self.step = 0
         """Number of the last launched step; 0 before the first."""
         self._lost = lost
@@ -83,7 +73,6 @@ class EngineState:
         return self.generation == "running" and self.weights == "valid" and not self.released
 
     def begin_step(self) -> None:
-        """Count the step that the loop is about to execute."""
         self.step += 1
 
     # generation
@@ -101,7 +90,6 @@ class EngineState:
         self.ownership.take(sender, request, monotonic())
 
     def run(self) -> None:
-        """End the pause."""
         self.generation = "running"
         self._enter(None)
         self._paused_at = self._lease_ended_at = None
@@ -146,7 +134,6 @@ class EngineState:
         return None if lease is None else lease.expires - monotonic()
 
     def pause_totals(self) -> list[PauseTotal]:
-        """Return number and seconds of pauses since start, by mode."""
         return [
             PauseTotal(mode=mode, count=count, seconds=self._seconds_in(mode))
             for mode, count in self._pauses.items()
@@ -225,7 +212,6 @@ class EngineState:
             self._lost = None
 
     def count_failed_update(self, source: str) -> None:
-        """Count an update from ``source`` that left the weights poisoned."""
         self._failures[source] += 1
 
     def update_totals(self) -> list[UpdateTotal]:

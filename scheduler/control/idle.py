@@ -1,5 +1,5 @@
-"""When the engine stands still: the barrier that ends the step in flight, and what keeps an engine from being
-idle.
+"""When the engine stands still: the barrier that ends the step in flight, and what keeps an engine from
+idling.
 """
 
 from collections.abc import Generator
@@ -20,9 +20,7 @@ def barrier(engine: "Engine") -> Generator[Wait, None, None]:
 
 
 def is_idle(engine: "Engine") -> bool:
-    """Return True if nothing is held, in flight or written, and, unless the engine is paused, no request
-    waits.
-    """
+    """Return True if nothing is held, in flight or written, nor waits, unless the engine is paused."""
     waiting_blocks = len(engine.waiting) > 0 and engine.state.generation != "paused"
     holding = engine.batcher.num_holding > 0 or engine.batcher.in_flight
     return not (holding or waiting_blocks or engine.sessions.is_working)

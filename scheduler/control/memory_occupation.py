@@ -1,8 +1,7 @@
 """Commands that release and resume memory occupation: device memory, by tag.
 
-Invariants:
-- A release is refused with an error if a live request holds the KV, if an update is writing the weights, or
-  if the engine is neither paused nor idle.
+- A release is refused if a live request holds the KV, if an update is writing the weights, or if the engine
+  is neither paused nor idle.
 - No step is launched while any tag is released: the gate closes before memory is released and opens after it
   has been resumed. Weights become INVALID before their memory is released, unless they are backed up: then
   their values are copied to the host behind the closed gate, and a copy that fails opens it again, with
@@ -102,9 +101,8 @@ def _close_gate(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait,
 
 
 def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sender: Sender) -> Operation:
-    """Allocate released memory again: all requested tags or none.
-
-    Weights come back with their values if they are backed up, else without.
+    """Allocate released memory again: all requested tags or none. Weights that are not backed up have no
+    values.
     """
     state = engine.state
     tags = _requested_tags(request.tags) & state.released
@@ -148,8 +146,8 @@ def _advance(
     """Run ``steps`` to their end, each slice of them within ``context``.
 
     Copies need ``on_stream``, since updates write and steps read there. A slice, not a step, is declared as a
-    long operation: one step may move all of a model's memory, many are short, and the declaration takes a
-    tenth of a millisecond.
+    long operation: the declaration takes a tenth of a millisecond, and one step may move all of a model's
+    memory.
     """
     unfinished = True
     while unfinished:

@@ -1,6 +1,6 @@
 """Commands as generators: the loop advances one until it says what it waits for, then looks for messages.
 
-Invariants: an operation never blocks, and only one works at a time (``messaging/command_queue.py``).
+An operation never blocks, and only one works at a time (``messaging/command_queue.py``).
 """
 
 from collections.abc import Generator, Iterator
@@ -10,7 +10,7 @@ from typing import TypeVar
 from ...io_struct import Reply
 
 SLICE_S = 0.010
-"""Longest time that operations run before the loop receives messages again, in seconds."""
+"""Longest time in seconds that operations run before the loop receives messages again."""
 
 
 class Wait(Enum):

@@ -1,13 +1,11 @@
 """Weight updates driven by a parameter server: the server sends buckets, the engine loads each one and
 replies.
 
-Invariants:
 - One exchange is one weight session. It commits after the server's second None, and the server gets its last
   reply after the commit. Tensors that the server did not send keep their values; poisoned or invalid weights
   still need every parameter.
 - Generation goes on until the first bucket has arrived. While the server is silent the loop sleeps or
-  generates, and status and abort are answered. Commands that change the engine wait until the update ends, as
-  with any update.
+  generates; commands that change the engine wait until the update ends, as with any update.
 - The server's buffer is mapped from its first message until its first None, or until a failure.
 """
 
@@ -45,8 +43,6 @@ _ROUTE = (_NAME, None)
 
 
 class ParameterServerUpdates:
-    """The handler of checkpoint-engine updates."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._conversation: Conversation | None = None

@@ -1,6 +1,5 @@
 """The sender of a command, and the owner and lease of a pause.
 
-Invariants:
 - Two messages have the same sender if they carry the same owner token. If one of them carries no token, they
   have the same sender if they came over the same socket.
 - A pause belongs to the sender that paused first, until the pause ends or its lease expires. A later pause
@@ -16,15 +15,12 @@ from ...io_struct.control import LeaseAction
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Sender of one message."""
-
     client: bytes
     """Id of the sender's socket."""
     owner: str | None = None
-    """Owner token of the message, or None."""
+    """Owner token of the message."""
 
     def is_same(self, other: "Sender") -> bool:
-        """Return True if both count as the same sender."""
         if self.owner is not None and other.owner is not None:
             return self.owner == other.owner
         return self.client == other.client
@@ -67,7 +63,6 @@ class PauseOwnership:
             self.lease.expires = now + self.lease.seconds
 
     def end(self) -> None:
-        """End the ownership, because the pause or its lease has ended."""
         self.sender = self.lease = None
 
     def require_continue(self, sender: Sender, force: bool) -> None:
@@ -78,5 +73,4 @@ class PauseOwnership:
             )
 
     def is_owner(self, sender: Sender) -> bool:
-        """Return True if ``sender`` owns the pause."""
         return self.sender is not None and self.sender.is_same(sender)

@@ -1,9 +1,8 @@
 """Commands that join and leave the process groups over which weights are broadcast.
 
-Invariants: each rank of the engine is in a group that it receives from. Where the engine is rank 0, it sends,
-and is there by its own rank 0 alone: the others would wait for what they hold already. Joining waits for
-other processes, so the command steps aside and all other work goes on. It ends at its deadline at the latest.
-A process group that could not be joined is removed, so that it can be joined again.
+Each rank of the engine is in a group that it receives from. Where the engine is rank 0, it sends, and is
+there by its own rank 0 alone. Joining waits for other processes, so the command steps aside and other work
+goes on, until its deadline at the latest. A process group that could not be joined is removed.
 """
 
 import contextlib
@@ -60,8 +59,10 @@ def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender
 
 
 def destroy_group(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
-    """Leave a process group, broken or not. An init that is still joining it fails, and so does, at once, an
-    update that waits for a broadcast: commands queue behind it, and the broadcast may never come.
+    """Leave a process group, broken or not.
+
+    An init that is still joining it fails, and so does, at once, an update that waits for a broadcast:
+    commands queue behind it, and the broadcast may never come.
     """
     with contextlib.suppress(CaesuraError):  # there is none: said in its turn
         group = engine.process_groups.find(request.group_name)

@@ -1,7 +1,4 @@
-"""The commands that start and end a trace of steps.
-
-Invariant: a reply to stop names a file that is complete.
-"""
+"""The commands that start and end a trace of steps. A reply to stop names a file that is complete."""
 
 from typing import TYPE_CHECKING
 

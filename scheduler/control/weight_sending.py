@@ -1,13 +1,11 @@
 """Commands by which an engine sends its committed weights to other engines, as rank 0 of a process group.
 
-Invariants:
 - All bytes of a send are of one commit: while it is under way, commands that write or release weights keep
   their place in the queue (:meth:`WeightSending.holds_back`), and everything else runs, pauses and steps
   included.
 - The loop reads the weights, a few milliseconds at a time, into buffers that a thread broadcasts. Of several
   ranks, rank 0 asks the others for their parts of each broadcast, and sends whole tensors.
-- Weights that are not valid are refused, and sending changes no state: this engine serves on, whatever
-  becomes of the receivers.
+- Sending changes no state: this engine serves on, whatever becomes of the receivers.
 - A call that fails ends its group, so that no receiver waits for what does not come.
 """
 
@@ -49,16 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSending:
-    """The handlers of the manifest and of sending."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._under_way = 0
 
     def holds_back(self, message: ControlRequest) -> bool:
-        """Whether ``message``, which has not begun, must wait: it may change or release weights that are
-        being sent.
-        """
+        """Return True if ``message`` may change or release weights that are being sent."""
         if not self._under_way:
             return False
         if isinstance(message, WeightsCheckerReqInput):
@@ -68,7 +62,7 @@ class WeightSending:
         return isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput)
 
     def manifest(self, request: GetWeightsManifestReqInput) -> GetWeightsManifestReqOutput:
-        """All tensors of a component as they are stored, under their names in its checkpoint."""
+        """Return all tensors of a component as they are stored, under their names in its checkpoint."""
         stamp = self._engine.state.stamp
         return GetWeightsManifestReqOutput(
             id=request.id,
@@ -153,7 +147,7 @@ class WeightSending:
                 yield Wait.SLICE
 
     def _slots(self, named: str | None) -> dict[str, WeightSlot]:
-        """Of one component, by the names of its checkpoint."""
+        """Return those of one component, by the names of its checkpoint."""
         engine = self._engine
         component, slots = chosen(engine.model.components, named), engine.model.weight_slots()
         if component is None:

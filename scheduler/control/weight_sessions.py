@@ -1,6 +1,5 @@
 """The weight session that may be open: who may open, join, commit and end it, and when it expires.
 
-Invariants:
 - At most one session is open. A call that is refused here has changed neither the session nor the weights.
 - Every call of an explicit session carries its id. An id that is not the open session's is refused with
   ``no_session``; it never opens a session.
@@ -9,8 +8,7 @@ Invariants:
 - A session whose client is gone expires ``orphan_s`` seconds later, unless a message that belongs to it
   arrives.
 
-    none --begin--> explicit        none --call while paused--> implicit        none --call while running-->
-    single
+    none --begin--> explicit     none --call while paused--> implicit     none --call while running--> single
 """
 
 import logging
@@ -53,15 +51,14 @@ class Session:
     deadline: float | None
     """Monotonic time of its expiry; None if it has no deadline."""
     begin_id: str | None = None
-    """Message id of its ``begin``, which is accepted as its id, too; None if it has no ``begin``."""
+    """Message id of its ``begin``, which is accepted as its id, too."""
     manifest: frozenset[str] | None = None
-    """Names of the tensors that must be written before a commit; None if the client sent no manifest."""
+    """Names of the tensors that must be written before a commit."""
     id: str = field(default_factory=new_id)
-    """Id chosen by the engine."""
     client: bytes = b""
     """Socket of the last message that belonged to it."""
     orphaned_at: float | None = None
-    """Monotonic time when its client was found to be gone; None if that is not known."""
+    """Monotonic time when its client was found to be gone."""
     counts: LoadCounts = field(default_factory=LoadCounts)
     touched: bool = False
     """True once a byte has been written."""
@@ -69,9 +66,9 @@ class Session:
     """Component that the last call named."""
     version: str | None = None
     model_path: str | None = None
-    """The last folder that was loaded, or None."""
+    """The last folder that was loaded."""
     digest: str | None = None
-    """Digest of that folder's files (``Checkpoint.local_digest``)."""
+    """Its ``Checkpoint.local_digest``."""
     wrote_other_component: bool = False
     """True once a call has written a component other than the model's first, which no restart restores."""
     route: Route | None = None
@@ -90,7 +87,6 @@ class Session:
         return "" if self.route is None else self.route[0]
 
     def is_named(self, session_id: str | None) -> bool:
-        """Return True if ``session_id`` identifies this session."""
         return session_id is not None and session_id in (self.id, self.begin_id)
 
     def status(self) -> SessionStatus:
@@ -105,7 +101,6 @@ class Session:
         )
 
     def __str__(self) -> str:
-        """Return transport and label, for logs."""
         return self.source if self.version is None else f"{self.source}, version {self.version!r}"
 
 
@@ -113,18 +108,15 @@ class Sessions:
     """Holds the open session; ``weight_updates.py`` writes, commits and aborts it."""
 
     def __init__(self, *, deadline_s: float, orphan_s: float) -> None:
-        """
-        Args:
-            deadline_s: deadline of sessions that set none.
-            orphan_s: seconds for which a session stays open after its client is gone.
+        """Args:
+        deadline_s: deadline of sessions that set none.
+        orphan_s: seconds for which a session stays open after its client is gone.
         """
         self.orphan_s = orphan_s
         self.current: Session | None = None
         self.is_working = False
-        """True while a call of the session is under way.
-
-        Meanwhile the session does not expire because its client is gone, and the engine does not count as
-        idle.
+        """True while a call of the session is under way: it does not expire as an orphan, and the engine is
+        not idle.
         """
         self._deadline_s = deadline_s
 
@@ -139,12 +131,11 @@ class Sessions:
 
     @property
     def is_explicit(self) -> bool:
-        """True if an explicit session is open."""
         return self.current is not None and self.current.kind == "explicit"
 
     @property
     def client(self) -> bytes | None:
-        """Socket of the open session's last message, whose client must stay alive; None if none is open."""
+        """Socket of the open session's last message, whose client must stay alive."""
         return None if self.current is None else self.current.client
 
     @property
@@ -158,7 +149,6 @@ class Sessions:
         return min([*limits, *([] if session.deadline is None else [session.deadline])], default=None)
 
     def status(self) -> SessionStatus | None:
-        """Return the open session for status; None if none is open."""
         return None if self.current is None else self.current.status()
 
     def begin(
@@ -188,9 +178,8 @@ class Sessions:
         """Return the open session that a call belongs to; None if none is open, so that the call may open
         one.
 
-        Raises:
-            CaesuraError: ``no_session`` if the call names another session; ``session_open`` if it does not
-                belong to the open one.
+        Raises ``no_session`` if the call names another session, ``session_open`` if it does not belong to the
+        open one.
         """
         if request.session_id is not None:
             return self._named(request.session_id)
@@ -239,9 +228,8 @@ class Sessions:
     def to_end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Session:
         """Return the session that ``request`` may end.
 
-        Raises:
-            CaesuraError: ``invalid_request`` for a commit with force; ``no_session``; ``session_open`` if the
-                request does not name the session, or if the session is another sender's.
+        Raises ``invalid_request`` for a commit with force; ``no_session``; ``session_open`` if the request
+        does not name the session, or if the session is another sender's.
         """
         if request.force and request.commit:
             raise CaesuraError(
@@ -263,11 +251,8 @@ class Sessions:
     def to_commit(self, sender: Sender, *, may_commit: bool) -> Session | None:
         """Return the implicit session that a ``continue`` or ``flush_cache`` of ``sender`` commits, or None.
 
-        Args:
-            may_commit: ``sender`` owns the pause or uses force, so it may commit another sender's session.
-
-        Raises:
-            CaesuraError: ``session_open`` if the session is another sender's.
+        With ``may_commit`` (the sender owns the pause or uses force) it may be another sender's, else
+        ``session_open`` is raised for that.
         """
         session = self.current
         if session is None or session.kind != "implicit":
@@ -282,10 +267,8 @@ class Sessions:
         return session
 
     def protects(self, route: Route, error: BaseException) -> bool:
-        """Return True if ``error`` refused a foreign call while the group of ``route`` serves the open
-        session.
-
-        In that case the group must not be ended.
+        """Return True if ``error`` refused a foreign call while the group of ``route``, which must not be
+        ended, serves the open session.
         """
         codes = ErrorCode.SESSION_OPEN, ErrorCode.NO_SESSION
         refused = isinstance(error, CaesuraError) and error.code in codes

@@ -6,7 +6,6 @@ Life of a session (``weight_sessions.py`` decides who may join, commit and end i
                                  --end(abort), failure, deadline--> none, POISONED
     open, nothing written --end(abort), deadline--> none, VALID as before
 
-Invariants:
 - Everything that can be checked before the first byte is written is checked before it: session, headers,
   sizes, names, shapes, dtypes, rows, config, and whether a flush is possible. A refused call changes neither
   the weights nor any request.
@@ -90,7 +89,7 @@ class WeightUpdates:
             self._maps.collect()
 
     def progress(self) -> UpdateProgress | None:
-        """Return the progress of the update under way, for status; None if there is none."""
+        """Return the progress of the update under way, or None."""
         if self._progress is None:
             return None
         source, started = self._progress
@@ -141,13 +140,11 @@ class WeightUpdates:
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
-        """Update from tensors in the frames of the message."""
         return self._update(
             request, sender, ("tensor", None), lambda: BufferSource("tensor", request.specs, frames)
         )
 
     def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
-        """Update from tensors in shared memory."""
         return self._update(request, sender, ("ipc", None), lambda: self._maps.open(request))
 
     def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
@@ -220,11 +217,8 @@ class WeightUpdates:
     ) -> tuple[WeightSource, set[str]]:
         """Open a source and check it; return it with the names of the model's tensors in it.
 
-        A refusal poisons the weights only if ``session`` has written before.
-
-        Args:
-            session: the open session that the call belongs to; None if the call opens one.
-            component: the component that the call writes.
+        A refusal poisons the weights only if ``session``, the open one that the call belongs to, has written
+        before.
         """
         engine = self._engine
         try:
@@ -242,9 +236,8 @@ class WeightUpdates:
     ) -> Session:
         """Return the session ``found``, or open one if it is None; the call's options are added to it.
 
-        Raises:
-            CaesuraError: ``memory_released`` if the weights are released; ``not_idle`` if the call's flush is
-                impossible.
+        Raises ``memory_released`` if the weights are released, ``not_idle`` if the call's flush is
+        impossible.
         """
         engine = self._engine
         engine.state.require_resident("weights")
@@ -293,7 +286,6 @@ class WeightUpdates:
     def write(
         self, source: WeightSource, session: Session, stages: StageProfiler
     ) -> Generator[Wait, None, None]:
-        """Write all of ``source``. Steps go on until its first piece has arrived."""
         engine = self._engine
         kept = _component(source) in engine.model.kept_components  # written on the host
         uploader = None if kept else self._uploader
@@ -350,8 +342,7 @@ class WeightUpdates:
     ) -> Operation:
         """End a call: commit its session if that is complete, close it if it has no other call, and reply.
 
-        Args:
-            last: the sender has declared the update complete, so it commits even while paused.
+        With ``last`` the sender has declared the update complete, so it commits even while paused.
         """
         engine = self._engine
         counts, committed = engine.loader.take_counts(), False
@@ -389,9 +380,7 @@ class WeightUpdates:
     def commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
         """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
 
-        Raises:
-            CaesuraError: ``weight_mismatch`` if a tensor lacks rows, or if the weights are poisoned or
-                invalid and the updates since do not cover every parameter.
+        Raises ``weight_mismatch`` as :meth:`_require_complete`.
         """
         self._require_complete(session)
         yield from self._commit(session, session.stages)
@@ -552,7 +541,6 @@ class WeightUpdates:
 
 
 def _component(source: WeightSource) -> str | None:
-    """Return the component that ``source`` writes; None for a model without components."""
     return source.component if isinstance(source, ComponentSource) else None
 
 

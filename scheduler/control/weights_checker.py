@@ -1,8 +1,7 @@
 """The weights checker: checksums of every parameter and derived tensor of every rank, and an action that
 overwrites them all.
 
-Invariants: reading yields between slices and never runs beside an update; overwritten weights are poisoned,
-so they never serve.
+Reading yields between slices and never runs beside an update; overwritten weights are poisoned.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_weights(engine: "Engine", request: WeightsCheckerReqInput, sender: Sender) -> Operation:
-    """Compute checksums, or overwrite all weights so that a test can prove that an update writes every one of
+    """Compute checksums, or overwrite all weights so that a test can prove that an update writes each of
     them.
     """
     engine.state.require_resident("weights")

@@ -1,9 +1,8 @@
 """The blocks that the device allocator keeps unused: when they go back to the system, and how many bytes each
 place gave back.
 
-Invariants:
 - Every emptying of a running engine goes through one :class:`DeviceCache`: it is ordered after the work of
-  the forward stream, logged under the name of its place, and counted. Reading the counts empties nothing.
+  the forward stream, logged under the name of its place, and counted.
 - An operation that failed, or ran out of memory, gives unused blocks back before it is answered: a step, a
   command, a score, a component that could not leave. The caller has let go of the exception by then, since a
   traceback keeps the tensors of the frames that it passed.
@@ -43,8 +42,6 @@ _LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
 
 
 class DeviceCache:
-    """Empties the cache of one device's allocator."""
-
     def __init__(
         self,
         device_module: DeviceModule,
@@ -53,11 +50,10 @@ class DeviceCache:
         elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: (),
         note_failure: Callable[[str, int], None] = lambda what, freed: None,
     ) -> None:
-        """
-        Args:
-            synchronize: waits for the forward stream. A running score uses blocks until then.
-            elsewhere: empties the caches of other ranks, given the place.
-            note_failure: told of each emptying after a failure: what failed, and the bytes given back.
+        """Args:
+        synchronize: waits for the forward stream. A running score uses blocks until then.
+        elsewhere: empties the caches of other ranks, given the place.
+        note_failure: told of each emptying after a failure: what failed, and the bytes given back.
         """
         self._module = device_module
         self._synchronize = synchronize
@@ -74,9 +70,8 @@ class DeviceCache:
     def empty(self, place: EmptyCachePlace, *, reserved_before: int | None = None) -> EmptyCacheReport:
         """Return unused blocks to the system once the forward stream is idle.
 
-        Args:
-            reserved_before: an earlier reading, to count what has been given back since; by default that of
-                now.
+        ``reserved_before`` is an earlier reading, to count what has been given back since; by default that of
+        now.
         """
         self._synchronize()
         before = self.reserved if reserved_before is None else reserved_before
@@ -92,8 +87,7 @@ class DeviceCache:
     def after_failure(self, what: str) -> None:
         """Give back what a failed operation has left unused; never raise, as the device may be in any state.
 
-        Args:
-            what: the failure, for the memory history.
+        ``what`` names the failure, for the memory history.
         """
         try:
             freed = self.empty("failure").freed
@@ -103,7 +97,6 @@ class DeviceCache:
         self._note_failure(what, freed)
 
     def totals(self) -> list[EmptyCacheTotal]:
-        """Return the counts by place, since start."""
         return [
             EmptyCacheTotal(place=place, count=count, freed_bytes=self._freed[place])
             for place, count in self._counts.items()

@@ -1,6 +1,5 @@
 """Emptying the device allocator, and reading it, alike on every device.
 
-Invariants:
 - :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from
   named places only (docs/explanation/memory.md).
 - Reading memory has no side effect: it neither empties, nor synchronises, nor initialises a device.
@@ -73,8 +72,8 @@ class EmptyCacheReport:
         return max(0, self.reserved_before - self.reserved_after)
 
     def describe(self, verb: str) -> str:
-        """Return the log line, in MB of 2^20 bytes: ``verb: reserved 812.0 MB -> 640.0 MB (freed 172.0
-        MB)``.
+        """Return the log line: ``verb: reserved 812.0 MB -> 640.0 MB (freed 172.0 MB)``, with MB of 2^20
+        bytes.
         """
         before, after, freed = (
             round(size / _MIB, 1) + 0.0  # + 0.0 turns -0.0 into 0.0
@@ -117,7 +116,6 @@ def get_available_memory(
     the driver holds. Everything else: the module's ``mem_get_info``.
 
     Args:
-        device: index included where there are several.
         empty_cache: return the allocator's unused blocks first; they do not count as available otherwise.
         group: ranks whose minimum is returned; by default this rank alone.
 
@@ -152,13 +150,10 @@ def available_memory_if_known(
 def refuse_defeating_settings(
     device: torch.device | str, memory_saver: bool, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse allocator settings under which released memory would not come back.
+    """Refuse (``invalid_request``) allocator settings under which released memory would not come back.
 
     Expandable segments map physical memory behind the allocator's own virtual ranges, and so does a memory
     saver: the two cannot own the same pages.
-
-    Raises:
-        CaesuraError: ``invalid_request``, naming the environment variable.
     """
     if not memory_saver or torch.device(device).type == "cpu":
         return

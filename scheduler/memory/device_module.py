@@ -1,14 +1,8 @@
 """torch's module for a kind of device, bound to one device of that kind, and what it can do.
 
-Invariants:
-- torch answers for its *current* device, which is the first one unless somebody has said otherwise, and each
-  thread has its own. What is asked through a bound module is asked for the bound device, whichever thread
-  asks.
-- Every device has the figures of :class:`DeviceModule`; one that a backend does not give is 0. What some
-  devices lack is asked for by the functions at the end, and ``empty_cache`` by ``device_memory.py``, but by
-  nothing else.
-
-The protocols are the parts of ``torch.cuda`` and its siblings that are used here.
+torch answers for its *current* device, the first one by default, and each thread has its own; a bound module
+answers for the bound device in every thread. A figure that a backend does not give is 0. The protocols are
+the parts of ``torch.cuda`` and its siblings that are used here.
 """
 
 from contextlib import AbstractContextManager
@@ -89,11 +83,7 @@ class BoundDeviceModule:
 
 
 def device_module_for(device: torch.device | str) -> DeviceModule:
-    """Return the module that manages ``device``'s memory and streams.
-
-    Raises:
-        RuntimeError: torch knows no such device.
-    """
+    """Return the module of ``device``; raises RuntimeError if torch knows no such device."""
     device = torch.device(device)
     return HOST if device.type == "cpu" else BoundDeviceModule(torch.get_device_module(device), device)
 
@@ -128,9 +118,7 @@ def free_and_total(module: DeviceModule) -> tuple[int, int] | None:
 
 
 def use_device(device: str) -> None:
-    """Make ``device`` the current one of this thread, so that kernels, which name none, run where the
-    tensors are.
-    """
+    """Make ``device`` the current one of this thread, so that kernels, which name none, run there."""
     set_device = getattr(torch.get_device_module(device), "set_device", None)
     if set_device is not None and ":" in device:
         set_device(torch.device(device))

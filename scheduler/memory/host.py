@@ -1,16 +1,13 @@
 """The CPU's allocator behind the interface of a torch device module (``torch.cuda`` and the like).
 
-Invariants:
-- Reading changes nothing; ``empty_cache`` is the only method with an effect.
-- ``empty_cache`` exists only where it does something, so a caller that looks it up learns the truth: it needs
-  glibc's own malloc in charge. On musl, macOS, or with jemalloc or tcmalloc preloaded, :data:`HOST` has no
-  such method.
+- ``empty_cache`` exists only where it does something: with glibc's own malloc. On musl, macOS, or with
+  jemalloc or tcmalloc preloaded, :data:`HOST` has no such method.
 - A figure that the platform does not give is 0, never a guess and never an exception.
 
-"Reserved" is what the process holds of anonymous memory (RssAnon); pages of mapped files and shared memory
-are not the allocator's. "Allocated" is what malloc has handed out and not got back: ``uordblks + hblkhd`` of
-mallinfo2(3), glibc 2.33 and later. Field meanings: proc_pid_status(5), proc_meminfo(5), the kernel's
-Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+"Reserved" is what the process holds of anonymous memory (RssAnon). "Allocated" is what malloc has handed out
+and not got back: ``uordblks + hblkhd`` of mallinfo2(3), glibc 2.33 and later. Field meanings:
+proc_pid_status(5), proc_meminfo(5), the kernel's Documentation/admin-guide/cgroup-v2.rst and
+cgroup-v1/memory.rst.
 """
 
 import ctypes
@@ -31,9 +28,8 @@ _STRETCH = 1 << 20
 class HostDevice:
     """Readings of this process and machine; all sizes in bytes.
 
-    Args:
-        proc: the procfs mount.
-        cgroup: the mount below which the memory controller's files lie (v2, or v1's ``memory/``).
+    ``proc`` is the procfs mount; the memory controller's files lie below ``cgroup`` (v2, or v1's
+    ``memory/``).
     """
 
     def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
@@ -51,12 +47,11 @@ class HostDevice:
         return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
     def memory_allocated(self) -> int:
-        """Return what malloc has handed out; 0 where the allocator cannot be asked."""
         return 0
 
     def mem_get_info(self) -> tuple[int, int]:
-        """Return (free, total) of the machine (MemAvailable, MemTotal), or of the tightest cgroup if that
-        is less.
+        """Return (free, total) of the machine (MemAvailable, MemTotal), or of the tightest cgroup if that is
+        less.
         """
         meminfo = _read_kb_fields(self._proc / "meminfo")
         free, total = meminfo.get("MemAvailable", 0), meminfo.get("MemTotal", 0)
@@ -148,10 +143,7 @@ def resident_bytes(spans: Sequence[tuple[int, int]]) -> int:
     such call.
 
     Every page is looked at up to a million of them, beyond that evenly spread stretches: a millisecond at
-    most.
-
-    Args:
-        spans: (address, bytes) of each mapping.
+    most. ``spans`` are (address, bytes) of each mapping.
     """
     total = sum(nbytes for _, nbytes in spans)
     if _mincore is None:
@@ -192,8 +184,7 @@ def _read_kb_fields(path: Path) -> dict[str, int]:
 def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
     """Return (limit, usage) of one cgroup, or None without a limit.
 
-    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation: a
-    checkpoint that was just read must not look like memory in use.
+    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation.
     """
     limit_text, usage_text = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
     if not limit_text.isdigit() or not usage_text.isdigit():  # "max": no limit

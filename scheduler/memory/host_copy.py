@@ -1,13 +1,9 @@
 """The values of tensors in host memory while their device memory is given back: written once, read back,
 changed in place.
 
-On the CPU "the device" is anonymous memory, and the values of what is not there lie in an unlinked file below
-``TMPDIR``: the kernel can write it back and drop it, so ``RssAnon`` really falls. On accelerators they lie in
-pinned host memory.
-
-Invariants:
-- A copy holds what was saved or written last; nothing else changes it.
-- Only the copying runs beside the current stream, never the taking or dropping of memory.
+On the CPU "the device" is anonymous memory, and the values lie in an unlinked file below ``TMPDIR``: the
+kernel can write it back and drop it, so ``RssAnon`` really falls. On accelerators they lie in pinned host
+memory. Only the copying runs beside the current stream, never the taking or dropping of memory.
 """
 
 import mmap
@@ -55,18 +51,16 @@ class HostCopy(Protocol):
         ...
 
     def write(self, number: int, start: int, rows: Tensor) -> None:
-        """Overwrite elements from ``start`` on of saved tensor ``number``.
+        """Overwrite elements from ``start`` on of saved tensor ``number``; ``rows``, of its dtype, have been
+        read then.
 
-        Args:
-            rows: of its dtype, on any device; they have been read when it returns. Nothing may be on its way
-                meanwhile (:meth:`wait`).
+        Nothing may be on its way meanwhile (:meth:`wait`).
         """
         ...
 
 
 class FileCopy:
-    """A copy for tensors in host memory: an unlinked file, read by a thread where that is asked for ahead of
-    time.
+    """An unlinked file for tensors in host memory, read by a thread where that is asked for ahead of time.
 
     Methods raise OSError where the file system is full or the file cannot be read.
     """
@@ -121,9 +115,7 @@ class FileCopy:
 
 
 class PinnedCopy:
-    """A copy for accelerators: host memory, pinned where there are streams, and a stream beside the one
-    that computes.
-    """
+    """Host memory, pinned where there are streams, and a stream beside the one that computes."""
 
     def __init__(self, streams: StreamModule | None, side: torch.Stream | None, *, pin: bool) -> None:
         """``side`` is the stream of the copies. Both are None if the device has no streams: copies are
@@ -163,9 +155,7 @@ class PinnedCopy:
         return self._host
 
     def write(self, number: int, start: int, rows: Tensor) -> None:
-        """Wait first until no copy reads the memory: a stream was told to wait for those that have begun,
-        the host was not.
-        """
+        """Wait first until no copy reads the memory: a stream was told to wait, the host was not."""
         if self._side is not None:
             self._side.synchronize()
         self._host[number].view(-1).narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
@@ -179,9 +169,8 @@ class BackedUpComponent:
     """``component`` whose values survive a release of its memory, in a copy that ``make_copy`` makes room
     for.
 
-    :meth:`keep` comes before each release and copies the values of that moment: they may have changed since
-    the last one. The copy exists from there until :meth:`give_up`, once everything that was resumed with it
-    is there. A resume that fails can therefore be repeated.
+    :meth:`keep` comes before each release and copies the values of that moment. The copy exists from there
+    until :meth:`give_up`, so a resume that fails can be repeated.
     """
 
     def __init__(self, component: Component, make_copy: Callable[[], HostCopy]) -> None:
@@ -197,7 +186,6 @@ class BackedUpComponent:
 
     @property
     def copied_bytes(self) -> int:
-        """Size of the copy; 0 if there is none."""
         return 0 if self._copy is None else self.nbytes
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -209,11 +197,7 @@ class BackedUpComponent:
         return self._component.occupied_bytes()
 
     def keep(self) -> Iterator[None]:
-        """Copy the values to the host.
-
-        Raises:
-            OSError, RuntimeError: there is no room; the values are where they were.
-        """
+        """Copy the values to the host; raises OSError or RuntimeError if there is no room."""
         copy = self._make_copy()
         yield from copy.save(self._tensors)
         self._copy = copy
@@ -225,8 +209,7 @@ class BackedUpComponent:
     def resume(self) -> Iterator[None]:
         """Take the memory again, and copy the values back.
 
-        Raises:
-            OSError, RuntimeError: the copy cannot be read, or the allocator refused; the copy is kept.
+        Raises OSError or RuntimeError if the copy cannot be read, or the allocator refused; the copy is kept.
         """
         yield from self._component.resume()
         if self._copy is not None:
@@ -237,8 +220,8 @@ class BackedUpComponent:
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
-    """Yield the bytes of ``tensors`` in host memory, piece by piece, with the offset of each piece in a
-    file of all of them.
+    """Yield the bytes of ``tensors`` in host memory, piece by piece, with each one's offset in a file of all
+    of them.
     """
     offsets = _offsets([(tensor.shape, tensor.dtype) for tensor in tensors])
     for tensor, offset in zip(tensors, offsets, strict=True):
@@ -248,7 +231,6 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
 
 
 def _offsets(like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[int]:
-    """Return where tensors begin in a file of all of them."""
     sizes = (shape.numel() * dtype.itemsize for shape, dtype in like)
     return [0, *accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)][: len(like)]
 

@@ -1,8 +1,7 @@
 """Results in mappings of their own, apart from malloc's heap.
 
-A result is stored long after its step, and steps take and free blocks of megabytes. Small blocks that live
-long among those split the free ones, and malloc takes ever more from the system: on a tiny pipeline 0.4 MB
-for each image of 5 KB. A mapping is outside of that, and gives its pages back when it goes.
+A result is stored long after its step. Small blocks that live long split the free ones of megabytes, and
+malloc takes ever more from the system: on a tiny pipeline 0.4 MB for each image of 5 KB.
 """
 
 import mmap

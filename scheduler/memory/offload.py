@@ -1,17 +1,14 @@
 """Large components that come and go: how their memory is divided, where the values are meanwhile, and when
 they move.
 
-Invariants:
 - Values are saved once, when a unit first leaves the device; afterwards leaving only drops what the device
-  holds. Who changes them later (:meth:`OffloadableComponent.write`) writes the copy, too: from the first save
-  on it has what the device has, and a unit that is away need not come for it. Scratch memory
-  (``preserve=False``) is never saved and comes back as zeros.
+  holds. Who changes them later (:meth:`OffloadableComponent.write`) writes the copy, too, so a unit that is
+  away need not come for it. Scratch memory (``preserve=False``) is never saved and comes back as zeros.
 - A unit is on the device as a whole, or not at all: when its way there or back is interrupted, it is not.
 - Tensors keep their identity, and every view made of them keeps working; addresses stay or change as the
   storage behind them says (``storage.py``).
 - What uses a unit runs on the stream that is current in :meth:`OffloadUnit.ready`, and memory is taken and
-  dropped on that stream, too, so that the allocator may reuse it in the stream's order. Only the copying runs
-  beside it.
+  dropped on that stream, too, so that the allocator may reuse it in the stream's order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +30,8 @@ class OffloadUnit:
     def __init__(
         self, pieces: Sequence[tuple[Tensor, Component]], make_copy: Callable[[], HostCopy] | None
     ) -> None:
-        """
-        Args:
-            pieces: tensors, each with the storage that holds nothing else.
-            make_copy: makes room for the values, or None if they may be lost.
+        """``pieces`` are tensors, each with the storage that holds nothing else. Without ``make_copy`` the
+        values may be lost.
         """
         self.tensors = [tensor for tensor, _ in pieces]
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
@@ -50,9 +45,8 @@ class OffloadUnit:
     def bring(self) -> Iterator[None]:
         """Bring it to the device, unless it is there or on its way.
 
-        Raises:
-            RuntimeError: the allocator refused. The unit is not on the device then.
-            OSError: the copy cannot be read. The same holds.
+        Raises RuntimeError if the allocator refused, OSError if the copy cannot be read. It is not on the
+        device then.
         """
         if self.on_device:
             return
@@ -119,8 +113,7 @@ class OffloadUnit:
     def write(self, number: int, start: int, rows: Tensor) -> None:
         """Overwrite elements from ``start`` on of one tensor: on the device, if it is there, and in the copy.
 
-        Raises:
-            OSError, RuntimeError: the copy cannot be written.
+        Raises OSError or RuntimeError if the copy cannot be written.
         """
         self.ready()
         tensor = self.tensors[number]
@@ -214,10 +207,8 @@ class OffloadableComponent:
         return unit.values(number)
 
     def write(self, tensor: Tensor, start: int, rows: Tensor) -> None:
-        """Overwrite elements from ``start`` on of ``tensor``, wherever its values are.
-
-        Raises:
-            OSError, RuntimeError: the copy cannot be written.
+        """Overwrite elements from ``start`` on of ``tensor``, wherever its values are; raises as
+        :meth:`OffloadUnit.write`.
         """
         if self._units is None:
             tensor.view(-1).narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
@@ -282,7 +273,7 @@ class LayerwiseOffloadStrategy(Strategy):
     """``window`` consecutive layers on the device, the later ones on their way while the first is computed.
 
     The window goes round: after the last layer comes the first one, of the next pass. A component that is not
-    divided into layers (:meth:`OffloadableComponent.divide`) moves as a whole.
+    divided into layers moves as a whole.
     """
 
     window: int = 2

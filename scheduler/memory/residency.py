@@ -1,22 +1,18 @@
 """Memory by component: allocating it, giving it back to the system, taking it again, moving it to the host
 and back.
 
-Invariants:
-- A component owns exactly what :func:`allocate` made inside ``manager.component(tag)``. Rotary tables,
-  workspaces and whatever else a model builds meanwhile are allocated by torch as always, so no release can
-  lose them.
+- A component owns exactly what :func:`allocate` made inside ``manager.component(tag)``. What else a model
+  builds meanwhile (rotary tables, workspaces) is allocated by torch as always, so no release can lose it.
 - Memory is zero when it is allocated and when it is resumed. Every view that was made of a tensor keeps
-  working. Whether addresses survive depends on the device (:meth:`ComponentResidencyManager.moves`): graphs
-  that have captured them must be captured again if they do not.
-- Nobody touches a component's tensors between its release and its resume; the manager does not know which are
-  released (``lifecycle.py`` does) and must not be asked twice.
-- Releasing and resuming yield between allocations, so the loop can answer meanwhile.
+  working. Addresses survive where :meth:`ComponentResidencyManager.moves` is false; graphs that have captured
+  them must be captured again where it is true.
+- Nobody touches a component's tensors between its release and its resume; ``engine_state.py`` knows which are
+  released, and the manager must not be asked twice.
 - The policy's weights, the KV pool and graphs are resident: by tag, and without a copy, unless the tag is
   backed up (``host_copy.py``). Whatever else is large is registered with a strategy (``offload.py``) that
   says when it is on the device; it keeps its values, also when the tag that it goes with is released.
 - The device cache is emptied once memory-intensive components have left the device (or were there layer by
   layer, which leaves as many holes), and at no other moment of a request: never between two stages.
-- A name that is not registered is traced and ignored: a stage may name what a configuration does not have.
 """
 
 import logging
@@ -49,11 +45,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 TRACED_EVENTS = 1024
-"""Number of events that are kept."""
 LARGE_SHARE = 0.02
-"""Share of the device's memory from which a component counts as memory-intensive, whatever its stage says
-of it.
-"""
+"""Share of the device's memory from which a component counts as memory-intensive, whatever its stage says."""
 
 _END: Any = object()
 
@@ -90,9 +83,7 @@ class ComponentUse:
 
     name: str
     memory_intensive: bool = False
-    """True to empty the device cache when it has left, as is done for every component of
-    :data:`LARGE_SHARE`.
-    """
+    """True to empty the device cache when it has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +110,7 @@ class ResidencyEvent:
 
 
 class ComponentResidencyManager:
-    """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory
-    (``execution/graphs.py``).
+    """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory.
 
     A request is a stretch of work that uses components, in stages:
 
@@ -142,14 +132,11 @@ class ComponentResidencyManager:
         backed_up: Collection[MemoryTag] = (),
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """
-        Args:
+        """Args:
             make_component: makes storage of a tag; by default what suits ``device`` best.
-            device_module: manages the memory of ``device``; by default the device's own.
             backed_up: tags whose values survive a release.
 
-        Raises:
-            CaesuraError: ``invalid_request``, an allocator setting defeats the memory saver.
+        Raises ``invalid_request`` if an allocator setting defeats the memory saver.
         """
         self._device = torch.device(device)
         self._module = device_module or device_module_for(self._device)
@@ -261,8 +248,8 @@ class ComponentResidencyManager:
         return any(self._components[tag].moves for tag in tags if self._components[tag].nbytes)
 
     def begin_request(self, request: str, *, warm_up: bool = False) -> None:
-        """Begin a request. After a ``warm_up``, for which nobody waits, strategies may keep components on
-        the device.
+        """Begin a request. After a ``warm_up``, for which nobody waits, strategies may keep components on the
+        device.
         """
         self._requests[request] = (warm_up, set())
         self._note("begin_request", request, "", 0, 0.0)
@@ -270,9 +257,7 @@ class ComponentResidencyManager:
     def before_stage(self, request: str, uses: Sequence[ComponentUse]) -> Iterator[None]:
         """Bring what the next stage needs.
 
-        Raises:
-            CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; what did not fit is not
-                there.
+        Raises ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; what did not fit is not there.
         """
         for use in uses:
             component = self._find(request, use)
@@ -344,8 +329,7 @@ class ComponentResidencyManager:
         """Copy the values of those of ``tags`` that are backed up to the host, before their release; the
         device must be idle.
 
-        Raises:
-            CaesuraError: ``out_of_memory``, the copy does not fit; there is none then.
+        Raises ``out_of_memory`` if the copy does not fit; there is none then.
         """
         for tag in tags:
             if tag not in self._backups:
@@ -380,10 +364,8 @@ class ComponentResidencyManager:
         """Take back the memory of ``tags``, which are released: all or nothing.
 
         Backed up tags and registered components that are always on the device come back with their values,
-        other components when they are used.
-
-        Raises:
-            CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; everything is as it was.
+        other components when they are used. Raises ``out_of_memory`` with ``needed_bytes`` and
+        ``free_bytes``.
         """
         needed = sum(map(self.nbytes, tags)) + sum(c.nbytes for tag in tags for c in self._residents(tag))
         self._device_cache.empty("resume")
@@ -422,8 +404,8 @@ class ComponentResidencyManager:
         return component
 
     def _require_room(self, component: OffloadableComponent) -> None:
-        """Refuse what does not fit. On the CPU an allocation never fails, its first use does; other
-        allocators say so themselves.
+        """Refuse what does not fit. On the CPU an allocation never fails, its first use does; others say so
+        themselves.
         """
         needed = component.strategy.peak_bytes(component) - component.device_bytes
         if self._device.type != "cpu" or needed <= 0:

@@ -1,7 +1,7 @@
 """Memory that can be given back and taken again, on each kind of device: what components are made of.
 
-Invariants: memory is zero when it is allocated and when it is resumed; every view made of a tensor keeps
-working; nobody touches a tensor between release and resume. Both yield between allocations.
+Memory is zero when it is allocated and when it is resumed; every view made of a tensor keeps working; nobody
+touches a tensor between release and resume. Both yield between allocations.
 """
 
 import ctypes
@@ -45,9 +45,7 @@ class Component(Protocol):
         ...
 
     def occupied_bytes(self) -> int:
-        """Return the bytes that the tensors take of what the device's allocator or the system says is in
-        use.
-        """
+        """Return the bytes that the tensors take of what the allocator or the system says is in use."""
         ...
 
     def release(self) -> Iterator[None]:
@@ -55,10 +53,8 @@ class Component(Protocol):
         ...
 
     def resume(self) -> Iterator[None]:
-        """Take it again, zeroed.
-
-        Raises:
-            RuntimeError: the allocator refused; some tensors may have memory already.
+        """Take it again, zeroed; RuntimeError if the allocator refused, when some tensors may have memory
+        already.
         """
         ...
 
@@ -66,10 +62,9 @@ class Component(Protocol):
 class MappedComponent:
     """CPU on Linux: each tensor in an anonymous private mapping of its own. Addresses stay.
 
-    The kernel gives a zero page for each one that was never touched or was given back with MADV_DONTNEED
-    (madvise(2)), so resuming has nothing to do and costs memory only as the tensors are written. Weights ask
-    for huge pages: they are released and filled several times faster, and read a little faster
-    (docs/explanation/memory.md).
+    The kernel gives a zero page for each one that was never touched or was given back with MADV_DONTNEED, so
+    resuming has nothing to do and costs memory only as the tensors are written. Weights ask for huge pages:
+    they are released and filled several times faster, and read a little faster (docs/explanation/memory.md).
     """
 
     def __init__(self, tag: MemoryTag | None) -> None:

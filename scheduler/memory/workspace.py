@@ -1,8 +1,7 @@
 """Scratch memory by purpose, which only grows.
 
-Invariants:
-- What lies in it is dead when whoever took it takes it again, or as long as they say.
-- On the CPU it begins at a multiple of :data:`ALIGNMENT`.
+What lies in it is dead when whoever took it takes it again. On the CPU it begins at a multiple of
+:data:`ALIGNMENT`.
 """
 
 from math import prod

@@ -1,7 +1,5 @@
-"""Models of several components: the one that a call writes, and its tensors under the model's names.
-
-Invariant: a tensor of a component is called ``component.name`` everywhere but on the wire and in files,
-where the call names the component once.
+"""Models of several components. Everywhere but on the wire and in files, a tensor of a component is called
+``component.name``.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,10 +14,9 @@ from .source import Pieces, WeightSource
 
 
 def chosen(known: tuple[str, ...], named: str | None) -> str | None:
-    """Return the component that a call writes, if it names ``named``; None for a model without components.
+    """Return the component that a call writes if it names ``named``; None for a model without components.
 
-    Raises:
-        CaesuraError: ``invalid_request`` if the model has no such component.
+    Raises CaesuraError ``invalid_request`` if there is no such component.
     """
     if named is None:
         return known[0] if known else None
@@ -32,12 +29,11 @@ def chosen(known: tuple[str, ...], named: str | None) -> str | None:
 
 
 def in_component(source: WeightSource, component: str | None) -> WeightSource:
-    """Return ``source`` under the model's names."""
     return source if component is None else ComponentSource(source, component)
 
 
 class ComponentSource:
-    """Tensors of one component of a model, under the model's names."""
+    """Tensors of one component, under the model's names."""
 
     def __init__(self, inner: WeightSource, component: str) -> None:
         self.inner = inner
@@ -47,14 +43,13 @@ class ComponentSource:
         self._prefix = f"{component}."
 
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
-        """Yield the pieces of the inner source."""
         with closing(self.inner.pieces(bucket_bytes, lambda name: skip(self._prefix + name))) as pieces:
             for piece in pieces:
                 yield None if piece is None else replace(piece, name=self._prefix + piece.name)
 
 
 def renamed(specs: Iterable[Any], component: str | None) -> list[Any]:
-    """Return ``specs``, as they came by the wire or from a file, under the model's names."""
+    """Return ``specs`` under the model's names."""
     if component is None:
         return list(specs)
     return [

@@ -1,9 +1,7 @@
 """Coverage of an update: which tensors are completely written, and which must still come before a commit.
 
-Invariants:
 - A name counts as written when all its rows are, and everything that belongs to it has come in a matching
-  form.
-- If a tensor comes in several forms, the last one counts: what it supersedes is neither due nor written.
+  form. If a tensor comes in several forms, the last one counts.
 - A stacked tensor is written expert by expert. All its slots are due from its first rows on.
 """
 
@@ -18,8 +16,6 @@ from .mapper import Stack
 
 @dataclass(slots=True)
 class Coverage:
-    """Which tensors are written, and which are due."""
-
     written: set[str] = field(default_factory=set)
     """Complete tensors, together with the halves that may replace them."""
     due: set[str] = field(default_factory=set)
@@ -32,7 +28,7 @@ class Coverage:
     """Name of the tensor that lacks rows, and the number of rows that are there."""
 
     def copy_for_check(self) -> "Coverage":
-        """Return a copy for a dry run, which does not need the names that are written."""
+        """Return a copy for a dry run."""
         return Coverage(set(), set(self.due), dict(self.made_together), set(self.halves), self.open)
 
     def next_row(self, tensor: TensorSlot | Stack, start_row: int) -> int:
@@ -49,8 +45,8 @@ class Coverage:
     ) -> Iterator[tuple[TensorSlot, int]]:
         """Record rows ``[start_row, start_row + count)`` of ``tensor``, which come in ``dtype``.
 
-        Yields each slot that they are written to, with the number of its rows that were there before. The
-        caller writes the slot, or does not in a dry run, before it asks for the next one.
+        Yields each slot and how many of its rows were there before. The caller writes the slot before it goes
+        on.
         """
         end = start_row + count
         if not isinstance(tensor, Stack):
@@ -74,11 +70,9 @@ class Coverage:
         self.open = (tensor.name, end) if end < len(tensor.experts) else None
 
     def _rows_before(self, name: str, start_row: int) -> int:
-        """Return how many rows of ``name`` a piece that starts at ``start_row`` continues, or 0."""
         return self.open[1] if self.open is not None and self.open[0] == name and start_row > 0 else 0
 
     def _begin(self, slot: TensorSlot) -> None:
-        """Record that some rows of ``slot`` change; it is due until it is complete."""
         name = slot.name
         if isinstance(slot, HalfSlot):
             self.written -= {slot.whole, name, slot.other}
@@ -120,5 +114,4 @@ class Coverage:
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    """Return the length of dimension 0; a scalar has one row."""
     return shape[0] if shape else 1

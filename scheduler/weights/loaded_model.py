@@ -25,7 +25,7 @@ class LoadedWeights(Protocol):
     def device(self) -> torch.device: ...
     @property
     def digest(self) -> str:
-        """What tells the folder's files from others (``Checkpoint.local_digest``)."""
+        """See ``Checkpoint.local_digest``."""
         ...
 
     @property
@@ -34,24 +34,19 @@ class LoadedWeights(Protocol):
         ...
 
     @property
-    def derived_bytes(self) -> int:
-        """Bytes of derived tensors alone."""
-        ...
+    def derived_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights in, and what follows from it."""
-
     config: ModelConfig
     model: CausalLM
     loader: WeightLoader
     dtype: torch.dtype
     device: torch.device
     digest: str
-    """What tells the folder's files from others (``Checkpoint.local_digest``)."""
+    """See ``Checkpoint.local_digest``."""
     parallel: TensorParallel = SINGLE
-    """The ranks that hold a shard each; what is here is this rank's."""
 
     @property
     def num_heads(self) -> int:
@@ -60,15 +55,13 @@ class LoadedModel:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads that this rank stores; 0 with latent attention."""
+        """KV heads that this rank stores; 0 with latent attention."""
         return head_windows(self.config.num_heads, self.config.num_kv_heads, self.parallel)[1].length
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of parameters and derived tensors."""
         return sum(tensor.nbytes for _, tensor in self.model.named_storage())
 
     @property
     def derived_bytes(self) -> int:
-        """Bytes of derived tensors alone."""
         return sum(tensor.nbytes for _, tensor in self.model.derived())

@@ -1,18 +1,14 @@
 """Writes named tensors into a model's parameters, in place.
 
-Invariants:
 - :meth:`WeightLoader.check` is a dry run of :meth:`WeightLoader.write`: it walks the same tensors and slots
   before a byte is written, and lists every problem at once.
-- A name counts as written only when all its rows are; a tensor that is being rewritten counts as not
-  written until it is complete again.
+- A name counts as written only when all its rows are; one that is being rewritten does not until it is
+  complete again.
 - Each of several ranks takes whole tensors and keeps its part. Rows that it does not hold may be left out;
   a source that leaves out the last ones ends with a piece of no rows at the end.
-- The result depends on the tensors alone, not on how they were cut into pieces or how often they were
-  written.
-- A tensor may bring another one with it (a wide float its FP8 scales), which then counts as written and
-  must not be among the same specs. If two tensors belong together, the later form counts: one that came in
-  another form is due again, and nothing is committed before it has come
-  (:meth:`WeightLoader.require_whole`).
+- The result depends on the tensors alone, not on how they were cut or how often they were written.
+- A tensor may bring another one with it (a wide float its FP8 scales), which must not be among the same
+  specs. If two tensors belong together, the later form counts: one that came in another form is due again.
 - Two tensors may replace one that the model holds (blocks and scales); together they count as that one.
 """
 
@@ -39,7 +35,6 @@ WRITE_S = 0.002
 """Seconds for which :func:`write_some` writes: a turn of the loop costs as much as a small piece."""
 
 END: Any = object()
-"""Marks the end of a source's pieces, which may also be None."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,15 +42,12 @@ class LoadCounts:
     """Counters of what was written, named as in the wire's WeightUpdateReqOutput."""
 
     written_tensors: int = 0
-    """Tensors completed."""
     written_bytes: int = 0
-    """Bytes in the source, before any cast; if ranks share a tensor, the bytes of all of it."""
+    """Bytes in the source, before any cast; of the whole tensor if ranks share it."""
     changed_tensors: int = 0
-    """Completed tensors that differed from what was there."""
     cast_tensors: int = 0
-    """Completed tensors that were cast from another float dtype."""
+    """Number of tensors cast from another float dtype."""
     skipped_tensors: int = 0
-    """Tensors that the model ignores by its own list."""
 
     def add(self, other: "LoadCounts") -> None:
         for counter in fields(self):
@@ -63,8 +55,6 @@ class LoadCounts:
 
 
 class WeightLoader:
-    """Writes pieces of checkpoint tensors into one model."""
-
     def __init__(self, model: Weights) -> None:
         held = model.weight_slots()
         self._required = held.keys() - model.optional_names
@@ -80,7 +70,6 @@ class WeightLoader:
         self._coverage = Coverage()
         self._changed = False  # of the tensor that lacks rows
         self.counts = LoadCounts()
-        """Counters since the last :meth:`take_counts`."""
         self.changed: list[str] = []
         """Names of the tensors that ``changed_tensors`` counts."""
 
@@ -92,10 +81,8 @@ class WeightLoader:
                 :class:`TensorSpec`, whose ``start_row`` and ``nbytes`` tell which rows come.
             last: nothing comes after ``specs``, so no tensor may lack rows or a partner.
 
-        Raises:
-            CaesuraError: WEIGHT_MISMATCH with ``missing`` and ``unexpected`` names and ``mismatched``
-                entries ``{name, expected_shape, got_shape}``, ``{name, expected_dtype, got_dtype}`` or
-                ``{name, reason}``.
+        Raises CaesuraError WEIGHT_MISMATCH with ``missing``, ``unexpected`` and ``mismatched`` (``{name,
+        expected_shape, got_shape}``, ``{name, expected_dtype, got_dtype}`` or ``{name, reason}``).
         """
         found, disorder = Mismatches(self._slots), Mismatches(self._slots)
         coverage = self._coverage.copy_for_check()
@@ -137,10 +124,8 @@ class WeightLoader:
     def write(self, piece: WeightPiece) -> None:
         """Write one piece in place, unless the same bytes are there already.
 
-        A tensor's pieces come in row order, not interleaved with another's.
-
-        Raises:
-            CaesuraError: WEIGHT_MISMATCH, before a byte of this piece is written.
+        A tensor's pieces come in row order, not interleaved with another's. Raises WEIGHT_MISMATCH before a
+        byte of the piece is written.
         """
         name, tensor = self._mapper.find(piece.name)
         if tensor is None:
@@ -182,7 +167,6 @@ class WeightLoader:
             self.changed.append(slot.name)
 
     def _require_fitting(self, piece: WeightPiece, tensor: TensorSlot | Stack) -> None:
-        """Raise unless the piece is some rows of ``tensor``, in a dtype that it accepts."""
         found, rows = Mismatches(self._slots), piece.rows
         _compare(tensor, piece.name, piece.shape, rows.dtype, NAMES.get(rows.dtype, str(rows.dtype)), found)
         end = piece.start_row + (rows.shape[0] if rows.dim() else 1)
@@ -193,7 +177,6 @@ class WeightLoader:
 
     @property
     def written(self) -> set[str]:
-        """Names that are complete since the last :meth:`forget_written`."""
         return self._coverage.written
 
     @property
@@ -202,22 +185,21 @@ class WeightLoader:
         return not self._coverage.due
 
     def skip(self, name: str) -> bool:
-        """Return True if the model ignores this tensor, whose bytes can be passed over; count it then."""
+        """Return True, and count the tensor, if the model ignores it."""
         name, tensor = self._mapper.find(name)
         skipped = tensor is None and self._is_skipped(name)
         self.counts.skipped_tensors += skipped
         return skipped
 
     def owned(self, name: str) -> tuple[range, ...] | None:
-        """Return the rows of a tensor that this rank holds and a source need read; None means all."""
+        """Return the rows of a tensor that a source need read for this rank; None means all."""
         _, tensor = self._mapper.find(name)
         return tensor.owned if isinstance(tensor, TensorSlot) else None
 
     def missing(self, written: set[str]) -> list[str]:
         """Return the required names that are not in ``written``, in the model's order.
 
-        If the model has several components, those count that were written, or that differ from what was
-        committed.
+        Of several components, those count that were written, or that differ from what was committed.
         """
         return self._missing(written, self._components_of(written | self._coverage.due) | self._lost)
 
@@ -242,7 +224,6 @@ class WeightLoader:
         Mismatches(self._slots, missing=sorted(self._coverage.due)).raise_if_any()
 
     def take_counts(self) -> LoadCounts:
-        """Return the counters and start again from zero."""
         counts, self.counts = self.counts, LoadCounts()
         self.changed = []
         return counts
@@ -285,8 +266,8 @@ def write_some(
 ) -> Any:
     """Write ``piece`` and those that follow at once, for :data:`WRITE_S`.
 
-    Returns what comes then: a piece, END, or None if nothing has come yet. ``stages`` receives the time of
-    writing as ``copy`` and that of making pieces as ``receive``.
+    Returns a piece, END, or None if nothing has come yet. Records ``copy`` and ``receive`` times in
+    ``stages``.
     """
     coming: Any = piece
     copy = receive = 0.0
@@ -314,7 +295,6 @@ def _compare(
     dtype_name: str,
     found: Mismatches,
 ) -> None:
-    """Add what is wrong if a tensor of ``shape`` and ``dtype`` came as ``name``."""
     if shape != tensor.shape:
         found.add_misshapen(name if isinstance(tensor, Stack) else tensor.name, tensor.shape, shape)
     for slot in _slots_of(tensor):
@@ -323,7 +303,7 @@ def _compare(
 
 
 def _walk_rows(spec: NamedSpec, tensor: TensorSlot | Stack, coverage: Coverage, disorder: Mismatches) -> None:
-    """Walk the slots that a write of ``spec`` would fill, without writing."""
+    """Walk the slots that a write of ``spec`` would fill."""
     assert isinstance(spec, TensorSpec)
     dtype = DTYPES[spec.dtype]
     row_bytes = prod(spec.shape[1:]) * dtype.itemsize
@@ -337,7 +317,7 @@ def _walk_rows(spec: NamedSpec, tensor: TensorSlot | Stack, coverage: Coverage, 
 
 
 def _parts(tensor: TensorSlot | Stack, piece: WeightPiece) -> Iterator[tuple[Tensor, int]]:
-    """Yield what each slot of ``tensor`` gets of ``piece``: rows, and the first one's number."""
+    """Yield the rows that each slot of ``tensor`` gets of ``piece``, and the first one's number."""
     if isinstance(tensor, TensorSlot):
         yield piece.rows, piece.start_row
         return

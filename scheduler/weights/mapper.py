@@ -1,12 +1,8 @@
 """The weights mapper: which tensors of a model an incoming name stands for.
 
 transformers 5 keeps the experts of a layer in two parameters, ``experts.gate_up_proj`` [experts, gate and
-up, in] and ``experts.down_proj`` [experts, out, in]. Trainers that walk over ``state_dict`` send these
-names, and some checkpoints have them; the model's own names are those of one tensor per expert and
-projection. All other names are mapped by the model itself (:meth:`~..models.base.Weights.own_name`).
-
-Invariant: only the loader sees other names than the model's own. What is written, missing, sent and
-compared goes by the model's.
+up, in] and ``experts.down_proj`` [experts, out, in]; trainers that walk over ``state_dict`` send these names.
+The model's own names are one per expert and projection. Only the loader sees other names than those.
 """
 
 import re
@@ -30,7 +26,6 @@ class Stack:
     """A tensor of all experts of a layer, and the slots that it fills."""
 
     name: str
-    """The model's own name for it (:meth:`~..models.base.Weights.own_name`)."""
     experts: Sequence[Sequence[TensorSlot]]
     """Slots of each expert, in order along dimension 1."""
 
@@ -50,8 +45,6 @@ class Stack:
 
 
 class WeightsMapper:
-    """Maps incoming names to the slots of one model."""
-
     def __init__(self, slots: Mapping[str, TensorSlot], own_name: Callable[[str], str]) -> None:
         self._slots, self._own_name = slots, own_name
 
@@ -64,7 +57,6 @@ class WeightsMapper:
 
     @cached_property
     def _stacks(self) -> dict[str, Stack]:
-        """Stacked tensors by name; made when a name is not the model's own."""
         parts: dict[str, dict[tuple[int, int], TensorSlot]] = {}
         for name, slot in self._slots.items():
             match = _EXPERT.fullmatch(name)

@@ -1,7 +1,7 @@
 """Tensors that do not fit the model, as the text and the detail of an error.
 
-Invariants: the detail lists all of them. The message names the first few with their shapes, and a prefix if
-that alone keeps the names apart.
+The detail lists all of them. The message names the first few with their shapes, and a prefix if that alone
+keeps the names apart.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,6 @@ from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import TensorSlot
 
 _NAMED = 3
-"""Number of tensors that a message names."""
 
 
 @dataclass(slots=True)
@@ -34,16 +33,13 @@ class Mismatches:
         self.mismatched.append({"name": name, "expected_shape": list(expected), "got_shape": list(got)})
 
     def add_wrong_dtype(self, name: str, expected: str, got: str) -> None:
-        """Add a tensor whose dtype is wrong; both are names of the wire."""
         self.mismatched.append({"name": name, "expected_dtype": expected, "got_dtype": got})
 
     def add(self, name: str, reason: str) -> None:
-        """Add a tensor that is wrong for any other reason."""
         self.mismatched.append({"name": name, "reason": reason})
 
     @property
     def any(self) -> bool:
-        """True if anything is wrong."""
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def raise_if_any(self, given: Collection[str] = ()) -> None:
@@ -65,7 +61,6 @@ class Mismatches:
         )
 
     def _first(self) -> list[str]:
-        """Return texts of a few of them, the most informative kinds first."""
         said = [_text(entry) for entry in self.mismatched[:_NAMED]]
         said += [f"{name}{self._shape(name)} is not in the model" for name in self.unexpected[:_NAMED]]
         said += [f"{name}{self._shape(name)} is missing" for name in self.missing[:_NAMED]]
@@ -96,7 +91,6 @@ class Mismatches:
 
 
 def _text(entry: dict[str, Any]) -> str:
-    """Return the text of a mismatched entry."""
     name = entry["name"]
     if "got_shape" in entry:
         return f"{name} has the shape {entry['got_shape']}, expected {entry['expected_shape']}"

@@ -1,10 +1,8 @@
 """Reads a model's weights as they are stored, to send them, sum them up or search them.
 
-Invariants:
-- Bytes are those of storage, in checkpoint layout: whoever writes them has the same weights, derived
-  tensors included.
-- Generators yield between slices, so that the loop can do other things. Weights are read a few rows at a
-  time, in place if the storage allows it, so no second copy of a tensor exists.
+- Bytes are those of storage, in checkpoint layout: whoever writes them has the same weights.
+- Generators yield between slices. Weights are read a few rows at a time, so no second copy of a tensor
+  exists.
 - Each rank reads its part of a tensor that is divided among ranks; all parts together are the tensor.
 """
 
@@ -29,7 +27,6 @@ from .upload import OnStream
 READ_BYTES = 1 << 20
 """Size of the slices in which a tensor is copied to be sent."""
 NAMED = 3
-"""Number of tensors with values that are not finite which an error names."""
 _HASH_BYTES = 8 << 20
 _SLICE_ELEMENTS = 1 << 20
 _FP8 = torch.float8_e4m3fn
@@ -40,11 +37,9 @@ _FP8_MAGNITUDE = 0x7F
 def read_into(
     buffer: Tensor, specs: Sequence[TensorSpec], slots: Mapping[str, WeightSlot], on_stream: OnStream
 ) -> Iterator[None]:
-    """Copy each tensor of ``specs``, whole, to its ``offset`` in ``buffer``; yields between slices.
+    """Copy each tensor of ``specs``, whole, to its ``offset`` in ``buffer``, uint8; yields between slices.
 
-    Args:
-        buffer: uint8 on any device.
-        on_stream: makes the stream current on which weights are written.
+    ``on_stream`` makes the stream current on which weights are written.
     """
     began = perf_counter()
     for spec in specs:
@@ -93,7 +88,6 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
 
 
 def is_divided(slot: WeightSlot) -> bool:
-    """Return True if this rank holds less than all of the tensor."""
     return slot.owned_columns is not None or sum(map(len, slot.owned)) != _rows(slot)
 
 
@@ -134,14 +128,10 @@ def garbage(model: Weights) -> Iterator[tuple[WeightSlot, int, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """A tensor with values that are not finite."""
-
     name: str
     """Checkpoint name; the engine's for a derived tensor."""
     count: int
-    """Number of these values."""
     total: int
-    """Number of all values."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.count} of {self.total})"
@@ -150,8 +140,7 @@ class NonFinite:
 def find_non_finite(model: Weights, names: Collection[str]) -> Generator[None, None, list[NonFinite]]:
     """Return the tensors among ``names``, and the derived ones, with values that are not finite.
 
-    What is stored counts: a value that was finite when it was sent and overflowed in a cast is found.
-    Yields between slices.
+    Stored values count: one that overflowed in a cast is found. Yields between slices.
     """
     found = []
     for name, total, slices in _stored(model, names):
@@ -167,10 +156,7 @@ def find_non_finite(model: Weights, names: Collection[str]) -> Generator[None, N
 def require_finite(
     model: Weights, names: Collection[str], on_stream: OnStream
 ) -> Generator[None, None, None]:
-    """Raise ``weights_not_finite`` if :func:`find_non_finite` finds anything; yields between slices.
-
-    ``on_stream`` makes the stream current on which weights are written.
-    """
+    """Raise ``weights_not_finite`` if :func:`find_non_finite` finds anything; yields between slices."""
     search, found = find_non_finite(model, names), None
     while found is None:
         with on_stream():
@@ -221,12 +207,10 @@ def _slice_rows(slot: WeightSlot) -> int:
 
 
 def _row_ranges(slot: WeightSlot, step: int) -> Iterator[tuple[int, int]]:
-    """Yield first row and end of each ``step`` rows."""
     rows = _rows(slot)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 
 
 def _rows(slot: WeightSlot) -> int:
-    """Return the length of dimension 0; a scalar has one row."""
     return slot.shape[0] if slot.shape else 1

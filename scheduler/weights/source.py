@@ -1,8 +1,7 @@
 """What a transport delivers: named tensors, in pieces. A transport never sees a model.
 
-Frames of a message are the simplest source. They are read where libzmq put them (8-byte aligned, enough for
-every dtype), never unpickled, and released when the call has been answered. A sender has at most two
-messages of an update under way, of half a bucket each, so one bucket per sender is in memory.
+Frames of a message are the simplest source: read where libzmq put them (8-byte aligned), never unpickled,
+released when the call has been answered. A sender has at most two messages of half a bucket under way.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -21,14 +20,10 @@ class NamedSpec(Protocol):
     """Description of a tensor before it comes: io_struct's TensorSpec, or a checkpoint's StoredTensor."""
 
     @property
-    def name(self) -> str:
-        """Checkpoint name."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def dtype(self) -> str:
-        """Name on the wire, a key of :data:`~..runtime.dtypes.DTYPES`."""
-        ...
+    def dtype(self) -> str: ...
 
     @property
     def shape(self) -> list[int]: ...
@@ -51,7 +46,7 @@ class WeightPiece:
 Pieces = Generator[WeightPiece | None, None, None]
 """Pieces of a source. None means that nothing has come yet: ask again when a thread has woken the loop.
 
-A piece is valid until the next one is asked for. The generator is closed if the update fails in between.
+The generator is closed if the update fails in between.
 """
 
 
@@ -59,7 +54,6 @@ class WeightSource(Protocol):
     """The tensors of one call."""
 
     name: str
-    """Name of the transport: ``disk``, ``tensor``, ``ipc``, ``checkpoint_engine``, ``distributed``."""
     total_bytes: int
     complete: bool
     """True if every parameter must be among the tensors."""
@@ -96,14 +90,12 @@ class BufferSource:
         buffers: Sequence[memoryview | Tensor],
         memory: SharedMemory | None = None,
     ) -> None:
-        """
+        """Raise ``invalid_request`` if a spec does not fit its buffer.
+
         Args:
             buffers: bytes, on the host or as uint8 [n] on a device.
             memory: location of the one buffer for other ranks of the engine; None if only this process has
                 it.
-
-        Raises:
-            CaesuraError: ``invalid_request`` if a spec does not fit its buffer.
         """
         self.name = name
         self.specs = specs
@@ -114,7 +106,6 @@ class BufferSource:
             _require_fitting(spec, buffers)
 
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
-        """Yield views of the buffers, cut where a piece would be larger than ``bucket_bytes``."""
         for spec in self.specs:
             if skip(spec.name):
                 continue
@@ -138,9 +129,8 @@ class BufferSource:
 def cut(spec: TensorSpec, data: Tensor, bucket_bytes: int) -> Iterator[WeightPiece]:
     """Yield the rows of ``spec`` in pieces of about ``bucket_bytes``.
 
-    Args:
-        data: uint8 [spec.nbytes], a whole number of rows. A piece that its dtype cannot view in place is a
-            copy.
+    ``data`` is uint8 [spec.nbytes], a whole number of rows. A piece that its dtype cannot view in place is a
+    copy.
     """
     dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
     row_bytes = prod(shape[1:]) * dtype.itemsize

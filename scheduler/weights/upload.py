@@ -4,9 +4,8 @@
     the side stream      copy bucket n+1        after what was written from that bucket's memory on the device
     the writing stream   write bucket n         after its copy
 
-Invariants:
-- A bucket is filled again after its copy, and copied into again after what was written from it. Events
-  order this, and the loop waits for neither. It waits for the bytes themselves, and for a fill to finish.
+- Events order the reuse of a bucket, on the host and on the device. The loop waits for the bytes themselves,
+  and for a fill to finish.
 - One bucket is always on its way while another one is written: the writing may wait for the device (a
   comparison does).
 - Memory belongs to one load, and is freed when nothing on the device uses it any more.
@@ -30,7 +29,7 @@ from .source import Pieces, WeightPiece, WeightSource
 READERS = 4
 """Threads that read ahead: one reads the page cache at a fifth of the speed of a link to the device."""
 BUCKETS = READERS + 2
-"""Number of buckets; beside those that are read, one is copied and one is written."""
+"""Beside those that are read, one is copied and one is written."""
 _ALIGN = 64
 Skip = Callable[[str], bool]
 OnStream = Callable[[], AbstractContextManager[Any]]
@@ -38,13 +37,10 @@ OnStream = Callable[[], AbstractContextManager[Any]]
 
 
 class WriteStream:
-    """The stream of a device on which weights are written, and a side stream on which bytes arrive.
-
-    The host enqueues and waits for nothing; events order the two streams.
-    """
+    """The stream of a device on which weights are written, and a side stream on which bytes arrive."""
 
     def __init__(self, streams: StreamModule, on_stream: OnStream = nullcontext) -> None:
-        """``on_stream``: without it, weights are written on whichever stream is current."""
+        """Without ``on_stream``, weights are written on whichever stream is current."""
         self.on_stream = on_stream
         self._streams = streams
         self._side = streams.Stream()
@@ -63,11 +59,9 @@ class WriteStream:
         return self._streams.current_stream().record_event()
 
     def wait(self, event: torch.Event) -> None:
-        """Order what comes next on the current stream after ``event``."""
         self._streams.current_stream().wait_event(event)
 
     def write_after(self, event: torch.Event) -> None:
-        """Order what is written from now on after ``event``."""
         with self.on_stream():
             self.wait(event)
 
@@ -77,7 +71,6 @@ class WriteStream:
 
 
 def write_stream_of(device: torch.device, on_stream: OnStream = nullcontext) -> WriteStream | None:
-    """Return the streams of ``device``; None if it has no streams."""
     streams = streams_of(device_module_for(device))
     return None if streams is None else WriteStream(streams, on_stream)
 
@@ -92,12 +85,9 @@ class Place:
     dtype: torch.dtype
     start_row: int
     rows: tuple[int, ...]
-    """Shape of the rows."""
     offset: int
-    """Bytes from the start of the bucket."""
 
     def piece(self, bucket: Tensor) -> WeightPiece:
-        """Return a view of ``bucket``, uint8."""
         nbytes = prod(self.rows) * self.dtype.itemsize
         rows = bucket[self.offset : self.offset + nbytes].view(self.dtype).view(self.rows)
         return WeightPiece(self.name, self.shape, self.dtype, self.start_row, rows)
@@ -124,8 +114,6 @@ class ReadAhead(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """One bucket on both sides."""
-
     host: Tensor
     device: Tensor
     written: torch.Event
@@ -134,7 +122,6 @@ class _Bucket:
     """Event after which ``host`` can be filled again."""
     places: list[Place] = field(default_factory=list)
     filled: int = 0
-    """Bytes."""
 
     def await_host(self) -> None:
         """Wait until the last copy has left ``host``; in the thread that fills it."""
@@ -146,7 +133,6 @@ class _Bucket:
         fill.read(self.host[: fill.nbytes])
 
     def pack(self, piece: WeightPiece) -> None:
-        """Append a piece to what the bucket holds."""
         rows = piece.rows
         place = Place(piece.name, piece.shape, piece.dtype, piece.start_row, tuple(rows.shape), self.filled)
         place.piece(self.host).rows.copy_(rows)
@@ -155,16 +141,13 @@ class _Bucket:
 
 
 class Uploader:
-    """Loads of host memory into one device."""
-
     def __init__(self, stream: WriteStream, device: torch.device) -> None:
         self._stream = stream
         self._device = device
 
     def pieces(self, source: WeightSource, bucket_bytes: int, skip: Skip) -> Pieces:
-        """Yield the pieces of ``source`` on the device, valid for the writing stream.
-
-        Pieces that are on the device already are passed on as they are.
+        """Yield the pieces of ``source`` on the device, valid for the writing stream. Those that are there
+        already are passed on.
         """
         load = _Load(self._stream, self._device, bucket_bytes)
         try:
@@ -177,7 +160,6 @@ class Uploader:
 
 
 def uploader_of(stream: WriteStream | None, device: torch.device) -> Uploader | None:
-    """Return the uploader of ``device``; None without a stream, because the loader copies by itself then."""
     return None if stream is None else Uploader(stream, device)
 
 
@@ -194,7 +176,6 @@ class _Load:
         self._readers: ThreadPoolExecutor | None = None
 
     def read_ahead(self, fills: Iterator[Fill]) -> Generator[WeightPiece, None, None]:
-        """Yield the pieces of buckets that threads fill."""
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="caesura-read")
         reading: deque[tuple[_Bucket, Future[None]]] = deque()
         while True:
@@ -256,7 +237,6 @@ class _Load:
             return _Bucket(host, device, self._stream.here())
 
     def _send(self, bucket: _Bucket) -> None:
-        """Start the copy of a bucket."""
         with self._stream.beside():
             self._stream.wait(bucket.written)
             bucket.device[: bucket.filled].copy_(bucket.host[: bucket.filled], non_blocking=True)

@@ -1,7 +1,7 @@
 """Which tensors come in one broadcast: the same reading of a call for who sends and who receives.
 
-Invariants: a tensor is whole, and lies in one broadcast; its place there follows from the tensors before it,
-without padding. Everything that is wrong with a call is found here, before a broadcast is entered.
+A tensor is whole, and lies in one broadcast, without padding. Everything that is wrong with a call is found
+here, before a broadcast is entered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,8 @@ Batch = list[TensorSpec]
 def batches_of(request: UpdateWeightsFromDistributedReqInput | SendWeightsReqInput) -> list[Batch]:
     """Return the broadcasts of ``request``.
 
-    Raises:
-        CaesuraError: ``invalid_request``, a spec is not a whole tensor of a known dtype, or the broadcasts do
-            not add up.
+    Raises CaesuraError ``invalid_request`` if a spec is not a whole tensor of a known dtype, or the
+    broadcasts do not add up.
     """
     specs = [_whole(spec) for spec in request.specs]
     if sum(spec.nbytes for spec in specs) > _MAX_BYTES:
@@ -50,7 +49,6 @@ def batches_of(request: UpdateWeightsFromDistributedReqInput | SendWeightsReqInp
 
 
 def nbytes_of(batch: Batch) -> int:
-    """Of its broadcast."""
     return sum(spec.nbytes for spec in batch)
 
 
@@ -62,13 +60,11 @@ def _parts(specs: Sequence[TensorSpec], counts: Sequence[int]) -> Iterator[Seque
 
 
 def _placed(specs: Sequence[TensorSpec]) -> Batch:
-    """One after the other."""
     offsets = accumulate((spec.nbytes for spec in specs), initial=0)
     return [msgspec.structs.replace(spec, offset=at) for spec, at in zip(specs, offsets, strict=False)]
 
 
 def _whole(spec: TensorSpec) -> TensorSpec:
-    """``spec`` as all of its tensor, at the start of a buffer."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None or spec.start_row:
         problem = "starts in its midst" if dtype is not None else f"has the unknown dtype {spec.dtype!r}"

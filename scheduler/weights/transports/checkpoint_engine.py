@@ -1,4 +1,4 @@
-"""The engine's half of checkpoint-engine's protocol: a parameter server that pushes buckets through memory it
+"""The engine's half of checkpoint-engine's protocol: a parameter server pushes buckets through memory it
 shares.
 
 The server binds a REQ socket, the engine connects a REP socket. Server to engine are pickles, engine to
@@ -14,11 +14,9 @@ server is text:
     anything that failed here                         what was wrong            state: refusing, until the
     server's exception
 
-On a host without accelerators the buffer is a memfd: ``{"pid", "fd", "inode", "nbytes"}``, as in
-``SharedMemoryHandle``.
+On a host without accelerators the buffer is a memfd, described as by ``SharedMemoryHandle``.
 
-Invariants:
-- Messages are parsed by ``legacy_pickle`` into plain fields, and every field is checked before it is used.
+- ``legacy_pickle`` parses messages into plain fields, and every field is checked before it is used.
 - A thread talks to the server and touches nothing else. It hands over one turn at a time; the loop's verdict
   is the answer.
 - A server that waits for an answer gets one, also after the update has failed: it would block its own ranks
@@ -50,9 +48,7 @@ _REBUILD_ARGUMENTS = (
     "class", "size", "stride", "start", "storage_class", "dtype", "device", "handle", "nbytes", "offset",
     "requires_grad", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
 )  # fmt: skip
-"""torch's rebuild_cuda_tensor takes them in this order; where they are the same, named as in
-``CudaIPCHandle``.
-"""
+"""Arguments of torch's rebuild_cuda_tensor, named as in ``CudaIPCHandle`` where they are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class Opening:
 
     handle: SharedMemoryHandle | CudaIPCHandle
     start: int
-    """Where the buffer begins in the memory of ``handle``, in bytes."""
+    """First byte of the buffer in the memory of ``handle``."""
     nbytes: int
 
 
@@ -100,13 +96,7 @@ class Conversation:
     """One update with one server. Made and told by the loop, held by a thread that runs :meth:`turns`."""
 
     def __init__(self, address: str, device_uuid: str, timeout_s: float) -> None:
-        """
-        Args:
-            device_uuid: of the engine's device, which the buffer must be on.
-
-        Raises:
-            CaesuraError: ``invalid_request``, the address is not one of this host.
-        """
+        """Raise ``invalid_request`` if ``address`` is not one of this host."""
         if not _ADDRESS.fullmatch(address) or not address.isprintable():
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST,
@@ -130,14 +120,14 @@ class Conversation:
         self._wakeup.set()
 
     def close(self) -> None:
-        """Do not talk any more. Idempotent."""
         self._closed = True
         self._wakeup.set()
 
     def turns(self) -> Iterator[Turn]:
-        """Return the server's messages in the order of the protocol, in a thread. A turn is answered when the
-        next one is asked for: with consent, or with what :meth:`refuse` said meanwhile. After the last turn
-        comes refusing, which yields nothing.
+        """Yield the server's messages in the order of the protocol, in a thread.
+
+        A turn is answered when the next one is asked for: with consent, or with what :meth:`refuse` said
+        meanwhile. After the last turn comes refusing, which yields nothing.
         """
         context = zmq.Context()
         socket = context.socket(zmq.REP)
@@ -202,7 +192,7 @@ class Conversation:
         return message
 
     def _receive(self, socket: zmq.Socket[bytes], deadline: float) -> list[bytes] | None:
-        """Return the next message; None: none came in time, or nobody wants to hear it."""
+        """Return the next message, or None if none came in time or :meth:`close` was called."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wakeup.fd, zmq.POLLIN)
@@ -226,7 +216,7 @@ class Conversation:
         self._unanswered = False
 
     def _refuse_all(self, socket: zmq.Socket[bytes]) -> None:
-        """Until the server says that it knows."""
+        """Answer with the refusal until the server says that it knows."""
         self._refusing, deadline = True, monotonic() + self._timeout_s
         if self._unanswered and not self._closed:
             self._answer(socket, self._refusal or "refused")
@@ -240,7 +230,7 @@ class Conversation:
 
 
 def opening_of(message: object, device_uuid: str) -> Opening:
-    """Return the first message of a server; raises CaesuraError ``malformed_message``."""
+    """Return the first message of a server; raises ``malformed_message``."""
     if type(message) is dict:
         try:
             memory = msgspec.convert(message, SharedMemoryHandle)
@@ -271,9 +261,7 @@ def opening_of(message: object, device_uuid: str) -> Opening:
 
 
 def specs_of(message: object) -> list[TensorSpec]:
-    """Return the tensors of one bucket; raises CaesuraError ``malformed_message``. Whether they fit the
-    buffer is not known here.
-    """
+    """Return the tensors of one bucket; raises ``malformed_message``. They may not fit the buffer."""
     if type(message) is not list:
         raise _malformed("it is neither a buffer, a bucket, None nor an exception")
     return [_spec_of(item) for item in message]
@@ -321,7 +309,6 @@ def _read(frames: list[bytes]) -> object:
 
 
 def _described(call: Call) -> str:
-    """Return an exception of another process, as far as it is text."""
     texts = [text for text in call.args if isinstance(text, str)]
     return f"{call.function.name}: {' '.join(texts)}"[:2000]
 

@@ -1,14 +1,12 @@
 """Checkpoints on disk: safetensors files, read with ``pread`` into one reusable bucket.
 
-Invariants:
 - Every header is parsed and checked against its file, and the files against the index, before a tensor is
   read.
 - Nothing is memory-mapped: a mapped file that someone truncates is SIGBUS, and its pages count as resident.
   Nothing is unpickled.
 - Each piece is checked to have arrived whole, from the very file whose header was read.
 
-The safetensors library maps files or reads them whole and offers no read at an offset, hence a parser of
-our own (``transfer/safetensors.py``).
+The safetensors library offers no read at an offset, hence a parser of our own (``transfer/safetensors.py``).
 """
 
 import hashlib
@@ -34,11 +32,10 @@ from ..source import Pieces, WeightPiece
 from ..upload import Fill, Place, Uploader
 
 MAX_HEADER_BYTES = 16 << 20
-"""Size limit of a file's header, some 130,000 tensors; the format's own 100 MB would block the loop."""
+"""Some 130,000 tensors; the format's own 100 MB would block the loop."""
 MAX_HEADERS_BYTES = 64 << 20
-"""Size limit of all headers of a checkpoint."""
 MAX_INDEX_BYTES = 32 << 20
-"""Size limit of an index: twice the largest that is known."""
+"""Twice the largest that is known."""
 _STEMS = ("model", "diffusion_pytorch_model")
 """Names of a checkpoint's own files in transformers and diffusers; other safetensors are variants."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -56,14 +53,11 @@ class _Index(msgspec.Struct):
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """Location of one tensor."""
-
     name: str
     dtype: str
-    """safetensors name, a key of :data:`~...dtypes.DTYPES`."""
+    """A key of :data:`~...dtypes.DTYPES`."""
     shape: list[int]
     file: int
-    """Index into the checkpoint's files."""
     offset: int
     """Bytes from the start of the file."""
     nbytes: int
@@ -75,7 +69,6 @@ class _File:
     identity: tuple[int, int, int, int]
     """Device, inode, size and modification time in ns of the file whose header was read."""
     header: bytes
-    """SHA-256 of the header."""
     header_bytes: int
     changed_ns: int
     """Time of the last change of any kind, which nobody can set."""
@@ -87,17 +80,15 @@ class Checkpoint:
     def __init__(self, path: Path, files: list[_File], tensors: list[StoredTensor]) -> None:
         self.path = path
         self.specs = tensors
-        """All tensors, file by file, in file order."""
         self.total_bytes = sum(tensor.nbytes for tensor in tensors)
-        """Bytes of tensor data."""
         self._files = files
 
     @property
     def digest(self) -> str:
         """Hexadecimal digest of names, sizes, times and headers of the files as they were opened.
 
-        It reveals a file that was written anew without reading it. The folder's own name and place are not
-        part of it.
+        It reveals a file that was written anew without reading it. It ignores the folder's own name and
+        place.
         """
         found = hashlib.sha256()
         for file in self._files:
@@ -108,9 +99,8 @@ class Checkpoint:
 
     @property
     def local_digest(self) -> str:
-        """:attr:`digest` with inodes and times of change.
-
-        It differs for files that were replaced with size and date kept, and for a copy of the folder.
+        """:attr:`digest` with inodes and times of change: differs for a copy of the folder, and for files
+        that were replaced with size and date kept.
         """
         facts = [(file.identity[1], file.changed_ns) for file in self._files]
         return hashlib.sha256(f"{self.digest}{facts}".encode()).hexdigest()
@@ -120,14 +110,13 @@ class Checkpoint:
     ) -> Iterator[WeightPiece]:
         """Read tensors in file order, large ones in ranges of rows.
 
+        Raises CHECKPOINT_ERROR when a file changed since its header was read, or ends early.
+
         Args:
             bucket: uint8 [n] on the CPU, reused for every piece, so that a piece is valid until the next. A
                 row that is larger than it is read into a temporary of its own.
             skip: called once per tensor name; True passes over it without reading.
             owned: tells which rows of a tensor are needed; None means all of them.
-
-        Raises:
-            CaesuraError: CHECKPOINT_ERROR when a file changed since its header was read, or ends early.
         """
         for fill in self.fills(len(bucket), skip, owned):
             part = bucket if fill.nbytes <= len(bucket) else torch.empty(fill.nbytes, dtype=torch.uint8)
@@ -159,10 +148,8 @@ class DiskSource:
     complete = True
 
     def __init__(self, checkpoint: Checkpoint, workspace: Workspace, owned: Owned | None = None) -> None:
-        """
-        Args:
-            workspace: kept between updates: fresh memory costs a page fault for every 4 KB of it, each time.
-            owned: only these rows are read (:meth:`~..loader.WeightLoader.owned`).
+        """``workspace`` is kept between updates: fresh memory costs a page fault for every 4 KB of it, each
+        time.
         """
         self.specs = checkpoint.specs
         self.total_bytes = checkpoint.total_bytes
@@ -173,20 +160,17 @@ class DiskSource:
         self._owned = owned
 
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
-        """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
         bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
         yield from self._checkpoint.pieces(bucket, skip, self._owned)
 
     def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
-        """See :meth:`Checkpoint.fills`."""
         return self._checkpoint.fills(bucket_bytes, skip, self._owned)
 
 
 def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
     """Return the checkpoint of an update, if its config asks for the same forward.
 
-    Raises:
-        CaesuraError: CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config.
+    Raises CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config.
     """
     checkpoint = open_checkpoint(path)
     backend: ModelBackend = "native" if config.transformers_config is None else "transformers"
@@ -201,13 +185,10 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Find and check the safetensors files of a folder.
+    """Find and check the safetensors files of a folder; raises CHECKPOINT_ERROR with ``path`` and ``reason``.
 
     ``model.safetensors`` is preferred to ``model.safetensors.index.json``, as in transformers, and both to
     any other ``*.safetensors``.
-
-    Raises:
-        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
     """
     folder = Path(path)
     try:
@@ -251,11 +232,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 def load_from_disk(
     loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int, uploader: Uploader | None = None
 ) -> None:
-    """Check and load a complete checkpoint without interruption, for a cold start.
-
-    Args:
-        uploader: that of the model's device; None if the device has no streams.
-    """
+    """Check and load a complete checkpoint without interruption, for a cold start."""
     loader.check(checkpoint.specs, complete=True)
     source = DiskSource(checkpoint, Workspace(), loader.owned)
     pieces = source.pieces(bucket_bytes, loader.skip)
@@ -367,7 +344,7 @@ class _OpenFile:
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, part: Tensor, offset: int, name: str) -> None:
-        """Fill ``part``, uint8, from ``offset`` on; ``name`` is that of the tensor, for errors."""
+        """Fill ``part``, uint8, from ``offset`` on; errors name the tensor ``name``."""
         # A file rewritten under us could be right in size and torn in content: compare around every read.
         self._require_unchanged()
         view = memoryview(part.numpy().data)

@@ -1,21 +1,14 @@
 """Tensors that rank 0 of a process group of torch.distributed broadcasts: a trainer, or an engine.
 
-Invariants:
-- Joining, receiving and leaving happen in threads (background.py), each with a deadline; the loop never waits
-  for one.
+- Joining, receiving and leaving happen in threads, each with a deadline; the loop never waits for one.
 - A broadcast that was entered must end: what is refused never enters one, and what is broken off leaves the
   group dead.
-- At most :data:`MAX_JOINING` threads join, those of groups that were destroyed meanwhile included, and
-  :data:`MAX_GROUPS` groups are known.
-- Per group two buffers are in memory, kept between calls: one is received into while the other is written
-  from. On a device with streams the order between the two is that of events; the loop waits for neither.
+- Per group two buffers are kept between calls: one is received into while the other is written from. On a
+  device with streams events order the two.
 - What blocks without a timeout of its own (NCCL finding its ranks) is given up at ours: the group is dead,
   its thread is left.
-
 - An engine that is rank 0 sends (transmission.py) and receives nothing there; what it receives elsewhere it
   can relay.
-
-How a group's ranks meet and how its backend is made and ended is process_group.py's business.
 """
 
 import contextlib
@@ -60,13 +53,13 @@ from .transmission import Relay, Transmission
 MAX_WORLD_SIZE = 16384
 """A backend reserves memory for every rank before the first has come."""
 MAX_JOINING = 8
-"""Each is a thread that waits for other processes."""
+"""Each is a thread that waits for other processes, maybe of a group that was destroyed meanwhile."""
 MAX_GROUPS = 64
 _LOOK_S = 1.0  # longest attempt to reach a port, between two looks at whether anybody still wants to
 _CLOSE_S = 0.5
 _QUESTION = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
-"""To a TCPStore: its check of clients, and how many keys it has (torch/csrc/distributed/c10d). Whatever comes
-back, somebody is there.
+"""To a TCPStore: its check of clients, and how many keys it has (torch/csrc/distributed/c10d). Any answer
+will do.
 """
 _RETRY_S = 0.05  # between two looks at a port where nobody listens yet
 
@@ -85,12 +78,11 @@ class Group:
         interface: str | None = None,
         write_stream: WriteStream | None = None,
     ) -> None:
-        """
-        Args:
-            timeout_s: for all ranks to join.
-            broadcast_timeout_s: for each broadcast, later.
-            device: of the model, with its index.
-            write_stream: where pieces are written to the model. None: on the host.
+        """Args:
+        timeout_s: for all ranks to join.
+        broadcast_timeout_s: for each broadcast, later.
+        device: of the model, with its index.
+        write_stream: where pieces are written to the model; None on the host.
         """
         self.membership = membership
         self._interface = interface
@@ -112,10 +104,9 @@ class Group:
         """Every rank was there once."""
 
     def joined(self) -> bool:
-        """Whether every rank is there.
+        """Return True once every rank is there.
 
-        Raises:
-            CaesuraError: ``group_error``, they were not in time, or the group is dead.
+        Raises CaesuraError ``group_error`` if they were not in time, or the group is dead.
         """
         if not self.has_joined and self._failure is None:
             try:
@@ -157,16 +148,15 @@ class Group:
 
     @property
     def is_joining(self) -> bool:
-        """A thread waits for other ranks, maybe for nobody any more."""
+        """True while a thread waits for other ranks, maybe for nobody any more."""
         return self._joining.is_running
 
     @property
     def is_leaving(self) -> bool:
-        """Its end waits for a broadcast."""
+        """True while its end waits for a broadcast."""
         return self._leaving is not None and self._leaving.is_alive()
 
     def error(self, reason: str, **detail: object) -> CaesuraError:
-        """``group_error`` about this group."""
         member = self.membership
         return CaesuraError(
             ErrorCode.GROUP_ERROR,
@@ -200,8 +190,8 @@ class Group:
             raise self.error("not every rank has joined yet")
 
     def transmit(self, nbytes: int) -> Transmission:
-        """Broadcasts to the other ranks, the largest of ``nbytes``; raises as
-        :meth:`WeightsUpdateGroups.transmit`.
+        """Return a send whose largest broadcast has ``nbytes``; raises as :meth:`require_sender`, or
+        ``out_of_memory``.
         """
         self.require_sender()
         for slot in (0, 1):
@@ -219,17 +209,14 @@ class Group:
         return self._sending
 
     def relay(self) -> Relay:
-        """Pass on to the other ranks the tensors that another group receives; raises as
-        :meth:`require_sender`.
-        """
+        """Return what passes on to the other ranks the tensors that another group receives."""
         self.require_sender()
         return Relay(self._backend, self._broadcast_timeout_s)
 
     def receive(self, sizes: Sequence[int], relay: Relay | None = None) -> Reception:
-        """One broadcast from rank 0 per size, in bytes; each is passed on to ``relay``.
+        """Receive one broadcast from rank 0 per size, in bytes; each is passed on to ``relay``.
 
-        Raises:
-            CaesuraError: ``out_of_memory``, there is no room for them; no broadcast was entered.
+        Raises ``out_of_memory`` if there is no room for them; no broadcast was entered then.
         """
         stream, timeout_s = self._write_stream, self._broadcast_timeout_s
         plans = list(plans_of(sizes, 0 if stream is None else SHARED_BYTES))
@@ -258,7 +245,7 @@ class Group:
             ) from error
 
     def _join(self) -> Iterator[Any]:
-        """In a thread: find the store, then the other ranks."""
+        """Find the store, then the other ranks; in a thread."""
         member, limit = self.membership, timedelta(seconds=self._broadcast_timeout_s)
         host, _, port = member.address.rpartition(":")
         self._await_listener(host, int(port))
@@ -296,9 +283,7 @@ class Group:
         raise self.error(f"{which}: {reason}", ranks_seen=seen)
 
     def _await_listener(self, host: str, port: int) -> None:
-        """Probe the port, which costs little, while torch's own retries overshoot the deadline and flood the
-        log.
-        """
+        """Probe the port; torch's own retries overshoot the deadline and flood the log."""
         while self._failure is None:
             try:
                 limit = min(self._time_left().total_seconds(), _LOOK_S)
@@ -314,8 +299,8 @@ class Group:
         raise self._failure
 
     def _is_answered(self, probe: socket.socket) -> bool:
-        """Probe the store: the kernel accepts for a process that hangs; torch's store would wait for its
-        answer without a limit.
+        """Probe the store: the kernel accepts for a process that hangs, and torch's store would wait without
+        a limit.
         """
         with contextlib.suppress(ConnectionError):  # also an answer: torch's store says what is wrong
             probe.sendall(_QUESTION)
@@ -347,14 +332,10 @@ class DistributedSource:
         request: UpdateWeightsFromDistributedReqInput,
         behind: Group | None = None,
     ) -> None:
-        """
-        Args:
-            batches: what comes in each broadcast of ``request``.
-            behind: a group of which this engine is rank 0, and to which everything is relayed.
-        """
+        """``behind`` is a group of which this engine is rank 0, and to which everything is relayed."""
         self.request = request
         self.relay_error: str | None = None
-        """Why the ranks ``behind`` did not get everything; None: they did, or there are none."""
+        """Why the ranks ``behind`` did not get everything, or None."""
         self._behind = behind
         self.specs = [spec for batch in batches for spec in batch]
         self.total_bytes = sum(spec.nbytes for spec in self.specs)
@@ -364,7 +345,6 @@ class DistributedSource:
     def pieces(
         self, bucket_bytes: int, skip: Callable[[str], bool]
     ) -> Generator[WeightPiece | None, None, None]:
-        """Return views of the receive buffers."""
         self._group.joined()
         relay = None if self._behind is None else self._behind.relay()
         reception = self._group.receive([nbytes_of(batch) for batch in self._batches], relay)
@@ -394,13 +374,11 @@ class WeightsUpdateGroups:
         interface: str | None = None,
         write_stream: WriteStream | None = None,
     ) -> None:
-        """
-        Args:
-            device: of the model, with its index.
-            wake: makes the loop look again; called from threads.
-            interface: of the network, whose address is listened on. None: what suits the group
-                (process_group.py).
-            write_stream: where pieces are written to the model. None: on the host.
+        """Args:
+        device: of the model, with its index.
+        wake: makes the loop look again; called from threads.
+        interface: of the network, whose address is listened on; None for what suits the group.
+        write_stream: where pieces are written to the model; None on the host.
         """
         self._interface = interface
         self._joining: list[Group] = []
@@ -412,9 +390,8 @@ class WeightsUpdateGroups:
     def join(self, request: InitWeightsUpdateGroupReqInput) -> Group:
         """Return the group of ``request``, which starts to join unless it is there already.
 
-        Raises:
-            CaesuraError: ``unsupported``, ``invalid_request``; ``group_error``, the name is another group's,
-                or it is dead; ``queue_full``, too many groups are being joined, or are there.
+        Raises CaesuraError ``unsupported``, ``invalid_request``; ``group_error`` if the name is another
+        group's, or it is dead; ``queue_full`` if too many groups are being joined, or are there.
         """
         member = Membership(
             request.group_name,
@@ -453,8 +430,8 @@ class WeightsUpdateGroups:
             self._groups[name].broken(reason)
 
     def forget(self, group: Group) -> None:
-        """Forget ``group``, which could not be joined: the next init tries again. One that was joined once
-        must be destroyed.
+        """Forget ``group``, which could not be joined, so that the next init tries again. One that was joined
+        once must be destroyed.
         """
         name = group.membership.group_name
         if not group.has_joined and self._groups.get(name) is group:
@@ -463,9 +440,8 @@ class WeightsUpdateGroups:
     def open(self, request: UpdateWeightsFromDistributedReqInput) -> DistributedSource:
         """Return the announced broadcasts; no broadcast is entered yet.
 
-        Raises:
-            CaesuraError: ``group_error``, a group is unknown, not joined yet, dead, or has this engine in
-                another role; ``invalid_request``, as of :func:`batches_of`.
+        Raises CaesuraError ``group_error`` if a group is unknown, not joined yet, dead, or has this engine in
+        another role; ``invalid_request`` as :func:`batches_of`.
         """
         group = self.find(request.group_name)
         group.require_receiver()
@@ -475,13 +451,6 @@ class WeightsUpdateGroups:
         return DistributedSource(group, batches_of(request), request, behind)
 
     def transmit(self, name: str, nbytes: int) -> Transmission:
-        """Return a send over group ``name``, whose largest broadcast has ``nbytes``; no broadcast is entered
-        yet.
-
-        Raises:
-            CaesuraError: ``group_error``, the group is unknown, not joined yet, dead, or not this engine's to
-                send in; ``busy``; ``out_of_memory``.
-        """
         return self.find(name).transmit(nbytes)
 
     def close(self) -> None:

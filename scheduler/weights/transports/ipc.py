@@ -1,6 +1,5 @@
 """Tensors in memory that another process of this host shares.
 
-Invariants:
 - One mapping per memory, opened at its first use. At most :data:`KEPT` of the host's are kept between
   sessions, because mapping costs more than copying, and none longer than its owner lives.
 - Device memory is closed when the session ends.
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import mmap
 
 KEPT = 4
-"""Number of mappings that are kept: page faults on a fresh one take 90 ms per GB here, a copy 63 ms."""
+"""Page faults on a fresh mapping take 90 ms per GB here, a copy 63 ms."""
 
 
 class SharedMemoryMaps:
@@ -46,22 +45,18 @@ class SharedMemoryMaps:
             del self._maps[handle]
 
     def open(self, request: UpdateWeightsFromIPCReqInput) -> BufferSource:
-        """Return the tensors of ``request``.
-
-        Raises:
-            CaesuraError: as :meth:`view`; ``invalid_request`` if a spec does not fit.
+        """Return the tensors of ``request``; raises as :meth:`view`, or ``invalid_request`` if a spec does
+        not fit.
         """
         handle = request.handle
         return BufferSource("ipc", request.specs, [self.view(handle)], SharedMemory(handle, 0, handle.nbytes))
 
     def view(self, handle: SharedMemoryHandle | CudaIPCHandle) -> memoryview | Tensor:
-        """Return the bytes of ``handle``, valid until :meth:`close`.
+        """Return the bytes of ``handle``, valid until :meth:`close`: a memoryview, or uint8 [nbytes] on the
+        device.
 
-        Host memory is a memoryview, device memory is uint8 [nbytes] on the engine's device.
-
-        Raises:
-            CaesuraError: ``invalid_request`` if it is not a sealed memfd of that size, or not memory of the
-                engine's device.
+        Raises ``invalid_request`` if it is not a sealed memfd of that size, or not memory of the engine's
+        device.
         """
         if isinstance(handle, CudaIPCHandle):
             if self._device.type != "cuda":
@@ -86,6 +81,5 @@ class SharedMemoryMaps:
             del self._maps[handle]
 
     def close(self) -> None:
-        """Let go of all of them."""
         self._maps.clear()
         self._cuda.close()

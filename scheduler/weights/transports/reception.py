@@ -1,7 +1,6 @@
-"""The broadcasts of one update: a thread receives them into two buffers, the loop writes from the one while
-the other fills.
+"""The broadcasts of one update: a thread receives them into two buffers, the loop writes from one while the
+other fills.
 
-Invariants:
 - A buffer is received into again after what was written from it: on the host when the loop has released it,
   on a device after the event that the loop then gives. The loop never waits for either.
 - Each broadcast has a timeout. Where the backend's does not hold (NCCL looking for its ranks), the loop gives
@@ -28,11 +27,11 @@ from ...runtime.background import Feed
 from ..upload import WriteStream
 
 SHARED_BYTES = 32 << 20
-"""What broadcasts fill of a buffer on a device before they are waited for: torch looks for the end once in a
+"""Bytes of broadcasts that are waited for together on a device: torch looks for the end once in a
 millisecond.
 """
 GRACE_S = 2.0
-"""For the backend's own timeout to be reported."""
+"""Seconds for the backend's own timeout to be reported."""
 _ALIGN = 256
 """Bytes. Each broadcast is received at a multiple of it."""
 
@@ -42,19 +41,18 @@ class Plan:
     """Broadcasts that are received into one buffer."""
 
     places: list[tuple[int, int]]
-    """Of each: where it begins, and its bytes."""
+    """First byte and size of each."""
     nbytes: int
-    """Of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What lies in one buffer now."""
+    """The contents of one buffer."""
 
     broadcasts: list[Tensor]
     """uint8, one for each."""
     arrived: torch.Event | None
-    """None: they have."""
+    """None on the host, where they have arrived."""
 
 
 class Relays(Protocol):
@@ -70,7 +68,7 @@ class Relays(Protocol):
 
 
 def broadcast_options(timeout: timedelta) -> Any:
-    """Of a broadcast from rank 0."""
+    """Return the options of a broadcast from rank 0."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     options.timeout = timeout
@@ -78,7 +76,7 @@ def broadcast_options(timeout: timedelta) -> Any:
 
 
 def plans_of(sizes: Sequence[int], shared_bytes: int) -> Iterator[Plan]:
-    """As many broadcasts together as ``shared_bytes`` hold, at least one."""
+    """Put as many broadcasts together as ``shared_bytes`` hold, at least one."""
     places: list[tuple[int, int]] = []
     end = 0
     for size in sizes:
@@ -100,8 +98,8 @@ def broadcasts(
     timeout: timedelta,
     relay: "Relays | None" = None,
 ) -> Iterator[Received]:
-    """In a thread: fill ``buffers`` in turn, each after what was ``written`` from it, and ``relay`` what has
-    arrived.
+    """Fill ``buffers`` in turn, each after what was ``written`` from it, and ``relay`` what arrives; in a
+    thread.
     """
     options = broadcast_options(timeout)
     works: deque[Any] = deque()
@@ -145,12 +143,11 @@ class Reception:
         broken: Callable[[str], CaesuraError],
         wake: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            written: of each buffer, for the thread; filled here.
-            timeout_s: of a broadcast.
-            broken: ends the group, for a reason.
-            wake: makes the loop look again.
+        """Args:
+        written: event of each buffer, for the thread; filled here.
+        timeout_s: of a broadcast.
+        broken: ends the group, for a reason.
+        wake: makes the loop look again.
         """
         self._feed = feed
         self._written = written
@@ -165,11 +162,9 @@ class Reception:
         self._timer: threading.Timer | None = None
 
     def take(self) -> Tensor | None:
-        """Return the bytes of the next broadcast, valid until the one after it is asked for; None: it has not
-        come yet.
+        """Return the bytes of the next broadcast, valid until the next call; None if it has not come yet.
 
-        Raises:
-            CaesuraError: ``group_error``, it failed or did not come in time; the group is dead.
+        Raises ``group_error`` if it failed or did not come in time; the group is dead then.
         """
         if not self._ready:
             self._release()
@@ -189,9 +184,7 @@ class Reception:
         return self._ready.popleft()
 
     def is_over(self) -> bool:
-        """Whether the thread has relayed everything, too; asked when all have been taken. Raises as
-        :meth:`take`.
-        """
+        """Return True once the thread has relayed everything, too; raises as :meth:`take`."""
         self._release()
         if self._feed.ended:
             return True
@@ -199,7 +192,6 @@ class Reception:
         return False
 
     def close(self) -> None:
-        """No more are wanted."""
         if self._timer is not None:
             self._timer.cancel()
         self._feed.cancel()
@@ -213,7 +205,7 @@ class Reception:
             self._feed.release()
 
     def _look_again(self) -> None:
-        """At the deadline, also where the thread is stuck."""
+        """Look again at the deadline, also where the thread is stuck."""
         left = self._deadline - monotonic()
         if left <= 0:
             raise self._broken(f"a broadcast did not come within {self._timeout_s:g} s")

@@ -1,11 +1,9 @@
 """The broadcasts that this engine sends as rank 0: its own weights, or what it relays while it is received.
 
-Invariants:
 - A buffer is filled again after its broadcast has ended on every rank that it reaches directly. The loop
   waits for none of them.
 - Each broadcast has a timeout. A relay that fails is over, and says so; it never fails the reception that it
   serves.
-- What a thread is given, it broadcasts and nothing else: the bytes of weights are read by the loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +36,11 @@ class Transmission:
         wake: Callable[[], None],
         broken: Callable[[str], CaesuraError],
     ) -> None:
-        """
-        Args:
-            buffers: two, uint8, of the largest broadcast.
-            timeout_s: of a broadcast.
-            submit: runs a callable in the group's thread, after those before it.
-            broken: ends the group, for a reason.
+        """Args:
+        buffers: two, uint8, of the largest broadcast.
+        timeout_s: of a broadcast.
+        submit: runs a callable in the group's thread, after those before it.
+        broken: ends the group, for a reason.
         """
         self._backend = backend
         self._buffers = buffers
@@ -57,13 +54,12 @@ class Transmission:
         self._slot = 0
         self._deadline = monotonic() + timeout_s + GRACE_S
         self.is_open = True
-        """Broadcasts of this send may still come, or be on their way."""
+        """True while broadcasts of this send may still come, or be on their way."""
 
     def room(self) -> Tensor | None:
-        """Return the buffer to fill next; None: what was sent from it is on its way.
+        """Return the buffer to fill next, or None while what was sent from it is on its way.
 
-        Raises:
-            CaesuraError: ``group_error``, a broadcast failed or did not end in time; the group is dead.
+        Raises ``group_error`` if a broadcast failed or did not end in time; the group is dead then.
         """
         return self._buffers[self._slot] if self._is_free(self._slot) else None
 
@@ -75,11 +71,10 @@ class Transmission:
         self._slot = 1 - self._slot
 
     def is_over(self) -> bool:
-        """Whether every broadcast has ended; raises as :meth:`room`."""
+        """Return True once every broadcast has ended; raises as :meth:`room`."""
         return all([self._is_free(self._slot), self._is_free(1 - self._slot)])
 
     def close(self) -> None:
-        """Nothing more is sent."""
         self.is_open = False
 
     def _is_free(self, slot: int) -> bool:
@@ -99,7 +94,6 @@ class Transmission:
         return True
 
     def _broadcast(self, view: Tensor, filled: torch.Event | None) -> None:
-        """In the thread."""
         if self._stream is None or filled is None:
             self._backend.broadcast([view], self._options).wait()
             return
@@ -112,16 +106,15 @@ class Relay:
     """Broadcasts on what another group's thread receives, from the buffers that it is received into."""
 
     def __init__(self, backend: Any, timeout_s: float) -> None:
-        """``timeout_s``: of a broadcast."""
         self.timeout_s = timeout_s
         self.failure: str | None = None
-        """Why the ranks behind this one did not get everything; None: they have what was relayed so far."""
+        """Why the ranks behind this one did not get everything, or None."""
         self._backend = backend
         self._options = broadcast_options(timedelta(seconds=timeout_s))
         self._works: dict[int, list[Any]] = {}
 
     def forward(self, slot: int, views: Sequence[Tensor]) -> None:
-        """Broadcast ``views``, which lie in buffer ``slot``, without waiting."""
+        """Broadcast ``views``, which lie in buffer ``slot``, without waiting; never raises."""
         if self.failure is not None:
             return
         try:
@@ -130,7 +123,7 @@ class Relay:
             self._fail(error)
 
     def settle(self, slot: int) -> None:
-        """Wait until what is relayed from buffer ``slot`` has arrived, or cannot."""
+        """Wait until what is relayed from buffer ``slot`` has arrived, or cannot; never raises."""
         for work in self._works.pop(slot, ()):
             try:
                 work.wait()

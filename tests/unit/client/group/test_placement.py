@@ -1,6 +1,4 @@
-"""What each replica of a host gets: devices, threads and memory are divided, options that two cannot share
-are refused.
-"""
+"""What each replica of a host gets."""
 
 import pytest
 
