@@ -21,7 +21,7 @@ from ..cache.routing import RoutingPool
 from ..cache.state_pool import StatePool, StateShape
 from ..cache.window_pages import WindowPages, storage_pages
 from ..kernels import serving
-from ..memory.device_memory import MinReduce, available_memory_if_known
+from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
 from ..models.base import ForeignModel
@@ -241,7 +241,7 @@ def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None
     Raises:
         CaesuraError: ``unsupported``, neither says how large a pool can be.
     """
-    free = available_memory_if_known(config.device, empty_cache=True, group=group)
+    free = get_available_memory(config.device, empty_cache=True, group=group)
     if free is None and config.kv_pool_tokens is None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import WeightSlot
+from ..memory.host_copy import exhaust
 from ..memory.residency import ComponentResidencyManager
 from ..memory.workspace import Workspace
 from ..runtime.config import EngineConfig
@@ -28,7 +29,7 @@ from ..runtime.files import is_pipeline
 from ..weights.components import ComponentSource
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
-from .component_residency import leave_after_loading, strategy_of
+from .component_residency import strategy_of
 from .components import (
     Blocks,
     Component,
@@ -138,18 +139,20 @@ def load_pipeline(
         if name not in names:
             continue
         strategy = strategy_of(name, config)
-        mover = None if strategy is None else residency.register(name, strategy, tag="weights")
+        # A window of blocks leaves as many holes in the allocator as a large component.
+        layerwise = strategy is not None and strategy.kind == "layerwise"
+        mover = None if strategy is None else residency.register(name, strategy, memory_intensive=layerwise)
         class_path = next(path for path in allowed if path.endswith(f".{names[name]}"))
         with residency.component("weights" if mover is None else name):
             component, checkpoint = build_component(name, root / name, class_path, dtype, device, mover)
         if strategy is not None:
-            movable[name] = Blocks(component.module) if strategy.kind == "layerwise" else None
+            movable[name] = Blocks(component.module) if layerwise else None
             residency.divide(name, blocks.tensors() if (blocks := movable[name]) is not None else [])
         if folder is not None and name == DEFAULT_COMPONENT:
             checkpoint = open_component(folder, component)
         _load(component, checkpoint, workspace, config.load_bucket_bytes)
         if mover is not None:
-            leave_after_loading(residency, name)
+            exhaust(residency.leave([name]))
         components[name] = component
         digests.append(checkpoint.local_digest)
     components = {name: components[name] for name in kind.classes if name in components}
