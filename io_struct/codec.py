@@ -158,8 +158,8 @@ _type_only = msgspec.msgpack.Decoder(_TypeOnly)
 
 
 def encode(message: Message) -> bytes:
-    """Return the header frame of ``message``; raises ``OverflowError`` or ``UnicodeEncodeError`` for values
-    that no wire can hold.
+    """Return the header frame of ``message``; raise OverflowError or UnicodeEncodeError for values no wire
+    can hold.
     """
     return _encoder.encode(message)
 
@@ -167,8 +167,7 @@ def encode(message: Message) -> bytes:
 def encode_reply(message: Message) -> bytes:
     """Return the header frame of an answer, which must not fail for what it quotes.
 
-    Text that UTF-8 cannot hold (file names) is escaped, integers of more than 64 bits (what a client asked
-    for, multiplied) become text.
+    Text that UTF-8 cannot hold (file names) is escaped; integers of more than 64 bits become text.
     """
     try:
         return _encoder.encode(message)
@@ -193,8 +192,8 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
     """Decode a header that a client sent.
 
     Raises:
-        CaesuraError: ``malformed_message``, or ``out_of_memory`` where there is none for it now; with
-            ``detail["id"]`` set where the frame had a readable id.
+        CaesuraError: ``malformed_message`` or ``out_of_memory``; ``detail["id"]`` is set if the id is
+            readable.
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise CaesuraError(
@@ -274,15 +273,13 @@ _result = msgspec.msgpack.Decoder(GenerateReqOutput)
 
 
 def salvage_reply(frame: bytes | memoryview) -> UnreadReply:
-    """Return what can be said of a frame that :func:`decode_reply` refuses: empty fields where it is no
-    message at all.
-    """
+    """Return what is readable of a frame that :func:`decode_reply` refuses; empty fields if nothing is."""
     return _readable(_unread, frame, UnreadReply())
 
 
 def readable_id(frame: bytes | memoryview) -> str:
     """Return the id of a frame that is msgpack but not a valid message, so that the error finds its caller;
-    else ``""``.
+    else "".
     """
     return "" if len(frame) > MAX_HEADER_BYTES else _readable(_id_only, frame, _IdOnly()).id
 

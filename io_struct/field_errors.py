@@ -1,9 +1,7 @@
-"""What msgspec says of a value that does not fit its type, as a sentence for a person.
+"""Sentences for people about values that do not fit their type, from msgspec's errors.
 
-Invariants:
-- The sentence names the field as its sender wrote it (``sampling_params.n``), what was given where that is
-  known, and what is valid. What is quoted of the value is short, whatever its size.
-- Only refused values come here; types are looked at once each.
+Invariants: the sentence names the field as its sender wrote it (``sampling_params.n``), the value if it is
+known, and what is valid. What is quoted is short. Only refused values come here.
 """
 
 import re
@@ -79,9 +77,8 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "enable_prefix_caching": ("prefix_cache",),
     "enable_deterministic_inference": ("deterministic",),
 }
-"""What other engines call a field, where its spelling alone would not lead to ours; the first that there is
-counts.
-"""
+"""Names that other engines give a field, where spelling alone would not lead to ours; the first that exists
+counts."""
 _GREEDY = "temperature = 0 decodes greedily, any other samples"
 _TEXT = (
     "it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
@@ -136,11 +133,10 @@ def field_error(
     """Say what ``error`` means, which was raised for a value of type ``kind``.
 
     Args:
-        given: the value that was refused, as plain objects; without it the sentence does not repeat what was
-            given.
-        whole: what the value as such is called.
-        prefix: where it stands in what its sender wrote, as ``"sampling_params"``.
-        beside: names of what stands next to it there.
+        given: the refused value as plain objects, to be quoted.
+        whole: name of the value as such.
+        prefix: its place in what its sender wrote, as ``"sampling_params"``.
+        beside: names of the fields next to it there.
     """
     problem, path, is_key = _parts(str(error))
     steps = _steps(path)
@@ -173,11 +169,10 @@ def field_error(
 
 
 def unknown_name(name: str, names: Sequence[str], beside: Sequence[str] = (), *, place: str = "") -> str:
-    """Return the end of a sentence that begins with a name that is none of ``names``: what to do instead, or
-    the nearest, and all.
+    """Return the end of a sentence about ``name``, which is none of ``names``: the remedy, or the nearest,
+    and all.
 
-    Args:
-        beside: what stands next to these names, which are those of ``place``.
+    ``beside`` are names next to these, which are the fields of ``place``.
     """
     if (instead := advice(name, names)) is not None:
         hint = f": {instead}"
@@ -236,9 +231,7 @@ def one_of(choices: Sequence[str]) -> str:
 
 
 def fields_of(kind: type[msgspec.Struct]) -> list[str]:
-    """Names of the fields of ``kind``, but for those that take anything: they are there to be refused by
-    name.
-    """
+    """Return the names of the fields of ``kind``, except those of any type, which are there to be refused."""
     return _names_in([_info(kind)])
 
 

@@ -30,8 +30,7 @@ class HelloReqOutput(Reply, kw_only=True):
     wire_minor: int
     """Minor version of the engine's wire; may be higher or lower than the client's."""
     incarnation: str
-    """Random id of this start of the engine. A client that sees another one than before talks to a new
-    process, which knows nothing of earlier requests.
+    """Random id of this start of the engine. Another one is a new process, which knows no earlier requests.
     """
     version: str
     """Version of the engine's software."""

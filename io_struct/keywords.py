@@ -1,10 +1,7 @@
 """A struct whose constructor says which field was meant.
 
-Invariants:
-- Only a call that fails is looked at, and decoding makes structs without this call: messages cost what they
-  did.
-- It is for structs that people write out, one for each request; those that are made for each token have no
-  use for it.
+Invariant: only a failing call is looked at, and decoding does not come here. For structs that people write
+out.
 """
 
 from typing import TYPE_CHECKING, Any, dataclass_transform
@@ -18,8 +15,7 @@ from .field_errors import unknown_name
 class NamedFields(msgspec.StructMeta):
     """Metaclass: an unknown keyword is a TypeError with the nearest field and all of them.
 
-    A struct may have a static method ``fields_beside``: what stands next to it where it is used, as a keyword
-    that was given to the one is often meant for the other.
+    A static method ``fields_beside`` names the fields next to the struct, for which keywords are often meant.
     """
 
     if not TYPE_CHECKING:  # checkers read the fields; a constructor of any keywords would hide them

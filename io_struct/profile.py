@@ -14,17 +14,12 @@ TraceSteps = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRACE_STEPS)]
 
 
 class StartProfileReqInput(ControlRequest, kw_only=True):
-    """Record a trace of the next steps. Steps run more slowly meanwhile; ``busy`` while another is recorded
-    or written.
-    """
+    """Record a trace of the next steps, which are slower; ``busy`` while another is recorded or written."""
 
     output_dir: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
-    """Folder for the file, under the engine's ``profile_dir``; it is created. None means that folder itself.
-    """
+    """Folder under the engine's ``profile_dir``, created if missing. None means that folder itself."""
     num_steps: TraceSteps | None = None
-    """The trace ends by itself after so many steps. None means at ``StopProfileReqInput``, or after 1,000
-    steps.
-    """
+    """Steps after which the trace ends by itself. None means at ``StopProfileReqInput``, or after 1,000."""
     activities: list[TraceActivity] | None = None
     """What is recorded; ``GPU`` counts where the engine has one. None means both."""
     with_stack: bool = False
@@ -37,7 +32,7 @@ class StartProfileReqOutput(Reply, kw_only=True):
     """The trace has begun."""
 
     path: str
-    """The file that will be written, on the engine's machine. It appears when it is complete."""
+    """The file on the engine's machine, which appears when it is complete."""
     num_steps: int
     """Number of steps after which the trace ends by itself."""
 

@@ -1,6 +1,4 @@
-"""The other ranks of an engine of several (``tp``), as replies show them (semantics:
-docs/explanation/parallelism.md).
-"""
+"""The other ranks of an engine (``tp``), as replies show them (docs/explanation/parallelism.md)."""
 
 from .base import ReplyRecord
 
@@ -11,25 +9,17 @@ class RankMemory(ReplyRecord, kw_only=True, frozen=True):
     rank: int
     """From 1; the reply's own figures are those of rank 0."""
     reserved_before: int
-    """Before its cache was emptied."""
     reserved_after: int
-    """Afterwards."""
 
 
 class RankStatus(ReplyRecord, kw_only=True, frozen=True):
-    """One of an engine's other ranks (``tp``): its process, and its allocator's figures in bytes at its last
-    command or, while steps run, within the last second.
-    """
+    """Another rank of an engine (``tp``): its process, and its allocator's figures within the last second."""
 
     rank: int
-    """From 1."""
     pid: int
     """Of its process, on its machine."""
     host: str
     """Name of its machine."""
     reserved: int
-    """As in ``DeviceMemory``."""
     allocated: int
-    """As in ``DeviceMemory``."""
     available: int | None
-    """As in ``DeviceMemory``, on its device. None means that the backend does not report it."""

@@ -1,7 +1,4 @@
-"""Where an engine's large components are, and what it keeps of prompts (docs/explanation/memory.md).
-
-Both are state that requests cannot change and that costs memory of the device.
-"""
+"""Places of an engine's large components, and its encoded prompts (docs/explanation/memory.md)."""
 
 from typing import Literal
 
@@ -17,7 +14,6 @@ class ComponentStatus(ReplyRecord, kw_only=True, frozen=True):
     name: str
     """``vae``, ``text_encoder``, …; ``reference`` and ``reference_kv`` of the reference model."""
     residency: Residency
-    """Its strategy."""
     nbytes: int
     """Its size, wherever it is."""
     device_bytes: int

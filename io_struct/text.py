@@ -1,6 +1,4 @@
-"""Text from a peer, made safe for a terminal: it cannot move a cursor, colour, start a line or hide what
-follows.
-"""
+"""Text from a peer, made safe for a terminal: it moves no cursor, colours, starts and hides nothing."""
 
 
 def printable(text: str) -> str:

@@ -5,11 +5,9 @@ Invariants:
 - Nothing named in a message is imported, looked up, called or given an attribute. Python's unpickler is not
   used at all: even with a harmless ``find_class`` it takes 64 GiB for one memo index. This is a stack machine
   for the opcodes that picklers emit since protocol 2; every other opcode is refused.
-- The result is finite and small: no cycles, at most :data:`MAX_DEPTH` levels, at most :data:`MAX_VALUES`
-  values counted as often as they occur: walking it or comparing it is safe. A container that lies in another
-  one is closed, and dictionary keys are text, so neither cycles nor shared tuples can be built to blow up
-  later.
-- Work and memory are proportional to the message, which is bounded.
+- The result is finite and small: at most :data:`MAX_DEPTH` levels, and :data:`MAX_VALUES` values counted as
+  often as they occur. A container that lies in another one is closed, and dictionary keys are text, so
+  neither cycles nor shared tuples can be built to blow up later.
 - Every failure is a :class:`CaesuraError` ``malformed_message``.
 """
 
@@ -48,8 +46,7 @@ class Call:
 
 
 def parse(data: bytes) -> object:
-    """Return the one object in ``data``: None, bool, int, float, str, bytes, list, tuple, dict,
-    :class:`Global`, :class:`Call`.
+    """Return the one object in ``data``: plain fields, :class:`Global` and :class:`Call`.
 
     Raises:
         CaesuraError: ``malformed_message``, it is not a pickle of such an object within the limits above.
@@ -74,13 +71,9 @@ def parse(data: bytes) -> object:
 
 @dataclass(slots=True)
 class _Node:
-    """A value on the stack or in the memo."""
-
     value: Any
     size: int = 1
-    """Values in it, itself included."""
     depth: int = 0
-    """Levels of containers below it."""
     closed: bool = False
     """It lies in a container, whose size and depth count it as it is."""
 
@@ -111,7 +104,6 @@ _KEYS = (str,)  # their hashes are salted: other keys could be made to collide
 class _Machine:
     stack: list[_Node] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
-    """Heights of the stack where a MARK lies."""
     memo: dict[int, _Node] = field(default_factory=dict)
 
     def result(self) -> object:
@@ -214,7 +206,7 @@ class _Machine:
 
 
 def _hold(container: _Node, items: list[_Node]) -> None:
-    """``items`` become part of ``container``: from now on they do not change, and neither does a closed
+    """Make ``items`` part of ``container``; from then on they do not change, and neither may a closed
     container.
     """
     for item in items:

@@ -1,11 +1,8 @@
 """``GroupClient``: the commands of one engine, on several replicas.
 
-docs/howto/replicas.md lists how replies are combined.
-
 Invariants:
 - What changes weights, pauses or membership holds the group's lock; status, aborts and waiting never need it.
-  What moves weights or their memory waits for a replica that is being brought back; pauses, continues and
-  flushes do not.
+  Only what moves weights or their memory waits for a replica that is being brought back.
 - A refusal by any replica is the answer, with the names of those that refused; what others have done stays
   done. All such commands can be sent again.
 - A replica that has ended or does not answer is taken out of routing and not waited for.
@@ -73,7 +70,6 @@ class GroupClient(GenerationClient):
     _renew = _on_all("renew_pause_lease")
 
     async def renew_pause_lease(self, owner: str | None = None, **options: Any) -> Any:
-        """Renew the lease of the pause."""
         return await self._renew(owner=owner, **options)
 
     def start(
@@ -97,7 +93,6 @@ class GroupClient(GenerationClient):
         on_lease_expiry: LeaseAction = "continue",
         **options: Any,
     ) -> Any:
-        """Pause the replicas that serve."""
         group = self._group
         call = methodcaller("pause", mode, lease_s=lease_s, on_lease_expiry=on_lease_expiry, **options)
         async with group.lock:
@@ -132,7 +127,6 @@ class GroupClient(GenerationClient):
     async def release_memory(
         self, tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None, **options: Any
     ) -> Any:
-        """Release memory of all replicas."""
         group = self._group
         async with group.weights_lock, group.lock:
             group.released |= set(tags_of(tags) or ("weights", "kv_cache", "cuda_graph"))
@@ -153,7 +147,6 @@ class GroupClient(GenerationClient):
     async def resume_memory(
         self, tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None, **options: Any
     ) -> Any:
-        """Resume memory of all replicas."""
         group = self._group
         async with group.weights_lock, group.lock:
             reply = group.combine(
@@ -173,18 +166,15 @@ class GroupClient(GenerationClient):
 
     @_command
     async def init_weights_update_group(self, master_address: str, master_port: int, **options: Any) -> Any:
-        """Have all replicas join a process group, each with its own ranks."""
         group = self._group
         return group.combine(await group.groups.join(master_address, master_port, **options))
 
     @_command
     async def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP_NAME, **options: Any) -> Any:
-        """Have all replicas leave a process group."""
         return self._group.combine(await self._group.groups.leave(group_name, **options))
 
     @_command
     async def status(self, *, owner: str | None = None, **_: Any) -> wire.GetStatusReqOutput:
-        """Return one status of all replicas."""
         return await self._group.combined(self.owner if owner is None else owner)
 
     async def abort(
@@ -212,6 +202,5 @@ class GroupClient(GenerationClient):
 
 
 def _seen(task: "asyncio.Task[Any]") -> None:
-    """Retrieve the error of a command whose caller may have left."""
     if not task.cancelled():
         task.exception()

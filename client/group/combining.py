@@ -1,10 +1,9 @@
 """Replies and statuses of several engines as one, for a client that takes them for one engine.
 
 Invariants:
-- Counts and bytes of all engines are added; times are the longest, since engines work at the same time.
-- Ranks are numbered through: rank ``r`` of replica ``i`` is ``i * tp + r``. The reply's own figures are those
-  of every rank 0.
-- A mode, label or type is the first engine's. An error names its replicas, unless all have the same one.
+- Counts and bytes are added; times are the longest, since engines work at the same time. A mode, label or
+  type is the first engine's. An error names its replicas, unless all have the same one.
+- Ranks are numbered through: rank ``r`` of replica ``i`` is ``i * tp + r``.
 - Counters of a status include every engine that has run: they do not go back at a restart. Gauges are those
   of the engines that are there. State, label and epoch are those of the engines that serve and have answered,
   or of all if none does.
@@ -52,7 +51,6 @@ _SUMS: dict[type, tuple[str, ...]] = {
     ReleaseMemoryOccupationReqOutput: ("reserved_before", "reserved_after"),
     StopProfileReqOutput: ("steps",),
 }
-"""Fields of replies that are added."""
 _COUNTERS = ("step", "generated_tokens", "num_retractions")
 _GAUGES = (
     "running_requests",
@@ -71,7 +69,6 @@ def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int
 
     Raises:
         EngineError: a replica has refused or failed, or none has answered.
-        EngineRestarting: no replica is there.
     """
     if answers.failed:
         raise one_error(answers.failed, among=len(answers.failed) + len(answers.replies))
@@ -83,7 +80,6 @@ def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int
 
 
 def uniform(errors: Mapping[Any, EngineError]) -> bool:
-    """Return True if all errors say the same."""
     return len({(str(error.code), error.message) for error in errors.values()}) == 1
 
 
@@ -150,7 +146,6 @@ class Counters:
         self._ended: list[GetStatusReqOutput] = []
 
     def take(self, name: str, status: GetStatusReqOutput) -> None:
-        """Take the latest status of the engine ``name``."""
         before = self.last.get(name)
         if before is not None and before.incarnation != status.incarnation:
             self.restarts += 1
@@ -160,7 +155,6 @@ class Counters:
         self.last[name] = status
 
     def totals(self) -> dict[str, Any]:
-        """Return the counters as fields of a status."""
         return _counted([*self._ended, *self.last.values()])
 
 
@@ -172,12 +166,7 @@ def combined_status(
     tp: int,
     **of_group: Any,
 ) -> GetStatusReqOutput:
-    """Return one status for at least one, by position of the replica.
-
-    Args:
-        serving: positions of those that serve and whose state is current.
-        of_group: fields that are the group's own.
-    """
+    """Return one status of all, by position; ``serving`` are those that serve and whose state is current."""
     every = list(statuses.values())
     judged = [statuses[at] for at in serving if at in statuses] or every
     paused = [each for each in judged if each.generation != "running"]

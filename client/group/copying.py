@@ -26,11 +26,7 @@ class Copies:
         self._ended = False
 
     def copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        """Copy weights in another process, as a :data:`~.recovery.Copy`. Blocks.
-
-        Raises:
-            InternalError: it failed, or was ended; the message says why.
-        """
+        """Copy weights in another process, as a :data:`~.recovery.Copy`. Blocks; raises InternalError."""
         told = json.dumps({"donor": asdict(donor), "target": asdict(target), "owner": owner}, default=str)
         process = self._started(donor)
         try:
@@ -77,7 +73,6 @@ class Copies:
 
 
 def main() -> int:
-    """Copy as stdin says, and return the exit status."""
     told = json.load(sys.stdin)
     try:
         copy_here(EngineAddress(**told["donor"]), EngineAddress(**told["target"]), told["owner"])

@@ -1,11 +1,10 @@
 """``Fleet``: several engines with the same weights, for coroutines of one event loop.
 
 Invariants:
-- All members that serve have the same weights: an engine is admitted, also again, only with the group's
-  weights.
-- Updates, pauses and admissions exclude one another: :attr:`Fleet.lock` is held for the whole of each. What
-  moves weights holds :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought
-  up to date, and a pause does not.
+- All members that serve have the same weights: an engine is admitted, also again, only with the group's.
+- Updates, pauses and admissions exclude one another: each holds :attr:`Fleet.lock`. What moves weights holds
+  :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought up to date, and a
+  pause does not.
 - A generation is not lost with its member (``flow.py``); an update is committed by all members that take
   part, or by none (``session.py``).
 """
@@ -109,19 +108,17 @@ class Fleet:
     ) -> None:
         """
         Args:
-            members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
-            owner: owner token of the fleet's pauses. None means a random one.
-            verify: what members compare before an update is committed, and what an engine that joins is
-                compared by.
-            patience_s: seconds that a generation waits for a member that serves. None means without limit.
-            keepalive_timeout: seconds without a message after which a member with requests counts as gone.
-            look_interval_s: seconds between looks at the members; one that has restarted is then brought to
-                the fleet's weights.
-            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
-                because this process has died, an engine ends the fleet's session and continues if its weights
-                are valid.
-            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
-                weights; requests then wait for an update.
+        members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
+        owner: owner token of the fleet's pauses. None means a random one.
+        verify: what members compare before a commit, and an engine that joins is compared by.
+        patience_s: seconds that a generation waits for a member that serves. None means without limit.
+        keepalive_timeout: seconds without a message after which a member with requests counts as gone.
+        look_interval_s: seconds between looks at the members, which bring restarted ones back.
+        lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
+            because this process has died, an engine ends the fleet's session and continues if its weights
+            are valid.
+        adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
+            weights; requests then wait for an update.
         """
         if lease_s is not None and not lease_s > 0:
             raise InvalidRequest(
@@ -314,15 +311,12 @@ class Fleet:
         Generation is paused in ``pause_mode`` meanwhile, unless the fleet is paused already.
 
         Args:
-            named_tensors: checkpoint names and tensors, for the transports ``tensor``, ``ipc`` and
-                ``distributed``.
+            named_tensors: checkpoint names and tensors, for all transports but ``disk``.
             model_path: a checkpoint folder that every engine can read, for the transport ``disk``.
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
-            torch_empty_cache: empty the members' device caches before they continue, if the update has paused
-                them.
-            deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the
-                others go on.
+            torch_empty_cache: empty the device caches before members continue that the update has paused.
+            deadline_s: seconds until the commit; a member that is later is fenced, and the others go on.
 
         Raises:
             FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.

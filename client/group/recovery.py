@@ -3,9 +3,8 @@
 Invariants:
 - Members that serve have the same bytes under the same label. Engines that were left behind are compared by
   checksums, since one label may name two weights there.
-- A member that is brought up to date has valid weights under the group's label, from where the group has its
-  own: another member (preferred: it has what the group serves, whatever has become of the folder), or the
-  checkpoint folder.
+- A member that is brought up to date gets the group's weights from another member (which has what the group
+  serves, whatever has become of the folder), or else from the checkpoint folder.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ...io_struct import GetStatusReqOutput
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from ..exceptions import EngineError, InvalidRequest, MemoryReleased, NoSession, WeightsInvalid
 from .members import EngineAddress, Member
 from .session import ABORT_S, Verify, everywhere
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from .fleet import Fleet
 
 RELOAD_S = 600.0
-"""Seconds that an engine may take for a whole reload."""
+"""Seconds of a whole reload."""
 ASK_S = 10.0
-"""Seconds that a status request to a member may take."""
+"""Seconds of a status request."""
 Adopt = bool | Literal["any"]
 """True takes over engines that were left behind; ``any`` does even if none has complete weights."""
 Copy = Callable[[EngineAddress, EngineAddress, str | None], None]
@@ -47,7 +46,6 @@ class Source:
 
     @property
     def folder(self) -> str | None:
-        """A folder with the group's weights, or None."""
         return self.path if self.updated else self.model_path
 
 
@@ -55,7 +53,6 @@ async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
     """Admit ``members``, which must have valid weights under one label.
 
     Raises:
-        EngineError: a member cannot be reached.
         InvalidRequest: a member has other weights than the first, or none that are valid.
     """
     answers = await everywhere(members, fleet.ask, ASK_S)
@@ -78,10 +75,7 @@ async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
 async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> None:
     """End what a former group has begun on ``members``, and admit those with the newest complete weights.
 
-    The others are fenced: :meth:`Fleet.heal` gives them the weights of those that serve.
-
-    Raises:
-        WeightsInvalid: none has complete weights, and ``adopt`` is not ``any``; or none answers.
+    The others are fenced. Raises WeightsInvalid if none has complete weights and ``adopt`` is not ``any``.
     """
 
     async def ended(member: Member) -> GetStatusReqOutput:
@@ -130,7 +124,6 @@ async def catch_up(
     Args:
         donor: a member that serves them, or None.
         current: True if it is known to have them still, provided that they are valid.
-        copy: copies them from the donor to ``member``.
 
     Raises:
         MemoryReleased: the memory of ``member`` is released.

@@ -6,8 +6,7 @@ Invariants:
 - A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the
   weights valid again.
 - A replica that somebody has updated or paused on its own socket is out from the next look on, and brought
-  back like one that has lost its weights. Tokens that it has sampled meanwhile are not passed on
-  (``flow.py``).
+  back like one that has lost its weights.
 - No replica is brought back while a weight session is open, while memory is released, or while the weights
   were lost on purpose: the trainer's next update gives them to all.
 
@@ -53,10 +52,14 @@ class ReplicaFleet(Fleet):
 
     def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
         """Take ``processes``, which have started; ``options`` are those of :class:`Fleet`."""
-        server_key, client_key = processes.keys
         super().__init__(
             [
-                EngineAddress(replica.supervisor.endpoint, server_key, client_key, name=replica.name)
+                EngineAddress(
+                    replica.supervisor.endpoint,
+                    processes.keys.get("curve_server_key"),
+                    processes.keys.get("curve_client_key_file"),
+                    replica.name,
+                )
                 for replica in processes.replicas
             ],
             owner=owner,
@@ -67,13 +70,9 @@ class ReplicaFleet(Fleet):
         self.updates = Updates(self)
         self.groups = ProcessGroups(self)
         self.size = len(processes.replicas)
-        """Number of replicas, serving or not."""
         self.tp = processes.ranks
-        """Number of ranks of each replica."""
         self.released: set[MemoryTag] = set()
-        """Tags that have been released and not resumed."""
         self.lease: PauseLease | None = None
-        """Lease of the pause."""
         self._processes = processes
         self._copies = Copies()
         self._incarnation = new_id()[:16]
@@ -84,7 +83,6 @@ class ReplicaFleet(Fleet):
 
     @property
     def restarts(self) -> int:
-        """Number of engine processes that took the place of another."""
         return self._counters.restarts
 
     @property
@@ -94,10 +92,8 @@ class ReplicaFleet(Fleet):
 
     @property
     def asked(self) -> list[Member]:
-        """Replicas that receive a command: the serving ones, or every present one if none serves.
-
-        Raises:
-            EngineRestarting: there is none.
+        """Replicas that receive a command: the serving ones, or every present one if none serves; at least
+        one.
         """
         found = self.dispatcher.serving or self.present
         if not found:
@@ -116,12 +112,10 @@ class ReplicaFleet(Fleet):
 
     @property
     def may_heal(self) -> bool:
-        """True if replicas may be brought back now."""
         return super().may_heal and not (self.released or self.awaits_update or self.updates.is_open)
 
     @property
     def needs_care(self) -> bool:
-        """True if :meth:`heal` may have something to do."""
         return super().needs_care or self.lease is not None or bool(self._changed_by_others())
 
     async def open(self) -> Self:
@@ -162,7 +156,6 @@ class ReplicaFleet(Fleet):
         return combined_answer(answers, self.position, self.tp)
 
     def position(self, member: Member) -> int:
-        """Return the number of the replica."""
         return self.members.index(member)
 
     def reasons(self) -> str:
@@ -193,7 +186,6 @@ class ReplicaFleet(Fleet):
         self.updates.leave_paused()
 
     def continued(self) -> None:
-        """Record the end of the pause."""
         self.paused_mode = self.lease = None
 
     def notice_continued(self, answers: Answers) -> None:
@@ -205,12 +197,11 @@ class ReplicaFleet(Fleet):
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
         """Return one status of all replicas; ``owner`` is the token of the request.
 
-        Once one replica has answered, the others are waited for no longer than :data:`STATUS_S` in all: their
-        requests, tokens and bytes count as they were, their state does not count.
+        Once one replica has answered, the others have :data:`STATUS_S` in all: their requests, tokens and
+        bytes count as they were, their state does not count.
 
         Raises:
-            EngineRestarting: no replica is there.
-            EngineError: all that were there have ended.
+            EngineError: no replica is there, or all that were have ended.
         """
         members = self.present
         if not members:
@@ -250,7 +241,6 @@ class ReplicaFleet(Fleet):
         return combined
 
     async def parts(self) -> list[MemberStatus]:
-        """Return every replica's own status, in their order; None if it does not answer in time."""
         return (await self.status(timeout=PARTS_S)).members
 
     async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:

@@ -2,11 +2,9 @@
 
 Invariants:
 - No member is told to commit before every member that takes part has loaded and agrees with the rest.
-- A refusal or failure of a serving member fails the session for all. A member that has ended or has not
-  answered at the deadline is out: nobody waits for it and the rest go on without it. So is a member that was
-  not serving and fails.
-- The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md,
-  "Session ownership").
+- A refusal or failure of a serving member fails the session for all. A member that has ended, is late, or was
+  not serving and fails, is out: the rest go on without it.
+- The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md).
 - No member generates between the first commit and the last: the caller has paused all of them.
 - A session that has failed is open until its caller aborts it.
 """
@@ -57,8 +55,6 @@ class FleetUpdateFailed(EngineError):  # noqa: N818  (as the errors of one engin
 
 @dataclass(slots=True)
 class Answers:
-    """Answers of members to one command."""
-
     replies: dict[Member, Any] = field(default_factory=dict)
     failed: dict[Member, EngineError] = field(default_factory=dict)
     """Refusals and failures of members that are there."""
@@ -66,7 +62,6 @@ class Answers:
     """Errors of members that have ended, or had not answered in time."""
 
     def add(self, member: Member, answer: Any) -> None:
-        """Sort in a reply or an error."""
         if isinstance(answer, OUT):
             self.out[member] = answer
         elif isinstance(answer, EngineError):
@@ -116,13 +111,10 @@ class Session:
 
     def __init__(self, *, verify: Verify, session_id: str | None = None) -> None:
         self.id = session_id or new_id()
-        """Name of the session on every member."""
         self.committing = False
         """True once members are told to commit: it then runs to the end, whoever stops waiting."""
         self.members: list[Member] = []
-        """Members that take part, now."""
         self.out: dict[Member, EngineError] = {}
-        """Members that were lost on the way."""
         self._verify: Verify = verify
 
     async def begin(
@@ -133,11 +125,7 @@ class Session:
         deadline_s: float | None,
         manifest: list[TensorSpec] | None = None,
     ) -> None:
-        """Open it on the members that have answered ``paused``, the pause before it.
-
-        Raises:
-            FleetUpdateFailed: a member refused or failed, or none is left.
-        """
+        """Open it on the members that have answered ``paused``; raise FleetUpdateFailed if one refuses."""
 
         async def begin(member: Member) -> Any:
             if not member.serves:  # an earlier update may have left a session open there
@@ -152,10 +140,10 @@ class Session:
         self.settle(await everywhere(self.members, begin, timeout))
 
     async def commit(self, label: str | None, timeout: float) -> Answers:
-        """Verify, then commit everywhere; the commits' replies, and the members that are out.
+        """Verify, then commit everywhere; return the commits' replies, and the members that are out.
 
         Raises:
-            FleetUpdateFailed: as :meth:`begin`, before any member was told to commit; or all refused to.
+            FleetUpdateFailed: before any member was told to commit; or all refused to.
         """
         self.settle(await _verified(self.members, self._verify, timeout))
         self.committing = True
@@ -194,11 +182,7 @@ class Session:
 async def two_phase(
     session: Session, paused: Answers, load: Load, *, label: str | None, deadline_s: float
 ) -> Answers:
-    """Update all members within ``deadline_s`` seconds. Failed or cancelled before the commit, it is aborted.
-
-    Raises:
-        FleetUpdateFailed: as :meth:`Session.begin`.
-    """
+    """Update all members within ``deadline_s`` seconds. A failure before the commit aborts it."""
     deadline = time.monotonic() + deadline_s
 
     def left() -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from ..connection.options import folder_of
 from ..exceptions import EngineError, GroupError, InvalidRequest
 from .members import Member
@@ -28,8 +28,6 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """New weights and their transport."""
-
     transport: Transport
     model_path: str = ""
     tensors: Any = None
@@ -41,11 +39,7 @@ class Weights:
         model_path: str | os.PathLike[str] | None,
         transport: Transport | None,
     ) -> "Weights":
-        """Return the weights that the arguments of an update name.
-
-        Raises:
-            InvalidRequest: neither tensors nor a path, both, or a transport that does not fit.
-        """
+        """Return the weights that the arguments of an update name, or raise InvalidRequest."""
         if (named_tensors is None) == (model_path is None):
             raise InvalidRequest("give either named_tensors or model_path", field="named_tensors")
         transport = transport or ("disk" if named_tensors is None else "tensor")

@@ -7,12 +7,10 @@ Invariants:
   without a session while paused, or while no replica has valid weights, committed when everything is written,
   at continue, at a flush or at ``end``; ``single`` otherwise, and for a whole checkpoint.
 - A refusal by all replicas in the same words is the request's fault: it changes nothing, as on one engine.
-  Another refusal aborts the session on all; replicas that had written are fenced until they have valid
-  weights again.
+  Another refusal aborts the session on all; replicas that had written are fenced.
 - A pause that an update has made ends with it; a pause that was there before stays.
 
-All methods but :meth:`Updates.carry_out`, :meth:`Updates.status` and :meth:`Updates.close` need the group's
-lock.
+All methods but ``carry_out``, ``status`` and ``close`` need the group's lock.
 """
 
 import asyncio
@@ -71,18 +69,14 @@ _LEAVE_OPEN = {ErrorCode.WEIGHT_MISMATCH, ErrorCode.NOT_IDLE}
 
 @dataclass(slots=True)
 class _Open:
-    """The session that is open."""
-
     session: Session
     kind: Literal["explicit", "implicit", "single"]
     owner: str | None
     route: tuple[Any, ...] = ()
     """Transport, group and label, in which the calls of an implicit session must agree."""
     paused_here: bool = False
-    """True if the update has paused the replicas."""
     began: float = field(default_factory=monotonic)
     count: int = 0
-    """Number of replicas at its begin."""
     incarnations: dict[Member, str | None] = field(default_factory=dict)
     """Processes of the replicas at its begin: a later one does not know the session."""
     calls: int = 0
@@ -90,7 +84,8 @@ class _Open:
     source: Source | None = None
     missing: set[str] | None = None
     """Tensors of an implicit session that no call has named, or None if unknown. A hint: the commit decides,
-    since engines may store other names, and pieces count as whole tensors."""
+    since engines may store other names, and pieces count as whole tensors.
+    """
     timer: asyncio.TimerHandle | None = None
 
 
@@ -104,7 +99,6 @@ class Updates:
 
     @property
     def is_open(self) -> bool:
-        """True if a session is open."""
         return self._open is not None
 
     def status(self) -> SessionStatus | None:
@@ -139,7 +133,6 @@ class Updates:
         Raises:
             FleetUpdateFailed: a replica failed, and nobody serves the new label.
             NoSession, SessionOpen: the request does not belong to the open session.
-            EngineError: what all replicas refuse.
         """
         fleet = self._fleet
         async with fleet.weights_lock, fleet.lock:

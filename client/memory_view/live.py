@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ...io_struct import GetStatusReqOutput, MemoryEvent
 from ...io_struct.text import printable
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from .record import TAGS, MemoryRecord, fetch
 from .text import MIB, cause, clock, model_label, size, span
 

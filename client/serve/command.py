@@ -25,8 +25,15 @@ from ..exceptions import EngineError, InvalidRequest
 from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler, engine_command
 from ..launch.notify import notify
-from ..launch.supervise import log_format_option, restart_options, status_of, stop_timeout_s, supervised
-from ..launch.supervisor import RestartPolicy, Supervisor
+from ..launch.supervisor import (
+    RestartPolicy,
+    Supervisor,
+    log_format_option,
+    restart_options,
+    status_of,
+    stop_timeout_s,
+    supervised,
+)
 from .options import (
     ADMIN_KEY,
     API_KEY,

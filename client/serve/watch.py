@@ -21,8 +21,7 @@ from ..exceptions import EngineRestarting
 from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler
 from ..launch.notify import notify
-from ..launch.supervise import status_of
-from ..launch.supervisor import Down, Serving, State, Supervisor
+from ..launch.supervisor import Down, Serving, State, Supervisor, status_of
 
 if TYPE_CHECKING:
     from .context import FrontEnd

@@ -1,4 +1,4 @@
-"""Which components the steps of each kind need, and when those that are not always on the device come and go.
+"""Which components the steps of each kind need, and when those not always on the device come and go.
 
 A *stage* is a stretch of steps of one kind. Components with a strategy come before its first step, each step
 uses them, and they leave before the next stage, or when no sample is left.
@@ -6,8 +6,7 @@ uses them, and they leave before the next stage, or when no sample is left.
 Invariants:
 - A step finds its components on the device, also after a release of memory in between.
 - What only steps of another kind need leaves at the border between stages, not between two steps of one kind.
-- Nothing here empties the device cache: the manager does, where something large has left or was there layer
-  by layer.
+- Nothing here empties the device cache: the residency manager does.
 """
 
 from collections.abc import Mapping
@@ -28,29 +27,21 @@ _STRATEGIES: dict[Residency, Strategy] = {
 
 
 def strategy_of(name: str, config: EngineConfig) -> Strategy | None:
-    """Return how a component comes and goes, or None if it is always on the device."""
     transformer = name == "transformer"
     return _STRATEGIES.get(config.transformer_residency if transformer else config.frozen_residency)
 
 
 def kind_using(component: str) -> Kind:
-    """Return the kind of steps that need a component."""
     if component.startswith("text_encoder"):
         return "encode"
     return "decode" if component == "vae" else "denoise"
 
 
 class ComponentStages:
-    """Follows the kinds of steps."""
-
     def __init__(
         self, residency: ComponentResidencyManager, movable: Mapping[str, Blocks | None], times: StageProfiler
     ) -> None:
-        """
-        Args:
-            movable: components with a strategy, with the blocks of those that are there layer by layer.
-            times: where coming and going count, as ``components.arrive`` and ``components.leave``.
-        """
+        """``movable``: components with a strategy, with the blocks of those that are there layer by layer."""
         self._residency = residency
         self._times = times
         self._blocks = movable
@@ -60,15 +51,10 @@ class ComponentStages:
         self._kind: Kind | None = None
 
     def comes_in_blocks(self, component: str) -> bool:
-        """Return True if ``component`` is brought to the device block by block."""
         return self._blocks.get(component) is not None
 
     def enter(self, kind: Kind) -> None:
-        """Before a step of ``kind`` is executed.
-
-        Raises:
-            CaesuraError: ``out_of_memory``, a component does not fit.
-        """
+        """Prepare a step of ``kind``; CaesuraError ``out_of_memory``: a component does not fit."""
         if not self._blocks:
             return
         if kind == self._kind:

@@ -40,8 +40,6 @@ TRAIN_TIMESTEPS = 1000
 
 
 class ImageOutputs(Outputs[ImageRequest]):
-    """Records what steps made."""
-
     def __init__(
         self,
         batcher: ImageBatcher,
@@ -55,7 +53,6 @@ class ImageOutputs(Outputs[ImageRequest]):
         self._batcher = batcher
 
     def record(self, batch: ImageBatch, output: HostResult) -> None:
-        """Record a step, and finish the samples that end."""
         if isinstance(output, Encoded):
             for conditioning, embeds, negative in zip(
                 batch.prompts, output.embeds, output.negative, strict=True
@@ -140,9 +137,7 @@ _NO_CONDITIONING = Conditioning(None, None, 0, guided=False)
 
 
 def _on_host(sample: ImageRequest, output: DenoisedOnHost, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the latents before and after a step that the request keeps; what an earlier step copied is not
-    copied again.
-    """
+    """Return latents before and after a step that the request keeps; none is copied twice."""
     if output.log_probs[row] is None:
         return _NOTHING, _NOTHING
     before = sample.latents.get(sample.step)

@@ -3,8 +3,6 @@
 Invariants:
 - The weights of all components are one set of slots, ``component.name``, so every transport, session and
   check works on them as on a language model's. An update is of one component.
-- Where a component comes and goes (``stages.py``), its slots write where its values are: an update need not
-  know.
 - A component is poisoned by what touched it: :meth:`~..weights.loader.WeightLoader.missing` asks for the
   components in question.
 """
@@ -51,8 +49,6 @@ FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiff
 
 
 class DiffusionModel:
-    """The components of a pipeline, as one set of weights."""
-
     def __init__(self, components: Mapping[str, Component]) -> None:
         self.parts = components
         self._slots = {
@@ -89,26 +85,21 @@ class DiffusionModel:
         yield from ()
 
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter, and every buffer that a checkpoint holds."""
         for component in self.parts.values():
             yield from component.storage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPipeline:
-    """A pipeline with its weights."""
-
     model: DiffusionModel
     loader: WeightLoader
     family: Family
     dtype: torch.dtype
-    """Data type of the transformer."""
     device: torch.device
     digest: str
     movable: Mapping[str, Blocks | None]
     """Components that come and go, with the blocks of those that do so layer by layer."""
     weights_bytes: int
-    """Bytes of all components."""
 
     @property
     def derived_bytes(self) -> int:
@@ -171,7 +162,6 @@ def load_pipeline(
 
 
 def _load(component: Component, checkpoint: Checkpoint, workspace: Workspace, bucket_bytes: int) -> None:
-    """Write the values of ``checkpoint``."""
     loader = WeightLoader(DiffusionModel({component.name: component}))
     source = ComponentSource(DiskSource(checkpoint, workspace), component.name)
     loader.check(source.specs, complete=True)
@@ -201,11 +191,7 @@ def open_component(path: str, component: Component) -> Checkpoint:
 
 
 def family_of(index: Mapping[str, Any], root: Path) -> type[Family]:
-    """Return the family of a pipeline, by its ``model_index.json``.
-
-    Raises:
-        CaesuraError: ``unsupported_model``, by name: the pipeline, or the class of one of its components.
-    """
+    """Return a pipeline's family by its index; ``unsupported_model`` names what is not served."""
     name = index.get("_class_name")
     kind = FAMILIES.get(name) if isinstance(name, str) else None
     if kind is None:

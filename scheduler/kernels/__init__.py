@@ -22,14 +22,12 @@ TRITON = "triton"
 OPERATIONS = ("linear", "attention", "linear_attention", "elementwise", "experts", "decoder", "sampler")
 """Operations compiled for the CPU, all in :data:`native.FLOATS`."""
 _IN_TRITON = ("elementwise", "experts", "sampler")
-"""Operations compiled for CUDA, all in :data:`_TRITON_FLOATS`; ``attention/backends.py`` chooses attention.
-"""
+"""Operations compiled for CUDA; ``attention/backends.py`` chooses attention."""
 _TRITON_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def best(operation: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """Return what serves ``operation``: an instruction set of :data:`native.ISAS`, :data:`TRITON` or
-    :data:`TORCH`.
+    """Return what serves ``operation``: one of :data:`native.ISAS`, :data:`TRITON` or :data:`TORCH`.
 
     Raises:
         ValueError: ``CAESURA_KERNELS`` has an unknown value.
@@ -43,7 +41,6 @@ def best(operation: str, device: torch.device | str, dtype: torch.dtype) -> str:
 
 
 def serving(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
-    """Return every operation and what serves it, for logs and status."""
     return {operation: best(operation, device, dtype) for operation in OPERATIONS}
 
 

@@ -1,7 +1,7 @@
 """Modules of elementwise and expert kernels, by the device that they serve.
 
 Invariant: ``elementwise.py`` and ``triton_elementwise.py`` take the same arguments and round alike, so a
-layer is written once for both. Routed experts differ: on the CPU weights are packed and rows are grouped
+layer is written once for both. Routed experts differ: on the CPU weights are packed and rows grouped
 otherwise.
 """
 
@@ -80,17 +80,13 @@ class TritonExperts(Protocol):
 
 
 def triton_experts_for(device: torch.device, dtype: torch.dtype) -> TritonExperts | None:
-    """Return the module for tensors of ``dtype`` on ``device``, or None if the CPU's kernels or torch
-    serve.
-    """
+    """Return the module for tensors of ``dtype`` on ``device``, or None if others serve."""
     if best("experts", device, dtype) != TRITON:
         return None
     return cast("TritonExperts", import_module(".triton_experts", __package__))
 
 
 class Latents(Protocol):
-    """Rotation of latent attention's queries and keys."""
-
     def rotate_latents(
         self,
         q_rope: Tensor,
@@ -114,13 +110,11 @@ class Rotations(Latents, Protocol):
 
 
 def rotations_for(device: torch.device, dtype: torch.dtype) -> Rotations | None:
-    """Return ``triton_rotations.py`` if it serves tensors of ``dtype`` on ``device``, else None."""
     if best("elementwise", device, dtype) != TRITON:
         return None
     return cast("Rotations", import_module(".triton_rotations", __package__))
 
 
 def latents_for(device: torch.device, dtype: torch.dtype) -> Latents | None:
-    """Return the module that rotates latents of ``dtype`` on ``device``, or None if torch serves."""
     by = best("elementwise", device, dtype)
     return rotations_for(device, dtype) if by == TRITON else None if by == TORCH else elementwise

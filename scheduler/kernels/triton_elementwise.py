@@ -1,5 +1,4 @@
-"""Elementwise operations between matrix products on CUDA, in Triton: norms, the gate, and rotation with the
-store of K and V.
+"""Elementwise operations between matrix products on CUDA, in Triton: norms, gate, rotation with store.
 
 Invariants:
 - Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an
@@ -29,10 +28,8 @@ from .attention_form import Bend, HeadNorms
 from .triton_launch import Launcher
 
 _HEADS = 4
-"""Heads of a program that rotates: with heads of 128 in two bytes a warp reads 16 bytes per thread and half.
-"""
+"""Heads of a program that rotates: with heads of 128 in two bytes a warp reads 16 bytes per thread."""
 _GATED = 1024
-"""Elements of a program that gates."""
 _ELEMENTS_PER_WARP = 512
 """Elements of a normalised row per warp: 16 to a thread."""
 _BENDS: dict[Bend, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
@@ -83,7 +80,6 @@ def _norm_kernel(
 def _gate_mul_kernel(
     gate_up, out, gate_up_row, out_row, size: tl.constexpr, block: tl.constexpr, bend: tl.constexpr
 ):
-    """Gate some elements of one row; ``bend`` as in ``_BENDS``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
@@ -226,9 +222,7 @@ _launch_rope_store = Launcher(_rope_store_kernel, tensors=9, numbers=4)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return why kernels do not serve on ``device``, or None. Running one tells: it needs a C compiler, a
-    driver, a chip.
-    """
+    """Return why kernels do not serve on ``device``: running one needs a C compiler, a driver, a chip."""
     return self_test.failure(lambda: _attempt(device), _AGREEMENT, "a kernel in Triton")
 
 
@@ -247,15 +241,6 @@ def rms_norm(
     out: Tensor | None = None,
     from_one: bool = False,
 ) -> Tensor:
-    """Return ``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
-
-    Args:
-        x: [T, size], elements of a row contiguous, as everywhere here.
-        weight: [size].
-        residual: [T, size], updated in place. None: ``x`` is normalised as it is.
-        out: [T, size]; it may be ``x``. None means fresh memory.
-        from_one: the factor is ``1 + weight``, and the product is rounded once.
-    """
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
     if rows:
@@ -272,7 +257,6 @@ def rms_norm(
 
 
 def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor:
-    """Return ``bend(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], in ``out`` if given."""
     rows, width = gate_up.shape
     size = width // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
@@ -295,18 +279,7 @@ def rope_store(
     out: Tensor,
     norm: HeadNorms | None = None,
 ) -> Tensor:
-    """Normalise (if asked to) and rotate queries and keys, store keys and values; return ``out``.
-
-    Args:
-        qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous: queries, keys, values.
-        num_heads: number of query heads.
-        cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
-        kv_slots: int64 [T], ``page * page size + offset``: inside the pool, which is not checked.
-        keys, values: [pages, kv heads, page size, head size], contiguous.
-        out: [T, query heads, head size], heads of a token contiguous, or with the kv heads as well, which
-            then hold the rotated keys; it may be the front of ``qkv``.
-        norm: norms of queries and keys, or None.
-    """
+    """Do what ``elementwise.py`` does; ``out`` may have the kv heads as well, for the rotated keys."""
     tokens, heads, size = qkv.shape
     _, kv_heads, page_size, _ = keys.shape
     q_weight, k_weight, eps, from_one = (qkv, qkv, 0.0, False) if norm is None else norm

@@ -20,7 +20,6 @@ from .triton_elementwise import rounded
 from .triton_launch import Launcher
 
 _HEADS = 16
-"""Query heads of a program."""
 
 
 @triton.jit
@@ -109,18 +108,7 @@ def rotate_latents(
     *,
     interleaved: bool,
 ) -> None:
-    """Write rotated queries behind the absorbed ones in ``queries``; normalised latents and rotated keys in
-    ``keys``.
-
-    Args:
-        q_rope: [T, heads, rope], elements of a head contiguous.
-        kv: [T, latent + rope], elements of a row contiguous.
-        cos, sin: [T, 1, rope / 2], of equal strides.
-        norm: weight [latent] of the latents' norm, and its epsilon.
-        queries: [T, heads, latent + rope], contiguous; its front is left as it is.
-        keys: [T, latent + rope], contiguous.
-        interleaved: pairs are neighbours in ``q_rope`` and ``kv``.
-    """
+    """Do what ``elementwise.py`` does: the front of ``queries`` is left as it is."""
     tokens, heads, rope = q_rope.shape
     latent = kv.shape[1] - rope
     weight, eps = norm
@@ -138,11 +126,7 @@ def rotate_latents(
 def angles(
     positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return ``factor`` times cosine and sine of ``positions`` (int64 [T]) times ``frequencies`` (float32
-    [half]).
-
-    Each is [T, 1, half].
-    """
+    """Return ``factor`` times cosines and sines, [T, 1, half] each, of positions times ``frequencies``."""
     tokens, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty((tokens, 1, half), dtype=dtype, device=positions.device) for _ in range(2))
     if tokens:

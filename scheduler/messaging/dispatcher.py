@@ -97,7 +97,7 @@ class Dispatcher:
             send(client, answer, message.id)
 
     def score(self) -> None:
-        """Run scoring for one slice; scoring and commands do not wait for each other."""
+        """Run scoring for one slice."""
         engine = self._engine
         if engine.scoring is not None:
             for answer in engine.scoring.advance():
@@ -119,7 +119,6 @@ class Dispatcher:
             engine.sessions.client_gone(client)
 
     def refuse_rest(self, message: str, code: ErrorCode) -> None:
-        """Answer every pending command and score with this error."""
         engine = self._engine
         for answer in engine.scoring.end(message, code) if engine.scoring is not None else ():
             engine.replies.answer(answer.id, answer)
@@ -128,9 +127,8 @@ class Dispatcher:
     def _known(
         self, client: bytes, message: ToScheduler, frame: bytes, buffers: list[memoryview]
     ) -> list[Message] | None:
-        """Return the answers that ``message`` gets before it is started, or None if it must be started.
-
-        These are the answer to a query, the stored answers of a retry, or an error.
+        """Return what ``message`` gets without being started: the answer to a query, stored answers, an
+        error; else None.
         """
         engine = self._engine
         try:
@@ -210,7 +208,7 @@ def _shut_down(engine: "Engine", message: ShutdownReqInput) -> ShutdownReqOutput
 
 
 def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | ErrorReply:
-    """Accept every client with the same major version, whatever its minor version; refuse the others."""
+    """Accept every client with the same major version."""
     major, minor = WIRE_VERSION
     logger.debug("hello from %s: wire %d.%d", message.client or "?", message.wire_major, message.wire_minor)
     if message.wire_major != major:

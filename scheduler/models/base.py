@@ -17,8 +17,7 @@ class Weights(Protocol):
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Return parts with folders of their own, the default of an update first; empty for a model of one
-        piece.
+        """Return parts with folders of their own, the default of an update first; empty for a model of one.
 
         A tensor of a part is known as ``component.name``.
         """
@@ -26,10 +25,7 @@ class Weights(Protocol):
 
     @property
     def kept_components(self) -> frozenset[str]:
-        """Return those of :attr:`components` whose values lie on the host, also while the device has them.
-
-        They survive a release, and updates write them there.
-        """
+        """Return those of :attr:`components` kept on the host, where updates write them."""
         ...
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -42,9 +38,7 @@ class Weights(Protocol):
         ...
 
     def own_name(self, name: str) -> str:
-        """Return the name in :meth:`weight_slots` of a tensor that some checkpoints and trainers call
-        otherwise.
-        """
+        """Return the name in :meth:`weight_slots` of a tensor that some checkpoints call otherwise."""
         ...
 
     def is_skipped(self, name: str) -> bool:
@@ -65,9 +59,7 @@ class Weights(Protocol):
 
 
 class CausalLM(Weights, Protocol):
-    """A causal language model over paged KV. Its parameters are allocated, without values, until it is
-    loaded.
-    """
+    """A causal language model over paged KV. Its parameters have no values until it is loaded."""
 
     config: ModelConfig
     routing: RoutedExperts | None
@@ -93,19 +85,17 @@ class CausalLM(Weights, Protocol):
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
-        """Run :meth:`forward` in pieces: yield each layer's number before it is computed, return the hidden
-        states.
+        """Run :meth:`forward`, yielding each layer's number before it is computed.
 
-        For weights that are there layer by layer, and for work that must let others in between. Each piece
-        runs under ``torch.inference_mode``.
+        For weights that are there layer by layer, and work that lets others in between. Pieces run under
+        ``torch.inference_mode``.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Map [S, hidden] to [S, vocab] in the model's dtype, valid until the next call.
 
-        None within :func:`~..layers.logits_processor.autotune_dummy_run_mode`, and then the head was not
-        called.
+        None within :func:`~..layers.logits_processor.autotune_dummy_run_mode`: the head was not called then.
         """
         ...
 
@@ -115,17 +105,10 @@ class ForeignModel(Protocol):
     """A causal language model whose modules are another library's."""
 
     torch_experts: bool
-    """The other library's code computes some of its experts."""
 
     @property
-    def in_one_call(self) -> bool:
-        """As :attr:`CausalLM.in_one_call`."""
-        ...
+    def in_one_call(self) -> bool: ...
 
     def check(self) -> None:
-        """Compare with the other library's results; the weights are loaded.
-
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, it differs.
-        """
+        """Compare with the other library's results; CaesuraError UNSUPPORTED_MODEL if they differ."""
         ...

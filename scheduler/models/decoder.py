@@ -31,30 +31,22 @@ from .layered import LayeredModel
 from .multimodal import is_vision_tensor
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Name of buffers in old checkpoints that follow from the config."""
+"""Buffers of old checkpoints that follow from the config."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variants:
-    """Variants of the skeleton; the defaults are Llama's."""
-
     norm_from_one: bool = False
-    """The factors of norms are ``1 + weight``."""
     norms_behind: bool = False
-    """Attention and feed-forward block have a norm behind them, too, before they are added to the residual
-    stream.
-    """
+    """Both blocks have a norm behind them, too, before they are added to the residual stream."""
     embedding_scale: float = 1.0
-    """Factor of embeddings."""
 
 
 LLAMA = Variants()
 
 
 class AttentionBlock(Layer, Protocol):
-    """A layer's attention: projections around the backend's."""
-
     @property
     def form(self) -> AttentionForm | None:
         """Attention form over KV, or None if the block has a state per sequence instead."""
@@ -66,8 +58,6 @@ class AttentionBlock(Layer, Protocol):
 
 
 class FeedForward(Layer, Protocol):
-    """A layer's feed-forward block, dense or with experts."""
-
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden], in fresh memory."""
         ...
@@ -115,9 +105,7 @@ class DecoderLayer:
         rotary: tuple[Tensor, Tensor],
         backend: AttentionBackend,
     ) -> Tensor:
-        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update, not yet
-        added.
-        """
+        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update."""
         x = self.input_norm.forward(residual) if update is None else self.input_norm.add(update, residual)
         x = self.attention.forward(x, *rotary, backend)
         if self.norms_behind is None:
@@ -127,7 +115,6 @@ class DecoderLayer:
         return behind_mlp.forward(x)
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the parts that own parameters."""
         return (self.input_norm, self.attention, self.mlp_norm, self.mlp, *(self.norms_behind or ()))
 
 
@@ -144,10 +131,7 @@ class DecoderForCausalLM(LayeredModel):
         routing: RoutedExperts | None = None,
         variants: Variants = LLAMA,
     ) -> None:
-        """Args:
-        attention, mlp: the blocks, one per layer.
-        routing: record of the experts that the ``mlp`` choose, or None without experts.
-        """
+        """``attention``, ``mlp``: one block per layer; ``routing``: record of their experts, or None."""
         self.config = config
         self.routing = routing
         vocab, hidden = config.vocab_size, config.hidden_size
@@ -251,7 +235,6 @@ class DecoderForCausalLM(LayeredModel):
 
 
 def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:
-    """Return grouped-query attention for every layer, with the config's windows."""
     return [
         Attention(
             f"layers.{i}.attention",
@@ -266,7 +249,6 @@ def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement
 
 
 def dense_mlp(config: ModelConfig, place: Placement, *, bend: Bend = "silu") -> list[GatedMLP]:
-    """Return the gated block for every layer."""
     return [
         GatedMLP(
             f"layers.{i}.mlp",
@@ -290,7 +272,6 @@ def attention_shape(
     sinks: bool = False,
     gated: bool = False,
 ) -> AttentionShape:
-    """Return the config's attention sizes with an architecture's variants."""
     return AttentionShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,

@@ -19,7 +19,7 @@ class LayeredModel(ABC):
 
     @abstractmethod
     def owners(self) -> Iterator[Layer]:
-        """Yield layers that own parameters, in the order of the checkpoint."""
+        pass
 
     config: ModelConfig
 
@@ -37,11 +37,9 @@ class LayeredModel(ABC):
         return frozenset()
 
     def own_name(self, name: str) -> str:
-        """Drop the prefix of a multimodal model's names, if the language model is part of one."""
         return multimodal.own_name(self.config.architecture, name)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Return slots by checkpoint name; a tied tensor has one."""
         return {slot.name: slot for layer in self.owners() for slot in layer.slots()}
 
     def finalize_weights(self) -> None:

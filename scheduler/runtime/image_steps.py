@@ -1,7 +1,4 @@
-"""What computes the steps of an image engine: a diffusion pipeline behind the same socket, commands and loop.
-
-Invariant: only an engine whose model is a pipeline imports this, and with it diffusers.
-"""
+"""The steps of an image engine. Nothing else imports this, and with it diffusers."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -36,10 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 def image_steps(engine: "Engine") -> Steps:
-    """Build the steps of the pipeline in ``config.model_path``.
-
-    Raises:
-        CaesuraError: the folder cannot be served; ``unsupported``, an option that only language models have.
+    """Build the steps of the pipeline in ``config.model_path``; raise ``unsupported`` for options of language
+    models.
     """
     config = engine.config
     for field, value in (

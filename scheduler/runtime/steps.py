@@ -1,9 +1,7 @@
 """What computes an engine's steps, and how it is built for a language model.
 
-Invariants:
-- :class:`Steps` is all that differs between kinds of engines: the socket, the commands, the loop and memory
-  are the same.
-- What can be released is allocated while the steps are built (``execution/build.py``).
+:class:`Steps` is all that differs between kinds of engines. What can be released is allocated while the steps
+are built (``execution/build.py``).
 """
 
 from collections.abc import Callable
@@ -47,10 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The parts that compute steps, of a language model or of an image pipeline.
-
-    Only these know what a batch, an output and a sample are. The loop hands batches and outputs from one to
-    the next.
+    """The parts that know what a batch, an output and a sample are; the loop hands these from one to the
+    next.
     """
 
     loaded: LoadedWeights
@@ -59,16 +55,12 @@ class Steps:
     runner: StepRunner
     graphs: DecodeGraphs | None = None
     request_type: type[Message]
-    """The message that asks for samples."""
     admit: Callable[[Any, list[memoryview], bytes, int], list[Any]]
-    """Makes the samples of a message, its buffers, its client and the number of samples that wait; changes no
-    state.
-    """
+    """Makes the samples of a message, its buffers, its client and the number of samples that wait."""
     live: LiveRequests[Any]
     waiting: WaitingQueue[Any]
     batcher: StepBatcher
     prompts: "PromptCache | None" = None
-    """Encoded prompts that are kept, or None where prompts are kept as KV alone."""
     outputs: Outputs[Any]
     outbox: Outbox
     recovery: Recovery
@@ -81,12 +73,11 @@ class Steps:
     kv_bytes_per_token: int = 0
     routing_bytes_per_token: int = 0
     latent_bytes_per_pixel: float | None = None
-    """Bytes of latents per pixel of an image, or None for a language model."""
+    """None for a language model."""
     pipeline_depth: int = 0
 
 
 def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
-    """Build the steps of a language model, over paged KV."""
     config, residency, executor = engine.config, engine.residency, engine.executor
     reference = load_reference(config, residency)
     folder, stamp = engine.initial_weights.folder, engine.state.stamp

@@ -1,7 +1,4 @@
-"""The registry of accepted requests that have not ended, by (rid, sample) and by rid.
-
-Invariant: a request is added once, on admission, and removed once, by ``Outputs.finish``.
-"""
+"""The registry of accepted requests that have not ended, by (rid, sample) and by rid."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,9 +16,7 @@ class LiveSample(Protocol):
     phase: Phase
 
     @property
-    def key(self) -> tuple[str, int]:
-        """Unique among live samples: ``(rid, sample index)``."""
-        ...
+    def key(self) -> tuple[str, int]: ...
 
 
 SampleT = TypeVar("SampleT", bound=LiveSample)

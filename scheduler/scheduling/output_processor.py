@@ -1,8 +1,8 @@
 """Processes a step's output: records tokens, finds finished requests, builds their terminal results.
 
 Invariants:
-- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts
-  have a row for each position but the last; this is checked before the result is handed on.
+- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts a
+  row for each position but the last; this is checked before the result is handed on.
 - Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
 """
 
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 
 class OutputProcessor(Outputs[Request]):
-    """Records the tokens of steps."""
-
     def __init__(
         self,
         table: RequestTable,
@@ -55,7 +53,7 @@ class OutputProcessor(Outputs[Request]):
         self._stamp_number += 1
 
     def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
-        """Record a step's tokens and finish the requests that end. Rows of requests that ended in flight are
+        """Record a step's tokens and finish the requests that end; rows of requests that ended in flight are
         ignored.
         """
         table = self._table
@@ -232,7 +230,6 @@ class OutputProcessor(Outputs[Request]):
 
 
 def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:
-    """Return the result fields that come from ``record``, for ``count`` output tokens."""
     top, token_ids = record.output_rows(0, count)
     input_logprobs, input_top, input_token_ids = record.input_rows()
     return {

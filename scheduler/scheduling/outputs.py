@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 class Outputs(ABC, Generic[SampleT]):
-    """Records the output of steps, and finishes samples."""
-
     def __init__(
         self,
         waiting: WaitingQueue[SampleT],
@@ -68,8 +66,7 @@ class Outputs(ABC, Generic[SampleT]):
     def finish(self, sample: SampleT, reason: FinishReason, *, keep_prefix: bool = True) -> None:
         """Finish a sample: build its result, then release what it holds.
 
-        Args:
-            keep_prefix: whether what it has computed of its prompt may serve others.
+        With ``keep_prefix`` what it has computed of its prompt may serve others.
         """
         assert sample.phase is not Phase.FINISHED, "a sample ends once"
         try:
@@ -96,7 +93,6 @@ class Outputs(ABC, Generic[SampleT]):
         return self._finish_each(samples, reason, keep_prefix=True)
 
     def abort_all(self, message: str) -> int:
-        """Abort every live sample, queued ones included."""
         return self.abort(self._live, message)
 
     def fail(self, samples: Iterable[SampleT], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:

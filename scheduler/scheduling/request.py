@@ -2,11 +2,11 @@
 
 Invariants:
 - A :class:`Request` is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by
-  ``output_processor.py``.
+  ``Outputs.finish``.
 - A request is bound to a slot if and only if it holds KV. While it is bound, its tokens are in the table's
   row, otherwise in its own arrays. ``bind`` and ``evict`` move them.
-- Per-step work on running requests is array work on :class:`RequestTable`; Python touches a request only when
-  it arrives, starts, ends, is retracted, or gets a new weight-version span.
+- Per-step work is array work on :class:`RequestTable`; Python touches a request only when it arrives, starts,
+  ends, is retracted, or gets a new weight-version span.
 - ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens.
   Between steps at pipeline depth 0, ``length == scheduled + 1`` for every decoding row.
 """
@@ -49,21 +49,17 @@ class WeightStamp:
     epoch: int
     version: str
     incarnation: str = ""
-    """Identifies this start of the engine; the same in all its stamps."""
+    """Identifies this start of the engine."""
 
 
 @dataclass(slots=True)
 class OutputArrays:
-    """Per-token results of one sample; the arrays have the same length."""
+    """Per-token results of one sample; int32 tokens, the others float32 and meaningful where requested."""
 
     tokens: np.ndarray
-    """int32"""
     logprobs: np.ndarray
-    """float32"""
     raw: np.ndarray
-    """float32; meaningful only where requested."""
     sampled: np.ndarray
-    """float32; meaningful only where requested."""
 
     @staticmethod
     def empty() -> "OutputArrays":
@@ -85,7 +81,7 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int
-    """Number of tokens (prompt plus output) at which the request finishes."""
+    """Tokens (prompt plus output) at which it finishes."""
     stop_ids: tuple[int, ...]
     salt: str
     stream: bool
@@ -96,7 +92,7 @@ class Request:
     prompt_key: int
     """Hash of salt and prompt, equal for all samples of one generation."""
     routed_from: int | None = None
-    """First position whose routed experts are returned; None if the request did not ask for them."""
+    """First position whose routed experts are returned, or None."""
     early_stops: tuple[int, ...] = ()
     """Stop token ids that must not be sampled before ``min_new_tokens``."""
     continued: int = 0
@@ -114,19 +110,17 @@ class Request:
     computes_shared_prefix: bool = False
     """It is computing prompt pages that waiting requests with the same prompt will share."""
     routed: np.ndarray | None = None
-    """Routed experts from ``routed_from`` on, saved at the last retraction; None if there are none."""
+    """Routed experts from ``routed_from`` on, saved at the last retraction."""
     restarted: bool = False
     """It decoded, has lost its states with a failed step, and does not decode again yet."""
 
     # Written by step_recovery.py.
     failed_alone_at: int | None = None
-    """Tokens computed when a step of only its next token ran out of memory; None if that never happened."""
+    """Tokens computed when a step of only its next token ran out of memory."""
 
     # Written by output_processor.py, evict and bind.
     record: LogprobRecord | None = None
-    """Log-probabilities beyond those of the sampled tokens; None if the request asked for none."""
     masks: SamplingMaskRecord | None = None
-    """The tokens that each output token was sampled from; None if the request did not ask for them."""
     evicted: OutputArrays = field(default_factory=OutputArrays.empty)
     spans: list[tuple[WeightStamp, bool, int]] = field(default_factory=list)
     """(stamp, stale_kv, first output token)"""
@@ -161,9 +155,7 @@ def make_requests(
     eos_token_ids: tuple[int, ...],
     arrival: float,
 ) -> list[Request]:
-    """Return the ``n`` requests of an admitted message, one per sample; sample ``i`` has the noise stream
-    ``(seed, i)``.
-    """
+    """Return one request per sample; sample ``i`` has the noise stream ``(seed, i)``."""
     params = message.sampling_params
     prompt = np.asarray(message.input_ids, np.int32)
     stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos else eos_token_ids)
@@ -200,8 +192,8 @@ def make_requests(
 class RequestTable:
     """Running requests as arrays, one row ("slot") per request.
 
-    Rows are virtual memory until they are touched, and low slots are reused first. The resident size
-    therefore follows the longest contexts that really occurred, not ``slots * context_len``.
+    Rows are virtual memory until they are touched, and low slots are reused first: the resident size follows
+    the longest contexts that occurred, not ``slots * context_len``.
     """
 
     def __init__(self, slots: int, context_len: int, page_size: int, vocab_size: int) -> None:
@@ -311,9 +303,7 @@ class RequestTable:
         self.release(request)
 
     def outputs(self, request: Request) -> OutputArrays:
-        """Return the outputs of ``request`` so far: a copy of its row while it is bound, else its own
-        arrays.
-        """
+        """Return the outputs so far: a copy of the row while bound, else the request's own arrays."""
         slot = request.slot
         if slot == NO_SLOT:
             return request.evicted
@@ -328,9 +318,9 @@ class RequestTable:
     def routed_experts(self, request: Request, routing: "RoutingPool | None") -> np.ndarray | None:
         """Return expert ids of positions [routed_from, known tokens - 1), as [rows, layers, top_k].
 
-        None if ``request`` did not ask for them. Each position is recorded once: recomputation after a
-        retraction does not change its experts. Recording begins with the first sampled token. Before that
-        there are no rows, because the whole prompt may still be computed again under other weights.
+        Each position is recorded once: recomputation after a retraction does not change its experts. Before
+        the first sampled token there are no rows, because the whole prompt may still be computed again under
+        other weights.
         """
         if routing is None or request.routed_from is None:
             return None

@@ -1,5 +1,4 @@
-"""Sampling parameters that few requests use, as arrays by slot; and the extra log-probabilities that a
-request asks for.
+"""Sampling parameters that few requests use, as arrays by slot; and the extra log-probabilities of a request.
 
 The extra log-probabilities ("further" in names) are: the top-k at each position, those of given token ids,
 and those of the prompt's tokens.
@@ -7,8 +6,8 @@ and those of the prompt's tokens.
 Invariants:
 - A slot without extras costs a step one element of a boolean array, and nothing else.
 - A token counter belongs to one bound request with penalties. ``counted[slot]`` is the number of its tokens
-  that the runner's counter includes once every launched step has run; 0 means that the counter must be
-  rebuilt from the request's tokens.
+  that the runner's counter includes once every launched step has run; 0 means that it must be rebuilt from
+  the tokens.
 - The record of an output position is overwritten when the position is sampled again, so a step that was
   rolled back leaves nothing.
 """
@@ -29,7 +28,7 @@ class LogprobRecord:
         self.token_ids = np.asarray(message.token_ids_logprob or (), np.int32)
         prompt_len, start = len(message.input_ids), message.logprob_start_len
         self.start: int | None = start if 0 <= start < prompt_len else None
-        """Prompt position after which log-probabilities are wanted; None if none of the prompt are."""
+        """Prompt position after which log-probabilities are wanted, or None."""
         self.num_inputs = 0 if self.start is None else prompt_len - 1 - self.start
         self.known_inputs = 0
         """Prompt log-probabilities recorded so far, from the first one on."""
@@ -51,7 +50,7 @@ class LogprobRecord:
 
     @property
     def first_uncached(self) -> int | None:
-        """First position that must be computed even if it is cached; None if there is none."""
+        """First position that must be computed even if it is cached, or None."""
         return self.start if self.known_inputs < self.num_inputs else None
 
     def inputs_within(self, start: int, end: int) -> tuple[int, int]:
@@ -62,9 +61,7 @@ class LogprobRecord:
         return first, max(first, min(end, self.start + self.num_inputs))
 
     def put_output(self, at: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray) -> None:
-        """Record output token number ``at``, from rows [K], [K] and [M]; this sample's columns come first in
-        them.
-        """
+        """Record output token ``at``, from rows [K], [K] and [M]; this sample's columns come first."""
         self._outputs.put(at, top_ids[None], top[None], logprobs_of_ids[None])
 
     def put_inputs(
@@ -75,9 +72,7 @@ class LogprobRecord:
         top: np.ndarray,
         logprobs_of_ids: np.ndarray,
     ) -> None:
-        """Record the tokens that follow the positions from ``first`` on: [I], and [I, …] with columns as
-        above.
-        """
+        """Record the tokens behind the positions from ``first`` on: [I], and [I, …] with columns as above."""
         assert self.start is not None
         at = first - self.start
         self._input_logprobs[at : at + len(logprobs)] = logprobs
@@ -85,19 +80,15 @@ class LogprobRecord:
         self.known_inputs = at + len(logprobs)
 
     def forget_inputs(self) -> None:
-        """Drop the prompt's log-probabilities, because the prompt is computed again under other weights."""
+        """Drop the prompt's log-probabilities: it is computed again under other weights."""
         self.known_inputs = 0
 
     def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
-        """Return ``(top, token_ids)`` of the output tokens [start, end), with None for what was not asked
-        for.
-        """
+        """Return ``(top, token_ids)`` of the output tokens [start, end), None where not asked for."""
         return self._outputs.wire(start, end, self.token_ids)
 
     def input_rows(self) -> tuple[bytes | None, LogprobRows | None, LogprobRows | None]:
-        """Return the prompt's logprobs (the first is NaN), and ``(top, token_ids)``; all None unless
-        wanted and known.
-        """
+        """Return the prompt's logprobs (the first is NaN), and ``(top, token_ids)``, if known."""
         if self.start is None or self.known_inputs < self.num_inputs:
             return None, None, None
         logprobs = np.concatenate([np.full(1, np.nan, "<f4"), self._input_logprobs]).astype("<f4").tobytes()
@@ -165,7 +156,7 @@ class SamplingExtras:
         self.may_stop_at = np.zeros(slots, np.int64)
         """Absolute position from which tokens in ``stops`` may be sampled."""
         self.output_start = np.zeros(slots, np.int64)
-        """Position of the first token that penalties count as output; written by the table."""
+        """Position of the first token that penalties count as output."""
         self.stops = _Ids(slots)
         self.bias = _Ids(slots)
         self.top = np.zeros(slots, np.int64)
@@ -213,7 +204,6 @@ class SamplingExtras:
         self.special[slot] = bool(penalised or bias or stops or wanting)
 
     def release(self, slot: int) -> None:
-        """Free the slot's counter and clear its flags."""
         if self.penalised[slot]:
             heapq.heappush(self._free_counters, int(self.counter[slot]))
         self.penalised[slot] = self.special[slot] = False
@@ -226,7 +216,7 @@ class SamplingExtras:
 
 
 class _Ids:
-    """A list of token ids with values for every slot; as wide as the longest list so far."""
+    """A list of token ids with values for every slot, padded with 0; as wide as the longest list so far."""
 
     def __init__(self, slots: int) -> None:
         self.count = np.zeros(slots, np.int64)
@@ -234,7 +224,6 @@ class _Ids:
         self.values = np.zeros((slots, 0), np.float32)
 
     def put(self, slot: int, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        """Set the list of ``slot``, padded with token 0 and value 0."""
         tokens = np.asarray(ids, np.int64)
         count = len(tokens)
         missing = count - self.ids.shape[1]

@@ -3,8 +3,7 @@
 Invariants:
 - All of it is array work; Python loops only over requests whose token counter is rebuilt, and over prompts
   whose log-probabilities are wanted.
-- These functions change no state, so a step that is built and not launched leaves no trace. ``batcher.py``
-  updates ``counted``.
+- These functions change no state, so a step that is built and not launched leaves no trace.
 """
 
 from dataclasses import dataclass
@@ -30,9 +29,7 @@ class InputSpan:
 
 
 def sampling_batch(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
-    """Return the inputs of ``slots``, int64 [S]; ``positions`` are the absolute positions of the tokens to
-    sample.
-    """
+    """Return the inputs of ``slots``, int64 [S]; ``positions`` are those of the tokens to sample."""
     filtered = slots[table.filtered[slots]]
     any_filtered = bool(len(filtered))
     return SamplingBatch(
@@ -93,9 +90,8 @@ def _special_rows(table: RequestTable, slots: np.ndarray, positions: np.ndarray)
 
 
 def _biases(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``(token ids, values to add to their logits)``, [E, B] each.
-
-    These are logit biases, and -inf for stop tokens that come too early.
+    """Return ``(token ids, values to add to their logits)``, [E, B]: logit biases, and -inf for early stop
+    tokens.
     """
     extras = table.extras
     ids, values = extras.bias.of(slots)
@@ -122,9 +118,7 @@ def _history(table: RequestTable, slots: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def input_spans(chunks: list[tuple[Request, int]], table: RequestTable) -> list[InputSpan]:
-    """Return the prompt positions of ``chunks`` (request, number of tokens) whose log-probabilities are
-    wanted.
-    """
+    """Return the prompt positions of ``chunks`` (request, tokens) whose log-probabilities are wanted."""
     spans = []
     for request, taken in chunks:
         if request.record is not None:
@@ -136,11 +130,7 @@ def input_spans(chunks: list[tuple[Request, int]], table: RequestTable) -> list[
 
 
 def input_tokens(spans: list[InputSpan], slots: np.ndarray, offsets: np.ndarray) -> InputTokens | None:
-    """Return the runner's inputs for ``spans``.
-
-    Args:
-        offsets: [R], one per slot: index of a query token in the step, minus its position.
-    """
+    """Return the runner's inputs for ``spans``; ``offsets`` [R] are query tokens' indices minus positions."""
     if not spans:
         return None
     offset_of = dict(zip(slots.tolist(), offsets.tolist(), strict=True))

@@ -15,19 +15,16 @@ MAX_MASK_BYTES = 16 << 20
 
 
 class SamplingMaskRecord:
-    """The masks of one sample, kept as long as its request."""
-
     def __init__(self) -> None:
         self.nbytes = 0
         self._positions: list[np.ndarray] = []
 
     @staticmethod
     def of(message: GenerateReqInput) -> "SamplingMaskRecord | None":
-        """Return a record for a request of ``message``, or None if it asks for none."""
         return SamplingMaskRecord() if message.return_sampling_mask else None
 
     def put(self, at: int, kept: np.ndarray) -> None:
-        """Record output token number ``at``, from bool [V]; what was recorded behind it is forgotten."""
+        """Record output token ``at``, from bool [V]; what was recorded behind it is forgotten."""
         for forgotten in self._positions[at:]:
             self.nbytes -= forgotten.nbytes
         del self._positions[at:]
@@ -47,7 +44,6 @@ class SamplingMaskRecord:
 
 
 def joined_masks(positions: list[np.ndarray]) -> SamplingMask:
-    """Return one mask for each of ``positions``, int32 each."""
     offsets = np.zeros(len(positions) + 1, "<i4")
     np.cumsum([len(ids) for ids in positions], out=offsets[1:])
     return SamplingMask(

@@ -1,14 +1,12 @@
 """Admission and the queue of requests without KV.
 
 Invariants:
-- A request that could not run alone on an empty engine is refused here, with the numbers. Later stages refuse
+- A request that could not run alone on an empty engine is refused here, with the numbers; later stages refuse
   nothing.
 - First come, first served. Retracted and preempted requests go back to the front, in the order in which they
-  first ran.
-- A request that may skip others and cannot start keeps its own place in the queue.
+  first ran. A request that may skip others and cannot start keeps its own place.
 - A request leaves the queue when it is started or finished. Finished entries are dropped when they reach the
-  front, or when there are more of them than live ones. Abort therefore never searches the queue; its
-  amortised cost is O(1).
+  front, or when there are more of them than live ones, so abort never searches the queue.
 """
 
 import secrets
@@ -43,13 +41,11 @@ class AdmissionLimits:
     context_len: int
     """Most tokens of prompt plus output."""
     pool_tokens: int
-    """Tokens that the KV pool holds."""
     vocab_size: int
     max_waiting: int
     """Most samples in the waiting queue."""
     eos_token_ids: tuple[int, ...]
     has_experts: bool = False
-    """True if the model routes tokens to experts, so that ``return_routed_experts`` is possible."""
 
 
 def admit(
@@ -58,7 +54,7 @@ def admit(
     """Check a generate message and make its requests, one per sample; changes no state.
 
     Raises:
-        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool`` or
+        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool``,
             ``queue_full``.
     """
     params = message.sampling_params
@@ -99,11 +95,7 @@ def admit(
 
 
 def require_room(samples: int, waiting: int, limit: int) -> None:
-    """Refuse samples that do not fit into the queue.
-
-    Raises:
-        CaesuraError: ``queue_full``.
-    """
+    """Raise ``queue_full`` for samples that do not fit into the queue."""
     if waiting + samples > limit:
         raise CaesuraError(
             ErrorCode.QUEUE_FULL,
@@ -209,7 +201,6 @@ class WaitingQueue(Generic[SampleT]):
         return self._count
 
     def append(self, request: SampleT) -> None:
-        """Add a new request at the back."""
         self._queue.append(request)
         self._count += 1
 
@@ -227,7 +218,6 @@ class WaitingQueue(Generic[SampleT]):
             self._queue = deque(self.live())
 
     def live(self) -> Iterator[SampleT]:
-        """Return the waiting requests, in order."""
         return (request for request in self._queue if request.phase is Phase.WAITING)
 
     def head(self) -> list[SampleT]:
@@ -237,16 +227,11 @@ class WaitingQueue(Generic[SampleT]):
     def start_next(
         self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
     ) -> SampleT | None:
-        """Start one request and remove it from the queue: the first of ``look_ahead`` requests for which
-        ``may_start`` is true.
+        """Start and remove the first of ``look_ahead`` requests for which ``may_start`` is true; return it or
+        None.
 
-        Args:
-            may_start: if it returns False, the request is skipped and the one behind it is considered.
-            start: called with the request and the number of requests it skips. If it returns False there is
-                no room now, and no other request is tried. If it raises, the queue is unchanged.
-
-        Returns:
-            The started request, or None.
+        ``start`` is called with the request and the number of requests it skips. If it returns False there is
+        no room now, and no other request is tried. If it raises, the queue is unchanged.
         """
         skipped: list[SampleT] = []
         started: SampleT | None = None

@@ -1,6 +1,4 @@
-"""Import rules beside the order of layers, which import-linter checks (``[tool.importlinter]`` in
-pyproject.toml).
-"""
+"""Import rules beside the order of layers, which import-linter checks."""
 
 import ast
 import subprocess

@@ -1,6 +1,4 @@
-"""The pages for people: short lines, references and links that lead somewhere, and a definition for every
-invariant that is cited.
-"""
+"""The pages for people: short lines, references and links that lead somewhere."""
 
 import ast
 import importlib

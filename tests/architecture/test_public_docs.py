@@ -1,6 +1,4 @@
-"""Every public name of the Python client says what it is, down to fields and attributes: the API pages show
-nothing else.
-"""
+"""Every public name of the Python client says what it is, down to fields and attributes."""
 
 import ast
 import importlib

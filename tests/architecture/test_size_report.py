@@ -56,6 +56,7 @@ def test_constructors_protocols_and_private_accesses_are_counted(sizes):
     assert (sizes.protocols, sizes.private) == (1, 1)
 
 
+@pytest.mark.slow
 def test_the_report_has_a_row_for_each_tree():
     rows = "\n".join(report())
     for tree in ("product", *report_sizes.TREES):

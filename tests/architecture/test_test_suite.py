@@ -1,6 +1,4 @@
-"""What every test file has to leave to ``tests/conftest.py``, so that a run is repeatable on a busy machine,
-too.
-"""
+"""What every test file has to leave to ``tests/conftest.py``."""
 
 import ast
 from collections.abc import Iterable, Iterator

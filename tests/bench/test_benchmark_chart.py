@@ -1,6 +1,4 @@
-"""The picture shows what was measured: every figure as a label, bars to scale, and nothing that was not
-there.
-"""
+"""The picture shows what was measured."""
 
 import json
 from itertools import pairwise

@@ -1,6 +1,4 @@
-"""Pause cycles are measured under a load that stays, by every transport, and judged by the step that was
-measured.
-"""
+"""Pause cycles are measured under a load that stays, by every transport."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""The update benchmarks measure what they say: references move every byte, peaks are seen, every transport is
-driven.
-"""
+"""The update benchmarks measure what they say."""
 
 import argparse
 import os

@@ -1,6 +1,4 @@
-"""The demo, quick: all of the loop against a real engine and a real trainer; only the learning is too short
-to see.
-"""
+"""The demo, quick: all of the loop against a real engine and a real trainer."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""The same engine on CUDA: generation, the pause barrier on the forward stream, and memory over updates in
-place.
-"""
+"""The same engine on CUDA: generation, the pause barrier on the forward stream."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""FP8 products on a real device: what serves agrees with dequantised weights, does not wait, and can be
-captured.
-"""
+"""FP8 products on a real device: what serves agrees with dequantised weights, does not wait."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Captured decode steps on a real device: the tokens of an eager engine, through updates, releases and many
-steps.
-"""
+"""Captured decode steps on a real device."""
 
 from importlib.util import find_spec
 

@@ -1,6 +1,4 @@
-"""Routed experts on CUDA: rows are read on a stream of their own, beside the steps, and are still those of
-the forward.
-"""
+"""Routed experts on CUDA: rows are read on a stream of their own, beside the steps."""
 
 import numpy as np
 import pytest

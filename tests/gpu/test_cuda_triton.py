@@ -1,6 +1,4 @@
-"""The kernels of ``triton_elementwise.py``, ``triton_rotations.py`` and ``triton_experts.py`` on a device,
-against torch there.
-"""
+"""Elementwise, rotation and expert kernels in Triton on a device, against torch there."""
 
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""Latent attention by the real FlashInfer against the torch backend, on the same pages: eager, mixed and
-captured.
-"""
+"""Latent attention by the real FlashInfer against the torch backend, on the same pages."""
 
 from importlib.util import find_spec
 

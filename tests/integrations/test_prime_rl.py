@@ -1,6 +1,4 @@
-"""prime-rl's own client of token ids (the package ``renderers``) against ``/inference/v1/generate``,
-unmodified.
-"""
+"""prime-rl's own client of token ids (the package ``renderers``) against ``/inference/v1/generate``."""
 
 import asyncio
 from collections.abc import Iterator

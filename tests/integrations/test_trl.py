@@ -1,6 +1,4 @@
-"""TRL's own trainers, with the engine in the place of vLLM: real packages, a real engine, tiny random
-weights.
-"""
+"""TRL's own trainers, with the engine in the place of vLLM."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""A whole engine whose decode steps are captured graphs, against one without: on the CPU, over recorded
-operations.
-"""
+"""A whole engine whose decode steps are captured graphs, against one without."""
 
 import importlib
 

@@ -1,6 +1,4 @@
-"""An engine that drains finishes what it has and begins nothing; everybody gets a terminal message either
-way.
-"""
+"""An engine that drains finishes what it has and begins nothing."""
 
 import pytest
 from support.scripted import EngineDriver, assert_error

@@ -1,6 +1,4 @@
-"""Penalties and further log-probabilities through the real loop: counts stay exact whatever happens to a
-request, and at any depth.
-"""
+"""Penalties and further log-probabilities through the real loop."""
 
 import msgspec
 import numpy as np

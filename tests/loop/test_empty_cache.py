@@ -1,6 +1,4 @@
-"""When the device allocator is emptied: at the named places, once, while still paused where a pause ends, and
-nowhere else.
-"""
+"""When the device allocator is emptied."""
 
 import logging
 

@@ -1,6 +1,4 @@
-"""Every place that empties the device cache does, in its order; what only looks, or was told not to, does
-not.
-"""
+"""Every place that empties the device cache does, in its order."""
 
 import logging
 import weakref

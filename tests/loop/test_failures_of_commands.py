@@ -1,6 +1,4 @@
-"""Commands that fail at any of their stages, beside requests that wait for them: nothing is lost, and a retry
-sets it right.
-"""
+"""Commands that fail at any of their stages, beside requests that wait for them."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,4 @@
-"""Whatever a message or a timer does, the loop goes on and the sender hears; and where the loop ends,
-everybody hears.
-"""
+"""Whatever a message or a timer does, the loop goes on and the sender hears."""
 
 from time import monotonic
 

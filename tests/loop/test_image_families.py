@@ -1,6 +1,4 @@
-"""Every family of image pipelines, on a tiny pipeline of its own: what it makes against diffusers, and what
-is refused by name.
-"""
+"""Every family of image pipelines, on a tiny pipeline of its own."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""What an image engine refuses, and how: every field by name, embeddings that do not fit, requests of the
-other kind.
-"""
+"""What an image engine refuses, and how."""
 
 import numpy as np
 import pytest

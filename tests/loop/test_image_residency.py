@@ -1,6 +1,4 @@
-"""Components of image pipelines that come and go: the same images, updates of what is away, and memory by
-stage.
-"""
+"""Components of image pipelines that come and go."""
 
 import numpy as np
 import pytest

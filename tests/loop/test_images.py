@@ -1,6 +1,4 @@
-"""Images: a real engine, tick by tick, on a tiny pipeline; what it makes against diffusers' own pipeline and
-a learner's recomputation.
-"""
+"""Images: a real engine, tick by tick, on a tiny pipeline."""
 
 from itertools import product
 

@@ -1,6 +1,4 @@
-"""Commands that meet in the middle: what waits, what expires and what is refused while weights are being
-written.
-"""
+"""Commands that meet in the middle."""
 
 import os
 from pathlib import Path

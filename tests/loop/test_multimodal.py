@@ -1,6 +1,4 @@
-"""The language model of a multimodal checkpoint: the multimodal model's log-probabilities of text, under
-whichever names.
-"""
+"""The language model of a multimodal checkpoint."""
 
 import json
 from functools import partial

@@ -1,6 +1,4 @@
-"""Release and resume by tag in one real engine: the orders trainers use, refusals, failures, and any order at
-all.
-"""
+"""Release and resume by tag in one real engine."""
 
 import logging
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Models of other families than llama on two ranks: the log-probabilities of one, and updates that are a cold
-load.
-"""
+"""Models of other families than llama on two ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path

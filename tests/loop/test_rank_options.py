@@ -1,6 +1,4 @@
-"""Options that several ranks share with one: copies of released weights, the state file, deterministic mode;
-and what is refused.
-"""
+"""Options that several ranks share with one."""
 
 import errno
 import json

@@ -1,6 +1,4 @@
-"""Numbers out of every range, and at the ends of theirs: a request is refused or runs, and nobody else
-notices.
-"""
+"""Numbers out of every range, and at the ends of theirs."""
 
 import pytest
 from support.scripted import EngineDriver, assert_error

@@ -1,6 +1,4 @@
-"""Messages sent again: an answered generation is never generated twice, or its sender is told that the answer
-is gone.
-"""
+"""Messages sent again: an answered generation is never generated twice."""
 
 import pytest
 from support.scripted import EngineDriver, assert_error, tokens_of

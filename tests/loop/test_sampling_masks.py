@@ -1,6 +1,4 @@
-"""Sampling masks through the real loop: whatever happens to a request, each of its tokens comes with what it
-was drawn from.
-"""
+"""Sampling masks through the real loop."""
 
 from collections import Counter
 

@@ -1,6 +1,4 @@
-"""Scoring inside a real engine, tick by tick: exact, in slices, beside steps and commands, and unmoved by
-what the policy does.
-"""
+"""Scoring inside a real engine, tick by tick."""
 
 import random
 

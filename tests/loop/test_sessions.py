@@ -1,6 +1,4 @@
-"""Whose session is it: pieces, ends and settlements of somebody else, of nobody any more, and of a session
-that is gone.
-"""
+"""Whose session is it: pieces, ends and settlements of somebody else."""
 
 from pathlib import Path
 

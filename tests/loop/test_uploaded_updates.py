@@ -1,6 +1,4 @@
-"""An engine whose weights lie on a device with streams: every byte from the host comes through pinned
-buckets.
-"""
+"""An engine whose weights lie on a device with streams."""
 
 from collections.abc import Iterator
 

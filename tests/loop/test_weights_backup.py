@@ -1,6 +1,4 @@
-"""Weights that survive their release: one real engine with ``weights_cpu_backup``, at every state in which
-weights can go.
-"""
+"""Weights that survive their release."""
 
 import errno
 import os

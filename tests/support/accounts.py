@@ -1,6 +1,4 @@
-"""What a test has asked of an engine, and what the answers must look like: the reference of the stateful
-test.
-"""
+"""What a test has asked of an engine, and what the answers must look like."""
 
 from dataclasses import dataclass, field
 

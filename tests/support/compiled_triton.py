@@ -1,6 +1,4 @@
-"""Triton's compiler for sm_90 without a device: launches compile, with the arguments and their alignment, and
-run nothing.
-"""
+"""Triton's compiler for sm_90 without a device."""
 
 import re
 import subprocess

@@ -1,6 +1,4 @@
-"""What a sample's next token is computed from, in plain Python and float64: the definition that edits are
-tested against.
-"""
+"""What a sample's next token is computed from, in plain Python and float64."""
 
 import math
 

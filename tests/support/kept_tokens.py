@@ -1,6 +1,4 @@
-"""What top-k, top-p and min-p keep, token by token in float64: the definition that sampling masks are tested
-against.
-"""
+"""What top-k, top-p and min-p keep, token by token in float64."""
 
 import numpy as np
 

@@ -1,6 +1,4 @@
-"""Components that come and go: a small model, and managers over host memory with files and over a stand-in
-for an accelerator.
-"""
+"""Components that come and go, over host memory with files and over a stand-in for an accelerator."""
 
 import sys
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Checkpoints of gpt-oss with experts in MXFP4, and what they stand for by the specification's formula, in
-float64.
-"""
+"""Checkpoints of gpt-oss with experts in MXFP4, and what they stand for by the specification's formula."""
 
 from pathlib import Path
 

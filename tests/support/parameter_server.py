@@ -1,6 +1,4 @@
-"""A parameter server as checkpoint-engine's: real pickles over a real socket, tensors in a memfd or on a CUDA
-device.
-"""
+"""A parameter server as checkpoint-engine's."""
 
 import fcntl
 import mmap

@@ -1,6 +1,4 @@
-"""Tiny randomly initialised pipelines, written by diffusers and transformers from configs, with tokenizers
-made here.
-"""
+"""Tiny randomly initialised pipelines, written by diffusers and transformers from configs."""
 
 import json
 from pathlib import Path

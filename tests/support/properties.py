@@ -1,6 +1,4 @@
-"""How many examples a property is tried with: the number that it names, or a share of it while `make test`
-goes by.
-"""
+"""How many examples a property is tried with."""
 
 from hypothesis import settings
 

@@ -1,6 +1,4 @@
-"""Processes that are ranks of groups, and call what a test names; and ranks of no group, for what never calls
-a collective.
-"""
+"""Processes that are ranks of groups, and call what a test names."""
 
 import multiprocessing
 import os

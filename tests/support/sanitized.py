@@ -1,6 +1,4 @@
-"""Kernels rebuilt with sanitizers, and a program run on them: accesses out of bounds and undefined behaviour
-end it.
-"""
+"""Kernels rebuilt with sanitizers, and a program run on them."""
 
 import os
 import subprocess

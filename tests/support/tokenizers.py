@@ -1,6 +1,4 @@
-"""Real tokenizers, trained on a few lines, in folders as models come with: for us and for transformers to
-read.
-"""
+"""Real tokenizers, trained on a few lines, in folders as models come with."""
 
 import json
 from collections import Counter

@@ -1,6 +1,4 @@
-"""The limit of tests ends those that hang, and does not count the time in which the machine does nothing for
-them.
-"""
+"""The limit of tests ends those that hang."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Disks, memory and descriptors that are full, checkpoints that change while they are read, readers that do
-not read, clocks.
-"""
+"""Disks, memory and descriptors that are full, checkpoints that change while they are read."""
 
 import contextlib
 import os

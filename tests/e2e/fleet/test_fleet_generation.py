@@ -1,6 +1,4 @@
-"""Generations of a fleet of real engines: what moves to another engine is what one engine would have
-answered.
-"""
+"""Generations of a fleet of real engines."""
 
 import asyncio
 import os

@@ -1,6 +1,4 @@
-"""Updates of a fleet: all members commit or none does, and who is too late, or comes back, is brought to the
-fleet's weights.
-"""
+"""Updates of a fleet: all members commit or none does."""
 
 import asyncio
 import os

@@ -1,6 +1,4 @@
-"""The replicas of one server, without its HTTP: engines that end at the worst moment, and leases that outlive
-them.
-"""
+"""The replicas of one server, without its HTTP."""
 # ruff: noqa: ASYNC110  (another process's state is asked for)
 
 import asyncio

@@ -1,6 +1,4 @@
-"""Images through the launched engine and both clients: what a trainer sends and reads, and how weights get
-into a pipeline.
-"""
+"""Images through the launched engine and both clients."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

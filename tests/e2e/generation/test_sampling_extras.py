@@ -1,6 +1,4 @@
-"""Penalties, min_new_tokens and log-probabilities of prompts from outside, with transformers as the
-reference.
-"""
+"""Penalties, min_new_tokens and log-probabilities of prompts from outside."""
 
 import math
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Scoring through a process and the clients: exact against transformers, memory that really goes, generation
-undisturbed.
-"""
+"""Scoring through a process and the clients."""
 
 import asyncio
 

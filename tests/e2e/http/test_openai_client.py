@@ -1,6 +1,4 @@
-"""The OpenAI surface as its official client sees it, over a real socket and a real engine: models, errors and
-completions.
-"""
+"""Models, errors and completions as OpenAI's official client sees them, over a real engine."""
 
 import base64
 import codecs

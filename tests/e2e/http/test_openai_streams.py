@@ -1,6 +1,4 @@
-"""The OpenAI surface as its official client sees it, over a real socket and a real engine: streams, chats and
-many at once.
-"""
+"""Streams, chats and many at once as OpenAI's official client sees them, over a real engine."""
 
 import asyncio
 from collections.abc import Iterator

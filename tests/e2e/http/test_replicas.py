@@ -1,6 +1,4 @@
-"""``caesura serve --replicas 2``: two engines behind one port are used as one, updated as one, and outlive
-one another.
-"""
+"""``caesura serve --replicas 2``: two engines behind one port are used and updated as one."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""``caesura serve --replicas 2`` and a stranger on one replica's own socket: no token of foreign weights is
-served.
-"""
+"""``caesura serve --replicas 2`` and a stranger on one replica's own socket."""
 
 import json
 import threading

@@ -1,6 +1,4 @@
-"""What trainers ask of a server before and between rollouts, as their code does it: checks at attach, odd
-fields, other routes.
-"""
+"""What trainers ask of a server before and between rollouts, as their code does it."""
 
 import base64
 import math

@@ -1,6 +1,4 @@
-"""What an engine notes of its memory while it is really paused, updated, flushed, released and run out of
-luck; and the page that a person gets of it.
-"""
+"""What an engine notes of its memory while it is paused, updated, flushed and released."""
 
 import asyncio
 import re

@@ -1,6 +1,4 @@
-"""The page of `caesura memory --html` in a real browser: its charts say what is in the record, and it asks
-nobody.
-"""
+"""The page of `caesura memory --html` in a real browser."""
 
 import itertools
 import json

@@ -1,6 +1,4 @@
-"""What tests fork instead of executing it (``tests/support/engine_template.py``) is what would have been
-executed.
-"""
+"""What tests fork instead of executing it."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""What the processes really listen on, read from the kernel's tables; and an engine with keys from end to
-end.
-"""
+"""What the processes really listen on, read from the kernel's tables."""
 
 import os
 import subprocess

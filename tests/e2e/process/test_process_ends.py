@@ -1,6 +1,4 @@
-"""How a scheduler process ends: by signals, at once or drained, hung, without memory; and what it says and
-leaves.
-"""
+"""How a scheduler process ends: by signals, at once or drained, hung, without memory."""
 
 import json
 import math

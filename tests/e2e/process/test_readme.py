@@ -1,6 +1,4 @@
-"""The Python examples of the README and of pages for users, as they stand there, but for where the
-checkpoints lie.
-"""
+"""The Python examples of the README and of pages for users, as they stand there."""
 
 import re
 import subprocess

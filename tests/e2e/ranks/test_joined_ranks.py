@@ -1,6 +1,4 @@
-"""A rank that is started by hand joins over tcp, with the keys of a client, and computes over
-torch.distributed.
-"""
+"""A rank that is started by hand joins over tcp, with the keys of a client."""
 
 import subprocess
 from collections.abc import Iterator

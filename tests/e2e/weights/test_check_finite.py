@@ -1,6 +1,4 @@
-"""``check_finite``: weights with NaN or infinities are not committed, whatever the transport and the form of
-storage.
-"""
+"""``check_finite``: weights with NaN or infinities are not committed."""
 
 import shutil
 from collections.abc import Iterator

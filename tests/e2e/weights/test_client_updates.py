@@ -1,6 +1,4 @@
-"""The client's half of updates that end otherwise than well, against engines that run: no session stays open,
-and memory that an engine has yet to read is not written again.
-"""
+"""The client's half of updates that end otherwise than well, against engines that run."""
 
 import asyncio
 import contextlib

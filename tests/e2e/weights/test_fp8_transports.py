@@ -1,6 +1,4 @@
-"""FP8 weights by every transport, as FP8 or as bfloat16: the engine of a cold load of the FP8 checkpoint
-(I7).
-"""
+"""FP8 weights by every transport, as FP8 or as bfloat16."""
 
 from pathlib import Path
 

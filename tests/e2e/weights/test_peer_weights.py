@@ -1,6 +1,4 @@
-"""Committed weights from one engine to others, each a process of its own, and every way in which that ends
-early.
-"""
+"""Committed weights from one engine to others, each a process of its own."""
 
 import asyncio
 import os

@@ -1,6 +1,4 @@
-"""Weights that do not fit are refused in the same words, whatever brings them; a state dict is as good as
-pairs.
-"""
+"""Weights that do not fit are refused in the same words, whatever brings them."""
 
 import asyncio
 

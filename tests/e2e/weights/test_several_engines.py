@@ -1,6 +1,4 @@
-"""One update of several engines: down a chain, or from one export of shared memory; and an engine that dies
-meanwhile.
-"""
+"""One update of several engines: down a chain, or from one export of shared memory."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Frames as released versions of this wire sent them, read by the code of today; and frames of a version yet
-to come.
-"""
+"""Frames as released versions of this wire sent them, read by the code of today."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The reader of safetensors headers, against the library's writer and against everything that a header may
-claim.
-"""
+"""The reader of safetensors headers."""
 
 import json
 import time

@@ -1,6 +1,4 @@
-"""The choice of an attention backend: what fails in a step of its own, or computes something else, does not
-serve.
-"""
+"""The choice of an attention backend."""
 
 import importlib
 import logging

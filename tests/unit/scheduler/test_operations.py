@@ -1,6 +1,4 @@
-"""What serves each operation of a model: as it is built, as ``status`` tells it, and with a warning where it
-is slow.
-"""
+"""What serves each operation of a model."""
 
 import dataclasses
 import logging

@@ -1,6 +1,4 @@
-"""Forked children: they are told at once that the client is their parent's, and nothing they do reaches the
-parent.
-"""
+"""Forked children: they are told at once that the client is their parent's."""
 
 import contextlib
 import subprocess

@@ -1,6 +1,4 @@
-"""The first exchange on a connection: versions that fit, versions that do not, and which start of the engine
-answers.
-"""
+"""The first exchange on a connection."""
 
 import asyncio
 

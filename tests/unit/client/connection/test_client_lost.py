@@ -1,6 +1,4 @@
-"""An engine that goes, is replaced or hangs, whatever the client was doing meanwhile: every call ends,
-exactly once.
-"""
+"""An engine that goes, is replaced or hangs, whatever the client was doing meanwhile."""
 
 import asyncio
 import ctypes

@@ -1,6 +1,4 @@
-"""What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters, and what they say of
-the rest.
-"""
+"""What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters."""
 
 import asyncio
 

@@ -1,6 +1,4 @@
-"""Lines of engines between two phases of tests: pytest captures none then, and they belong into the next
-phase.
-"""
+"""Lines of engines between two phases of tests."""
 
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""Large bodies: the same structs as from small ones, bounded before they are made, and others served
-meanwhile.
-"""
+"""Large bodies: the same structs as from small ones, bounded before they are made."""
 
 import asyncio
 import json

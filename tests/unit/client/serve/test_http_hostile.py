@@ -1,6 +1,4 @@
-"""Requests that nobody sends by accident: each is answered as the client's fault, before it costs or changes
-anything.
-"""
+"""Requests that nobody sends by accident."""
 
 import asyncio
 import json

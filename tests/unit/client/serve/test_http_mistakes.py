@@ -1,6 +1,4 @@
-"""What a person gets over HTTP for a mistake: 400 (404 for a route), and a sentence with the field and what
-is valid.
-"""
+"""What a person gets over HTTP for a mistake."""
 
 import json
 import urllib.error

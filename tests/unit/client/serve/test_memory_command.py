@@ -1,6 +1,4 @@
-"""`caesura memory`: its page, as a file, and its live view say what the engine has told, and nothing of it
-can break them.
-"""
+"""`caesura memory`: its page, as a file, and its live view say what the engine has told."""
 
 import json
 import re

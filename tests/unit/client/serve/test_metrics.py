@@ -1,6 +1,4 @@
-"""Metrics: what is counted is what is scraped, an engine costs one status however many ask, and silence
-shows.
-"""
+"""Metrics: what is counted is what is scraped, an engine costs one status however many ask."""
 
 import asyncio
 import re

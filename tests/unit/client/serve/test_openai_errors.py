@@ -1,6 +1,4 @@
-"""Failures as OpenAI clients see them: the status, OpenAI's error object, and events of streams that cannot
-go on.
-"""
+"""Failures as OpenAI clients see them."""
 
 import asyncio
 from collections.abc import Iterable

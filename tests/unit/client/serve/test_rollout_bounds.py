@@ -1,6 +1,4 @@
-"""What `/rollout/generate` holds for one request: latents counted as the engine's own are, and bytes as they
-come.
-"""
+"""What `/rollout/generate` holds for one request."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""vLLM's pause before an engine that ends no request by itself: what is refused meanwhile, and what ends a
-drain.
-"""
+"""vLLM's pause before an engine that ends no request by itself."""
 
 import socket
 from collections.abc import Iterable, Iterator

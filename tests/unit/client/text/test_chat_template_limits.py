@@ -1,6 +1,4 @@
-"""Templates that do not end, or make much of little: each is refused as the conversation's fault, and the
-next is rendered.
-"""
+"""Templates that do not end, or make much of little."""
 
 import gc
 import os

@@ -1,6 +1,4 @@
-"""Streams and batches of text over a scripted engine: what is held back, what an end looks like, and who is
-aborted.
-"""
+"""Streams and batches of text over a scripted engine."""
 
 import asyncio
 import math

@@ -1,6 +1,4 @@
-"""What the engine calls of FlashInfer is there, and takes what it is given: FlashInfer itself runs on CUDA
-only.
-"""
+"""What the engine calls of FlashInfer is there, and takes what it is given."""
 
 import inspect
 import json

@@ -1,6 +1,4 @@
-"""The floors that ``pyproject.toml`` states have what the engine uses, also where tests on the CPU never
-come.
-"""
+"""The floors that ``pyproject.toml`` states have what the engine uses."""
 
 import tomllib
 

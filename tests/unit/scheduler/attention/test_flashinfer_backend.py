@@ -1,6 +1,4 @@
-"""FlashInfer's plans and page lists, against dense attention: the library is a stand-in that believes only
-its lists.
-"""
+"""FlashInfer's plans and page lists, against dense attention."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""Latent attention by FlashInfer's plans, against torch's: the library is a stand-in that believes only its
-lists.
-"""
+"""Latent attention by FlashInfer's plans, against torch's."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The KV ledger, model-checked: the reference remembers what was computed into every page, and under which
-weights.
-"""
+"""The KV ledger, model-checked: the reference remembers what was computed into every page."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""Captured decode steps against eager ones: a real model, over graphs that replay recorded operations on the
-CPU.
-"""
+"""Captured decode steps against eager ones."""
 
 import logging
 import random

@@ -1,6 +1,4 @@
-"""What the filters kept, as the samplers say it: against the definition in float64, and against what is
-sampled.
-"""
+"""What the filters kept, as the samplers say it."""
 
 import numpy as np
 import pytest

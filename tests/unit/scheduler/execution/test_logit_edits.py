@@ -1,6 +1,4 @@
-"""Penalties, biases, masks and further log-probabilities against their definition, whatever happens to
-requests meanwhile.
-"""
+"""Penalties, biases, masks and further log-probabilities against their definition."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""The sampler, compiled and in torch, against exact distributions, its log-probabilities against float64, and
-its edge cases.
-"""
+"""The sampler, compiled and in torch, against exact distributions and float64."""
 
 from dataclasses import dataclass
 

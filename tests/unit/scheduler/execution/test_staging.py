@@ -1,6 +1,4 @@
-"""Inputs and results of steps in reused blocks: they arrive whole, and nothing is overwritten that is still
-in use.
-"""
+"""Inputs and results of steps in reused blocks."""
 
 from dataclasses import fields, replace
 

@@ -1,6 +1,4 @@
-"""All layers in one call against the same layers one by one: the same bits, in hidden states and in the KV
-pool.
-"""
+"""All layers in one call against the same layers one by one."""
 
 from dataclasses import replace
 from pathlib import Path

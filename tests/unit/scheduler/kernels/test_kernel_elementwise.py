@@ -1,6 +1,4 @@
-"""Compiled norm, rotation and gate: against float64, against torch's sequence of roundings, and bit by bit by
-row.
-"""
+"""Compiled norm, rotation and gate."""
 
 from pathlib import Path
 

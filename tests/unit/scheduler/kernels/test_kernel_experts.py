@@ -1,6 +1,4 @@
-"""Choice, sorting, grouped products and weighted sums of experts against float64, and their bits in every
-company.
-"""
+"""Choice, sorting, grouped products and weighted sums of experts against float64."""
 
 import math
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Packed products against float64, their bits across batch compositions, and the layout against plain
-indexing.
-"""
+"""Packed products against float64, their bits across batch compositions."""
 
 import itertools
 

@@ -1,6 +1,4 @@
-"""Operations that layers of experts and latents are put together from, against torch and float64, and their
-bits by row.
-"""
+"""Operations that layers of experts and latents are put together from, against torch and float64."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The kernels of ``triton_*.py`` for layers, compiled for sm_90 as published models launch them: without a
-device.
-"""
+"""The kernels of ``triton_*.py`` for layers, compiled for sm_90 as published models launch them."""
 
 import os
 from importlib.util import find_spec

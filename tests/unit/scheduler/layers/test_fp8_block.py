@@ -1,6 +1,4 @@
-"""FP8 in blocks: quantised as transformers does, whatever the cut, and products equal to those of dequantised
-weights.
-"""
+"""FP8 in blocks: quantised as transformers does, whatever the cut."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,4 @@
-"""FP8 products on accelerators, by stand-ins that read memory as the libraries do: agreement, choice,
-refusal, layers.
-"""
+"""FP8 products on accelerators, by stand-ins that read memory as the libraries do."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,4 @@
-"""Experts against their definition, routing against transformers, weights written in place, and what configs
-may say.
-"""
+"""Experts against their definition, routing against transformers, weights written in place."""
 
 import json
 from itertools import pairwise

@@ -1,6 +1,4 @@
-"""Experts of one checkpoint tensor: what is written comes back, in any pieces, with compiled kernels and
-without.
-"""
+"""Experts of one checkpoint tensor."""
 
 import pytest
 import torch

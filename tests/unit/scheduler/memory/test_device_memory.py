@@ -1,6 +1,4 @@
-"""Emptying and reading device allocators: stand-in modules, the real one of this process, and files of a
-made-up host.
-"""
+"""Emptying and reading device allocators."""
 
 import subprocess
 import sys

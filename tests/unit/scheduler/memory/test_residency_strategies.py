@@ -1,6 +1,4 @@
-"""Components that come and go by strategy: the same code over host memory with files and over a stand-in for
-an accelerator.
-"""
+"""Components that come and go by strategy."""
 
 import gc
 import logging

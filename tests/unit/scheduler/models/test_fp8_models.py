@@ -1,6 +1,4 @@
-"""Models with FP8 weights: logits of the dequantised checkpoint, and bytes that depend on what was sent alone
-(I7).
-"""
+"""Models with FP8 weights: logits of the dequantised checkpoint."""
 
 import random
 from dataclasses import dataclass, replace

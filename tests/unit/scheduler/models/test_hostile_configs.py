@@ -1,6 +1,4 @@
-"""Configs with values that nobody means: they are refused by the field's name, or change nothing that could
-fail.
-"""
+"""Configs with values that nobody means."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""gpt-oss with experts in MXFP4: transformers' logits, and the bytes of the wide checkpoint however the two
-halves come (I7).
-"""
+"""gpt-oss with experts in MXFP4: transformers' logits."""
 
 import random
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Models that transformers has and the engine has no file for: its modules over our products and pages,
-against itself.
-"""
+"""Models that transformers has and the engine has no file for."""
 
 import re
 import subprocess

@@ -1,6 +1,4 @@
-"""A loop that hangs ends its process, and only then. Each case is a process of its own, which ends if the
-watchdog works.
-"""
+"""A loop that hangs ends its process, and only then. Each case is a process of its own."""
 
 import os
 import subprocess

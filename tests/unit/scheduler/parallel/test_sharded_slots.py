@@ -1,6 +1,4 @@
-"""Slots of divided tensors: whole tensors go in, in any pieces, and the ranks' parts together are what went
-in.
-"""
+"""Slots of divided tensors: whole tensors go in, in any pieces."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Collectives over shared memory, between real processes, against NumPy; and what becomes of those whose peer
-is gone.
-"""
+"""Collectives over shared memory, between real processes, against NumPy."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""CUDA IPC without a device: what is refused before the driver sees it, and who opens and closes what, with a
-stand-in driver.
-"""
+"""CUDA IPC without a device: what is refused before the driver sees it, and who opens and closes what."""
 
 import gc
 import pickle

@@ -1,6 +1,4 @@
-"""What ranks hold of each tensor, put together, is the checkpoint's tensor: as an engine of several ranks
-sends its weights.
-"""
+"""What ranks hold of each tensor, put together, is the checkpoint's tensor."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""Tensors under the names that a trainer's modules have: they write what a checkpoint of the same model
-writes.
-"""
+"""Tensors under the names that a trainer's modules have."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

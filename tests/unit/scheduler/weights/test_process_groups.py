@@ -1,6 +1,4 @@
-"""Process groups of NCCL, with a stand-in for it: joining, timeouts, the end of a dead group, and buffers
-that are used in turn.
-"""
+"""Process groups of NCCL, with a stand-in for it."""
 
 import os
 import threading

@@ -1,6 +1,4 @@
-"""What is sent and what is relayed, on a device that does everything as late as it may; and broadcasts that
-fail or hang.
-"""
+"""What is sent and what is relayed, on a device that does everything as late as it may."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing

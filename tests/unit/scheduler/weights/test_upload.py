@@ -1,6 +1,4 @@
-"""Uploads through pinned buckets, on a device that does everything as late as it may: what is used again too
-early is torn.
-"""
+"""Uploads through pinned buckets, on a device that does everything as late as it may."""
 
 import threading
 from collections.abc import Callable, Generator, Iterator
