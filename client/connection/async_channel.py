@@ -22,7 +22,7 @@ from .connection import Connection, Generation, ImageGeneration, Sink
 from .endpoints import check_endpoint
 from .fork import Process
 from .link import Frames, Link
-from .options import ChannelOptions, ConnectionOptions
+from .options import ChannelOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
@@ -249,21 +249,3 @@ class Channel(Protocol):
     ) -> Result: ...
     def refuse(self, error: EngineError | None) -> None: ...
     def close(self) -> None: ...
-
-
-class LoopClient:
-    """A client around a channel: what a blocking one does not have."""
-
-    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
-        self.endpoint = endpoint
-        """The engine's address: an ipc:// path or a tcp:// host and port."""
-        self._channel: Channel = self._opened(connection)
-
-    @property
-    def channel(self) -> Channel:
-        """What the messages go through, for callers that make their own (the tokenizer manager)."""
-        return self._channel
-
-    def _opened(self, connection: ConnectionOptions) -> Channel:
-        """Make the channel of a new client; nothing is connected before the first request."""
-        return LoopChannel(self.endpoint, ChannelOptions.of(connection))

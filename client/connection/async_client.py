@@ -7,7 +7,7 @@ interrupted aborts what it started, unless it timed out.
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol, Unpack, overload
+from typing import Any, Unpack, overload
 
 from ...io_struct import (
     AbortReq,
@@ -22,7 +22,7 @@ from ...io_struct import (
     TraceActivity,
 )
 from ..exceptions import EngineError, TimedOut
-from .async_channel import Deltas, Result, next_delta, wait_for, wait_for_all
+from .async_channel import Deltas, Result, next_delta, wait_for_all
 from .async_control_client import AsyncControlClient
 from .connection import Generation, ImageGeneration
 from .fork import Process
@@ -33,32 +33,19 @@ from .results import GenerateOutput, TokenDelta, decode_output
 from .scoring import Scores
 
 
-class Abort(Protocol):
-    """A client's ``abort``."""
-
-    async def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
-
-
-class Explained(Protocol):
-    """A client's way to find out what a generation that timed out waits for."""
-
-    async def __call__(self, error: TimedOut, /) -> TimedOut: ...
-
-
 class AsyncGenerationHandle:
     """One submitted prompt. ``async for`` yields the tokens as :class:`TokenDelta` (all at once unless it
     streams).
     """
 
-    def __init__(self, abort: Abort, explained: Explained, generation: Generation[Result, Deltas]) -> None:
+    def __init__(self, client: "AsyncSchedulerClient", generation: Generation[Result, Deltas]) -> None:
         self.rid = generation.rid
         """Request id, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
         """Message id of the request; ``submit`` with this id and the same arguments attaches to it."""
         self.n = generation.n
         """Number of samples."""
-        self._abort = abort
-        self._explained = explained
+        self._client = client
         self._future = generation.waiter
         self._deltas = generation.deltas
         self._process = Process("generation")
@@ -90,14 +77,16 @@ class AsyncGenerationHandle:
         self._process.require()
         timeout = seconds("timeout", timeout)
         try:
-            outputs: list[GenerateOutput] = await wait_for(self._future, self.message_id, timeout)
+            outputs: list[GenerateOutput] = await self._client._wait_for(
+                self._future, self.message_id, timeout
+            )
         except TimedOut as error:
-            raise await self._explained(error) from None
+            raise await self._client._explained(error) from None
         return outputs
 
     async def abort(self, timeout: float | None = None) -> AbortReqOutput:
         """Abort this generation; its result is then the partial output."""
-        return await self._abort(self.rid, timeout=timeout)
+        return await self._client.abort(self.rid, timeout=timeout)
 
     async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
         """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
@@ -114,7 +103,7 @@ class AsyncGenerationHandle:
             while (delta := await next_delta(self._deltas, self.message_id, timeout)) is not None:
                 yield delta
         except TimedOut as error:
-            raise await self._explained(error) from None
+            raise await self._client._explained(error) from None
         self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
         await self.results()
 
@@ -126,6 +115,8 @@ class AsyncSchedulerClient(AsyncControlClient):
     """A connection to one engine, with generation, scoring and traces; constructor and timeouts are those of
     its base class.
     """
+
+    _wait_for_all = staticmethod(wait_for_all)
 
     @overload
     async def generate(
@@ -237,7 +228,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         request = one_request(
             input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
         )
-        return AsyncGenerationHandle(self.abort, self._explained, self._channel.start_generation(request))
+        return AsyncGenerationHandle(self, self._channel.start_generation(request))
 
     @overload
     async def score(
@@ -380,7 +371,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             for request in work.requests:
                 generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
             futures = [generation.waiter for generation in generations]
-            await wait_for_all(futures, timeout)
+            await self._wait_for_all(futures, timeout)
             return work.collect(futures, timeout)
         except TimedOut:
             raise
@@ -394,7 +385,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             for request in work.requests:
                 generations.append(self._channel.start_images(request, work.buffers))  # noqa: PERF401 (as above)
             futures = [generation.waiter for generation in generations]
-            await wait_for_all(futures, timeout)
+            await self._wait_for_all(futures, timeout)
             return collect(futures, work.message_id, timeout, single=work.single)
         except TimedOut:
             raise

@@ -20,9 +20,10 @@ from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, TimedOut, is_answer
-from .async_channel import LoopClient, Result, wait_for
+from .async_channel import Channel, LoopChannel, Result, run, wait_for
 from .figures import figures
 from .options import (
+    ChannelOptions,
     CheckerAction,
     ConnectionOptions,
     SessionOptions,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
-class AsyncControlClient(LoopClient):
+class AsyncControlClient:
     """A connection to one engine.
 
     ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies.
@@ -54,14 +55,28 @@ class AsyncControlClient(LoopClient):
     pause. The other keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
     """
 
+    _wait_for = staticmethod(wait_for)
+    _run = staticmethod(run)
+
     def __init__(
         self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
     ) -> None:
-        super().__init__(endpoint, connection)
+        self.endpoint = endpoint
+        """The engine's address: an ipc:// path or a tcp:// host and port."""
         self.owner = owner
         """Owner token of commands that are not given another, or None."""
+        self._channel = self._opened(connection)
         self._session = OpenSession()
         self._shared: SharedBuckets | None = None
+
+    @property
+    def channel(self) -> Channel:
+        """What the messages go through, for callers that make their own (the tokenizer manager)."""
+        return self._channel
+
+    def _opened(self, connection: ConnectionOptions) -> Channel:
+        """Make the channel of a new client; nothing is connected before the first request."""
+        return LoopChannel(self.endpoint, ChannelOptions.of(connection))
 
     @property
     def incarnation(self) -> str | None:
@@ -495,7 +510,7 @@ class AsyncControlClient(LoopClient):
     async def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
         timeout = seconds("timeout", timeout)
         try:
-            reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
+            reply: ReplyT = await self._wait_for(self.start(request, expects), request.id, timeout)
         except wire.CaesuraError as error:
             self._session.failed(request, error)
             raise
@@ -507,14 +522,14 @@ class AsyncControlClient(LoopClient):
 
     async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
         """Carry out ``steps`` (trainer/steps.py); ``timeout`` limits each wait for a reply."""
-        from ..trainer.async_driving import drive
+        from ..trainer.steps import drive
 
         self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
 
         async def wait(ticket: Result, request: wire.Request) -> Any:
             try:
-                return await wait_for(ticket, request.id, timeout)
+                return await self._wait_for(ticket, request.id, timeout)
             except BaseException as error:
                 self._session.failed(request, error)
                 raise
@@ -522,7 +537,7 @@ class AsyncControlClient(LoopClient):
         def start(send: "Send") -> Result:
             return self.start(send.request, send.expects, send.buffers)
 
-        reply: wire.WeightUpdateReqOutput = await drive(steps, start, wait)
+        reply: wire.WeightUpdateReqOutput = await drive(steps, start, wait, self._run)
         return reply
 
     async def _begin(
@@ -541,7 +556,7 @@ class AsyncControlClient(LoopClient):
         try:
             answer = self.start(request, wire.WeightUpdateReqOutput)
             if is_answer(error):
-                await wait_for(answer, request.id, timeout)
+                await self._wait_for(answer, request.id, timeout)
         except NoSession:  # it had ended before, or was never opened
             pass
         except wire.CaesuraError as second:

@@ -20,9 +20,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import zmq
 
@@ -31,11 +31,12 @@ from ..exceptions import EngineDied, EngineError
 from .connection import Connection, Generation, ImageGeneration
 from .fork import Process
 from .link import Frames, Link
-from .options import ChannelOptions, ConnectionOptions
+from .options import ChannelOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
 StartedT = TypeVar("StartedT")
+ResultT = TypeVar("ResultT")
 Result = Future[Any]
 Deltas = queue.SimpleQueue[TokenDelta | None]
 
@@ -66,9 +67,22 @@ def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenD
         raise timed_out(message_id, timeout) from None
 
 
-def run(work: Callable[[], Any]) -> Any:
-    """Call ``work``, which may block as its caller does, and return its result."""
-    return work()
+def at_once(function: Callable[..., ResultT]) -> Callable[..., Coroutine[Any, Any, ResultT]]:
+    """Return a coroutine function that calls ``function``, which may block, without suspending."""
+
+    async def call(*arguments: Any) -> ResultT:
+        return function(*arguments)
+
+    return call
+
+
+def finished(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Carry out a coroutine that never suspends, and return its result."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast("ResultT", done.value)
+    raise RuntimeError("a coroutine of a blocking client has suspended")
 
 
 class ThreadChannel:
@@ -213,20 +227,3 @@ class ThreadChannel:
             unsent = [(message_id, frames) for message_id, frames in self._outbox if message_id is not None]
             self._outbox = deque(unsent)
             self._connection.fail_all(error, spare={message_id for message_id, _ in unsent})
-
-
-class ThreadClient:
-    """A client around this channel: what an asyncio one does not have."""
-
-    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
-        self.endpoint = endpoint
-        """The engine's address: an ipc:// path or a tcp:// host and port."""
-        self._channel = ThreadChannel(endpoint, ChannelOptions.of(connection))
-
-    def expect_exit(self) -> None:
-        """Expect a call of :meth:`engine_exited`: the launcher watches this engine's process."""
-        self._channel.expect_exit()
-
-    def engine_exited(self, reason: str) -> None:
-        """Fail what is pending and every later call with ``reason``: the engine's process has ended."""
-        self._channel.engine_exited(reason)

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...io_struct import GetStatusReqOutput, MemoryEvent
-from ...io_struct.text import printable
-from ..connection.control_client import ControlClient
+from ...io_struct.field_errors import printable
+from ..connection.blocking import ControlClient
 from .record import TAGS, MemoryRecord, fetch
 from .text import MIB, cause, clock, model_label, size, span
 

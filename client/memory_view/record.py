@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...io_struct import GetStatusReqOutput, MemoryByTag, MemoryCause, MemoryEvent, MemoryStretch
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 
 TAGS = ("runtime", "weights", "derived", "kv", "reference", "graphs", "answers", "workspace", "other")
 """Parts of the reserved memory, in the order in which they are stacked: what changes least is at the bottom.

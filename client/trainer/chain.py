@@ -48,7 +48,7 @@ from .rendezvous import (
 from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields, started
 
 if TYPE_CHECKING:
-    from ..connection.control_client import ControlClient
+    from ..connection.blocking import ControlClient
 
 CLONE_BROADCAST_TIMEOUT_S = 60.0
 """Seconds of one broadcast of a clone: nothing is gathered meanwhile, as it may be in a trainer's update."""

@@ -14,6 +14,7 @@ made itself works as well (:meth:`WeightUpdateGroup.__init__`).
 
 import contextlib
 import copy
+import operator
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -37,11 +38,10 @@ from ...transfer.process_group import (
     make_backend,
     mark_present,
 )
-from ..connection.channel import wait_for
+from ..connection.channel import at_once, finished, wait_for
 from ..connection.options import UpdateOptions, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from .buckets import NamedTensors, bucket_size, manifest, pairs
-from .driving import drive
 from .rendezvous import (
     GRACE_S,
     await_ranks,
@@ -52,11 +52,11 @@ from .rendezvous import (
     make_store,
     ranks_of,
 )
-from .steps import Await, Run, Send, Steps, in_one_session
+from .steps import Await, Run, Send, Steps, drive, in_one_session
 from .two_phase import started
 
 if TYPE_CHECKING:
-    from ..connection.control_client import ControlClient
+    from ..connection.blocking import ControlClient
 
 LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
@@ -210,10 +210,11 @@ class WeightUpdateGroup:
                 futures.append(started(client, request, send.expects))
             return _Tickets(futures)
 
+        @at_once
         def replies(tickets: _Tickets, request: Request) -> list[Any]:
             return _replies(clients, tickets.futures, request, timeout)
 
-        found: list[WeightUpdateReqOutput] = drive(steps, start, replies)
+        found: list[WeightUpdateReqOutput] = finished(drive(steps, start, replies, at_once(operator.call)))
         return found
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from ..exceptions import EngineError, GroupError
 from .two_phase import started
 
 if TYPE_CHECKING:
-    from ..connection.control_client import ControlClient
+    from ..connection.blocking import ControlClient
 
 GRACE_S = 5.0
 """Seconds between one side's end of something and the other's."""

@@ -18,7 +18,7 @@ Invariants:
 """
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,6 +99,40 @@ class Run:
 
 Steps = Generator[Send | Await | Run, Any, WeightUpdateReqOutput]
 """One update: its actions one after the other, and at last the reply to all of it."""
+
+
+async def drive(
+    steps: Steps,
+    start: Callable[[Send], Any],
+    wait: Callable[[Any, Any], Awaitable[Any]],
+    run: Callable[[Callable[[], Any]], Awaitable[Any]],
+) -> Any:
+    """Carry out ``steps`` and return their reply.
+
+    Every exception of a step, interrupts and cancellations included, is thrown into the steps, which then end
+    their session.
+
+    Args:
+        start: sends a message and returns its ticket.
+        wait: waits for the answer, given the ticket and the request.
+        run: calls a function that may block.
+    """
+    try:
+        wanted = next(steps)
+        while True:
+            try:
+                if isinstance(wanted, Send):
+                    came = start(wanted)
+                elif isinstance(wanted, Run):
+                    came = await run(wanted.work)
+                else:
+                    came = await wait(wanted.ticket, wanted.request)
+            except BaseException as error:  # noqa: BLE001  the steps raise it again
+                wanted = steps.throw(error)
+            else:
+                wanted = steps.send(came)
+    except StopIteration as stop:
+        return stop.value
 
 
 def call(

@@ -36,7 +36,7 @@ from ..exceptions import EngineError, InvalidRequest, PartialUpdate
 from .shared import SharedTensors
 
 if TYPE_CHECKING:
-    from ..connection.control_client import ControlClient
+    from ..connection.blocking import ControlClient
 
 
 class TwoPhaseUpdate:
