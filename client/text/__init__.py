@@ -1,10 +1,4 @@
-<<<<<<< HEAD
-"""Text on both sides of the tokens: clients, tokenizers, incremental decoding, stop strings, chat templates.
-No torch.
-"""
-=======
 """Text from and to tokens: clients, tokenizers, detokenizers, stop strings, chat templates. No torch."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
 from .detokenizer import Detokenizer, output_text
 from .stop_strings import StopMatcher, StopStrings

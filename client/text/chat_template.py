@@ -86,13 +86,7 @@ class ChatTemplate:
     """The chat templates of one model."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-<<<<<<< HEAD
-        """Compile ``sources``: template by name, ``"default"`` and perhaps ``"tool_use"``.
-        ``special_tokens``: ``bos_token`` and the like, which templates use by name.
-        """
-=======
         """Take templates by name (``"default"``, ``"tool_use"``) and special tokens (``bos_token``, ...)."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._idle: dict[int, list[_Process]] = {}  # by the process that started them: a fork has none
@@ -106,16 +100,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-<<<<<<< HEAD
-        """Return the prompt of a conversation; ``variables`` are further variables of the template
-        (``enable_thinking``, …).
-=======
         """Return the prompt of a conversation; ``variables`` are further ones (``enable_thinking``).
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
         Raises:
             InvalidRequest: no messages, or the template refuses them, fails on them or takes too much.
             CheckpointError: the template is not valid Jinja.
+
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", field="messages")

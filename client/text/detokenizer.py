@@ -2,19 +2,11 @@
 
 Invariants:
 - All pieces together are the text of all output ids, decoded after the last :data:`CONTEXT` tokens of the
-<<<<<<< HEAD
-  prompt (:func:`output_text`). These tokens of the prompt decide, for instance, whether the first word keeps
-  the space before it. A character that begins in the prompt belongs to the output that completes it.
-- A piece never ends within a character: U+FFFD at the end is held back until the next token shows whether it
-  was an incomplete character. If it still is U+FFFD then, it is given out. :meth:`Detokenizer.flush` gives
-  out what is held back at the end of the output.
-=======
   prompt (:func:`output_text`). For instance, they decide if the first word keeps the space before it. A
   character that begins in the prompt belongs to the output that completes it.
 - A piece never ends within a character: U+FFFD at the end is held back until the next token, which completes
   the character or shows that it is invalid. :meth:`Detokenizer.flush` returns what is held back at the end of
   the output.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 - Work per token is bounded: only the last tokens are decoded again.
 """
 
@@ -23,17 +15,6 @@ from collections.abc import Sequence
 from .tokenizer import TextTokenizer
 
 CONTEXT = 8
-<<<<<<< HEAD
-"""Tokens that are kept when the window is cut. A token has at least one byte and a character at most four. So
-the first three tokens may be decoded wrongly and the last three may still change; those between are decoded
-as in the whole text.
-"""
-
-WINDOW = 24
-"""Most decoded tokens that are kept. Larger: fewer cuts, each of which decodes twice; smaller: less to decode
-again.
-"""
-=======
 """Tokens that are kept when the window is cut. A token has at least one byte and a character at most four, so
 the first three tokens may be decoded wrongly and the last three may still change; the others are decoded as
 in the whole text.
@@ -41,7 +22,6 @@ in the whole text.
 
 WINDOW = 24
 """Maximum tokens that are kept. A larger window is cut less often; a smaller one has less to decode again."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
 _HALF = "\ufffd"
 
@@ -64,11 +44,7 @@ class Detokenizer:
         """True if the returned text contains all ids that were fed."""
 
     def copy(self) -> "Detokenizer":
-<<<<<<< HEAD
-        """Return a copy of this detokenizer, in the same state and independent of it."""
-=======
         """Return an independent copy in the same state."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         twin = Detokenizer.__new__(Detokenizer)
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))

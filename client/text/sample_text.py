@@ -1,17 +1,8 @@
-<<<<<<< HEAD
-"""``SampleText``: text and stop strings of one sample as its tokens arrive; and ``cut``, the text before a
-stop string.
-
-Invariants:
-- Text that was given out is final: no stop string can begin in it and no character in it is incomplete. All
-  of it together is the text of the sample.
-=======
 """Text and stop strings of one sample as its tokens arrive; and results cut at a stop string.
 
 Invariants:
 - Returned text is final: no stop string can begin in it and no character in it is incomplete. All of it
   together is the text of the sample.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 - A stop string ends the output after the token that completes it: the first token with which the decoded
   output contains the stop string. The result does not depend on how the tokens were divided into messages.
 """
@@ -35,6 +26,7 @@ class SampleText:
     Attributes:
         length: number of tokens up to the one that completed a stop string, or None.
         settled: number of tokens whose text is known; without stop strings, all.
+
     """
 
     __slots__ = (
@@ -62,12 +54,7 @@ class SampleText:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         self._matcher = None if stops is None else StopMatcher(stops)
         self._skip = min_new_tokens
-<<<<<<< HEAD
-        # What a match is traced back to its token with: the state after the last settled token, and what came
-        # since.
-=======
         # A match is traced back to its token from the state after the last settled token.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         self._checkpoint = self._detokenizer if stops is None else self._detokenizer.copy()
         self._before = 0  # characters up to the checkpoint
         self._unsettled: list[int] = []
@@ -100,15 +87,11 @@ class SampleText:
         return shown
 
     def finish(self, last: Sequence[int] = ()) -> str:
-<<<<<<< HEAD
-        """Return the rest of the text, when the output is complete. ``last``: ids whose text is added without
-        looking for stop strings in them, such as a stop token that is to be kept.
-=======
         """Return the rest of the text, when the output is complete.
 
         Args:
             last: ids whose text is added without a search, such as a stop token that is kept.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
+
         """
         if self.length is not None:
             return ""
@@ -150,14 +133,9 @@ class SampleText:
 
 
 def cut(output: GenerateOutput, length: int) -> GenerateOutput:
-<<<<<<< HEAD
-    """Return the output with only its first ``length`` tokens: every list about output tokens is cut. Values
-    about the prompt, the finish reason and the times are unchanged.
-=======
     """Return the output with only its first ``length`` tokens: every list over output tokens is cut.
 
     Values of the prompt, the finish reason and the times are unchanged.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
     """
     if length >= len(output.output_ids):
         return output

@@ -1,16 +1,9 @@
 """Finds stop strings in text as it arrives.
 
 Invariants:
-<<<<<<< HEAD
-- The first complete match counts, and of several that end at the same character the longest. So the result
-  does not depend on how the text is divided into tokens, or tokens into messages.
-- Text that could be the beginning of a stop string is held back until it cannot be one any more, or until the
-  text ends.
-=======
 - The first complete match counts; of several that end at the same character, the longest. So the result does
   not depend on how text is divided into tokens, or tokens into messages.
 - Text that could begin a stop string is held back until it cannot any more, or until the text ends.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 - The time is linear in the text and does not depend on the number of stop strings (Aho and Corasick 1975).
 """
 
@@ -28,16 +21,12 @@ class StopStrings:
     __slots__ = ("depth", "fail", "first", "longest", "next")
 
     def __init__(self, stops: Sequence[str]) -> None:
-<<<<<<< HEAD
-        """Raise InvalidRequest if a stop string is empty or not a string."""
-=======
         """Build the automaton.
 
         Raises:
             InvalidRequest: a stop string is empty or not a string.
 
         """
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         _check(stops)
         self.next: list[dict[str, int]] = [{}]
         """State after each character that continues a stop string, by state."""
@@ -82,15 +71,11 @@ class StopStrings:
 
 
 def shared_stop_strings(stops: Sequence[str]) -> StopStrings:
-<<<<<<< HEAD
-    """Return the automaton of these stop strings; requests with the same stop strings share it. Raises like
-    :class:`StopStrings`.
-=======
     """Return the automaton of these stop strings, which requests with the same ones share.
 
     Raises:
         InvalidRequest: a stop string is empty or not a string.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
+
     """
     _check(stops)
     return _built(tuple(stops))
@@ -129,14 +114,9 @@ class StopMatcher:
         """The stop string that was found, or None."""
 
     def feed(self, text: str) -> str:
-<<<<<<< HEAD
-        """Add text; returns the text in which no stop string can begin any more. After a :attr:`match` this
-        is the text before it, and later text is ignored.
-=======
         """Add text; return the text in which no stop string can begin any more.
 
         After a :attr:`match` this is the text before it, and later text is ignored.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         """
         if self.match is not None:
             return ""
@@ -158,11 +138,7 @@ class StopMatcher:
         return buffer[:clear]
 
     def skip(self, text: str) -> str:
-<<<<<<< HEAD
-        """Add text without looking for stop strings, and return it; only before the first :meth:`feed`."""
-=======
         """Add text without a search, and return it; only before the first :meth:`feed`."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         self._seen += len(text)
         return text
 

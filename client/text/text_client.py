@@ -1,9 +1,4 @@
-<<<<<<< HEAD
-"""``AsyncTextClient`` and ``TextClient``: generation with text input, stop strings and text output, from
-Python.
-=======
 """Clients for generation with text input, stop strings and text output, for asyncio and for threads.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
 Invariants:
 - The HTTP front end tokenizes, decodes and searches for stop strings in the same way (tokenizer_manager.py).
@@ -36,13 +31,7 @@ ResultT = TypeVar("ResultT")
 
 
 class TextOptions(TypedDict, total=False):
-<<<<<<< HEAD
-    """Keywords of every generation of text: fields of :class:`~.tokenizer_manager.GenerationRequest`, with
-    its defaults.
-    """
-=======
     """Keywords of every generation of text: fields of :class:`~.tokenizer_manager.GenerationRequest`."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
     no_stop_trim: bool
     skip_special_tokens: bool
@@ -88,16 +77,6 @@ class AsyncTextClient:
         timeout: float | None = None,
         **options: Unpack[TextOptions],
     ) -> Any:
-<<<<<<< HEAD
-        """Generate and wait for the results. One prompt returns one :class:`Sample` (a list if ``n`` > 1); a
-        list of prompts returns a list of samples in the order of the prompts, with the ``n`` samples of each
-        prompt together.
-
-        Args:
-            prompt: text or token ids, or a list of such prompts.
-            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a
-                dict of its fields.
-=======
         """Generate and wait for the results.
 
         One prompt returns one :class:`Sample` (a list if ``n`` > 1); a list of prompts returns a list of
@@ -107,16 +86,11 @@ class AsyncTextClient:
             prompt: text or token ids, or a list of such prompts.
             sampling_params: one for all prompts, or one per prompt: :class:`SamplingParams`, or a dict of its
                 fields.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
             stop: strings at which a sample ends; ``text`` and tokens are cut there.
             no_stop_trim: keep the stop string or token in the text.
             skip_special_tokens: leave special tokens out of the text; True by default.
             add_special_tokens: let the tokenizer add its special tokens to text, such as BOS; True by
-<<<<<<< HEAD
-                default. False for prompts that a chat template has written.
-=======
                 default. Give False for prompts that a chat template has written.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
             rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
             timeout: seconds for the whole call. None means no limit.
 
@@ -126,6 +100,7 @@ class AsyncTextClient:
             TimedOut: not all generations ended within ``timeout``; they are aborted.
             InvalidRequest: a prompt is neither text nor token ids, or a parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
+
         """
         prompts, single = _prompts(prompt)
         params = per_prompt_sampling(sampling_params, len(prompts))
@@ -153,22 +128,13 @@ class AsyncTextClient:
         **options: Unpack[TextOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the text of one prompt as it comes; the last chunk of each sample has its :class:`Sample`.
-<<<<<<< HEAD
-=======
 
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         Closing the generator early aborts the request. Arguments and errors are those of :meth:`generate`.
         """
         return self._manager.stream(_request(prompt, sampling_params, stop, rid, options))
 
     async def close(self) -> None:
-<<<<<<< HEAD
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
-        Idempotent.
-        """
-=======
         """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         await self.client.close()
 
     async def __aenter__(self) -> Self:
@@ -181,13 +147,7 @@ class AsyncTextClient:
 
 
 class TextClient:
-<<<<<<< HEAD
-    """Text over a connection to one engine, for any number of threads; arguments are those of
-    :class:`AsyncTextClient`.
-    """
-=======
     """Text over a connection to one engine, for any number of threads; see :class:`AsyncTextClient`."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
     def __init__(
         self,
@@ -248,13 +208,7 @@ class TextClient:
                         ending.result()
 
     def close(self) -> None:
-<<<<<<< HEAD
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
-        Idempotent.
-        """
-=======
         """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         if not self._process.is_here:
             return
         with self._submitting:
@@ -305,11 +259,7 @@ def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
 
 
 def _prompts(given: Any) -> tuple[list[Prompt], bool]:
-<<<<<<< HEAD
-    """Return the prompts, and whether the caller passed one rather than several."""
-=======
     """Return the prompts, and True if the caller passed one rather than several."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
     if isinstance(given, str):
         return [given], True
     if isinstance(given, Sequence) and given and isinstance(given[0], str):

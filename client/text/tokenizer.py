@@ -4,11 +4,7 @@ Invariants:
 - The results equal those of ``transformers.AutoTokenizer`` for the same folder, without importing
   transformers: ids of a text, text of ids, prompt of a conversation. As there, no spaces are added between
   special tokens, and ``clean_up_tokenization_spaces``, which damages byte-level text, is not applied.
-<<<<<<< HEAD
-- Immutable after loading, so threads may share it.
-=======
 - A tokenizer is immutable after loading, so threads may share it.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,16 +44,11 @@ class TextTokenizer:
         skipped: the ids that ``skip_special_tokens`` leaves out.
         byte_ids: ids that stand for one byte each where the decoder joins runs of them into characters
             (SentencePiece's byte fallback); empty for byte-level tokenizers.
-<<<<<<< HEAD
-        size: ids from here on are unknown, and decode to nothing.
-        longest: characters of the longest entry of the vocabulary. A text of ``n`` characters is at least ``n
-            / longest`` tokens, but where the tokenizer drops or joins characters (unknown ones, in
-=======
         size: first id that is unknown; it and all above decode to nothing.
         longest: characters of the longest entry of the vocabulary. A text of ``n`` characters has at least
             ``n / longest`` tokens, unless the tokenizer drops or joins characters (unknown ones, in
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
             SentencePiece).
+
     """
 
     def __init__(
@@ -77,18 +68,14 @@ class TextTokenizer:
     @classmethod
     def from_folder(cls, path: str | Path) -> "TextTokenizer":
         """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``.
-<<<<<<< HEAD
-        Whether a text gets a BOS token is up to ``tokenizer.json``: ``add_bos_token`` of the config is not
-        looked at, as in transformers.
-=======
 
         ``tokenizer.json`` decides if a text gets a BOS token; as in transformers, ``add_bos_token`` of the
         config has no effect.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
         Raises:
             TokenizerMissing: there is no ``tokenizer.json``.
             CheckpointError: a file cannot be read.
+
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -129,6 +116,7 @@ class TextTokenizer:
 
         Raises:
             InvalidRequest: an id is negative or not an integer.
+
         """
         try:
             if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
@@ -150,15 +138,11 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-<<<<<<< HEAD
-        """Return the prompt of a conversation; encode it without adding special tokens, the template has
-        written them.
-=======
         """Return the prompt of a conversation, to be encoded without adding special tokens.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
+
         """
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template", field="messages")
@@ -176,11 +160,7 @@ def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-<<<<<<< HEAD
-    """Return the JSON object of a file; empty where there is no file."""
-=======
     """Return the JSON object of a file; empty without the file."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
     if not file.is_file():
         return {}
     try:
@@ -213,13 +193,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-<<<<<<< HEAD
-    """Templates by name. ``chat_template.jinja`` goes before ``chat_template.json`` and
-    ``tokenizer_config.json``.
-    """
-=======
     """Return templates by name; ``chat_template.jinja`` takes precedence."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(in_config, str):

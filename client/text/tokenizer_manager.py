@@ -2,15 +2,6 @@
 
 Invariants:
 - Every sample ends in exactly one :class:`Sample`, or its request in one exception. Messages of the engine
-<<<<<<< HEAD
-  that arrive after a stop string was found (more tokens, the reply to the abort) do not change the sample;
-  only an error of the engine is raised.
-- The engine does not generate tokens that are not needed: a stop string aborts its sample there, and a
-  cancelled :meth:`generate` or a closed :meth:`stream` aborts its request.
-- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk. Stop
-  strings are searched for as tokens arrive, independently of the reader.
-- Requests without stop strings that do not stream get one message from the engine, and are decoded once.
-=======
   after a stop string was found (more tokens, the reply to the abort) do not change the sample; only an error
   of the engine is raised.
 - The engine generates no tokens that are not needed: a stop string aborts its sample there, and a cancelled
@@ -18,7 +9,6 @@ Invariants:
 - A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk. The search
   for stop strings goes on as tokens arrive, independently of the reader.
 - A request without stop strings that does not stream gets one message from the engine, and is decoded once.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
 Runs on one event loop, that of the client.
 """
@@ -43,11 +33,7 @@ from .stop_strings import StopStrings, shared_stop_strings
 from .tokenizer import TextTokenizer
 
 ENCODE_INLINE = 2048
-<<<<<<< HEAD
-"""Characters of the longest text that is tokenized on the event loop: about a millisecond. Longer ones take a
-=======
 """Characters of the longest text that is tokenized on the event loop, in about a millisecond; others take a
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 thread.
 """
 
@@ -59,15 +45,11 @@ _DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-<<<<<<< HEAD
-    """One prompt with ``sampling_params.n`` samples. The constructor raises InvalidRequest if a field is too
-    large.
-=======
     """One prompt with ``sampling_params.n`` samples.
 
     Raises:
         InvalidRequest: a field is too large.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
+
     """
 
     prompt: str | Sequence[int]
@@ -96,13 +78,7 @@ class GenerationRequest:
     cache_salt: str = ""
     min_weights_epoch: int | None = None
     scored: bool = False
-<<<<<<< HEAD
-    """Only the prompt is of interest: the engine samples a token all the same, which is left out of
-    everything.
-    """
-=======
     """Only the prompt is of interest: the token that the engine samples all the same is left out."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -127,12 +103,7 @@ class Sample:
     text: str
     """The text, without the stop string or token that ended it unless ``no_stop_trim``."""
     output: GenerateOutput
-<<<<<<< HEAD
-    """Tokens, logprobs and spans, all cut at the token that completed a stop string; its finish reason is
-    then ``stop``.
-=======
     """Tokens, logprobs and spans, all cut at the token that completed a stop string (finish reason ``stop``).
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
     """
     matched: int | str | None
     """Stop string or token id that ended it. None unless the finish reason is ``stop``."""
@@ -147,12 +118,7 @@ class Chunk:
     rid: str
     """Request id: the given one, or a random one."""
     text: str
-<<<<<<< HEAD
-    """The new text: never half a character, and held back while it could be the beginning of a stop string.
-    """
-=======
     """The new text, of whole characters, as far as no stop string can begin in it."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
     delta: TokenDelta | None
     """New tokens. None if only text is new."""
     finished: Sample | None
@@ -173,11 +139,7 @@ class _Work:
     stops: StopStrings | None
 
     def new_text(self) -> SampleText | None:
-<<<<<<< HEAD
-        """Return the object that makes text of one sample's tokens; None if no text is wanted."""
-=======
         """Return the text of a new sample; None if no text is wanted."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         if self.tokenizer is None:
             return None
         return SampleText(
@@ -189,11 +151,7 @@ class _Work:
         )
 
     def finished(self, output: GenerateOutput, text: str, stopped: SampleText | None) -> Sample:
-<<<<<<< HEAD
-        """Return the terminal result; ``stopped`` is given where a stop string ended it."""
-=======
         """Return the terminal result; ``stopped`` has the stop string that ended it, if any."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         if self.request.scored:
             ended = output.finish_reason.type in ("stop", "length")
             reason = FinishReason(type="length", length=0) if ended else output.finish_reason
@@ -213,13 +171,7 @@ class _Work:
 
 
 class _Follower:
-<<<<<<< HEAD
-    """The tokens of one sample that have arrived, and which of them its reader has not seen. Text is made
-    when it is asked for.
-    """
-=======
     """The tokens of one sample that have arrived, made into text when it is asked for."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
     def __init__(self, work: _Work, index: int) -> None:
         self._work = work
@@ -240,11 +192,7 @@ class _Follower:
             self._arrived.append(delta)
 
     def end(self, output: GenerateOutput) -> None:
-<<<<<<< HEAD
-        """Return the engine's terminal result; all tokens have arrived."""
-=======
         """Take the engine's terminal result; all tokens have arrived."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         self._output = output
 
     @property
@@ -266,12 +214,7 @@ class _Follower:
             self._ended = output is not None
             return
         ids = list(chain.from_iterable(delta.output_ids for delta in arrived))
-<<<<<<< HEAD
-        # A stop token has no text of its own. It comes in one message with the end, so none is taken for text
-        # before.
-=======
         # A stop token has no text, and comes in one message with the end.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         last = ids[-1:] if output is not None and output.finish_reason.matched is not None else []
         self._show(text.feed(ids[: len(ids) - len(last)]))
         if output is not None and not self._ended:
@@ -307,13 +250,7 @@ class _Follower:
             self._unread.append(text)
 
     def _read_tokens(self) -> TokenDelta | None:
-<<<<<<< HEAD
-        """Tokens are given out together with their text: they wait while a stop string could still cut them
-        off.
-        """
-=======
         """Return the tokens whose text is known: others may still be cut off by a stop string."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         if not self._tokens:
             return None
         delta = joined(self._tokens)
@@ -358,11 +295,7 @@ class _Flow:
         return found
 
     def next_chunk(self) -> Chunk | None:
-<<<<<<< HEAD
-        """Return the unread part of one sample, of the one that has waited longest; None: there is none."""
-=======
         """Return what is unread of the sample that has waited longest; None if nothing is."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         while self._unread:
             index = next(iter(self._unread))
             del self._unread[index]
@@ -395,13 +328,7 @@ def _abort(channel: Channel, generation: Generation[Result, Deltas], index: int 
 
 
 class TokenizerManager:
-<<<<<<< HEAD
-    """Generates text over one client. Without a tokenizer prompts and results are token ids, and texts are
-    empty.
-    """
-=======
     """Generates text over one client. Without a tokenizer prompts are token ids, and texts are empty."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
 
     def __init__(
         self,
@@ -410,15 +337,10 @@ class TokenizerManager:
         *,
         context_length: int | None = None,
     ) -> None:
-<<<<<<< HEAD
-        """``context_length``: the engine's, in tokens. Texts that must be longer are refused without
-        tokenizing them. None: no limit.
-=======
         """Take the engine's context length in tokens; None means no limit.
 
         Texts that must be longer are refused without tokenizing them.
 
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         """
         self.client = client
         self.tokenizer = tokenizer
@@ -429,16 +351,10 @@ class TokenizerManager:
         """Return all samples of one prompt, in order. If cancelled, the generation is aborted.
 
         Raises:
-<<<<<<< HEAD
-            InvalidRequest: a prompt that is no text or no ids, stop strings or text where there is no
-                tokenizer, ...
-            EngineError: refused or failed; what had been generated is in ``.output`` and ``.outputs``.
-=======
             InvalidRequest: the prompt is neither text nor ids, or there is text or a stop string without a
                 tokenizer.
             EngineError: refused or failed; ``.output`` and ``.outputs`` have what had been generated.
 
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         """
         work = await self._prepare(request, stream=False)
         if work.stops is None:
@@ -450,16 +366,12 @@ class TokenizerManager:
         return [flow.follower(output.index).sample() for output in outputs]
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-<<<<<<< HEAD
-        """Chunks as they come; each sample's last has its :class:`Sample`. Closed early: aborted. Raises as
-        :meth:`generate`, refusals at the first step, failures after what had been generated.
-=======
         """Yield chunks as they come; the last of each sample has its :class:`Sample`. If closed early, abort.
 
         Raises:
             EngineError: as :meth:`generate`; a refusal at the first step, a failure after what had been
                 generated.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
+
         """
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
@@ -478,15 +390,11 @@ class TokenizerManager:
                 _abort(self.client.channel, flow.generation)
 
     async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
-<<<<<<< HEAD
-        """Many prompts at once, in order. Cancelled, or one refused or failed: the others are aborted, and
-        the first such error is raised, with its position as a note.
-=======
         """Return the samples of many prompts, in order; a failure or cancellation aborts all others.
 
         Raises:
             EngineError: of the first prompt that was refused or failed, with its position as a note.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
+
         """
         tasks: list[asyncio.Task[list[Sample]]] = []
         try:
@@ -508,13 +416,7 @@ class TokenizerManager:
         return [task.result() for task in tasks]
 
     def abort_all(self) -> None:
-<<<<<<< HEAD
-        """Abort every generation of this manager; each returns what it has. Generations of other clients go
-        on.
-        """
-=======
         """Abort every generation of this manager, but none of other clients; each returns what it has."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         for generation in self._live:
             _abort(self.client.channel, generation)
 
@@ -522,13 +424,8 @@ class TokenizerManager:
         """Return the token ids of a text.
 
         Raises:
-<<<<<<< HEAD
-            PromptTooLong: it has more characters than the context has tokens, times those of the longest
-                token.
-=======
             PromptTooLong: it has more characters than as many of the longest token as fit into the context.
 
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         """
         return self._encoder(text).encode(text, add_special_tokens=add_special_tokens)
 
@@ -552,14 +449,9 @@ class TokenizerManager:
         return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
 
     def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
-<<<<<<< HEAD
-        """Return the tokenizer, if ``text`` can fit into the context. Checked before, since tokenizing takes
-        hundreds of bytes per character.
-=======
         """Return the tokenizer, if ``text`` can fit into the context.
 
         Tokenizing takes hundreds of bytes for each character.
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
         """
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
@@ -616,11 +508,7 @@ class TokenizerManager:
 
 
 def _whole(work: _Work, output: GenerateOutput) -> Sample:
-<<<<<<< HEAD
-    """Return the result of a sample that was not followed."""
-=======
     """Return the result of a sample whose tokens came at once."""
->>>>>>> ba4a0540 (Texts of client/text are plain; deltas are joined where they are read)
     follower = _Follower(work, output.index)
     follower.arrive(output.as_delta())
     follower.end(output)
