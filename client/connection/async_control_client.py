@@ -40,7 +40,8 @@ from .sessions import OpenSession
 from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
-    from ..trainer import NamedTensors, Send, SharedBuckets, Steps, WeightUpdateGroup
+    from ..trainer import NamedTensors, SharedBuckets, WeightUpdateGroup
+    from ..trainer.steps import Send, Steps
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
@@ -196,7 +197,7 @@ class AsyncControlClient:
         sent in several calls of one session: the open one of :meth:`weight_update`, else a new one.
         ``timeout`` limits each call.
         """
-        from ..trainer import tensor_steps
+        from ..trainer.steps import tensor_steps
 
         steps = tensor_steps(
             named_tensors,
@@ -218,7 +219,7 @@ class AsyncControlClient:
 
         Arguments are those of :meth:`update_weights_from_tensor`.
         """
-        from ..trainer import ipc_steps
+        from ..trainer.steps import ipc_steps
 
         steps = ipc_steps(
             named_tensors,

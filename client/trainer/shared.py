@@ -195,6 +195,7 @@ class SharedBuckets:
             other.close()
 
     def close(self) -> None:
+        """Release the bucket that is kept."""
         bucket = self._swap(None)
         if bucket is not None:
             bucket.close()
