@@ -20,13 +20,13 @@ from rich.text import Text
 
 from ..io_struct import MAX_TRACE_STEPS, CaesuraError, Message
 from ..io_struct.control import MAX_DURATION_S
-from ..io_struct.text import printable
+from ..io_struct.field_errors import printable
 from .connection.blocking import SchedulerClient
 from .connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .exceptions import TimedOut
 from .keygen import keygen
 from .launch.launcher import engine_command, worker_command
-from .launch.supervise import supervise
+from .launch.supervisor import supervise
 from .serve.command import serve
 from .status_rows import MIB, status_rows
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...io_struct import GetStatusReqOutput, MemoryEvent
-from ...io_struct.text import printable
+from ...io_struct.field_errors import printable
 from ..connection.blocking import ControlClient
 from .record import TAGS, MemoryRecord, fetch
 from .text import MIB, cause, clock, model_label, size, span
