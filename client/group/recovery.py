@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ...io_struct import GetStatusReqOutput
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from ..exceptions import EngineError, InvalidRequest, MemoryReleased, NoSession, WeightsInvalid
 from .members import EngineAddress, Member
 from .session import ABORT_S, Verify, everywhere

@@ -52,10 +52,14 @@ class ReplicaFleet(Fleet):
 
     def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
         """Take ``processes``, which have started; ``options`` are those of :class:`Fleet`."""
-        server_key, client_key = processes.keys
         super().__init__(
             [
-                EngineAddress(replica.supervisor.endpoint, server_key, client_key, name=replica.name)
+                EngineAddress(
+                    replica.supervisor.endpoint,
+                    processes.keys.get("curve_server_key"),
+                    processes.keys.get("curve_client_key_file"),
+                    replica.name,
+                )
                 for replica in processes.replicas
             ],
             owner=owner,

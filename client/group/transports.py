@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from ..connection.options import folder_of
 from ..exceptions import EngineError, GroupError, InvalidRequest
 from .members import Member

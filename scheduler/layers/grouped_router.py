@@ -1,10 +1,8 @@
-"""Routing by groups of experts (DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section
-2.1.2).
+"""Routing by groups of experts.
 
-Invariants:
-- Logits and scores are float32, products included: the choice is discrete, and a logit rounded to bf16
-  changes it.
-- The bias, which balances load without a loss, decides the choice and never an expert's weight.
+DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section 2.1.2. Invariants: logits and
+scores are float32, products included, since a logit rounded to bf16 changes the choice. The bias, which
+balances load without a loss, decides the choice and never an expert's weight.
 """
 
 from collections.abc import Iterator
@@ -116,7 +114,6 @@ class GroupedRouter:
         return ids, weights.mul_(self._scale)
 
     def _in_top_groups(self, choice: Tensor) -> Tensor:
-        """Return ``choice`` [T, experts] with -inf outside the chosen groups."""
         grouped = choice.unflatten(1, (self._num_groups, -1))
         best = grouped.amax(-1) if self._group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
         chosen = best.topk(self._top_groups, dim=-1).indices

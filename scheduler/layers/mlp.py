@@ -17,7 +17,6 @@ _CUT, _SLOPE = 7.0, 1.702
 
 
 def bent(gate: Tensor, up: Tensor, bend: Bend) -> Tensor:
-    """Return ``bend(gate) * up`` by torch, in fresh memory."""
     if bend == "silu":
         return functional.silu(gate).mul_(up)
     if bend == "gelu_tanh":

@@ -1,7 +1,5 @@
-"""Builds the status reply: one consistent snapshot of the engine.
-
-Invariants: the snapshot is taken between two steps; it has no side effect (it empties no cache, synchronises
-no stream and generates no token).
+"""Builds the status reply: a snapshot between two steps, without side effects (no cache is emptied, no stream
+synchronised).
 """
 
 import os
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
-    """Return the reply to status request ``message_id``."""
     state, steps, now, last = engine.state, engine.steps, monotonic(), engine.scheduler.last_step_at
     return GetStatusReqOutput(
         id=message_id,

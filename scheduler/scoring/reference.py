@@ -29,17 +29,11 @@ _STRATEGIES: dict[Residency, tuple[Strategy, Strategy]] = {
     "offload": (ComponentOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
     "layerwise": (LayerwiseOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
 }
-"""Strategies of the weights and of the KV pages; the contents of the pages need not be preserved between
-requests.
-"""
+"""Strategies of the weights and of the KV pages, whose contents need not be preserved between requests."""
 
 
 def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -> ReferenceModel | None:
-    """Load the reference model; None if the configuration has none.
-
-    Raises:
-        CaesuraError: the same errors as loading the policy.
-    """
+    """Load the reference model, if the configuration has one; raises what loading the policy does."""
     if config.reference_model_path is None:
         return None
     residency.register(WEIGHTS.name, _STRATEGIES[config.reference_residency][0], tag="weights")
@@ -92,7 +86,7 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
 
 
 def _layers(model: CausalLM) -> list[list[Tensor]]:
-    """Parameters and derived tensors by decoder layer, according to their names."""
+    """Return parameters and derived tensors by decoder layer, according to their names."""
     layers: list[list[Tensor]] = [[] for _ in range(model.config.num_layers)]
     for name, tensor in model.named_storage():
         if (found := _LAYER.match(name)) is not None:

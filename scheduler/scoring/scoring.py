@@ -7,8 +7,7 @@ Invariants:
 - Every accepted message gets exactly one answer, with as many log-probabilities per sequence as it asked for.
 - Scoring holds the loop for one layer, or for a few rows of the output head, at a time. Prompts are cut so
   that a layer takes at most :data:`SLICE_S`. The loop does not wait for an asynchronous device.
-- Logits never exist for all tokens at once: the output head and what follows process a few rows at a time, in
-  memory of fixed size.
+- Logits exist for a few rows at a time only, in memory of fixed size.
 - Sequences are computed in the order of arrival, several in one forward if they fit. At most the first one is
   partly computed, so a pool with pages for the longest sequence is enough.
 """
@@ -60,9 +59,7 @@ PAGES = ComponentUse(name="reference_kv")
 
 _REQUEST = "score"
 _ROWS = 16
-"""The output head processes a multiple of this many rows. Fewer are hardly faster, since all of its weights
-are read anyway.
-"""
+"""The output head processes a multiple of this many rows; fewer are hardly faster."""
 _ROW_BYTES_CPU = 10 << 20
 _ROW_BYTES = 128 << 20
 """Bytes of float32 logits that exist at a time; :data:`_ROWS` rows are allowed even if they need more."""
@@ -72,20 +69,15 @@ _Ids = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Message:
-    """A message under way."""
-
     id: str
     temperature: float
     logprobs: list[npt.NDArray[np.float32]]
     """One array per sequence, for its tokens from ``start`` on; filled in as they are computed."""
     unfinished: int = 0
-    """Number of unfinished sequences."""
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence of a message."""
-
     message: _Message
     ids: _Ids
     start: int
@@ -140,14 +132,13 @@ class Scoring:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is queued, under way or to be answered."""
         return bool(self._work is not None or self._queue or self._answers)
 
     def accept(self, message: ScoreReqInput) -> None:
         """Queue all sequences of a message, or none.
 
         Raises:
-            CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full`` or
+            CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full``,
                 ``memory_released``.
         """
         self._engine.state.require_resident("weights")
@@ -174,7 +165,7 @@ class Scoring:
         self._answer_if_complete(job)
 
     def advance(self) -> list[ScoreReqOutput | ErrorReply]:
-        """Compute for one slice; returns the answers that are ready."""
+        """Compute for one slice; return the answers that are ready."""
         engine = self._engine
         started, self.waits = perf_counter(), False
         if "weights" in engine.state.released:
@@ -206,7 +197,6 @@ class Scoring:
         return answers
 
     def status(self) -> ReferenceStatus:
-        """Return the reference's part of the engine's status."""
         engine = self._engine
         return ReferenceStatus(
             model_path=self._reference.model_path,
@@ -286,8 +276,8 @@ class Scoring:
         self._record(chunk, out.cpu().numpy())
 
     def _logprobs(self, hidden: Tensor, targets: Tensor, scales: Tensor) -> Generator[None, None, Tensor]:
-        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden], float32 [S]; logits are divided
-        by ``scales`` [S].
+        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden]; logits are divided by ``scales``
+        [S].
         """
         model, device = self._reference.model, self._reference.device
         vocab_size = model.config.vocab_size
@@ -414,9 +404,7 @@ def _check(message: ScoreReqInput, limits: ReferenceModel, pool_pages: int) -> N
 
 
 def _failure(error: Exception) -> CaesuraError:
-    """Return the error to answer after ``error``: a copy without the traceback, which would keep tensors
-    alive.
-    """
+    """Return the error to answer: a copy without the traceback, which would keep tensors alive."""
     logger.error("scoring failed", exc_info=error)
     if isinstance(error, CaesuraError):
         return CaesuraError(error.code, error.message, **error.detail)
