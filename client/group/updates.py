@@ -189,7 +189,7 @@ class Updates:
         reply = self._combined(replies, request.id)
         opened.calls += 1
         opened.tensors += reply.written_tensors
-        opened.source = Source(path=getattr(request, "model_path", None), updated=True)
+        opened.source = Source(getattr(request, "model_path", None), updated=True)
         if opened.kind == "single":
             return await self._commit(opened, None, request.id)
         if opened.missing is not None:
@@ -354,7 +354,7 @@ class Updates:
             done = await opened.session.commit(label, SETTLE_S)
         except FleetUpdateFailed as error:
             raise await self._refused_commit(opened, error) from error
-        fleet.committed(done, opened.source or Source(path=fleet.source.folder, updated=True))
+        fleet.committed(done, opened.source or Source(fleet.source.folder, updated=True))
         fleet.awaits_update = False
         for member in fleet.dispatcher.serving:
             if member not in done.replies:
@@ -376,7 +376,7 @@ class Updates:
         """Abort the session on all, and return the error for its caller."""
         await opened.session.abort()
         await self._over(opened)
-        error.serving = error.detail["serving"] = [each.name for each in self._fleet.dispatcher.serving]
+        error.still_serve(self._fleet.dispatcher.serving)
         by_all = len(error.reasons) == opened.count and uniform(error.reasons)
         return next(iter(error.reasons.values())) if by_all else error
 
