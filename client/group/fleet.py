@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from ...io_struct import GetStatusReqOutput, PauseMode, WeightUpdateReqOutput, new_id
 from ..connection.async_client import AsyncGenerationHandle
@@ -99,6 +99,18 @@ class FleetStatus:
     """Number of times that a request was continued on another member."""
     members: list[MemberStatus]
     """All engines, in the order in which they were added."""
+
+
+class FleetOptions(TypedDict, total=False):
+    """Keywords of every fleet, as :class:`Fleet` explains them."""
+
+    owner: str | None
+    verify: Verify
+    patience_s: float | None
+    keepalive_timeout: float | None
+    look_interval_s: float
+    lease_s: float | None
+    adopt: Adopt
 
 
 class Fleet:

@@ -16,14 +16,13 @@ Runs on one event loop; supervisors report from their threads.
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Self
 
 from ...io_struct import GetStatusReqOutput, MemoryTag, PauseMode, new_id
 from ...io_struct.control import LeaseAction
-from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
 from ..launch.supervisor import Down, Ended, Serving
 from ..launch.supervisor import State as ProcessState
@@ -143,9 +142,9 @@ class ReplicaFleet(Fleet):
         self._copies.end()
         self.dispatcher.end()
 
-    async def send(self, members: Sequence[Member], call: Callable[[AsyncSchedulerClient], Any]) -> Answers:
-        """Make the same call to ``members``; those that do not answer are out of routing."""
-        answers = await everywhere(members, lambda member: call(member.client), None)
+    async def send(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Answers:
+        """Call a method of the clients of ``members``; those that do not answer are out of routing."""
+        answers = await everywhere(members, lambda member: getattr(member.client, method)(*args, **options))
         for member, error in answers.out.items():
             self.dispatcher.drop(member, error, "it does not answer")
         return answers
@@ -153,6 +152,10 @@ class ReplicaFleet(Fleet):
     def combine(self, answers: Answers) -> Any:
         """Return the one reply of all that have answered. Raises as :func:`combined_answer`."""
         return combined_answer(answers, self.position, self.tp)
+
+    async def call(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Any:
+        """:meth:`send`, and return the one reply."""
+        return self.combine(await self.send(members, method, *args, **options))
 
     def position(self, member: Member) -> int:
         return self.members.index(member)
