@@ -1,6 +1,5 @@
-"""The Litestar application: all routes of a :class:`FrontEnd`, with one key check and one limit on bodies.
-
-Invariant: a route without an access class needs the admin key, so a forgotten one cannot open anything.
+"""The Litestar application. A route without an access class needs the admin key, so a forgotten one opens
+nothing.
 """
 
 from collections.abc import Sequence
@@ -41,8 +40,6 @@ ROUTES: list[HTTPRouteHandler] = [
 
 
 def create_app(front: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES) -> Litestar:
-    """Return the ASGI application; the caller closes ``front.client``."""
-
     async def provide() -> FrontEnd:
         return front
 

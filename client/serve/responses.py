@@ -1,7 +1,6 @@
 """Responses of routes: results of commands, server-sent events, and clients that disconnect.
 
-Invariants: when a client disconnects, its generations are aborted; commands are timed and counted in one
-place, :func:`command`.
+Invariant: when a client disconnects, its generations are aborted.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from .errors import error_fields, json_response, native_error, status_of
 
 T = TypeVar("T")
 Outcome = Callable[[Any], str]
-"""Function that makes the message of an answer from the engine's reply."""
+"""Message of an answer, from the engine's reply."""
 
 
 class ClientLeft(Exception):  # noqa: N818  nothing went wrong here
@@ -30,11 +29,7 @@ class ClientLeft(Exception):  # noqa: N818  nothing went wrong here
 
 
 async def unless_left(request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``, which is cancelled when the client disconnects.
-
-    Raises:
-        ClientLeft: it did.
-    """
+    """Return the result of ``work``; if the client disconnects, cancel it and raise ClientLeft."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_departure(request))
     watcher.add_done_callback(lambda _: task.cancel())
@@ -55,12 +50,12 @@ async def _departure(request: HTTPRequest) -> None:
 
 
 def client_left() -> Response[bytes]:
-    """Return the answer to a client that has disconnected, which only the log sees."""
+    """Return the answer that only the log sees."""
     return Response(b"", status_code=499, media_type="text/plain")
 
 
 def events(frames: AsyncGenerator[bytes, None]) -> Stream:
-    """Return a response of server-sent events; ``frames`` is closed when the client disconnects."""
+    """Return server-sent events; ``frames`` is closed when the client disconnects."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return Stream(_closing(frames), media_type="text/event-stream", headers=headers, status_code=200)
 

@@ -9,7 +9,6 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -20,15 +19,15 @@ from torch import Tensor
 from ...io_struct import FinishReason, GenerateImagesReqOutput, ResultTensor
 from ..memory.mapped_results import in_a_mapping
 from ..runtime.dtypes import NAMES
-from ..scheduling.live_requests import LiveRequests
 from ..scheduling.outputs import Outputs
-from ..scheduling.request import WeightStamp
+from ..scheduling.waiting_queue import LiveRequests
 from .batcher import ImageBatch, ImageBatcher
 from .request import Conditioning, ImageRequest
 from .runner import Decoded, DenoisedOnHost, Encoded, HostResult
 
 if TYPE_CHECKING:
     from ..messaging.outbox import Outbox
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +37,9 @@ TRAIN_TIMESTEPS = 1000
 
 class ImageOutputs(Outputs[ImageRequest]):
     def __init__(
-        self,
-        batcher: ImageBatcher,
-        live: LiveRequests[ImageRequest],
-        outbox: "Outbox",
-        *,
-        on_finished: Callable[[ImageRequest, GenerateImagesReqOutput], None],
-        stamp: WeightStamp,
+        self, engine: "Engine", batcher: ImageBatcher, live: LiveRequests[ImageRequest], outbox: "Outbox"
     ) -> None:
-        super().__init__(batcher.waiting, live, outbox, on_finished=on_finished, stamp=stamp)
+        super().__init__(engine, batcher.waiting, live, outbox)
         self._batcher = batcher
 
     def record(self, batch: ImageBatch, output: HostResult) -> None:

@@ -1,9 +1,8 @@
-"""SGLang's routes for pause, continue, flush, memory and profiling.
+"""SGLang's routes for pause, continue, flush, memory and profiling, with its names and defaults.
 
-Invariants: all state is in the engine; a refusal changes nothing; all HTTP clients count as one owner, so any
-of them can continue the pause of another, and the pause of another owner needs ``force``. Field names and
-defaults are SGLang's; fields below "accepted and ignored" have no meaning here (``docs/reference/http.md``
-says why, and a test compares the two).
+Invariants: a refusal changes nothing; all HTTP clients are one owner, so any of them can continue another's
+pause, and that of another owner needs ``force``. A test compares the ignored and refused fields with
+``docs/``.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -14,8 +13,7 @@ from litestar.exceptions import ClientException
 from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, ErrorCode, MemoryTag, PauseMode, StartProfileReqOutput, TraceActivity
-from ....io_struct.control import LeaseAction, PositiveDuration
-from ....io_struct.profile import TraceSteps
+from ....io_struct.control import LeaseAction, PositiveDuration, TraceSteps
 from ...exceptions import Unsupported
 from ..bodies import HTTPRequest, Strict, query_of, read_control
 from ..context import Front
@@ -23,40 +21,30 @@ from ..errors import json_response, status_of
 from ..responses import acknowledge, command, succeed
 
 MAX_FLUSH_WAIT_S = 3600
-"""Maximum seconds that a flush may wait for idleness."""
 
 
 class PauseBody(Strict, kw_only=True):
-    """``/pause_generation``."""
-
     mode: PauseMode = "abort"
     lease_s: PositiveDuration | None = None
-    """Caesura's own: seconds without a command from an HTTP client after which ``on_lease_expiry`` happens.
-    """
+    """Caesura's own, as the two fields below: seconds without a command of any HTTP client."""
     on_lease_expiry: LeaseAction = "continue"
 
 
 @post("/pause_generation", status_code=200, opt={"access": "admin"})
 async def pause_generation(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Stop at the next step; answered when no step is in flight."""
+    """Answer when no step is in flight."""
     body = await read_control(request, PauseBody)
     work = front.client.pause(body.mode, lease_s=body.lease_s, on_lease_expiry=body.on_lease_expiry)
     return await acknowledge(front, "pause_generation", "Generation paused successfully.", work)
 
 
 class ContinueBody(Strict, kw_only=True):
-    """``/continue_generation``."""
-
     torch_empty_cache: bool = True
     force: bool = False
-    """Caesura's own: continue a pause, and commit an implicit weight session, of a sender other than HTTP
-    clients.
-    """
 
 
 @post("/continue_generation", status_code=200, opt={"access": "admin"})
 async def continue_generation(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Go on, after the device allocator's unused blocks have been returned."""
     body = await read_control(request, ContinueBody)
     work = front.client.continue_generation(torch_empty_cache=body.torch_empty_cache, force=body.force)
     return await acknowledge(front, "continue_generation", "Generation continued successfully.", work)
@@ -97,14 +85,11 @@ async def flush_cache(request: HTTPRequest, front: Front) -> Response[bytes]:
 
 
 class TagsBody(Strict, kw_only=True):
-    """``/release_memory_occupation`` and ``/resume_memory_occupation``."""
-
     tags: list[MemoryTag] | None = None
 
 
 @route("/release_memory_occupation", http_method=["GET", "POST"], status_code=200, opt={"access": "admin"})
 async def release_memory_occupation(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Give device memory back; harmless if it is released already."""
     body = await read_control(request, TagsBody)
     if not front.options.enable_memory_saver:
         raise Unsupported("releasing memory is off: start the server with --enable-memory-saver")
@@ -114,15 +99,12 @@ async def release_memory_occupation(request: HTTPRequest, front: Front) -> Respo
 
 @route("/resume_memory_occupation", http_method=["GET", "POST"], status_code=200, opt={"access": "admin"})
 async def resume_memory_occupation(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Take released memory back; harmless if it is resident."""
     body = await read_control(request, TagsBody)
     await command(front, "resume_memory_occupation", front.client.resume_memory(body.tags))
     return json_response(None)
 
 
 class StartProfileBody(Strict, kw_only=True):
-    """``/start_profile``."""
-
     output_dir: str | None = None
     num_steps: TraceSteps | None = None
     activities: list[TraceActivity] | None = None
@@ -141,7 +123,6 @@ class StartProfileBody(Strict, kw_only=True):
 
 @route("/start_profile", http_method=["GET", "POST"], status_code=200, opt={"access": "admin"})
 async def start_profile(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Record the next steps with torch's profiler; the answer names the file that will be written."""
     body = await read_control(request, StartProfileBody)
 
     async def start() -> StartProfileReqOutput:
@@ -159,17 +140,15 @@ async def start_profile(request: HTTPRequest, front: Front) -> Response[bytes]:
 
 
 class StopProfileBody(Strict, kw_only=True):
-    """``/stop_profile``."""
-
     # accepted and ignored
     num_steps: Any = None
-    """Sent by SGLang's older benchmarks, which repeat what they gave ``/start_profile``."""
+    """SGLang's older benchmarks repeat what they gave ``/start_profile``."""
     start_step: Any = None
 
 
 @route("/stop_profile", http_method=["GET", "POST"], status_code=200, opt={"access": "admin"})
 async def stop_profile(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """End the trace; answered when its file is written."""
+    """Answer when the file is written."""
     await read_control(request, StopProfileBody)
     return await succeed(front, "stop_profile", "The trace is written.", front.client.stop_profile())
 

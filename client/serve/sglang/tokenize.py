@@ -13,8 +13,6 @@ from ..middleware import makes_tokens
 
 
 class TokenizeBody(Strict, kw_only=True):
-    """``/tokenize``."""
-
     prompt: str | list[str] | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
@@ -61,8 +59,6 @@ def _tokens_of(front: FrontEnd, body: TokenizeBody) -> list[list[int]]:
 
 
 class DetokenizeBody(Strict, kw_only=True):
-    """``/detokenize``."""
-
     tokens: list[int | list[int]]
     skip_special_tokens: bool = True
     # accepted and ignored

@@ -1,13 +1,9 @@
 """SGLang's routes for weights: updates, update groups, sessions, version labels, checks.
 
-Invariants:
-- Sessions are optional. A call belongs to a session only if it names it, in the header ``X-Caesura-Session``
-  or in the body: the front end stores none.
-- An update is answered when its bytes are no longer needed, and its text speaks of success only after a
-  commit (I14).
-- Paths must be under the weights root after resolving symbolic links, and so must the files. Pickles are read
-  only if enabled at start.
-- The engine goes on with an update whose HTTP client disconnects.
+Invariants: sessions are optional, and a call belongs to one only if it names it (``X-Caesura-Session`` or the
+body). An update is answered when its bytes are no longer needed, and its text speaks of success only after a
+commit (I14). Paths and files must be under the weights root after resolving links. Pickles need an option at
+start. The engine goes on with an update whose HTTP client disconnects.
 """
 
 import asyncio
@@ -53,30 +49,22 @@ SESSION_HEADER = "X-Caesura-Session"
 Selector = Literal["target", "all"]
 SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 Version = Label | int
-"""A weight version; a number, such as a step counter, becomes text."""
+"""A number, such as a step counter, becomes text."""
 _CHECKPOINT_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
-"""Files that are read beside the safetensors files; an index can name no others."""
+"""Files that are read beside the safetensors files."""
 _FLATTENED: Literal["flattened_bucket"] = "flattened_bucket"
 
 
 class InSession(Strict, kw_only=True):
-    """A body that may name a weight session."""
-
     session_id: SessionId | None = None
-    """Caesura's own: the session of the call; the header ``X-Caesura-Session`` says the same. Null: the
-    implicit one of HTTP clients.
-    """
+    """Caesura's own, as ``X-Caesura-Session``. Null: the implicit session of HTTP clients."""
 
 
 BodyT = TypeVar("BodyT", bound=InSession)
 
 
 def bound(request: HTTPRequest, body: BodyT) -> BodyT:
-    """Return ``body``, which now names the session that the request's header names, if any.
-
-    Raises:
-        InvalidRequest: the body names another.
-    """
+    """Return ``body`` with the session that the request's header names, if any."""
     name = request.headers.get(SESSION_HEADER)
     if name is None:
         return body
@@ -90,24 +78,21 @@ def bound(request: HTTPRequest, body: BodyT) -> BodyT:
 
 
 class UpdateBody(InSession, kw_only=True):
-    """Options of every update."""
-
     flush_cache: bool = True
     torch_empty_cache: bool = False
     weight_version: Version | None = None
     abort_all_requests: bool = False
     component: Label | None = None
-    """Caesura's own: the component of a diffusion pipeline that is written. Null: its transformer."""
+    """Caesura's own: the component of a diffusion pipeline; null: its transformer."""
 
     def options(self) -> dict[str, Any]:
-        """Return these fields for the wire."""
         return update_fields({name: getattr(self, name) for name in UpdateBody.__struct_fields__})
 
 
 async def _sent(
     front: FrontEnd, request: ControlRequest, buffers: Sequence[memoryview] = ()
 ) -> WeightUpdateReqOutput:
-    """Return the reply to ``request``; the engine goes on if the HTTP client leaves."""
+    """Return the reply; the engine goes on if the HTTP client leaves."""
     reply: WeightUpdateReqOutput = await asyncio.shield(
         front.client.start(request, WeightUpdateReqOutput, buffers)
     )
@@ -126,7 +111,7 @@ def outcome(done: str) -> Outcome:
 
 
 def uncommitted(reply: WeightUpdateReqOutput | None) -> str:
-    """Return the message of an update that has neither failed nor committed. None: it had no tensors."""
+    """Return the message of an update that has neither failed nor committed; None had no tensors."""
     if reply is None:
         return "The call has no tensors: nothing was written."
     if reply.session_id is None:
@@ -141,11 +126,7 @@ def uncommitted(reply: WeightUpdateReqOutput | None) -> str:
 
 
 def _check_load_format(name: str | None, *known: str) -> str | None:
-    """Return ``name`` if it is None or one of ``known``.
-
-    Raises:
-        Unsupported: another one, such as the import path of a trainer's loader.
-    """
+    """Return ``name`` if it is None or known; other loaders, such as import paths, are Unsupported."""
     if name is None or name in known:
         return name
     raise Unsupported(
@@ -157,8 +138,6 @@ def _check_load_format(name: str | None, *known: str) -> str | None:
 
 
 class DiskBody(UpdateBody, kw_only=True):
-    """``/update_weights_from_disk``."""
-
     model_path: str
     load_format: str | None = None
     # accepted and ignored
@@ -180,11 +159,7 @@ async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Respon
 
 
 async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
-    """Update the weights from a folder.
-
-    Raises:
-        CaesuraError: the folder may not be read, an option is not supported, or the engine refuses.
-    """
+    """Update the weights from a folder."""
     if body.manifest:
         raise Unsupported("manifest is not supported")
     _check_load_format(body.load_format, "auto", "safetensors")
@@ -194,14 +169,9 @@ async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
 
 
 def allowed_path(path: str, options: ServeOptions) -> str:
-    """Return ``path`` with its links resolved.
+    """Return ``path`` with its links resolved, which must be under the weights root, as must its files.
 
-    The scheduler opens the files later and follows links then: anyone who can write under the root can still
-    put a link there in between. A link that is there already is refused.
-
-    Raises:
-        InvalidRequest: the folder or a file of the checkpoint is outside the weights root, or ``path`` is no
-            path at all.
+    The scheduler opens the files later, so a link that is put there in between is followed.
     """
     root = options.update_root
     if not root:
@@ -232,7 +202,7 @@ def _lies_under(path: str, root: str) -> bool:
 
 
 def _checkpoint_files(folder: str) -> list[str]:
-    """Return the names of the files that are read of a checkpoint; none is in a subfolder."""
+    """Return the names of the files that are read of a checkpoint."""
     try:
         with os.scandir(folder) as entries:
             return [e.name for e in entries if e.name in _CHECKPOINT_FILES or e.name.endswith(".safetensors")]
@@ -241,8 +211,6 @@ def _checkpoint_files(folder: str) -> list[str]:
 
 
 class DistributedBody(UpdateBody, kw_only=True):
-    """``/update_weights_from_distributed``."""
-
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -273,14 +241,12 @@ async def update_weights_from_distributed(request: HTTPRequest, front: Front) ->
 
 
 class TensorBody(UpdateBody, kw_only=True):
-    """``/update_weights_from_tensor`` as JSON: pickles in base64, one for each tensor-parallel rank."""
-
     serialized_named_tensors: list[str]
     load_format: str | None = None
     selector: Selector = "all"
     # accepted and ignored
     disable_draft_model: bool = False
-    """Sent by SGLang before ``selector``."""
+    """SGLang's before ``selector``."""
 
 
 @post("/update_weights_from_tensor", status_code=200, opt={"access": "admin", "body": "weights"})
@@ -339,8 +305,6 @@ async def _part(front: FrontEnd, part: Part, options: dict[str, Any]) -> WeightU
 
 
 class ParameterServerBody(UpdateBody, kw_only=True):
-    """``/update_weights_from_ipc``."""
-
     zmq_handles: dict[str, str]
     timeout_s: PositiveDuration = 300.0
     """Caesura's own: maximum seconds of silence of the server."""
@@ -357,8 +321,6 @@ async def update_weights_from_ipc(request: HTTPRequest, front: Front) -> Respons
 
 
 class InitGroupBody(Strict, kw_only=True):
-    """``/init_weights_update_group``."""
-
     master_address: str
     master_port: int
     rank_offset: int
@@ -366,13 +328,10 @@ class InitGroupBody(Strict, kw_only=True):
     group_name: Label = DEFAULT_GROUP_NAME
     backend: Literal["nccl", "gloo"] | None = None
     timeout_s: PositiveDuration = 60.0
-    """Caesura's own: maximum seconds to wait for the other ranks."""
     broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S
-    """Caesura's own: maximum seconds to wait for each broadcast."""
 
     # accepted and ignored
     pp_rank: int | None = None
-    """AReaL's."""
 
 
 @post("/init_weights_update_group", status_code=200, opt={"access": "admin"})
@@ -387,8 +346,6 @@ async def init_weights_update_group(request: HTTPRequest, front: Front) -> Respo
 
 
 class DestroyGroupBody(Strict, kw_only=True):
-    """``/destroy_weights_update_group``."""
-
     group_name: Label = DEFAULT_GROUP_NAME
 
 
@@ -402,8 +359,6 @@ async def destroy_weights_update_group(request: HTTPRequest, front: Front) -> Re
 
 
 class BeginBody(Strict, kw_only=True):
-    """``/begin_weight_update``."""
-
     selector: Selector = "all"
     deadline_s: PositiveDuration | None = None
     """Caesura's own: abort the session after so many seconds."""
@@ -427,14 +382,11 @@ async def begin_weight_update(request: HTTPRequest, front: Front) -> Response[by
 
 
 class EndBody(InSession, kw_only=True):
-    """``/end_weight_update``."""
-
     commit: bool = True
-    """Caesura's own: false aborts the session."""
+    """Caesura's own, as all below: false aborts the session."""
     weight_version: Version | None = None
-    """Caesura's own: the new label."""
     force: bool = False
-    """Caesura's own: abort whatever session is open, with ``commit`` false."""
+    """Abort whatever session is open, with ``commit`` false."""
 
 
 @post("/end_weight_update", status_code=200, opt={"access": "admin"})
@@ -457,8 +409,6 @@ def _ended(reply: WeightUpdateReqOutput) -> str:
 
 
 class VersionBody(InSession, kw_only=True):
-    """``/update_weight_version``. A session is refused, as the call commits by itself."""
-
     new_version: Version
     abort_all_requests: bool = True
 
@@ -491,8 +441,6 @@ async def _relabel(front: FrontEnd, body: VersionBody) -> None:
 
 
 class CheckerBody(Strict, kw_only=True):
-    """``/weights_checker``."""
-
     action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
     selector: Selector = "all"
     # accepted and ignored
@@ -527,7 +475,7 @@ async def weights_checker(request: HTTPRequest, front: Front) -> Response[bytes]
 
 
 class PostProcessBody(Strict, kw_only=True):
-    """``/post_process_weights``, of slime's patches."""
+    """Of slime's patches."""
 
     # accepted and ignored
     restore_weights_before_load: bool = False

@@ -1,11 +1,7 @@
-"""Pause and resume as vLLM's servers do, weights from a folder and liveness as prime-rl asks them for it.
+"""Pause and resume as vLLM 0.33 does, weights from a folder and liveness as prime-rl 0.8.0 asks for them.
 
-The routes and their answers are those of vLLM 0.33 and prime-rl 0.8.0 (src/prime_rl/utils/client.py,
-src/prime_rl/inference/vllm/server.py).
-
-Invariants: each command is one of SGLang's routes or several. An error that a retry cannot mend is 4xx, which
-prime-rl does not repeat. A pause that clears the cache leaves no KV of earlier weights, neither a request's
-nor the prefix cache's.
+Invariants: an error that a retry cannot mend is 4xx, which prime-rl does not repeat. A pause that clears the
+cache leaves no KV of earlier weights, neither a request's nor the prefix cache's.
 """
 
 from collections.abc import Coroutine
@@ -25,7 +21,7 @@ from ..sglang.updates import DiskBody, from_disk, uncommitted
 
 
 class PauseOptions(Strict, kw_only=True):
-    """``/pause``; in the query or in the body."""
+    """In the query or in the body."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
@@ -34,7 +30,6 @@ class PauseOptions(Strict, kw_only=True):
 
 @post("/pause", status_code=200, opt={"access": "admin"})
 async def pause(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Abort the requests, wait for their end, or keep them."""
     options = await read_control(request, PauseOptions, query=True)
     answer = _answer(front, "pause_generation", _pause(front, options), "paused")
     if options.mode != "wait":
@@ -70,23 +65,17 @@ async def is_paused(front: Front) -> Response[bytes]:
 
 @post("/resume", status_code=200, opt={"access": "admin"})
 async def resume(front: Front) -> Response[bytes]:
-    """Go on, after the device allocator's unused blocks have been returned."""
     front.admission.open()
     return await _answer(front, "continue_generation", front.client.continue_generation(), "resumed")
 
 
 class WeightsBody(Strict, kw_only=True):
-    """``/update_weights``."""
-
     weight_dir: str | None = None
 
 
 @post("/update_weights", status_code=200, opt={"access": "admin"})
 async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Load a checkpoint folder in place, under the folder's name as label.
-
-    Requests keep their KV; the prefix cache of earlier weights is not used any more.
-    """
+    """Load a checkpoint folder under its name as label; requests keep their KV, the prefix cache goes."""
     body = await read_control(request, WeightsBody)
 
     async def work() -> None:
@@ -107,7 +96,6 @@ async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
 
 @get("/liveness", opt={"access": "open"})
 async def liveness(front: Front) -> Response[bytes]:
-    """Answer 200 while the engine answers, paused or not."""
     try:
         await front.health.check()
     except CaesuraError:
