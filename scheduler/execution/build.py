@@ -24,7 +24,6 @@ from ..kernels import serving
 from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
-from ..models.base import ForeignModel
 from ..models.config import load_model_config
 from ..models.hybrid import state_shape
 from ..models.registry import build_model
@@ -92,7 +91,7 @@ def load_model(
     load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
     loader.forget_written()
     model.finalize_weights()
-    if isinstance(model, ForeignModel):
+    if model_config.transformers_config is not None:
         with nobody():
             model.check()
     return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)

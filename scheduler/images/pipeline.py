@@ -21,6 +21,7 @@ from ..layers.parameters import WeightSlot
 from ..memory.host_copy import exhaust
 from ..memory.residency import ComponentResidencyManager
 from ..memory.workspace import Workspace
+from ..models.base import Weights
 from ..runtime.config import EngineConfig
 from ..runtime.dtypes import by_torch_name
 from ..runtime.files import is_pipeline
@@ -48,41 +49,23 @@ DEFAULT_COMPONENT = "transformer"
 FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiffusion3, Flux, QwenImage)}
 
 
-class DiffusionModel:
+class DiffusionModel(Weights):
     def __init__(self, components: Mapping[str, Component]) -> None:
+        """``components``: the transformer's first."""
         self.parts = components
-        self._slots = {
-            name: slot for component in components.values() for name, slot in component.slots.items()
-        }
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Names of the components, the transformer's first."""
-        return tuple(self.parts)
+        self.components = tuple(components)
+        self.kept_components = frozenset(name for name, each in components.items() if each.movable)
+        self._slots = {name: slot for each in components.values() for name, slot in each.slots.items()}
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self._slots
-
-    @property
-    def kept_components(self) -> frozenset[str]:
-        return frozenset(name for name, each in self.parts.items() if each.movable is not None)
-
-    @property
-    def optional_names(self) -> frozenset[str]:
-        return frozenset()
-
-    def own_name(self, name: str) -> str:
-        return name
 
     def is_skipped(self, name: str) -> bool:
         component, _, key = name.partition(".")
         return component in self.parts and self.parts[component].skips(key)
 
     def finalize_weights(self) -> None:
-        """Nothing is derived."""
-
-    def derived(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ()
+        pass  # nothing is derived
 
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
         for component in self.parts.values():
