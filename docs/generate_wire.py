@@ -1,7 +1,8 @@
 """Writes the generated parts of docs/reference/wire.md from the structs that are the wire, so that the two
 cannot drift.
 
-Invariant: a field's meaning is the docstring below it, its type and default are what the decoder checks. Run
+Invariants: a field's meaning is the docstring below it; without one, it is that of a field of the same name and
+type, or what the struct says that is its type. Its type and default are what the decoder checks. Run
 ``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see :mod:`generated_parts`).
 """
 
@@ -12,7 +13,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -78,6 +79,41 @@ def field_docs(owner: Any) -> dict[str, str]:
         if isinstance(target, ast.Name) and isinstance(below, ast.Expr):
             texts[target.id] = markdown(str(ast.literal_eval(below.value)))
     return texts
+
+
+def meanings(cls: Any) -> dict[str, str]:
+    """Field name to its meaning, of the fields of ``cls`` and its bases."""
+    info = wire_types.type_info(cls)
+    assert isinstance(info, wire_types.StructType)
+    own: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        own |= field_docs(base) if base.__module__.startswith("caesura.") else {}
+    return {each.name: own.get(each.name) or meaning_elsewhere(each) for each in info.fields}
+
+
+def meaning_elsewhere(field: wire_types.Field) -> str:
+    """Return the meaning of another field of the same name and type, or what the struct says that is its type."""
+    if text := documented_fields().get((field.name, type_text(field.type))):
+        return text
+    kind = field.type.item_type if isinstance(field.type, wire_types.ListType) else field.type
+    return (
+        markdown(inspect.getdoc(kind.cls)).partition("\n\n")[0]
+        if isinstance(kind, wire_types.StructType)
+        else ""
+    )
+
+
+@cache
+def documented_fields() -> dict[tuple[str, str], str]:
+    """Name and type of every field with a docstring to that docstring; the first of several counts."""
+    found: dict[tuple[str, str], str] = {}
+    for cls in (value for value in vars(io_struct).values() if isinstance(value, type)):
+        if issubclass(cls, Message | Record):
+            docs = field_docs(cls)
+            for field in wire_types.type_info(cls).fields:  # type: ignore[attr-defined]
+                if field.name in docs:
+                    found.setdefault((field.name, type_text(field.type)), docs[field.name])
+    return found
 
 
 def markdown(docstring: str | None) -> str:
@@ -152,10 +188,9 @@ def section(cls: Any) -> Iterator[str]:
     known = () if base in (Message, Record, ReplyRecord) else base.__struct_fields__
     info = wire_types.type_info(cls)
     assert isinstance(info, wire_types.StructType)
-    docs = field_docs(cls)
+    docs = meanings(cls)
     rows = [
-        f"| `{field.encode_name}` | {type_text(field.type)} | {default_text(field)} | "
-        f"{docs.get(field.name, '')} |"
+        f"| `{field.encode_name}` | {type_text(field.type)} | {default_text(field)} | {docs[field.name]} |"
         for field in info.fields
         if field.encode_name not in known
     ]
@@ -199,7 +234,7 @@ def replies() -> str:
 
 def records() -> str:
     """Return the plain values inside messages."""
-    found = (getattr(io_struct, name) for name in io_struct.__all__)
+    found = vars(io_struct).values()
     return sections(
         cls
         for cls in found

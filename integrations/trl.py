@@ -25,28 +25,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEASE_S = 600.0
-"""How long a pause outlives its trainer, in seconds."""
+"""Seconds that a pause outlives its trainer."""
 
 
 class Tokenizer(Protocol):
-    """What is used of ``processing_class``."""
+    """Calls that are made of ``processing_class``."""
 
     def __call__(self, text: str) -> Mapping[str, Any]:
-        """``input_ids`` of a plain prompt."""
+        """Return ``input_ids`` of a plain prompt."""
         ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Token ids of a conversation."""
+        """Return token ids of a conversation."""
         ...
 
 
 class Rollouts:
-    """``GRPOTrainer(..., rollout_func=Rollouts(client))``: completions from an engine that has the trainer's
-    weights.
+    """``GRPOTrainer(..., rollout_func=Rollouts(client))``: completions under the trainer's weights.
 
-    Before a batch is generated under another step than the last one, the trainer's parameters are sent
-    through shared memory of the host. A distributed trainer calls this on each rank; only the main process
-    sends weights, the others wait.
+    Before a batch of another step than the last one, the trainer's parameters are sent through shared memory.
+    A distributed trainer calls this on each rank; only the main process sends weights, the others wait.
     """
 
     def __init__(
@@ -59,9 +57,9 @@ class Rollouts:
     ) -> None:
         """
         Args:
-            sync_weights: False: somebody else keeps the engine's weights up to date.
-            timeout: seconds for one batch. None: as long as it takes.
-            chat_template_kwargs: go to the tokenizer's ``apply_chat_template``.
+        sync_weights: False: somebody else keeps the engine's weights up to date.
+        timeout: seconds for one batch, or None.
+        chat_template_kwargs: go to the tokenizer's ``apply_chat_template``.
         """
         self._client = client
         self._sync_weights = sync_weights
@@ -70,12 +68,10 @@ class Rollouts:
         self._sent_step: int | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """One completion per prompt: the trainer's sampler repeats each prompt ``num_generations`` times.
+        """Return one completion per prompt: the trainer's sampler repeats each ``num_generations`` times.
 
-        Returns:
-            Lists of ``len(prompts)``: ``prompt_ids``, ``completion_ids`` and ``logprobs`` ([tokens] each),
-            which TRL reads, and ``weight_versions``, a list of spans for each, which reward functions get as
-            a keyword.
+        The lists ``prompt_ids``, ``completion_ids`` and ``logprobs`` are read by TRL; reward functions get
+        ``weight_versions``, a list of spans for each, as a keyword.
         """
         if self._sync_weights:
             self._send_weights(trainer)
@@ -105,19 +101,16 @@ class Rollouts:
 
 
 class WeightTransfer:
-    """``AsyncGRPOTrainer(..., weight_transfer=WeightTransfer(client))``: TRL's protocol over pause, update
-    and continue.
+    """``AsyncGRPOTrainer(..., weight_transfer=WeightTransfer(client))``: TRL's protocol over pause and
+    update.
 
     Requests in flight keep their KV (``in_place``) and go on under the new weights; their spans say which
-    token came from which. Tensors go through the process's own connection, in buckets, so no process group
-    has to be formed.
+    token came from which. Tensors go through the process's own connection, in buckets.
     """
 
     def __init__(self, client: SchedulerClient, *, lease_s: float = LEASE_S) -> None:
-        """``lease_s``: the engine continues by itself when nothing was heard of the trainer for so many
-        seconds.
-
-        A lease needs an owner: a client without one gets one here.
+        """``lease_s``: seconds without the trainer until the engine continues by itself. Makes an owner if
+        needed.
         """
         if client.owner is None:
             client.owner = f"trl-{os.getpid()}-{secrets.token_hex(4)}"
@@ -126,17 +119,14 @@ class WeightTransfer:
         self._sent = 0
 
     def init_weight_transfer(self) -> None:
-        """Fails at the beginning of the training, and not at the first step, where the engine cannot be
-        reached.
-        """
+        """Fail before the training where the engine cannot be reached."""
         self._client.status()
 
     def pause(self) -> None:
-        """Stop at the next step boundary; requests keep their KV."""
         self._client.pause("in_place", lease_s=self._lease_s)
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """All parameters, by their names in the checkpoint; they serve from :meth:`resume` on."""
+        """Send all parameters, by their names in the checkpoint; they serve from :meth:`resume` on."""
         self._client.update_weights_from_tensor(
             iterator, weight_version=f"step-{self._sent}", flush_cache=False
         )
@@ -147,11 +137,11 @@ class WeightTransfer:
         self._client.continue_generation()
 
     def destroy(self) -> None:
-        """Leave the client open: its owner closes it."""
+        pass
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Any, **chat_template_kwargs: Any) -> list[int]:
-    """Token ids of a plain prompt, or of a conversation by the tokenizer's chat template."""
+    """Return token ids of a plain prompt, or of a conversation by the tokenizer's chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     made = tokenizer.apply_chat_template(

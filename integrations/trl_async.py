@@ -1,5 +1,4 @@
-"""A rollout worker for ``trl.experimental.async_grpo.AsyncGRPOTrainer`` that needs no vLLM and no process of
-its own.
+"""A rollout worker for ``trl.experimental.async_grpo.AsyncGRPOTrainer`` without vLLM or another process.
 
     worker = RolloutWorker(endpoint, dataset, [reward], tokenizer, args)
     AsyncGRPOTrainer(..., rollout_worker=worker, weight_transfer=WeightTransfer(SchedulerClient(endpoint)))
@@ -28,7 +27,7 @@ from .trl import prompt_ids, sampling_params
 
 RewardFunction = Callable[..., Sequence[float | None]]
 POLL_S = 0.2
-"""How often a worker that waits for room in its queue looks whether it shall end."""
+"""Seconds between looks whether a waiting worker shall end."""
 
 
 class RolloutWorker:
@@ -46,12 +45,11 @@ class RolloutWorker:
     ) -> None:
         """
         Args:
-            endpoint: of the engine.
-            dataset: rows with a ``prompt``; gone through again and again.
-            reward_funcs: called as TRL calls them, in a thread; the rewards of one completion are added up.
-            processing_class: the tokenizer.
-            args: the trainer's ``AsyncGRPOConfig``: sampling, ``num_generations``, ``queue_maxsize``.
-            groups_in_flight: prompts that are generated at the same time.
+        dataset: rows with a ``prompt``; gone through again and again.
+        reward_funcs: called as TRL calls them, in a thread; the rewards of one completion are added up.
+        processing_class: the tokenizer.
+        args: the trainer's ``AsyncGRPOConfig``: sampling, ``num_generations``, ``queue_maxsize``.
+        groups_in_flight: prompts that are generated at the same time.
         """
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(max(0, args.queue_maxsize))
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -69,7 +67,6 @@ class RolloutWorker:
         self._versions_ahead = 0
 
     def start(self) -> None:
-        """Begin; the weights have been sent once."""
         self._thread = threading.Thread(target=self._run, name="caesura-trl-rollouts", daemon=True)
         self._thread.start()
 
@@ -85,10 +82,8 @@ class RolloutWorker:
             self._versions_ahead = model_version - client.status().weights_epoch
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise where the worker has failed, or has finished nothing for ``stale_after_s`` seconds.
-
-        Raises:
-            RuntimeError: with the failure as its cause.
+        """Raise RuntimeError where the worker has failed, or has finished nothing for ``stale_after_s``
+        seconds.
         """
         if self._failure is not None:
             raise RuntimeError("the rollout worker has failed") from self._failure
@@ -110,7 +105,6 @@ class RolloutWorker:
     async def _work(
         self, client: AsyncSchedulerClient, groups: Iterable[tuple[int, Mapping[str, Any]]]
     ) -> None:
-        """One group after the other, until the end."""
         for number, row in groups:
             if self._stop.is_set():
                 return

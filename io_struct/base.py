@@ -1,12 +1,9 @@
 """Framing and encoding shared by every message.
 
-Invariants:
-- A message is one msgpack-encoded tagged struct (the header), then zero or more raw buffers described by
-  :class:`TensorSpec` fields in the header. Nothing on this wire is ever unpickled.
-- Structs are keyword-only and map-encoded: reordering fields cannot swap values. An unknown field of a
-  request is refused, since it asks for something that would not be done; an unknown field of a reply is
-  skipped.
-- This package imports msgspec and the standard library only; ``tests/architecture`` checks it.
+Invariants: a message is one msgpack-encoded tagged struct (the header), then zero or more raw buffers, which
+:class:`TensorSpec` fields of the header describe; nothing is ever unpickled. Structs are keyword-only and
+map-encoded. An unknown field of a request is refused, one of a reply is skipped. This package imports msgspec
+and the standard library only.
 """
 
 import uuid
@@ -16,17 +13,14 @@ from typing import Annotated, Self
 import msgspec
 
 WIRE_VERSION = (1, 0)
-"""(major, minor) of this wire. Equal majors understand each other: a newer minor only adds
-(docs/reference/wire.md, "Versions").
-"""
+"""(major, minor) of this wire. Equal majors understand each other: a newer minor only adds (wire.md,
+"Versions")."""
 
 MAX_HEADER_BYTES = 64 << 20
 """Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
 
 MAX_FRAMES = 16_384
-"""Maximum frames of one message, including the header. A sender with more tensors splits them into several
-messages.
-"""
+"""Maximum frames of one message, including the header."""
 
 MAX_FRAME_BYTES = 1 << 30
 """Maximum size of a frame. ZeroMQ drops the connection of a peer that sends a longer one."""
@@ -63,15 +57,11 @@ class Request(Message, kw_only=True):
     """Client to scheduler. ``id`` makes a retry safe: docs/reference/wire.md, "Idempotence"."""
 
     id: Identifier = msgspec.field(default_factory=new_id)
-    """Message id; the reply carries it, and a retry repeats it. If it is left out the engine generates one,
-    which the reply contains.
-    """
+    """Message id; the reply carries it, and a retry repeats it. Left out: the engine generates one."""
 
 
 class Reply(Message, kw_only=True, forbid_unknown_fields=False):
-    """Scheduler to client, in answer to the request with the same ``id``. Fields of a newer minor version are
-    skipped.
-    """
+    """Scheduler to client, in answer to the request with the same ``id``."""
 
     id: str
     """The ``id`` of the request that this answers."""
@@ -101,21 +91,16 @@ class ReplyRecord(Record, kw_only=True, frozen=True, forbid_unknown_fields=False
 
 
 class TensorSpec(Record, kw_only=True, frozen=True):
-    """One tensor, or some rows of one, inside a buffer.
+    """One tensor, or some rows of one, inside a buffer (the first frame after the header is number 0).
 
-    ``dtype`` is a safetensors name (``"BF16"``, ``"F32"``, …); ``shape`` is that of the whole tensor, in
-    elements; ``offset`` and ``nbytes`` are bytes from the start of buffer number ``buffer`` (0 is the first
-    frame after the header, or the shared memory of an ipc update). ``nbytes`` is a whole number of rows of
-    dimension 0, the first of which is ``start_row``; the pieces of a tensor come in row order, one after the
-    other. In a manifest only name, dtype and shape count.
+    ``nbytes`` is a whole number of rows of dimension 0, the first of which is ``start_row``; the pieces of a
+    tensor come in row order, one after the other. In a manifest only name, dtype and shape count.
     """
 
     name: str
     """Name of the tensor in the Hugging Face checkpoint."""
     dtype: str
-    """Safetensors name of the type. An unknown type, or one that cannot be cast to the parameter's, is
-    refused.
-    """
+    """Safetensors name of the type (``"BF16"``, …). One that cannot be cast to the parameter's is refused."""
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
     """Elements per dimension of the whole tensor; empty for a scalar. At most 64 dimensions."""
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0

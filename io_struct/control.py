@@ -7,9 +7,6 @@ import msgspec
 from .base import Label, Reply, ReplyRecord, Request
 from .distribution import Distribution
 from .images import ImageLoad
-from .ranks import RankMemory, RankStatus
-from .residency import ComponentStatus, PromptCacheStatus
-from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
 GenerationState = Literal["running", "pausing", "paused"]
@@ -21,45 +18,74 @@ MAX_DURATION_S = 86400.0
 """Maximum duration in a command: one day. Infinity and NaN are refused as well."""
 Duration = Annotated[float, msgspec.Meta(ge=0, le=MAX_DURATION_S)]
 PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=MAX_DURATION_S)]
+Residency = Literal["resident", "offload", "layerwise"]
+"""When a component is on the device: always; while it is used; while it is used, layer by layer."""
+MAX_TRACE_STEPS = 1000
+"""Steps after which a trace ends whatever was asked for: events stay in memory until it is written."""
+TraceActivity = Literal["CPU", "GPU"]
+TraceSteps = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRACE_STEPS)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class HelloReqInput(Request, kw_only=True):
+    """The first message of a client on a connection. Another major version is refused as
+    ``version_mismatch``.
+    """
+
+    wire_major: Version
+    """Major version of the client's wire; must equal the engine's."""
+    wire_minor: Version
+    """Minor version of the client's wire; the engine accepts any."""
+    client: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    """Name and version of the client's software, for the engine's log. Empty means unknown."""
+
+
+class HelloReqOutput(Reply, kw_only=True):
+    """Version and incarnation of the engine."""
+
+    wire_major: int
+    """Major version of the engine's wire; equals the client's."""
+    wire_minor: int
+    """Minor version of the engine's wire; may be higher or lower than the client's."""
+    incarnation: str
+    """Random id of this start of the engine. Another one is a new process, which knows no earlier requests.
+    """
+    version: str
+    """Version of the engine's software."""
+    pid: int
+    """Process id of the engine, in its own pid namespace."""
 
 
 class ControlRequest(Request, kw_only=True):
     """A command to the engine, as opposed to one generation."""
 
     owner: Label | None = None
-    """Token that identifies the owner of a pause. Any command with the owner's token renews the lease of the
-    pause. None means no owner.
-    """
+    """Owner token of a pause; a command with it renews the pause's lease. None means no owner."""
 
 
 class PauseGenerationReqInput(ControlRequest, kw_only=True):
     """Pause generation at the next step boundary. The reply is a barrier: no step is in flight any more.
 
     ``abort`` ends every request with its partial tokens. ``retract`` frees the KV cache of the requests and
-    requeues them. ``in_place`` freezes them together with their KV cache. Pausing a paused engine changes the
-    mode.
+    requeues them. ``in_place`` freezes them with their KV cache. Pausing a paused engine changes the mode.
     """
 
     mode: PauseMode = "abort"
     """What happens to the live requests."""
     lease_s: PositiveDuration | None = None
-    """Seconds after the last command of the owner at which the lease expires; needs ``owner``. None means no
-    lease: the pause lasts until continue.
+    """Seconds without a command of the owner until the lease expires; needs ``owner``. None means no lease.
     """
     on_lease_expiry: LeaseAction = "continue"
-    """``continue``: generation continues, after an open session of the owner is aborted. ``abort``: every
-    request ends with its partial tokens and the engine stays paused. ``stay``: the engine stays paused,
-    without an owner.
-    """
+    """``continue``, after an open session of the owner is aborted; ``abort`` every request and stay paused;
+    ``stay`` paused, without an owner."""
 
 
 class PauseGenerationReqOutput(Reply, kw_only=True):
     """The engine is paused."""
 
     mode: PauseMode
-    """The mode of the pause: the one that was requested."""
     step: int
-    """Number of steps started so far; the next one runs after continue."""
+    """Steps started since the engine's start."""
     held_requests: int
     """Requests that keep their KV cache through this pause."""
     held_tokens: int
@@ -69,9 +95,7 @@ class PauseGenerationReqOutput(Reply, kw_only=True):
     aborted_requests: int
     """Samples that this pause aborted."""
     owner: str | None = None
-    """Owner token of the pause; None: it has none. Not the request's, where somebody else had paused before:
-    the pause stays theirs, and their continue ends it.
-    """
+    """Owner token of the pause, or None. If another owner paused first, the pause stays theirs."""
 
 
 class ContinueGenerationReqInput(ControlRequest, kw_only=True):
@@ -83,34 +107,39 @@ class ContinueGenerationReqInput(ControlRequest, kw_only=True):
     """Continue although the pause has another owner, and commit an implicit session of another sender."""
 
 
+class RankMemory(ReplyRecord, kw_only=True, frozen=True):
+    """What one of an engine's other ranks had reserved around an emptying of its device cache, in bytes."""
+
+    rank: int
+    """From 1; the reply's own figures are those of rank 0."""
+    reserved_before: int
+    reserved_after: int
+
+
 class ContinueGenerationReqOutput(Reply, kw_only=True):
     """Device memory before and after the cache was emptied, in bytes; all three are None where it was not."""
 
     was_paused: bool
     """False: the engine was running already and nothing was done."""
     reserved_before: int | None = None
-    """Bytes reserved by the device allocator before its cache was emptied."""
+    """Bytes reserved by the device allocator before the command."""
     reserved_after: int | None = None
-    """Bytes reserved afterwards."""
+    """Bytes reserved after it."""
     freed: int | None = None
     """Bytes returned to the system; 0 if more was allocated meanwhile."""
     ranks: list[RankMemory] = []
-    """The other ranks of an engine of several (``tp``), whose caches were emptied, too."""
 
 
 class FlushCacheReqInput(ControlRequest, kw_only=True):
-    """Flush the prefix cache. No live request may hold KV, and unless the engine is paused, none may be
-    waiting.
-    """
+    """Flush the prefix cache. No live request may hold KV and, unless paused, none may be waiting."""
 
     torch_empty_cache: bool = True
     """Also empty the device allocator's cache."""
     timeout_s: Duration = 0.0
     """Seconds to wait for the engine to become idle. 0: reply at once."""
     force: bool = False
-    """Commit an implicit session of another sender. Without it, the flush is refused while such a session is
-    open, unless its sender owns the pause.
-    """
+    """Commit an implicit session of another sender; such a session refuses the flush unless its sender
+    paused."""
 
 
 class FlushCacheReqOutput(Reply, kw_only=True):
@@ -119,18 +148,15 @@ class FlushCacheReqOutput(Reply, kw_only=True):
     freed_tokens: int
     """KV token slots that were cached and are free now."""
     reserved_before: int | None = None
-    """Bytes reserved by the device allocator before its cache was emptied."""
     reserved_after: int | None = None
-    """Bytes reserved afterwards."""
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
-    """Release device memory to the system. The reply is sent when the memory is free. Releasing released
-    memory has no effect.
+    """Release device memory to the system. The reply is sent when it is free; repeating has no effect.
 
     ``kv_cache`` requires that no live request holds KV, and drops the prefix cache. ``weights`` and
-    ``cuda_graph`` require a completed pause or an idle engine. Weights are dropped, and are invalid until a
-    complete update, unless the engine was started with ``weights_cpu_backup``.
+    ``cuda_graph`` require a completed pause or an idle engine. Weights are invalid until a complete update,
+    unless the engine was started with ``weights_cpu_backup``.
     """
 
     tags: list[MemoryTag] | None = None
@@ -141,26 +167,24 @@ class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
     """The memory is released. No step runs until all of it is resident again."""
 
     released_tags: list[MemoryTag]
-    """All tags that are released now. ``cuda_graph`` is never among them where no graphs are captured."""
+    """All tags that are released now, in alphabetical order."""
     freed_bytes: dict[MemoryTag, int]
-    """Bytes that this call gave back, by tag. On a CPU, pages of the KV pool that nothing has written to are
-    not among them."""
+    """Bytes that this call gave back, by tag; on a CPU without pages of the KV pool that were never written.
+    """
     reserved_before: int
-    """Bytes reserved by the device allocator before the release."""
+    """Bytes reserved by the device allocator before the command."""
     reserved_after: int
-    """Bytes reserved afterwards; the same if everything was released already."""
+    """Bytes reserved after it."""
     weights_kept: bool | None = None
-    """True: a copy on the host keeps the values of the released weights (``weights_cpu_backup``), and a
-    resume restores them. False: they are dropped, and a complete update is needed after the resume. None: no
-    weights are released."""
+    """True: a host copy restores the released weights at the resume (``weights_cpu_backup``). False: they are
+    dropped, and need a complete update after the resume. None: no weights are released."""
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
-    """Allocate released memory again: all of ``tags`` or, if it does not fit, none (``out_of_memory`` with
-    the sizes).
+    """Allocate all released memory of ``tags`` again or, if it does not fit, none (``out_of_memory``).
 
-    Without ``weights_cpu_backup``, weights come back without their values: send a complete update. Resuming
-    resident memory has no effect.
+    Without ``weights_cpu_backup``, weights come back without values: send a complete update. Repeating has no
+    effect.
     """
 
     tags: list[MemoryTag] | None = None
@@ -171,7 +195,6 @@ class ResumeMemoryOccupationReqOutput(Reply, kw_only=True):
     """The memory is resident again."""
 
     released_tags: list[MemoryTag]
-    """Tags that are still released."""
     resumed_bytes: dict[MemoryTag, int]
     """Sizes of what this call took again, by tag. On a CPU, pages take memory as they are written."""
 
@@ -203,37 +226,27 @@ class KVUsage(ReplyRecord, kw_only=True, frozen=True):
     page_size: int
     """Slots per page, the unit of allocation."""
     bytes_per_token: int
-    """Bytes of KV per token that the pool has room for, over all layers: those with a window have room for
-    fewer.
-    """
+    """Bytes of KV per token that the pool has room for, over all layers; fewer for layers with a window."""
     routing_bytes_per_token: int = 0
     """Bytes per token for the ids of the experts that computed it; 0 for a model without experts."""
 
 
 class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
-    """The device allocator's figures in bytes. On the CPU they are those of glibc's heap and of anonymous
-    memory mappings.
-    """
+    """The device allocator's figures in bytes; on the CPU those of glibc's heap and of anonymous mappings."""
 
     reserved: int
     """Bytes that the allocator has taken from the system, in use or not."""
     allocated: int
-    """Bytes in use; 0 where the allocator does not report it. On the CPU the memory mappings of weights and
-    KV are not included, although ``reserved`` includes them.
-    """
+    """Bytes in use; 0 if not reported. On the CPU without the mappings of weights and KV."""
     available: int | None
-    """Free bytes on the device (CPU: the smaller of MemAvailable and the limit of the cgroup). None means
-    that the backend does not report it.
-    """
+    """Free bytes on the device (CPU: of MemAvailable and the cgroup). None means not reported."""
     weights: int
     """Bytes of the model's parameters and buffers."""
     kv_cache: int
     """Bytes of the paged KV cache pool."""
     weights_backup: int = 0
-    """Bytes of the copy of the weights on the host, which exists only while their memory is released
-    (``weights_cpu_backup``). On the CPU it is a file in the temporary directory, on accelerators pinned
-    memory; ``reserved`` does not include it.
-    """
+    """Bytes of the host copy of released weights (``weights_cpu_backup``): a temporary file on the CPU, else
+    pinned memory. ``reserved`` does not include it."""
     components: int = 0
     """Bytes on the device of components that come and go (:class:`ComponentStatus`)."""
     components_peak: int = 0
@@ -246,26 +259,20 @@ class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
     source: str
     """The transport: ``disk``, ``tensor``, ``ipc``, ``distributed`` or ``checkpoint_engine``."""
     written_bytes: int
-    """Bytes of tensors that this call has written so far, before any cast. For ``checkpoint_engine``: of all
-    its buckets.
-    """
+    """Bytes that this call has written, before any cast; for ``checkpoint_engine`` of all its buckets."""
     total_bytes: int
-    """Bytes of all tensors of this call, including those that the model ignores. For ``checkpoint_engine``:
-    of the current bucket.
+    """Bytes of all tensors of this call, ignored ones too; for ``checkpoint_engine`` of the current bucket.
     """
     age_s: float
-    """Seconds since this call started to load, including the wait for its first tensor. For
-    ``checkpoint_engine``: since the current bucket arrived.
-    """
+    """Seconds since this call began to load; for ``checkpoint_engine`` since the current bucket arrived."""
 
 
 class SessionStatus(ReplyRecord, kw_only=True, frozen=True):
     """The open weight update session."""
 
     kind: Literal["explicit", "implicit", "single"]
-    """``explicit``: opened by ``begin``. ``implicit``: opened by an update call while paused; more calls may
-    follow. ``single``: one update call while running, committed at its end.
-    """
+    """``explicit``: opened by ``begin``. ``implicit``: opened by an update call while paused, and more may
+    follow. ``single``: one call while running, committed at its end."""
     session_id: str
     """Generated by the engine; identifies the session in update calls and in ``end``."""
     owner: str | None
@@ -282,11 +289,10 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     """Time spent in one named stage since start. Stages can be nested."""
 
     name: str
-    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``,
-    ``continue``, ``update.…``, ``release.…``; of images ``encode``, ``denoise``, ``decode``, and
-    ``components.arrive`` and ``components.leave``, which they wait for."""
+    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``continue``,
+    ``update.…``, ``release.…``; of images ``encode``, ``denoise``, ``decode``, ``components.…``."""
     count: int
-    """Number of runs."""
+    """Number of times."""
     total_s: float
     """Seconds of all runs together."""
     median_s: float
@@ -305,15 +311,13 @@ class StepFailures(ReplyRecord, kw_only=True, frozen=True):
     splits: int = 0
     """Times that a step ran out of memory and the next steps were made smaller."""
     token_limit: int | None = None
-    """Limit on the tokens of a step, or on its samples if they are images, after running out of memory. None:
-    no limit.
-    """
+    """Limit on the tokens (images: samples) of a step after running out of memory. None: no limit."""
 
 
 class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
-    """Reserved memory by purpose, in bytes; the parts add up to ``reserved``.
+    """Reserved memory by purpose, in bytes; the parts add up to ``reserved``, and released memory counts 0.
 
-    On the CPU only pages that have been written count. Released memory counts 0.
+    On the CPU only pages that have been written count.
     """
 
     weights: int
@@ -329,8 +333,7 @@ class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
     answers: int = 0
     """On the CPU, what is allocated at start for answers to retries and results of clients that left."""
     workspace: int
-    """Everything else that the engine has allocated since its construction began: workspaces, temporaries; on
-    the CPU also its Python objects.
+    """All else allocated since construction began: workspaces, temporaries, on the CPU also Python objects.
     """
     runtime: int
     """What the process used before that: Python and torch. Almost nothing on accelerators."""
@@ -339,22 +342,16 @@ class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
 
 
 class PauseTotal(ReplyRecord, kw_only=True, frozen=True):
-    """Pauses in one mode since start, including the current one. A pause whose mode was changed counts in
-    both.
-    """
+    """Pauses in one mode since start, the current one too. One that changed its mode counts in both."""
 
     mode: PauseMode
-    """The pause mode."""
     count: int
-    """Number of pauses in this mode."""
     seconds: float
     """Total time from the acknowledgement to continue, or to the change of mode."""
 
 
 class UpdateTotal(ReplyRecord, kw_only=True, frozen=True):
-    """Weight updates from one source since start. Updates that were refused before their first byte are not
-    counted.
-    """
+    """Weight updates from one source since start, except those refused before their first byte."""
 
     source: str
     """The transport of the session's last call: ``disk``, ``tensor``, …; empty if it had none."""
@@ -370,7 +367,6 @@ class EmptyCacheTotal(ReplyRecord, kw_only=True, frozen=True):
     place: str
     """``continue``, ``flush``, ``update``, ``failure``, … (docs/explanation/memory.md lists them)."""
     count: int
-    """Number of times."""
     freed_bytes: int
     """Bytes returned to the system; if more was allocated meanwhile, that emptying counts as 0."""
 
@@ -398,6 +394,62 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """Commits of weights between the first and the last token of a finished sample."""
 
 
+class RankStatus(ReplyRecord, kw_only=True, frozen=True):
+    """Another rank of an engine (``tp``): its process, and its allocator's figures within the last second."""
+
+    rank: int
+    pid: int
+    """Of its process, on its machine."""
+    host: str
+    """Name of its machine."""
+    reserved: int
+    allocated: int
+    available: int | None
+
+
+class ComponentStatus(ReplyRecord, kw_only=True, frozen=True):
+    """A component with a strategy of its own (docs/explanation/memory.md, "Components that come and go")."""
+
+    name: str
+    """``vae``, ``text_encoder``, …; ``reference`` and ``reference_kv`` of the reference model."""
+    residency: Residency
+    nbytes: int
+    """Its size, wherever it is."""
+    device_bytes: int
+    """What of it is on the device now, or on its way there."""
+
+
+class PromptCacheStatus(ReplyRecord, kw_only=True, frozen=True):
+    """Encoded prompts that an image engine keeps for later requests."""
+
+    entries: int
+    """Prompts, those of guidance included."""
+    nbytes: int
+    """Bytes of their embeddings, on the device; part of ``workspace`` in ``memory_by_tag``."""
+    limit_bytes: int
+    """Most bytes (``prompt_cache_bytes``); 0: nothing is kept."""
+    hits: int
+    """Prompts since start that were found."""
+    misses: int
+    """Prompts since start that were encoded."""
+
+
+class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
+    """State of the reference model."""
+
+    model_path: str
+    """Its checkpoint folder."""
+    residency: Residency
+    """``resident``: always on the device; ``offload``: during scoring; ``layerwise``: layer by layer."""
+    weights: int
+    """Size of its weights in bytes."""
+    device_bytes: int
+    pending_sequences: int
+    """Accepted sequences that are not scored completely."""
+    scored_tokens: int
+    """Tokens scored since start."""
+
+
 class GetStatusReqInput(ControlRequest, kw_only=True):
     """Get the state of the engine. Answered by the control loop in every state, also during updates."""
 
@@ -406,12 +458,9 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """A consistent snapshot, taken between two steps."""
 
     incarnation: str
-    """Random id of this start of the engine. Epochs and message ids of another incarnation are not valid in
-    this one.
-    """
+    """Random id of this start of the engine; epochs and message ids belong to it."""
     generation: GenerationState
-    """``pausing``: a pause waits for the step in flight. Steps run only in ``running``, and only while
-    weights are ``valid`` and memory is ``resident``.
+    """``pausing`` waits for the step in flight. Steps run only in ``running``, with valid resident weights.
     """
     pause_mode: PauseMode | None = None
     """None unless paused."""
@@ -422,21 +471,17 @@ class GetStatusReqOutput(Reply, kw_only=True):
     lease_left_s: float | None = None
     """Seconds until the pause's lease expires. None means no lease."""
     weights: WeightsState
-    """``updating``: an update has written bytes and is not committed. ``poisoned``: an update failed after
-    its first byte. ``invalid``: the values were released, or lost in a restart.
-    """
+    """``updating``: bytes are written, not committed. ``poisoned``: an update failed after its first byte.
+    ``invalid``: the values were released, or lost in a restart."""
     weights_detail: str | None = None
     """Why the weights are not valid. None if they are."""
     memory: MemoryState
     """``released`` if ``released_tags`` is not empty."""
     released_tags: list[MemoryTag] = []
-    """Tags whose memory is released, in alphabetical order."""
     weight_version: str
     """Public version label of the weights: the last one given with a commit, or ``default``."""
     weights_epoch: int
-    """Commit counter: 0 at start, incremented at each commit. With a state file it continues above the
-    previous start's.
-    """
+    """Commit counter: 0 at start, or above the previous start's with a state file."""
     session: SessionStatus | None = None
     """The open weight update session. None means that none is open."""
     update: UpdateProgress | None = None
@@ -448,15 +493,12 @@ class GetStatusReqOutput(Reply, kw_only=True):
     waiting_requests: int
     """Samples in the waiting queue: new, retracted and preempted ones."""
     step: int
-    """Steps started since the start of the engine."""
     last_step_age_s: float | None = None
     """Seconds since the last step finished. None means that there was none yet."""
     generated_tokens: int
     """Tokens generated since start; of an image engine, denoise steps of samples."""
     gen_throughput: float = 0.0
-    """Tokens generated per second over the last five seconds, or since the engine began to generate if that
-    was later.
-    """
+    """Tokens generated per second over the last five seconds, or since the first token if that was later."""
     images: ImageLoad | None = None
     """Samples by stage. None: the engine serves a language model."""
     latent_bytes_per_pixel: float | None = None
@@ -464,21 +506,14 @@ class GetStatusReqOutput(Reply, kw_only=True):
     num_retractions: int
     """Retractions since start: by a pause, or because the KV cache was full."""
     step_failures: StepFailures = StepFailures()
-    """Failures of steps, and the limit on their size after running out of memory."""
     kv: KVUsage
-    """Use of the KV cache pool."""
     device_memory: DeviceMemory
-    """The device allocator's figures, read for this reply; of several ranks rank 0's, and ``available`` is
-    the smallest of all ranks'.
-    """
+    """Read for this reply, of rank 0; ``available`` is the smallest of all ranks'."""
     ranks: list[RankStatus] = []
-    """The other ranks of an engine of several (``tp``)."""
     memory_by_tag: MemoryByTag | None = None
     """Reserved memory by purpose, at the last memory event. None means that there was none yet."""
     totals: EngineTotals = EngineTotals()
-    """Counters since start."""
     stages: list[StageStatus] = []
-    """Time spent by stage, in the order of their first run."""
     components: list[ComponentStatus] = []
     """Components that come and go, and the reference model's parts."""
     prompt_cache: PromptCacheStatus | None = None
@@ -486,9 +521,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     reference: ReferenceStatus | None = None
     """The reference model. None means that none is loaded."""
     model_path: str
-    """Folder of the last committed update from disk, or of the start; updates by other transports do not
-    change it.
-    """
+    """Folder of the last committed update from disk, or of the start."""
     dtype: str
     """Data type of computation: ``bfloat16``, ``float32`` or ``float16``."""
     device: str
@@ -496,14 +529,10 @@ class GetStatusReqOutput(Reply, kw_only=True):
     weights_cpu_backup: bool = False
     """A release of the weights keeps a copy on the host, and a resume restores it."""
     kernels: dict[str, str] = {}
-    """Operation to what serves it: ``torch``, an instruction set of the compiled CPU kernels (``avx2``,
-    ``avx512``, ``avx512bf16``, ``amx``), or a library of kernels for GPUs. Operations that the model does not
-    have are absent.
-    """
+    """Operation to what serves it: ``torch``, an instruction set of the CPU kernels (``avx2``, ``avx512``,
+    ``avx512bf16``, ``amx``), or a GPU library. Operations that the model does not have are absent."""
     kernels_reason: str | None = None
-    """Why ``torch`` serves some of them on a CPU, or on CUDA why no better library serves attention. None:
-    nothing better is missing.
-    """
+    """Why ``torch`` serves some of them, or no better library attention. None: nothing better is missing."""
     context_len: int
     """Maximum length of prompt plus output, in tokens."""
     vocab_size: int
@@ -513,25 +542,22 @@ class GetStatusReqOutput(Reply, kw_only=True):
     uptime_s: float
     """Seconds since the engine became ready."""
     pid: int
-    """Process id of the engine, in its own pid namespace."""
     version: str
     """Version of the engine's software."""
 
 
 class ShutdownReqInput(Request, kw_only=True):
-    """End every request, then stop the process. Acknowledged at once; every request gets its terminal message
-    first.
+    """End every request, then stop the process. Acknowledged at once; every request gets its terminal
+    message.
 
     A repeated shutdown can make the end earlier, never later.
     """
 
     drain: bool | None = None
-    """True: let the accepted requests finish and refuse new ones with ``shutting_down``. False: end them at
-    once. None means the engine's ``shutdown_mode``.
-    """
+    """True: finish the accepted requests and refuse new ones with ``shutting_down``. False: end them at once.
+    None means the engine's ``shutdown_mode``."""
     timeout_s: Duration | None = None
-    """With drain: seconds after which the remaining requests are aborted. None means the engine's
-    ``drain_timeout_s``."""
+    """With drain: seconds until the rest is aborted. None means the engine's ``drain_timeout_s``."""
     requested_by: Label = ""
     """Who asks, as text for the engine's log: a program, its process and its host. Empty means unknown."""
 
@@ -541,3 +567,43 @@ class ShutdownReqOutput(Reply, kw_only=True):
 
     drain_s: float = 0.0
     """Maximum seconds for the remaining requests; 0: they have ended."""
+
+
+class StartProfileReqInput(ControlRequest, kw_only=True):
+    """Record a trace of the next steps, which are slower; ``busy`` while another is recorded or written."""
+
+    output_dir: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+    """Folder under the engine's ``profile_dir``, created if missing. None means that folder itself."""
+    num_steps: TraceSteps | None = None
+    """Steps after which the trace ends by itself. None means at ``StopProfileReqInput``, or after 1,000."""
+    activities: list[TraceActivity] | None = None
+    """What is recorded; ``GPU`` counts where the engine has one. None means both."""
+    with_stack: bool = False
+    """Also record the Python stack of each operation, which is slow."""
+    record_shapes: bool = False
+    """Also record the shapes of the operations' inputs."""
+
+
+class StartProfileReqOutput(Reply, kw_only=True):
+    """The trace has begun."""
+
+    path: str
+    """The file on the engine's machine, which appears when it is complete."""
+    num_steps: int
+    """Number of steps after which the trace ends by itself."""
+
+
+class StopProfileReqInput(ControlRequest, kw_only=True):
+    """End the trace; the reply comes when its file is written. ``invalid_request`` if none was started."""
+
+    wait: bool = False
+    """True: the trace is not ended, but waited for until it ends by itself."""
+
+
+class StopProfileReqOutput(Reply, kw_only=True):
+    """The trace is written; also the answer where the trace had ended by itself before."""
+
+    path: str
+    """The file, on the engine's machine: Chrome's trace format, compressed with gzip."""
+    steps: int
+    """Number of steps that were recorded."""

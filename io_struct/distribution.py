@@ -21,8 +21,7 @@ EPOCHS = tuple(map(float, range(9)))
 class Distribution(ReplyRecord, kw_only=True, frozen=True):
     """Counts of values by bucket. The buckets have inclusive upper bounds, and the last bucket has none.
 
-    Bounds of durations: 1, 2 and 5 times each power of ten from 1 ms to 1,000 s. Bounds of staleness: 0 to 8
-    epochs.
+    Bounds of durations: 1, 2 and 5 times each power of ten from 1 ms to 1,000 s. Of staleness: 0 to 8 epochs.
     """
 
     counts: list[int] = []
@@ -65,10 +64,8 @@ class Histogram:
         return found, self._sum
 
     def quantile(self, share: float) -> float | None:
-        """Return the value below which ``share`` of all values are, interpolated within its bucket; None
-        without values.
-
-        In the last bucket, which has no upper bound, it is the highest bound.
+        """Return the value below which ``share`` of all values are, interpolated in its bucket; None without
+        values.
         """
         wanted, below, low = share * self.total, 0, 0.0
         for bound, count in zip(self._bounds, self._counts, strict=False):

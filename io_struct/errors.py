@@ -1,7 +1,6 @@
 """Typed errors: one wire struct, one code per kind of failure, one client exception per code.
 
-A request that fails is answered by :class:`ErrorReply`. ``code`` is for programs, ``message`` for people,
-``detail`` has the numbers (JSON-like values; the keys depend on the code and are listed with it below).
+``code`` is for programs, ``message`` for people, ``detail`` has the numbers; each code lists its keys.
 """
 
 from enum import StrEnum
@@ -16,18 +15,13 @@ class ErrorCode(StrEnum):
     """The kinds of failure that a client can react to."""
 
     MALFORMED_MESSAGE = "malformed_message"
-    """The frames are not a valid message (garbage, wrong types, unknown fields). Nothing was done.
-    ``detail``: field, where one does not fit.
-    """
+    """The frames are not a valid message; nothing was done. ``detail``: field, where one does not fit."""
     VERSION_MISMATCH = "version_mismatch"
-    """Client and engine use different major versions of the wire. ``detail``: engine and client
-    (``"major.minor"`` each).
-    """
+    """Client and engine use different major versions of the wire. ``detail``: engine, client."""
     INVALID_REQUEST = "invalid_request"
     """A value is out of its range. ``detail``: field, value."""
     PROMPT_TOO_LONG = "prompt_too_long"
-    """Prompt plus ``max_new_tokens`` exceeds the context length. ``detail``: prompt_tokens, max_new_tokens,
-    limit.
+    """Prompt plus ``max_new_tokens`` exceeds the context. ``detail``: prompt_tokens, max_new_tokens, limit.
     """
     EXCEEDS_KV_POOL = "exceeds_kv_pool"
     """The request needs more KV than the whole pool has. ``detail``: needed_tokens, total_tokens."""
@@ -36,71 +30,53 @@ class ErrorCode(StrEnum):
     ID_CONFLICT = "id_conflict"
     """The message id was used before with a different body."""
     ANSWER_FORGOTTEN = "answer_forgotten"
-    """The message was answered before, and its answer is no longer stored. Nothing was done; to repeat the
-    command, send it with a new id.
-    """
+    """The message was answered, and its answer is no longer stored. To repeat the command, send a new id."""
     QUEUE_FULL = "queue_full"
-    """The waiting queue is full, or too many weight update groups are being joined. ``detail``: waiting,
-    limit.
-    """
+    """The waiting queue is full, or too many groups are being joined. ``detail``: waiting, limit."""
     EPOCH_BEHIND = "epoch_behind"
-    """``min_weights_epoch`` is above the engine's weights epoch. ``detail``: weights_epoch,
-    min_weights_epoch.
-    """
+    """``min_weights_epoch`` is above the engine's. ``detail``: weights_epoch, min_weights_epoch."""
     PAUSED = "paused"
     """The engine is paused and configured to refuse requests meanwhile."""
     NOT_IDLE = "not_idle"
-    """The command needs an idle engine. ``detail``: unfinished work (running, prefilling, waiting,
-    held_tokens).
-    """
+    """The command needs an idle engine. ``detail``: running, prefilling, waiting, held_tokens."""
     BUSY = "busy"
     """Another exclusive command is running. ``detail``: running (its message type), id."""
     NOT_OWNER = "not_owner"
     """The pause has another owner; ``force`` overrides it. ``detail``: owner."""
     NO_SESSION = "no_session"
     """No such weight update session is open: there is none, or the ``session_id`` belongs to one that has
-    ended.
-    """
+    ended."""
     SESSION_OPEN = "session_open"
-    """A weight update session is open. Refused are a second ``begin``, calls and ends that do not name the
-    session or do not agree with it, and commands that would commit it for another sender. ``detail``: kind,
-    age_s, and session_id if it is the sender's own.
-    """
+    """A session is open, which refuses a second ``begin``, calls and ends that do not name it or agree with
+    it, and commands that would commit it for another sender. ``detail``: kind, age_s, and session_id if it is
+    the sender's."""
     WEIGHTS_POISONED = "weights_poisoned"
-    """A weight update failed after its first byte was written. Only a complete update makes the weights valid
-    again."""
+    """A weight update failed after its first byte. Only a complete update makes the weights valid again."""
     WEIGHTS_INVALID = "weights_invalid"
-    """The weights were released without a copy and not loaded again, or lost in a restart. Only a complete
-    update makes them valid again.
-    """
+    """The weights were released without a copy, or lost in a restart: only a complete update makes them
+    valid."""
     MEMORY_RELEASED = "memory_released"
     """The command needs memory that is released; resume it first. ``detail``: released (tags)."""
     GROUP_ERROR = "group_error"
     """A weight update group is unknown or dead, or some ranks did not join it in time. ``detail``:
-    group_name, and where known address, world_size, rank, ranks_seen.
-    """
+    group_name, and where known address, world_size, rank, ranks_seen."""
     CHECKPOINT_ERROR = "checkpoint_error"
-    """A checkpoint cannot be read: it is missing, truncated, or not in safetensors format. ``detail``: path,
-    reason."""
+    """A checkpoint is missing, truncated, or not in safetensors format. ``detail``: path, reason."""
     WEIGHT_MISMATCH = "weight_mismatch"
-    """The tensors or the config do not match the model. ``detail``: missing, unexpected, mismatched (lists),
-    config (fields that differ).
+    """The tensors or the config do not match the model. ``detail``: missing, unexpected, mismatched, config.
     """
     WEIGHTS_NOT_FINITE = "weights_not_finite"
-    """The engine checks weights (``check_finite``), and some of an update are NaN or infinite; it was not
-    committed. ``detail``: tensors (how many have such values), non_finite (the first three: name, count,
-    total).
-    """
+    """``check_finite`` found NaN or infinity in an update, which was not committed. ``detail``: tensors
+    (their number), non_finite (the first three: name, count, total)."""
     UNSUPPORTED_MODEL = "unsupported_model"
     """The model config requires something that this engine does not implement. ``detail``: fields."""
     OUT_OF_MEMORY = "out_of_memory"
-    """Memory allocation failed. A request ends with it if memory does not suffice for even one of its tokens;
-    a command, if an allocation of its own failed. ``detail``: needed_bytes, free_bytes where known.
-    """
+    """An allocation failed: for a command, or for even one token of a request. ``detail``: needed_bytes,
+    free_bytes where known."""
     DEADLINE_EXCEEDED = "deadline_exceeded"
     """The operation's own deadline passed. ``detail``: what was not finished."""
     STATE_FILE_ERROR = "state_file_error"
-    """The state file cannot be read or written, or another engine holds it. A commit that is refused with it
+    """The state file cannot be read or written, or another engine holds it; a commit that is refused with it
     leaves the weights poisoned. ``detail``: path, reason."""
     ENDPOINT_IN_USE = "endpoint_in_use"
     """Another scheduler owns this endpoint."""
@@ -113,12 +89,11 @@ class ErrorCode(StrEnum):
     ENGINE_DIED = "engine_died"
     """Raised by clients only: the scheduler process or its socket is gone."""
     ENGINE_RESTARTING = "engine_restarting"
-    """Raised by front ends only: the scheduler process has ended and a new one is being started. ``detail``:
+    """Raised by front ends only: the scheduler process has ended, another is being started. ``detail``:
     reason."""
     TIMED_OUT = "timed_out"
-    """Raised by clients only: no reply within the caller's timeout. The command may still complete.
-    ``detail``: id, timeout, and for a generation on a paused engine paused (mode, owner, age_s).
-    """
+    """Raised by clients only: no reply within the timeout; the command may still complete. ``detail``: id,
+    timeout, and for a generation on a paused engine paused (mode, owner, age_s)."""
 
 
 class ErrorReply(Reply, kw_only=True):
@@ -136,8 +111,7 @@ class CaesuraError(Exception):
     """Base of every error of this package, on both sides of the wire.
 
     Attributes:
-        code: the :class:`ErrorCode`; as text where an engine of a newer minor version has sent one that is
-            unknown here.
+        code: the :class:`ErrorCode`, or the text of one that only a newer engine knows.
         message: one sentence for a person.
         detail: the numbers, keys by code.
     """

@@ -1,21 +1,17 @@
-"""What msgspec says of a value that does not fit its type, as a sentence for a person.
+"""Sentences for people about values that do not fit their type, from msgspec's errors.
 
-Invariants:
-- The sentence names the field as its sender wrote it (``sampling_params.n``), what was given where that is
-  known, and what is valid. What is quoted of the value is short, whatever its size.
-- Only refused values come here; types are looked at once each.
+Invariants: the sentence names the field as its sender wrote it (``sampling_params.n``), the value if it is
+known, and what is valid. What is quoted is short. Only refused values come here.
 """
 
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, dataclass_transform
 
 import msgspec
 from msgspec import UNSET, inspect
-
-from .text import printable
 
 _MAX_SHOWN = 60
 """Characters of a value that are repeated."""
@@ -79,9 +75,8 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "enable_prefix_caching": ("prefix_cache",),
     "enable_deterministic_inference": ("deterministic",),
 }
-"""What other engines call a field, where its spelling alone would not lead to ours; the first that there is
-counts.
-"""
+"""Names that other engines give a field, where spelling alone would not lead to ours; the first that exists
+counts."""
 _GREEDY = "temperature = 0 decodes greedily, any other samples"
 _TEXT = (
     "it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
@@ -136,11 +131,10 @@ def field_error(
     """Say what ``error`` means, which was raised for a value of type ``kind``.
 
     Args:
-        given: the value that was refused, as plain objects; without it the sentence does not repeat what was
-            given.
-        whole: what the value as such is called.
-        prefix: where it stands in what its sender wrote, as ``"sampling_params"``.
-        beside: names of what stands next to it there.
+        given: the refused value as plain objects, to be quoted.
+        whole: name of the value as such.
+        prefix: its place in what its sender wrote, as ``"sampling_params"``.
+        beside: names of the fields next to it there.
     """
     problem, path, is_key = _parts(str(error))
     steps = _steps(path)
@@ -173,11 +167,10 @@ def field_error(
 
 
 def unknown_name(name: str, names: Sequence[str], beside: Sequence[str] = (), *, place: str = "") -> str:
-    """Return the end of a sentence that begins with a name that is none of ``names``: what to do instead, or
-    the nearest, and all.
+    """Return the end of a sentence about ``name``, which is none of ``names``: the remedy, or the nearest,
+    and all.
 
-    Args:
-        beside: what stands next to these names, which are those of ``place``.
+    ``beside`` are names next to these, which are the fields of ``place``.
     """
     if (instead := advice(name, names)) is not None:
         hint = f": {instead}"
@@ -236,9 +229,7 @@ def one_of(choices: Sequence[str]) -> str:
 
 
 def fields_of(kind: type[msgspec.Struct]) -> list[str]:
-    """Names of the fields of ``kind``, but for those that take anything: they are there to be refused by
-    name.
-    """
+    """Return the names of the fields of ``kind``, except those of any type, which are there to be refused."""
     return _names_in([_info(kind)])
 
 
@@ -376,3 +367,37 @@ def _hint(value: str, types: Sequence[inspect.Type]) -> str:
     ]
     near = nearest(value, choices)
     return "" if near is None else f" (did you mean {near!r}?)"
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` with unprintable characters escaped: ``\x1b``, ``\n``, ``\u202e``, lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
+    )
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class NamedFields(msgspec.StructMeta):
+    """Metaclass: an unknown keyword is a TypeError with the nearest field and all of them.
+
+    A static method ``fields_beside`` names the fields next to the struct, for which keywords are often meant.
+    """
+
+    if not TYPE_CHECKING:  # checkers read the fields; a constructor of any keywords would hide them
+
+        def __call__(cls, /, *values: Any, **fields: Any) -> Any:  # noqa: N805 (of a metaclass)
+            try:
+                return _construct(cls, *values, **fields)
+            except TypeError:
+                names = cls.__struct_fields__
+                unknown = next((name for name in fields if name not in names), None)
+                if unknown is None:
+                    raise
+                beside = cls.fields_beside() if hasattr(cls, "fields_beside") else ()
+                said = unknown_name(unknown, names, beside, place=cls.__name__)
+            raise TypeError(f"{cls.__name__}: {unknown} {said}")
+
+
+_construct = msgspec.StructMeta.__call__

@@ -1,7 +1,7 @@
 """Generation: the request, the per-step stream message and the terminal result.
 
-Token and logprob arrays cross the wire as little-endian bytes (int32, float32): building one object per token
-costs more than everything else a step does (docs/explanation/performance.md).
+Token and logprob arrays cross the wire as little-endian bytes (int32, float32): one object per token would
+cost more than everything else a step does (docs/explanation/performance.md).
 """
 
 import struct
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from .base import Identifier, Label, Message, Record, Reply, ReplyRecord, Request
-from .keywords import NamedFields
+from .field_errors import NamedFields
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -19,8 +19,7 @@ MAX_INT32 = 2**31 - 1
 """Largest token count or position in a request."""
 
 MIN_REPETITION_PENALTY = 1e-6
-"""Smallest ``repetition_penalty``: logits divided by it and by the smallest temperature are still finite in
-float32.
+"""Smallest ``repetition_penalty``: logits divided by it and the smallest temperature stay finite in float32.
 """
 
 MAX_SAMPLES = 1024
@@ -60,8 +59,7 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     presence_penalty: float = 0.0
     """In [-2, 2]: subtracted from the logit of each token that occurs in the output."""
     repetition_penalty: float = 1.0
-    """In [1e-6, 2]: positive logits of tokens that occur in prompt or output are divided by it, negative ones
-    multiplied."""
+    """In [1e-6, 2]: positive logits of tokens in prompt or output are divided by it, negative multiplied."""
     logit_bias: dict[TokenId, float] | None = None
     """Token id to a value in [-100, 100] that is added to its logit. None means no bias."""
     min_new_tokens: int = 0
@@ -81,9 +79,7 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
         return GenerateReqInput.__struct_fields__
 
     def problems(self) -> list[tuple[str, object, str]]:
-        """Every value out of range as ``(field, value, requirement)``; comparisons are false for NaN, so NaN
-        fails.
-        """
+        """Return ``(field, value, requirement)`` for each value out of range; NaN fails every comparison."""
         found: list[tuple[str, object, str]] = []
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             found.append(("max_new_tokens", self.max_new_tokens, "must be at least 1, or null"))
@@ -137,42 +133,29 @@ class GenerateReqInput(Request, kw_only=True):
     rid: Identifier | None = None
     """Request id, for abort and results. None means the message id."""
     input_ids: list[TokenId]
-    """The prompt: at least one token id, each below the model's ``vocab_size``. Prompt plus
-    ``max_new_tokens`` may not exceed ``context_len``.
-    """
+    """The prompt: at least one id, each below ``vocab_size``; with ``max_new_tokens`` at most
+    ``context_len``."""
     sampling_params: SamplingParams = SamplingParams()
-    """Sampling parameters, including the number of samples."""
     return_logprob: bool = False
-    """Return the logprob of each output token: log-softmax over the full vocabulary after temperature
-    (greedy: without it), in float32.
-    """
+    """Return each output token's float32 log-softmax over the vocabulary, after temperature unless greedy."""
     return_raw_logprob: bool = False
     """Return the logprob of each output token under the unmodified logits (temperature 1)."""
     return_sampled_logprob: bool = False
-    """Return the logprob of each output token under the distribution it was sampled from (renormalised after
-    top-k, top-p and min-p).
-    """
+    """Return logprobs under the sampling distribution: renormalised after top-k, top-p and min-p."""
     logprob_start_len: int = -1
-    """With ``return_logprob``: also return logprobs of the prompt tokens from this position on, without
-    temperature and logit edits. They are recomputed if the prefix cache has them. -1, or at least the
-    prompt's length: none.
-    """
+    """With ``return_logprob``: also logprobs of prompt tokens from here on, without temperature and logit
+    edits, recomputed if the prefix cache has them. -1, or at least the prompt's length: none."""
     top_logprobs_num: int = 0
-    """With ``return_logprob``: at each of these positions, also return this many most likely tokens; at most
-    128.
-    """
+    """With ``return_logprob``: at each of these positions, also this many most likely tokens; at most 128."""
     token_ids_logprob: list[TokenId] | None = None
-    """With ``return_logprob``: at each of these positions, also return the logprobs of these token ids; at
-    most 1,024. None or empty means none.
-    """
+    """With ``return_logprob``: ids whose logprobs are returned at each of these positions; at most 1,024.
+    None means none."""
     return_sampling_mask: bool = False
-    """Return which tokens top-k, top-p and min-p kept at each output token (:class:`SamplingMask`): what a
-    trainer needs to renormalise its own probabilities as the sampler did. Sampled from at most 4,096 tokens
-    then: a larger ``top_k``, or none, counts as 4,096.
-    """
+    """Return which tokens top-k, top-p and min-p kept (:class:`SamplingMask`), by which a trainer
+    renormalises as the sampler did. Samples from at most 4,096 tokens: a larger ``top_k``, or none, counts as
+    4,096."""
     return_routed_experts: bool = False
-    """Return the experts that computed each position, including the prompt (:class:`RoutedExperts`).
-    ``unsupported`` for a model without experts.
+    """Return the experts of each position, prompt included (:class:`RoutedExperts`); needs a model with some.
     """
     routed_experts_start_len: Annotated[int, msgspec.Meta(ge=0)] = 0
     """First position whose experts are returned; at most the prompt's length."""
@@ -181,20 +164,15 @@ class GenerateReqInput(Request, kw_only=True):
     cache_salt: Label = ""
     """Requests share prefix cache entries only with requests of the same salt."""
     min_weights_epoch: int | None = None
-    """Refuse the request with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum.
-    """
+    """Refuse with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum."""
     first_sample: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)] = 0
-    """Index of the first sample. The request has the samples ``first_sample`` to ``first_sample + n - 1``,
-    with the noise streams and the result indices of these numbers: what another engine began can be continued
-    sample by sample.
-    """
+    """Index of the first of the ``n`` samples, for noise streams and results: what another engine began can
+    be continued sample by sample."""
     continued_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The last this many of ``input_ids`` are output of an earlier part of the sample, from another engine
-    perhaps. The frequency and presence penalties count them as output; fewer than ``input_ids`` has.
+    """The last so many of ``input_ids`` are output of an earlier part of the sample, and penalised as such.
     """
     stream_details: bool = False
-    """With ``stream``: the deltas also carry what a part of an output needs to be continued elsewhere
-    (:class:`DeltaDetails`)."""
+    """With ``stream``: deltas have what a part of an output needs to be continued (:class:`DeltaDetails`)."""
 
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -204,10 +182,8 @@ class FinishReason(ReplyRecord, kw_only=True, frozen=True):
     """Why a generation ended."""
 
     type: FinishType
-    """``stop``: a stop token was sampled. ``length``: a length limit was reached. ``abort``: the request was
-    aborted (by an abort, a pause, an update or a shutdown), or its client disconnected. ``error``: it could
-    not be computed or its result not sent.
-    """
+    """``stop``: a stop token was sampled. ``length``: a length limit was reached. ``abort``: aborted (also by
+    a pause, an update, a shutdown), or the client left. ``error``: not computed, or the result not sent."""
     matched: int | None = None
     """``stop``: the token id that ended the generation."""
     length: int | None = None
@@ -215,9 +191,7 @@ class FinishReason(ReplyRecord, kw_only=True, frozen=True):
     message: str | None = None
     """``abort`` and ``error``: what happened, as text."""
     code: str | None = None
-    """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`. ``abort``: ``shutting_down`` if the
-    engine's shutdown ended it, else None.
-    """
+    """``error``: an ``ErrorCode``. ``abort``: ``shutting_down`` if the shutdown ended it, else None."""
 
 
 class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
@@ -234,21 +208,17 @@ class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
     incarnation: str = ""
     """Start of the engine that sampled them (``HelloReqOutput.incarnation``)."""
     stale_kv: bool = False
-    """True: sampled with KV cache that was partly computed with the weights of an older epoch (after an
-    update during an ``in_place`` pause).
-    """
+    """True: some KV was computed with older weights (after an update during an ``in_place`` pause)."""
 
 
 class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
-    """Experts that computed the positions ``[start, seqlen - 1)`` of one sample; ``seqlen`` is the length of
-    prompt plus output.
+    """Experts that computed the positions ``[start, seqlen - 1)`` of one sample.
 
-    The last token has no row, since it was never a model input. A sample that ended before its first token
-    has no rows. A row is recorded when its position is first computed, for this sample or for the one whose
-    cached prefix it shares. It does not change when the position is computed again after a retraction, even
-    with newer weights.
-
-    ``numpy.asarray`` of this object is a read-only array of its shape over the same memory.
+    ``seqlen`` is the length of prompt plus output; the last token was never a model input. A sample that
+    ended before its first token has no rows. A row is recorded when its position is first computed, for this
+    sample or for one whose cached prefix it shares; computing it again after a retraction does not change it,
+    even with newer weights. ``numpy.asarray`` of this object is a read-only array of its shape over the same
+    memory.
     """
 
     data: bytes
@@ -315,9 +285,7 @@ class LogprobRows(ReplyRecord, kw_only=True, frozen=True):
 
 
 class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
-    """The terminal result of one sample. All data about the output has as many entries or rows as
-    ``output_ids``.
-    """
+    """The terminal result of one sample. Data about the output has an entry or row for each output id."""
 
     rid: str
     """The request id: ``rid`` of the request, else its message id."""
@@ -336,23 +304,16 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     output_token_ids_logprobs: LogprobRows | None = None
     """None unless ``token_ids_logprob``."""
     input_logprobs: bytes | None = None
-    """float32 [prompt_tokens - logprob_start_len], the first NaN. None unless ``logprob_start_len``, and if
-    the sample ended before its prefill.
-    """
+    """float32 [prompt_tokens - logprob_start_len], the first NaN. None unless asked for and prefilled."""
     input_top_logprobs: LogprobRows | None = None
-    """A row for each of ``input_logprobs`` except the first. None without these, and unless
-    ``top_logprobs_num``.
-    """
+    """A row for each of ``input_logprobs`` but the first. None without these or ``top_logprobs_num``."""
     input_token_ids_logprobs: LogprobRows | None = None
-    """A row for each of ``input_logprobs`` except the first. None without these, and unless
-    ``token_ids_logprob``.
-    """
+    """A row for each of ``input_logprobs`` but the first. None without these or ``token_ids_logprob``."""
     sampling_mask: SamplingMask | None = None
     """None unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None = None
     """None unless ``return_routed_experts``, and if an error ended the sample."""
     finish_reason: FinishReason
-    """Why the sample ended."""
     weight_versions: list[WeightVersionSpan]
     """Contiguous spans that cover ``[0, len(output_ids))``."""
     prompt_tokens: int
@@ -370,8 +331,8 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
 
 
 class DeltaLogprobs(ReplyRecord, kw_only=True, frozen=True):
-    """Logprobs of additional tokens at the positions of a :class:`StreamDelta`: ``ks[i]`` at each token of
-    its row ``i``.
+    """Logprobs of further tokens at the positions of a :class:`StreamDelta`: ``ks[i]`` at each token of row
+    ``i``.
     """
 
     ks: bytes
@@ -383,24 +344,16 @@ class DeltaLogprobs(ReplyRecord, kw_only=True, frozen=True):
 
 
 class DeltaWeights(ReplyRecord, kw_only=True, frozen=True):
-    """Weights that sampled tokens of a :class:`StreamDelta`; the fields are those of
-    :class:`WeightVersionSpan`.
-    """
+    """Weights that sampled tokens of a :class:`StreamDelta`, as in :class:`WeightVersionSpan`."""
 
     version: str
-    """Public version label of the weights."""
     epoch: int
-    """Weights epoch: the engine's commit counter."""
     incarnation: str = ""
-    """Start of the engine that sampled with them."""
     stale_kv: bool = False
-    """True: with KV cache that was partly computed with the weights of an older epoch."""
 
 
 class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):
-    """What a :class:`StreamDelta` says of its tokens beyond their ids and logprobs, for rows with
-    ``stream_details``.
-    """
+    """Facts about a :class:`StreamDelta`'s tokens beyond ids and logprobs, with ``stream_details``."""
 
     weights: list[DeltaWeights]
     """All weights that sampled tokens of these rows."""
@@ -411,16 +364,15 @@ class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):
     sampled_logprobs: bytes
     """float32 [sum(counts)]; NaN where not requested."""
     sampling_mask: SamplingMask | None = None
-    """A mask of each of the tokens, without ids where not requested. None means that no row requested them.
-    """
+    """A mask of each token, without ids where not requested. None means that no row requested them."""
 
 
 class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     """New tokens of all streaming requests of one client at one step, as a struct of arrays.
 
-    Row ``i`` belongs to sample ``indices[i]`` of ``rids[i]`` and holds ``counts[i]`` tokens, the first of
-    which is output token number ``starts[i]``. A gap between deltas means that some were dropped for a slow
-    reader; the terminal result is complete in any case.
+    Row ``i`` belongs to sample ``indices[i]`` of ``rids[i]`` and holds ``counts[i]`` tokens from output token
+    ``starts[i]`` on. A gap between deltas means that some were dropped for a slow reader; the result is
+    complete.
     """
 
     rids: list[str]
@@ -444,14 +396,10 @@ class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
 
 
 class BatchTokenOutput(Message, kw_only=True, forbid_unknown_fields=False):
-    """From the scheduler to one client, at most once per step: stream deltas and the results of finished
-    samples.
-    """
+    """To one client, at most once per step: stream deltas and the results of finished samples."""
 
     step: int
-    """Number of the step that produced the last of these tokens, counted from 1 since the engine's start.
-    Without new tokens (an abort, a retry), the number of the last step started.
-    """
+    """Step that made the last of these tokens, from 1; without new tokens, the last step started."""
     delta: StreamDelta | None = None
     """None means nothing to stream in this step."""
     finished: list[GenerateReqOutput] = []
@@ -459,12 +407,11 @@ class BatchTokenOutput(Message, kw_only=True, forbid_unknown_fields=False):
 
 
 class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
-    """Sent every two seconds to clients that wait for a reply, to find out which of them have disconnected.
-    Needs no answer.
+    """Sent every two seconds to clients that wait for a reply, to find those that have disconnected; no
+    answer.
     """
 
     step: int
-    """Steps started since the engine's start."""
 
 
 class AbortReq(Request, kw_only=True):
@@ -478,11 +425,9 @@ class AbortReq(Request, kw_only=True):
     """True: abort all generations of all clients, queued ones too; ``rid`` and ``index`` are ignored."""
 
 
-class AbortReqOutput(Message, kw_only=True, forbid_unknown_fields=False):
+class AbortReqOutput(Reply, kw_only=True):
     """The number of samples that were aborted."""
 
-    id: str
-    """The ``id`` of the request that this answers."""
     aborted: int
     """Samples that this call aborted; 0 if there was no such live sample."""
 

@@ -1,5 +1,4 @@
-"""Image rollouts: the request to a diffusion policy and the terminal result of one sample (semantics:
-docs/explanation/images.md).
+"""Image rollouts: the request to a diffusion policy and the result of a sample (docs/explanation/images.md).
 
 Tensors follow the header as frames, in C order and little-endian; the header describes each.
 """
@@ -9,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import FramedMessage, Identifier, Record, ReplyRecord, Request, TensorSpec
+from .field_errors import NamedFields
 from .generate import MAX_SAMPLES, FinishReason, Seed, TokenId, WeightVersionSpan
-from .keywords import NamedFields
 
 MAX_STEPS = 1000
 """Maximum of ``num_inference_steps``."""
@@ -19,8 +18,7 @@ MAX_IMAGE_SIDE = 8192
 """Maximum width and height, in pixels."""
 
 MAX_PROMPT_CHARACTERS = 1 << 14
-"""Longest prompt, in characters: cutting so many into tokens takes tens of milliseconds for each encoder, in
-which nobody is answered.
+"""Longest prompt, in characters: each encoder tokenizes it in tens of milliseconds, while nobody is answered.
 """
 
 SdeType = Literal["ode", "sde", "cps", "dance"]
@@ -32,8 +30,8 @@ class SdeParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     """How a step adds noise, and what its log-probability is."""
 
     type: SdeType = "sde"
-    """``ode``: no noise, so no log-probabilities either. ``sde``: Flow-GRPO. ``cps``: coefficients
-    preserving. ``dance``: DanceGRPO."""
+    """``ode``: neither noise nor log-probabilities. ``sde``: Flow-GRPO. ``cps``: coefficients preserving.
+    ``dance``: DanceGRPO."""
     noise_level: float = 0.7
     """The noise level of ``sde``, ``cps`` and ``dance``: 0 to 100, and at most 1 for ``cps``."""
     steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = None
@@ -41,9 +39,7 @@ class SdeParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     log_prob: Literal["mean", "sum"] = "mean"
     """How the log-probabilities of a latent's elements become that of a step: their mean, or their sum."""
     log_prob_form: Literal["density", "squared_error"] = "density"
-    """``density``: the logarithm of the Gaussian density, with its constants. ``squared_error``: -(x' -
-    mean)² alone.
-    """
+    """``density``: the Gaussian's logarithm with its constants. ``squared_error``: -(x' - mean)² alone."""
 
 
 class GenerateImagesReqInput(Request, kw_only=True):
@@ -55,23 +51,17 @@ class GenerateImagesReqInput(Request, kw_only=True):
     """
 
     rid: Identifier | None = None
-    """Request id, for abort and results. None means the message id."""
     prompt: Prompt | None = None
-    """Text, which the pipeline's own tokenizers cut into tokens. None means that the prompt comes in another
-    form.
-    """
+    """Text for the pipeline's own tokenizers. None means that the prompt comes in another form."""
     negative_prompt: Prompt | None = None
     """Text for guidance. None means the empty text."""
     prompt_ids: Annotated[list[list[TokenId]], msgspec.Meta(max_length=8)] | None = None
-    """Token ids for each text encoder, in their order, padded as the encoder wants them. None means that the
-    prompt comes in another form.
-    """
+    """Token ids for each text encoder, in their order, padded as it wants them. None: another form."""
     negative_prompt_ids: Annotated[list[list[TokenId]], msgspec.Meta(max_length=8)] | None = None
     """The same for guidance; with ``prompt_ids``, guidance needs them. None means that they are not given."""
     tensors: Annotated[list[TensorSpec], msgspec.Meta(max_length=16)] = []
-    """Embeddings in the frames after the header, without a batch dimension, by the names of the pipeline's
-    own arguments: ``prompt_embeds``, ``pooled_prompt_embeds``, and both with ``negative_`` for guidance.
-    """
+    """Embeddings in the frames, without a batch dimension, by the pipeline's argument names:
+    ``prompt_embeds``, ``pooled_prompt_embeds``, and both with ``negative_`` for guidance."""
     width: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)] = 512
     """In pixels; a multiple of what the model's patches and VAE need."""
     height: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)] = 512
@@ -79,34 +69,27 @@ class GenerateImagesReqInput(Request, kw_only=True):
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] = 28
     """Denoising steps, unless ``sigmas`` says them."""
     sigmas: Annotated[list[float], msgspec.Meta(min_length=1, max_length=MAX_STEPS)] | None = None
-    """The noise level before each step, falling, in (0, 1], used as they are; 0 follows the last. None means
-    those of the pipeline's scheduler for ``num_inference_steps``.
-    """
+    """Noise level before each step, falling, in (0, 1]; 0 follows the last. None means the scheduler's."""
     shift: float | None = None
     """Shift of the scheduler's sigmas. None means its own. Not with ``sigmas``."""
     guidance_scale: float = 1.0
-    """Scale of classifier-free guidance, 0 to 1000; it is computed for scales above 1. Models that take the
-    scale as an input get it as it is.
+    """Scale of classifier-free guidance, 0 to 1000, computed above 1. Models with a scale input get it as is.
     """
     max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 256
     """Tokens of the longest text encoder, for models that have one of variable length (T5)."""
     seed: Seed | None = None
-    """Seed of all noise. None means a random seed, which the result contains."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples. Sample ``i`` uses the noise of ``(seed, i)``."""
     sde: SdeParams = SdeParams()
-    """Noise and log-probabilities of the steps. By default every step adds noise: ``type`` ``ode`` is for
-    images that nothing is learned from."""
-    return_steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = []
-    """Steps whose latents (before and after) and log-probabilities are returned. None means all; empty, none.
+    """Noise and log-probabilities of the steps. By default every step adds noise; ``type`` ``ode`` adds none.
     """
+    return_steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = []
+    """Steps whose latents (before and after) and log-probabilities are returned. None means all."""
     return_embeds: bool = True
     """Return the embeddings that the steps were conditioned on."""
     output: Literal["image", "latents"] = "image"
     """``image``: decode the final latents to an image. ``latents``: return them instead."""
     min_weights_epoch: int | None = None
-    """Refuse the request with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum.
-    """
 
 
 class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
@@ -115,7 +98,6 @@ class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
     name: str
     """What it is."""
     dtype: str
-    """Safetensors name of the type."""
     shape: list[int]
     """Elements per dimension; empty for a scalar."""
     buffer: int
@@ -123,21 +105,17 @@ class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
 
 
 class GenerateImagesReqOutput(FramedMessage, kw_only=True):
-    """The terminal result of one sample, also of one that was aborted: then with the steps that were made.
+    """The terminal result of one sample; of an aborted one with the steps that were made.
 
-    Its tensors, in this order, as far as they were asked for and made: ``timesteps`` and ``sigmas`` (F32,
-    [steps] and [steps + 1], of the whole grid), ``latents`` (F32, one for each of ``latent_indices``),
-    ``log_probs`` and ``noise_stds`` (F32, one for each of ``step_indices``), the embeddings by the names of
-    the pipeline's arguments, in the dtype that the model was given, and ``image`` (U8, [height, width, 3]) or
-    ``final_latents`` (F32).
+    Its tensors, in this order, if asked for and made: ``timesteps`` and ``sigmas`` (F32, [steps] and [steps +
+    1]), ``latents`` (F32, by ``latent_indices``), ``log_probs`` and ``noise_stds`` (F32, by
+    ``step_indices``), embeddings by the pipeline's argument names in the model's dtype, and ``image`` (U8,
+    [height, width, 3]) or ``final_latents``.
     """
 
     rid: str
-    """The request id: ``rid`` of the request, else its message id."""
     index: int
-    """Index of the sample, below ``n``."""
     finish_reason: FinishReason
-    """Why the sample ended; ``length`` after all its steps."""
     weight_versions: list[WeightVersionSpan]
     """Contiguous spans over steps that cover ``[0, steps_done)``: which weights made which step."""
     seed: int
@@ -151,13 +129,10 @@ class GenerateImagesReqOutput(FramedMessage, kw_only=True):
     latent_indices: list[int] = []
     """Places in the grid of the returned latents: ``k`` is before step ``k``, and after step ``k - 1``."""
     tensors: list[ResultTensor] = []
-    """Names, dtypes and shapes of the frames behind the header."""
     num_retractions: int = 0
     """Times that it began again from its seed."""
     queue_time: float = 0.0
-    """Seconds from arrival to the first step; to the end, if there was none."""
     e2e_latency: float = 0.0
-    """Seconds from arrival to the end."""
 
 
 class ImageLoad(ReplyRecord, kw_only=True, frozen=True):

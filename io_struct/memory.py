@@ -1,6 +1,4 @@
-"""The memory history of an engine: readings of its memory, and what caused them (semantics:
-docs/explanation/memory.md).
-"""
+"""The memory history of an engine: readings, and what caused them (docs/explanation/memory.md)."""
 
 from typing import Annotated, Literal
 
@@ -29,31 +27,22 @@ class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     until: float
     """Same as ``at``, except for a ``sample``: time of the last of the equal readings that it stands for."""
     cause: MemoryCause
-    """``sample``: every few seconds while steps run. ``idle``: the cache was emptied after some time without
-    work. ``failure``: a step failed. ``update_begin``: before the first byte is written. The others are the
-    ends of commands.
-    """
+    """``sample``: every few seconds while steps run. ``idle``: the cache was emptied. ``failure``: a step
+    failed. ``update_begin``: before the first byte. The others are the ends of commands."""
     detail: str
     """Mode of a pause, transport and label of an update, tags of a release, and so on."""
     step: int
-    """Steps started until then."""
     weights_epoch: int
-    """Weights epoch at that time."""
     reserved: int
-    """Bytes reserved by the device allocator, after the event."""
     allocated: int
-    """Bytes of it in use."""
     by_tag: MemoryByTag
-    """``reserved`` by purpose. At ``pause``, and at ``continue`` and ``lease_expiry`` if the cache was not
-    emptied, weights, KV and reference are those of the event before.
-    """
+    """``reserved`` by purpose; weights, KV and reference may be the last event's if no cache was emptied."""
     returned: int | None = None
-    """Bytes returned to the system by emptying the cache; 0 if more was allocated meanwhile. None means that
-    it was not emptied.
+    """Bytes returned by emptying the cache; 0 if more was allocated meanwhile. None means it was not emptied.
     """
     residual: int | None = None
-    """``continue`` and ``lease_expiry``: growth of the reserved bytes since the pause began. None for other
-    causes."""
+    """``continue`` and ``lease_expiry``: growth of ``reserved`` since the pause began. None for other causes.
+    """
 
 
 class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
@@ -78,9 +67,7 @@ class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
 
 
 class GetMemoryHistoryReqInput(ControlRequest, kw_only=True):
-    """Get the memory history. Answered by the control loop in every state, like status; reads no memory
-    figures.
-    """
+    """Get the memory history. Answered by the control loop in every state; reads no memory figures."""
 
     after: Annotated[int, msgspec.Meta(ge=0, le=MAX_EVENT_SEQ)] = 0
     """Only events with a higher ``seq``."""

@@ -19,8 +19,7 @@ DEFAULT_BROADCAST_TIMEOUT_S = 300.0
 
 PRESENT = "caesura/present/"
 """Key under which a rank of an NCCL group says in the store that it is there; its number follows. If rank 0
-says it, too, each engine waits for all ranks before it replies to the init.
-"""
+says it, each engine waits for all ranks before it replies to the init."""
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 """Default size of the bucket that one call of the tensor and ipc transports carries."""
@@ -30,11 +29,9 @@ class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     """Open an explicit weight update session; ``end`` commits all its calls together."""
 
     manifest: list[TensorSpec] | None = None
-    """All tensors of the checkpoint. It is checked at once, must be complete, and ``end`` requires all of it.
-    None means that each call is checked on its own, and an update of some tensors is enough.
-    """
+    """All tensors of the checkpoint: checked at once, must be complete, and ``end`` requires all of it. None
+    means that each call is checked on its own, and some tensors are enough."""
     component: Label | None = None
-    """The component of a diffusion pipeline whose tensors ``manifest`` has. None means its transformer."""
     deadline_s: PositiveDuration | None = None
     """Seconds after which the session is aborted. None means the engine's ``session_deadline_s``."""
 
@@ -43,33 +40,25 @@ class BeginWeightUpdateReqOutput(Reply, kw_only=True):
     """The session is open."""
 
     session_id: str
-    """Identifies the session: all its calls and its ``end`` carry it. The ``id`` of the ``begin`` message
-    identifies the session as well, for a client that timed out waiting for this reply.
-    """
+    """Session id for its calls and its ``end``; for them the ``id`` of ``begin`` is another name of it."""
     weights_epoch: int
-    """The weights epoch before the session."""
 
 
 class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
-    """End the session: commit or abort it. After an abort the weights are valid if nothing was written, else
+    """Commit or abort the session. After an abort the weights are valid if nothing was written, else
     poisoned.
 
     A commit flushes the prefix cache if any call of the session asked for it.
     """
 
     commit: bool = True
-    """True: commit. While tensors of the manifest, or rows of a tensor that was begun, are missing, the
-    commit is refused and the session stays open. False: abort.
-    """
+    """True: commit; refused while tensors of the manifest or rows of a tensor are missing. False: abort."""
     session_id: Identifier | None = None
-    """The session, explicit or implicit. None means the implicit session that this sender's own calls opened.
-    """
+    """The session. None means the implicit one that this sender's own calls opened."""
     force: bool = False
-    """With ``commit=False``: abort the open session whoever opened it, whatever ``session_id`` says. For the
-    successor of a dead trainer."""
+    """With ``commit=False``: abort whatever session is open, as the successor of a dead trainer does."""
     weight_version: Label | None = None
-    """The new version label. None means the last one sent within the session; without one the label does not
-    change."""
+    """The new version label. None means the last one sent within the session, if any."""
 
 
 class StageTimes(ReplyRecord, kw_only=True, frozen=True):
@@ -97,9 +86,7 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     weights: Literal["valid", "updating", "poisoned", "invalid"]
     """State of the weights after this call, as in status."""
     weights_epoch: int
-    """Weights epoch after this call."""
     weight_version: str
-    """Version label after this call."""
     written_tensors: int
     """Checkpoint tensors written by this call (for ``end``: by the session)."""
     written_bytes: int
@@ -113,13 +100,11 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     flushed: bool
     """True: this call flushed the prefix cache."""
     stages: StageTimes
-    """Time spent in this call, by stage (for ``end``: in the session)."""
     durable: bool | None = None
-    """True: the state file has this commit, so a restart goes on from it. False: it could not be written: a
-    restart begins with ``invalid`` weights. None: nothing is committed, or there is no state file."""
+    """True: the state file has this commit. False: it could not be written, so a restart begins with
+    ``invalid`` weights. None: nothing is committed, or there is no state file."""
     relay_error: str | None = None
-    """Why the engines behind this one (``relay_to``) did not get everything. None: they did, or there are
-    none.
+    """Why engines behind this one (``relay_to``) did not get everything. None: they did, or there are none.
     """
 
 
@@ -127,21 +112,17 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
     """Fields of every update call."""
 
     session_id: Identifier | None = None
-    """The open session of this call. None: while an explicit session is open, the call is refused as
-    ``session_open``; while paused, such calls of one sender (``owner``, else its socket) form an implicit
-    session.
-    """
+    """The open session of this call. None: an explicit session refuses the call as ``session_open``; while
+    paused, such calls of one sender (``owner``, else its socket) form an implicit session."""
     flush_cache: bool = True
-    """If the engine is running: True retracts the requests and flushes the prefix cache. False freezes the
-    requests in place; they continue with their KV cache.
-    """
+    """While running: True retracts requests and flushes the prefix cache. False freezes them; they keep their
+    KV."""
     torch_empty_cache: bool = False
     """True: the commit of the session empties the device allocator's cache."""
     weight_version: Label | None = None
     """The new version label, set at commit. None means unchanged."""
     component: Label | None = None
-    """The component of a diffusion pipeline that this call writes, as its folder is called: ``text_encoder``,
-    ``vae``, … None means its transformer. A language model has no components.
+    """Component of a diffusion pipeline, by its folder: ``text_encoder``, ``vae``, … None: its transformer.
     """
     abort_all_requests: bool = False
     """True: abort every request, after the call has been checked and its first tensor has arrived."""
@@ -157,19 +138,14 @@ class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
 
 
 class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
-    """Tensors in the frames after the header: one per frame, or many in one ("flattened bucket"), as
-    described by ``specs``.
-    """
+    """Tensors in the frames after the header: one per frame, or many in one ("flattened bucket")."""
 
     specs: list[TensorSpec]
-    """Names, dtypes, shapes and places of the tensors in the frames. A tensor can come in pieces, in row
-    order.
-    """
+    """Names, dtypes, shapes and places of the tensors. A tensor can come in pieces, in row order."""
 
 
 class SharedMemoryHandle(Record, kw_only=True, frozen=True, tag=True):
-    """A memfd of the sender, which the engine opens as ``/proc/{pid}/fd/{fd}``. It has no name, so no file
-    can be left behind.
+    """A memfd of the sender, which the engine opens as ``/proc/{pid}/fd/{fd}``.
 
     It must be sealed against shrinking and growing, so that a truncation cannot crash the engine.
     """
@@ -185,11 +161,9 @@ class SharedMemoryHandle(Record, kw_only=True, frozen=True, tag=True):
 
 
 class CudaIPCHandle(Record, kw_only=True, frozen=True, tag=True):
-    """CUDA device memory exported by another process of the same host: the fields from which torch rebuilds a
-    storage.
+    """CUDA device memory exported by another process of the host: the fields of torch's rebuilt storage.
 
-    Plain fields, checked before they reach the driver: the device must be the engine's own, and sizes and
-    offsets must fit.
+    They are checked before the driver sees them: the device must be the engine's, sizes and offsets must fit.
     """
 
     device_uuid: Annotated[str, msgspec.Meta(max_length=64)]
@@ -201,9 +175,7 @@ class CudaIPCHandle(Record, kw_only=True, frozen=True, tag=True):
     offset: Annotated[int, msgspec.Meta(ge=0)]
     """Bytes from the start of the exported allocation to the storage."""
     ref_counter_handle: Annotated[bytes, msgspec.Meta(max_length=256)]
-    """Name of the shared reference counter by which the exporting process learns that the storage was
-    released.
-    """
+    """Name of the shared reference counter, which tells the exporting process of the release."""
     ref_counter_offset: Annotated[int, msgspec.Meta(ge=0)]
     """Index of the counter under that name, below 10,000."""
     event_handle: Annotated[bytes, msgspec.Meta(max_length=256)]
@@ -213,48 +185,40 @@ class CudaIPCHandle(Record, kw_only=True, frozen=True, tag=True):
 
 
 class UpdateWeightsFromIPCReqInput(WeightUpdateOptions, kw_only=True):
-    """Tensors in memory shared by a process of the same host and user. The memory may be reused after the
-    reply.
-    """
+    """Tensors in memory shared by a process of the same host and user, free for reuse after the reply."""
 
     handle: SharedMemoryHandle | CudaIPCHandle
     """The shared memory with all tensors of this call. CUDA memory requires an engine on the same device."""
     specs: list[TensorSpec]
-    """Names, dtypes, shapes and places of the tensors in the memory. A tensor can come in pieces, in row
-    order.
-    """
+    """Names, dtypes, shapes and places of the tensors. A tensor can come in pieces, in row order."""
 
 
 class UpdateWeightsFromCheckpointEngineReqInput(WeightUpdateOptions, kw_only=True):
     """Let a checkpoint-engine parameter server run a whole update: SGLang's ``update_weights_from_ipc``.
 
-    The engine connects to the address of its own device, and replies when the server has sent its last
-    bucket. Refused as ``unsupported`` unless the engine was started with ``allow_legacy_pickle``: messages of
-    that protocol are pickles, which are parsed into plain fields and never unpickled.
+    The engine connects to the address of its device, and replies after the last bucket. ``unsupported``
+    unless started with ``allow_legacy_pickle``: messages are pickles, which are parsed into plain fields and
+    never unpickled.
     """
 
     zmq_handles: dict[str, str]
-    """Device UUID to the ``ipc://`` address of the server's REQ socket; the device of a CPU engine is
-    ``"cpu"``.
-    """
+    """Device UUID (``"cpu"`` of a CPU engine) to the ``ipc://`` address of the server's REQ socket."""
     timeout_s: PositiveDuration = 300.0
     """Maximum seconds without a message from the server."""
 
 
 class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
-    """Join the torch.distributed process group over which its rank 0 broadcasts weights. The reply is sent
-    when every rank has joined.
+    """Join the torch.distributed process group over which its rank 0 broadcasts weights; replied when all
+    have.
 
     The group is PyTorch's own: a ``tcp://`` rendezvous at the master's address with
-    ``PrefixStore(group_name)``. Rank 0 is a trainer, or an engine that sends its own weights
-    (``SendWeightsReqInput``) or relays what it receives. This engine is rank ``rank_offset``. The same init
-    again is answered at once. If too many groups wait for their ranks, it is refused as ``queue_full``.
+    ``PrefixStore(group_name)``. Rank 0 is a trainer, or an engine that sends (``SendWeightsReqInput``) or
+    relays. The same init again is answered at once; too many groups that wait for their ranks are
+    ``queue_full``.
     """
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
-    """Host name or IP address of the process that holds the store: the trainer, or whoever has engines join
-    one another. An engine never holds it.
-    """
+    """Host of the process that holds the store, which an engine never does."""
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """TCP port of the store."""
     rank_offset: Annotated[int, msgspec.Meta(ge=0)]
@@ -268,8 +232,7 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     timeout_s: PositiveDuration = 60.0
     """Maximum seconds for all ranks to join."""
     broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S
-    """Maximum seconds for each broadcast later. After a timeout the group cannot be used any more: destroy it
-    and create it again.
+    """Maximum seconds for each broadcast. After a timeout the group is dead: destroy it and create it again.
     """
 
 
@@ -286,7 +249,6 @@ class DestroyWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """Leave a weight update group. An unknown group is ``group_error``."""
 
     group_name: GroupName = DEFAULT_GROUP_NAME
-    """Name of the group, joined or still joining."""
 
 
 class DestroyWeightsUpdateGroupReqOutput(Reply, kw_only=True):
@@ -299,39 +261,29 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     specs: list[TensorSpec]
     """Names, shapes and dtypes; whole tensors only, offsets are ignored."""
     group_name: GroupName = DEFAULT_GROUP_NAME
-    """Name of the group; every rank must have joined it."""
     load_format: Literal["flattened_bucket"] | None = None
-    """None means one broadcast per tensor. ``flattened_bucket``: one broadcast of uint8 with the bytes of all
-    tensors, one after the other without padding."""
+    """None means one broadcast per tensor. ``flattened_bucket``: one of uint8, all tensors without padding.
+    """
     tensors_per_broadcast: BroadcastSizes | None = None
-    """With ``flattened_bucket``: how many of the tensors come in each broadcast, in the order of ``specs``.
-    None means all of them in one.
-    """
+    """With ``flattened_bucket``: number of tensors in each broadcast, in order. None means all in one."""
     relay_to: GroupName | None = None
-    """Another group, of which this engine is rank 0: each broadcast is passed on there when it has arrived,
-    while the next one is received. A failure there does not fail this call (``relay_error`` of the reply); a
-    failure of this call ends that group. None means that nothing is passed on.
-    """
+    """Another group, of which this engine is rank 0 and to which it passes each broadcast on. A failure there
+    is ``relay_error``; a failure of this call ends that group. None means no other."""
 
 
 class GetWeightsManifestReqInput(ControlRequest, kw_only=True):
-    """Ask for the names, shapes and dtypes of the weights as this engine stores them, in the order of its
-    model: what ``SendWeightsReqInput`` can send. Answered in every state.
-    """
+    """Return names, shapes and dtypes of the weights as stored: what ``SendWeightsReqInput`` can send."""
 
     component: Label | None = None
-    """The component of a diffusion pipeline whose tensors are asked for. None means its transformer."""
 
 
 class StoredTensor(ReplyRecord, kw_only=True, frozen=True):
     """A tensor of the checkpoint as an engine stores it."""
 
     name: str
-    """Name of the tensor in the checkpoint."""
     dtype: str
-    """Safetensors name of the type that it is stored as, which may not be the checkpoint's."""
+    """Safetensors name of the stored type, which may not be the checkpoint's."""
     shape: list[int]
-    """Elements per dimension."""
     nbytes: int
     """Size in bytes."""
 
@@ -346,43 +298,30 @@ class GetWeightsManifestReqOutput(Reply, kw_only=True):
     tensors: list[StoredTensor]
     """In the order of the model."""
     weights_epoch: int
-    """Epoch of the committed weights."""
     weight_version: str
-    """Label of the committed weights."""
 
 
 class SendWeightsReqInput(ControlRequest, kw_only=True):
-    """Broadcast committed weights as rank 0 of a weight update group, whose other ranks receive them with
-    ``UpdateWeightsFromDistributedReqInput``. Generation goes on meanwhile.
+    """Broadcast committed weights as rank 0 of a weight update group, while generation goes on.
 
-    All bytes are those of one commit: commands that would change or release the weights wait until everything
-    is sent. Weights that are not valid are refused. A call that fails ends the group, so that nobody waits
-    for it.
+    The others receive them with ``UpdateWeightsFromDistributedReqInput``. All bytes are those of one commit:
+    commands that would change or release the weights wait. Weights that are not valid are refused. A failed
+    call ends the group.
     """
 
     specs: list[TensorSpec]
-    """Names, shapes and dtypes as stored (``GetWeightsManifestReqInput``), in the order of sending; offsets
-    are ignored. Others are ``weight_mismatch``.
-    """
+    """Tensors as stored (``GetWeightsManifestReqInput``), in sending order; else ``weight_mismatch``."""
     group_name: GroupName = DEFAULT_GROUP_NAME
-    """Name of the group, of which this engine is rank 0; every rank must have joined it."""
     load_format: Literal["flattened_bucket"] | None = None
-    """That of the receivers' calls. None means one broadcast per tensor."""
     tensors_per_broadcast: BroadcastSizes | None = None
-    """That of the receivers' calls: with ``flattened_bucket``, how many of the tensors go in each broadcast.
-    None means all of them in one.
-    """
     component: Label | None = None
-    """The component of a diffusion pipeline whose tensors are sent. None means its transformer."""
 
 
 class SendWeightsReqOutput(Reply, kw_only=True):
     """Every receiver has got everything."""
 
     weights_epoch: int
-    """Epoch of the weights that were sent."""
     weight_version: str
-    """Their label."""
     sent_tensors: int
     """Number of tensors."""
     sent_bytes: int
@@ -395,19 +334,16 @@ class WeightsCheckerReqInput(ControlRequest, kw_only=True):
     """Compute checksums of the weights, or compare the weights with a snapshot of their checksums."""
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
-    """``checksum``: of all weights. ``snapshot``: also store them, replacing earlier ones. ``compare``: list
-    what differs from the snapshot; ``invalid_request`` without one. ``reset_tensors``: overwrite every
-    parameter with NaN (integers with 0), which leaves the weights poisoned.
-    """
+    """``checksum`` of all weights; ``snapshot``: also store them; ``compare`` with the snapshot;
+    ``reset_tensors``: overwrite every parameter with NaN (integers with 0), which leaves the weights
+    poisoned."""
 
 
 class WeightsCheckerReqOutput(Reply, kw_only=True):
     """Result of the weights checker."""
 
     checksums: dict[str, str] = {}
-    """``checksum`` and ``snapshot``: name of each parameter or derived buffer to the 128-bit BLAKE2b of its
-    bytes, in hex. Otherwise empty.
-    """
+    """``checksum`` and ``snapshot``: parameter or derived buffer to the BLAKE2b-128 of its bytes, in hex."""
     total: str = ""
     """``checksum``, ``snapshot`` and ``compare``: one checksum over all of them. Otherwise empty."""
     changed: list[str] = []

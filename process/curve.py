@@ -1,11 +1,10 @@
 """CURVE keys: the files that ``caesura keygen`` writes, and a server's answers to handshakes.
 
-Invariants: files have the format of ZeroMQ's certificates, so their tools read them; a secret key is taken
-only from a file that only its owner can read; no error and no ``repr`` shows a secret.
+Invariants: files have the format of ZeroMQ's certificates; a secret key is taken only from a file that only
+its owner can read; no error and no ``repr`` shows a secret.
 
 zmq.auth is not used: its loader checks no permissions and waits for whoever holds a FIFO, and its
-authenticator is a coroutine that knows no address in its callback and leaves a handshake unanswered when that
-raises.
+authenticator leaves a handshake unanswered when its callback raises.
 """
 
 import contextlib
@@ -24,7 +23,6 @@ from ..io_struct.errors import CaesuraError, ErrorCode
 
 logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 1 << 20
-"""Maximum size of a key file, or of a file of authorized keys."""
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
 
 _Z85 = r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
@@ -41,7 +39,6 @@ class KeyPair:
 
 
 def key_file(public: bytes, secret: bytes | None = None) -> str:
-    """Return the text of a file with these keys."""
     kind = "Public key" if secret is None else "Secret key: keep it, and let nobody else read it"
     head = f"#   {kind} of caesura, for ZeroMQ's CURVE.\nmetadata\ncurve\n"
     own = "" if secret is None else f'    secret-key = "{secret.decode()}"\n'
@@ -49,11 +46,7 @@ def key_file(public: bytes, secret: bytes | None = None) -> str:
 
 
 def read_key_pair(path: AnyPath, name: str) -> KeyPair:
-    """Read both keys of the file ``path``, which the option ``name`` has given.
-
-    Raises:
-        CaesuraError: ``invalid_request``: it cannot be read, others may read it, or it holds no such keys.
-    """
+    """Read both keys of the file ``path``, which the option ``name`` has given, or refuse the option."""
     with _refusals(path, name):
         mode = os.stat(path).st_mode
     if stat.S_IMODE(mode) & 0o077:
@@ -67,11 +60,7 @@ def read_key_pair(path: AnyPath, name: str) -> KeyPair:
 
 
 def read_public_keys(path: AnyPath, name: str) -> frozenset[bytes]:
-    """Read all public keys in a file, or in the ``*.key`` files of a folder.
-
-    Raises:
-        CaesuraError: ``invalid_request``: something cannot be read, or a file holds none.
-    """
+    """Read all public keys in a file, at least one, or in the ``*.key`` files of a folder."""
     with _refusals(path, name):
         files = sorted(Path(path).glob("*" + PUBLIC_SUFFIX)) if os.path.isdir(path) else [Path(path)]
     keys: set[bytes] = set()
@@ -84,11 +73,7 @@ def read_public_keys(path: AnyPath, name: str) -> frozenset[bytes]:
 
 
 def server_key(given: str, name: str) -> bytes:
-    """Return a public key that is given as its 40 characters, or as the file that holds it.
-
-    Raises:
-        CaesuraError: ``invalid_request``.
-    """
+    """Return a public key that is given as its 40 characters, or as the file that holds it."""
     if re.fullmatch(_Z85, given) and not os.path.exists(given):
         return given.encode()
     keys = read_public_keys(given, name)
@@ -126,9 +111,8 @@ def _refused(path: AnyPath, name: str, reason: str) -> CaesuraError:
 class Handshakes:
     """Makes a socket that is not bound yet accept only clients with authorized keys (RFC 27, ZAP).
 
-    Invariants: ZeroMQ accepts nobody while :meth:`answer` is not called; every error is a refusal, since a
-    question without an answer would only end with the handshake timeout. ``authorized`` is read for each
-    handshake.
+    Invariants: ZeroMQ accepts nobody while :meth:`answer` is not called; every error is a refusal.
+    ``authorized`` is read for each handshake.
     """
 
     def __init__(
@@ -155,7 +139,6 @@ class Handshakes:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
-        """Answer all handshakes that wait."""
         while self.socket.poll(0):
             _, number, _, address, _, mechanism, *credentials = self.socket.recv_multipart()
             status, text = b"400", b"this key is not authorized"

@@ -2,14 +2,11 @@
 
 Invariants:
 - Writing never blocks: text goes through a bounded queue to a thread. Text that does not fit is dropped and
-  counted, and the count is written when there is room again. logging's QueueListener bounds records, not
-  bytes, and cannot be waited for with a limit; hence :class:`QueuedStream`.
+  counted. logging's QueueListener bounds records, not bytes, and cannot be waited for with a limit.
 - Text from peers cannot start a line or control a terminal: unprintable characters are escaped. The lines of
   a traceback follow its record, each indented by a tab.
 - Of the warnings and errors of one call site, :data:`REPEATS` are written within :data:`REPEAT_WINDOW_S`,
   then their number.
-- With the JSON format a line is one object, with ``time``, ``level``, ``process``, ``replica`` and
-  ``message``.
 """
 
 import contextlib
@@ -26,7 +23,7 @@ from typing import Literal, TextIO
 
 import msgspec
 
-from ..io_struct.text import printable
+from ..io_struct.field_errors import printable
 
 MAX_QUEUED = 1 << 20
 """Maximum characters that are not written yet."""
@@ -230,9 +227,7 @@ def _bounded(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-08-01 12:00:00.123 INFO WHERE: message``; ``where`` may use ``module_path`` and logging's
-    fields.
-    """
+    """``2026-08-01 12:00:00.123 INFO WHERE: message``."""
 
     def __init__(self, where: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)s {where}: %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -279,10 +274,7 @@ class JsonFormatter(logging.Formatter):
 
 @contextlib.contextmanager
 def server_log(process: str, log_format: str, where: str) -> Iterator[None]:
-    """Send the records of all loggers, and whatever is written to stderr, through one queue within the block.
-
-    ``process`` is the name in JSON lines, ``where`` that of :class:`TextFormatter`.
-    """
+    """Send records of all loggers, and all text for stderr, through one queue within the block."""
     json = JsonFormatter(process) if log_format == "json" else None
     with queued_stderr(None if json is None else json.wrap):
         handler = LogHandler(sys.stderr)
@@ -306,13 +298,8 @@ def configure(
     """Send the records of loggers below ``caesura`` to stderr; the root logger is left alone.
 
     Args:
-        level: a name or number of :mod:`logging`.
         rank: shown in every line if it is not 0.
-        stream: default the current ``sys.stderr``.
         name: the engine's name, shown in every line unless empty.
-
-    Raises:
-        ValueError: unknown level.
     """
     logger = logging.getLogger("caesura")
     logger.setLevel(level.upper() if isinstance(level, str) else level)

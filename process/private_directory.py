@@ -3,11 +3,10 @@
 Invariants:
 - It is fresh, mode 0700, and its socket's path fits into an ``ipc://`` address.
 - Whoever made it holds a lock on it until it is removed or the process ends, however that happens; the engine
-  in it holds the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
-- :func:`make` removes what killed processes left: directories with names that it makes (without a further
-  dash), of this user, mode 0700, all of whose locks are free and which hold only files of an engine, or key
-  files beside a lock. An empty one may be fresh and not locked yet: its maker notices the removal and makes
-  another.
+  in it holds the lock of its socket, and of its state file where that is here too.
+- :func:`make` removes what killed processes left: directories with names that it makes, of this user, mode
+  0700, all of whose locks are free and which hold only files of an engine, or key files beside a lock. An
+  empty one may be fresh and not locked yet: its maker notices the removal and makes another.
 """
 
 import contextlib
@@ -33,7 +32,6 @@ _OURS = {SOCKET, SOCKET + SHUT_SUFFIX, LOCK, STATE_FILE, f".{STATE_FILE}.new", S
 """Names that an engine makes here, those of a shut socket and of a state file being replaced included."""
 
 _held: dict[str, int] = {}
-"""Descriptors that hold the locks of directories made here, by path."""
 
 
 def make() -> Path:

@@ -1,16 +1,13 @@
 """Device memory that processes of one host share through CUDA's IPC handles.
 
 Invariants:
-- A handle is plain fields. Before the driver or torch sees one, it is checked: it is of our device, of a kind
-  that torch opens with one driver call (no file descriptors to pass), its sizes fit the device, and torch's
-  counter and event are within their bounds.
-- One export is opened once, however many messages name it, and closed when the session ends. Closing is
-  checked: references that are left behind are collected first, so that nothing of the exporting process stays
-  mapped.
+- Before the driver or torch sees a handle, it is checked: it is of our device, of a kind that torch opens
+  with one driver call, its sizes fit the device, and torch's counter and event are within their bounds.
+- One export is opened once, however many messages name it, and closed when the session ends. References that
+  are left behind are collected first, so that nothing of the exporting process stays mapped.
 - The exporter's reference of torch is released at once: torch would otherwise keep the memory of a closed
   export until every other process has opened and closed it.
-- Reading is ordered: the exporting process has synchronised before it sends, and the reader before it
-  answers.
+- The exporting process has synchronised before it sends, and the reader before it answers.
 """
 
 import ctypes
@@ -37,11 +34,7 @@ def uuid_of(device: torch.device) -> str:
 
 
 def export(memory: Tensor) -> CudaIPCHandle:
-    """Return the handle of ``memory``, which is all of its storage.
-
-    Raises:
-        CaesuraError: ``unsupported`` if torch has allocated it in segments that cannot be exported.
-    """
+    """Return the handle of ``memory``, which is all of its storage; refuse expandable segments."""
     storage: Any = memory.untyped_storage()
     _, handle, nbytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
     torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
@@ -64,12 +57,7 @@ def export(memory: Tensor) -> CudaIPCHandle:
 
 
 def check_handle(handle: CudaIPCHandle, device_uuid: str, device_bytes: int) -> None:
-    """Raise ``invalid_request`` unless the handle may be opened.
-
-    Args:
-        device_uuid: UUID of this process's device.
-        device_bytes: size of that device's memory.
-    """
+    """Raise ``invalid_request`` unless the handle may be opened on this process's device of that size."""
     if handle.device_uuid != device_uuid:
         problem = f"is not the engine's device, {device_uuid}: export from that one"
         raise _bad("device_uuid", handle.device_uuid, problem)
@@ -102,11 +90,7 @@ class CudaMemories:
         return len(self._open)
 
     def view(self, handle: CudaIPCHandle) -> Tensor:
-        """Return the exported storage, uint8 [handle.nbytes], valid until :meth:`close`.
-
-        Raises:
-            CaesuraError: ``invalid_request`` if :func:`check_handle` or the driver refuses it.
-        """
+        """Return the exported storage, uint8 [handle.nbytes], valid until :meth:`close`."""
         if handle not in self._open:
             properties = torch.cuda.get_device_properties(self._device)
             check_handle(handle, uuid_of(self._device), properties.total_memory)
@@ -146,9 +130,8 @@ class CudaMemories:
 
 
 def _bytes_from(pointer: int, offset: int) -> int | None:
-    """Return the bytes of an opened allocation from ``pointer``, which is ``offset`` bytes into it.
-
-    None means that the driver does not tell.
+    """Return the bytes of an allocation from ``pointer``, ``offset`` bytes into it; None if the driver does
+    not say.
     """
     base, size = ctypes.c_void_p(), ctypes.c_size_t()
     try:

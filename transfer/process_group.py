@@ -1,5 +1,4 @@
-"""Process groups of torch.distributed for weights: how their ranks meet, how a backend is made, and how it
-ends.
+"""Process groups of torch.distributed for weights: how ranks meet, how a backend is made, and how it ends.
 
 Invariants:
 - A backend is used bare, without torch's registry of process groups: it needs no default group and leaves no
@@ -56,11 +55,8 @@ class Membership:
 def serve_store(address: str, port: int, size: int, timeout: timedelta) -> tuple[Any, bool]:
     """Return the store of a new group, and True if ``address`` is one of this host.
 
-    By itself torch listens on all addresses of the host, so it is given a socket that listens already. If
-    ``address`` is none of this host (that of a NAT, for example), the store does listen on all of them.
-
-    Raises:
-        OSError, RuntimeError: nothing can listen there.
+    By itself torch listens on all addresses of the host, so it is given a socket that listens already. For an
+    address of another host (that of a NAT, for example), the store does listen on all of them.
     """
     options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -95,15 +91,14 @@ def make_backend(
 ) -> Any:
     """Return the backend of this rank.
 
-    The constructor of gloo returns when every rank is there. That of NCCL returns at once: its ranks meet at
-    the first operation.
+    The constructor of gloo returns when every rank is there, that of NCCL at once: its ranks meet at the
+    first operation.
 
     Args:
         timeout: limits the joining of a gloo group, or each operation of an NCCL group.
         device: that of an engine, whose process NCCL must not end.
         interface: network interface to listen on; None leaves the choice to ``hostname``.
-        hostname: address for gloo to listen at, unless GLOO_SOCKET_IFNAME is set. None means the address of
-            this host's name.
+        hostname: address for gloo to listen at, unless GLOO_SOCKET_IFNAME is set.
     """
     if member.backend == "nccl":
         if interface is not None:
@@ -138,19 +133,14 @@ def broadcast_options(timeout: timedelta | None) -> Any:
 def mark_present(store: Any, name: str, backend: Backend) -> None:
     """Record in the store of group ``name`` that its engines wait for one another before they broadcast.
 
-    NCCL's constructor waits for nobody. An engine that does not find the mark does not wait: a trainer of
-    another make may not answer before the first broadcast.
+    Engines that do not find the mark do not wait: another trainer may not answer before the first broadcast.
     """
     if backend == "nccl":
         PrefixStore(name, store).set(f"{PRESENT}0", "")
 
 
 def await_ranks(member: Membership, own: Store, timeout: timedelta) -> None:
-    """Record that this rank is there and, if rank 0 has marked the group, wait for all ranks.
-
-    Raises:
-        RuntimeError: some did not come.
-    """
+    """Record that this rank is there and, if rank 0 has marked the group, wait for all ranks."""
     own.set(f"{PRESENT}{member.rank}", "")
     if own.check([f"{PRESENT}0"]):
         own.wait([f"{PRESENT}{rank}" for rank in range(member.world_size)], timeout)
@@ -167,17 +157,13 @@ def ranks_seen(member: Membership, own: Store, ranks: Store) -> list[int] | None
 
 
 def release(holder: list[Any]) -> None:
-    """End the backend in ``holder``; it may block, so call it in a thread.
-
-    The last reference goes here, or with the broadcast that still holds one.
-    """
+    """End the backend in ``holder``, and drop its reference; it may block, so call it in a thread."""
     if holder[0].name() == "nccl":
         holder[0].abort()
     holder.clear()
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if ``host`` means this machine and nothing else."""
     if host == "localhost":
         return True
     try:

@@ -1,9 +1,7 @@
 """The header of a safetensors file, read and written, and the names of dtypes, which are the wire's, too.
 
-Invariants:
-- Nothing is believed: a header's length is compared with a limit and with what is there before anybody reads
-  it, and its tensors cover the data behind it without gap or overlap, each as many bytes as its shape and
-  dtype say.
+Invariant: a header's length is compared with a limit and with what is there before anybody reads it, and its
+tensors cover the data behind it without gap or overlap, each as many bytes as its shape and dtype say.
 
 The format is described at https://huggingface.co/docs/safetensors.
 """
@@ -16,18 +14,13 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 LENGTH_BYTES = 8
-"""Before the header: how many bytes it has."""
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
 _ALIGNMENT = 8
-"""Of the data, by spaces behind the header."""
 
 _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch.save, pickle
 
 
 class Dtype(NamedTuple):
-    """One kind of element."""
-
     torch: str
     """Its name in torch, and in a config.json."""
     nbytes: int
@@ -55,16 +48,13 @@ NAMES_BY_TORCH = {dtype.torch: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsError(ValueError):
-    """What is wrong with a file, to be said of its name."""
+    """A file's fault, to follow its name in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file."""
-
     name: str
     dtype: str
-    """A key of :data:`DTYPES`."""
     shape: list[int]
     offset: int
     """Bytes from the end of the header."""
@@ -88,12 +78,7 @@ _entry = msgspec.json.Decoder(_Entry)
 
 
 def header_length(prefix: bytes, size: int, limit: int = MAX_HEADER_BYTES) -> int:
-    """Bytes of the header that follows ``prefix``, the first :data:`LENGTH_BYTES` of a file of ``size``
-    bytes.
-
-    Raises:
-        SafetensorsError: there is no such header, or it is over ``limit``.
-    """
+    """Return the length of the header behind ``prefix``, the first eight of ``size`` bytes."""
     if len(prefix) < LENGTH_BYTES:
         raise SafetensorsError(f"is truncated: {size} bytes, less than a header's length field")
     length = int.from_bytes(prefix, "little")
@@ -111,11 +96,7 @@ def header_length(prefix: bytes, size: int, limit: int = MAX_HEADER_BYTES) -> in
 
 
 def parse_header(header: bytes | memoryview, data_bytes: int) -> list[TensorEntry]:
-    """Return the tensors of a file, in file order, behind whose header are ``data_bytes``.
-
-    Raises:
-        SafetensorsError: the header is not one, or does not describe these bytes.
-    """
+    """Return the tensors, in file order, of a file with ``data_bytes`` behind its header."""
     try:
         raw = _header.decode(header)
         raw.pop("__metadata__", None)
@@ -144,9 +125,7 @@ def parse_header(header: bytes | memoryview, data_bytes: int) -> list[TensorEntr
 
 
 def file_of_one(name: str, dtype: str, shape: Sequence[int], data: bytes) -> bytes:
-    """Return a whole file with one tensor. The library's own writer takes other arguments from version to
-    version.
-    """
+    """Return a whole file with one tensor; the library's own writer takes other arguments in each version."""
     entry = {"dtype": dtype, "shape": shape, "data_offsets": (0, len(data))}
     header = msgspec.json.encode({name: entry})
     header += b" " * (-len(header) % _ALIGNMENT)

@@ -3,8 +3,7 @@
 Invariants:
 - The memory has no name: it disappears when no process uses it, whoever dies.
 - It is sealed against shrinking and growing before another process maps it: no truncation can turn a read
-  into SIGBUS. Its pages are reserved when it is created, so a full /dev/shm is an error then and not a crash
-  later.
+  into SIGBUS. Its pages are reserved when it is created, so a full /dev/shm is an error then, not a crash.
 - A handle is checked against the memory that it leads to before that is mapped.
 """
 
@@ -52,11 +51,7 @@ def is_owned(handle: SharedMemoryHandle) -> bool:
 
 
 def map_memory(handle: SharedMemoryHandle) -> mmap.mmap:
-    """Map the memory of another process.
-
-    Raises:
-        CaesuraError: ``invalid_request`` if it is not a sealed memfd of that size.
-    """
+    """Map the memory of another process, a sealed memfd of the handle's size."""
     try:
         descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

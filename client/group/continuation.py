@@ -3,10 +3,9 @@
 Invariants:
 - The last token of a part did not end the sample: an engine sends the token that does in the terminal result
   only.
-- Every list about tokens has one entry per token of the part; spans of a joined output are contiguous and
-  cover all tokens.
+- Every list about tokens has one entry per token; spans of a joined output cover all tokens without a gap.
 - The continuation samples token ``t`` of sample ``i`` with the noise of (seed, ``i``, absolute position), as
-  the first engine would have: the position counts prompt and output, whoever has computed what is before it.
+  the first engine would have: the position counts prompt and output.
 """
 
 from collections.abc import Callable, Iterable
@@ -63,7 +62,6 @@ class Part:
             self.masks.append(delta.details.sampling_mask)
 
     def copy(self) -> "Part":
-        """Return a copy that later additions do not change."""
         return Part(**{each.name: list(getattr(self, each.name)) for each in fields(self)})
 
     @staticmethod

@@ -56,19 +56,16 @@ DEFAULT_PATIENCE_S = 60.0
 
 
 class Dispatcher:
-    """The members of a group and their generations; the channel of a :class:`GenerationClient`."""
+    """The members of a group by name, and their generations; the channel of a :class:`GenerationClient`."""
 
     def __init__(self, *, patience_s: float | None = DEFAULT_PATIENCE_S) -> None:
         """``patience_s``: seconds that a generation waits for a member that serves; None without limit."""
         self.members: dict[str, Member] = {}
-        """Members by name."""
         self.epoch = 0
-        """The group's weights epoch."""
         self.router = Router()
         self.moved = 0
         """Number of times that a request was continued on another member."""
         self.on_lost: list[Callable[[Member], None]] = []
-        """Called when a member is gone."""
         self.ending = False
         """True when the engines are told to end: nothing moves any more."""
         self.refusal: EngineError | None = None
@@ -82,22 +79,18 @@ class Dispatcher:
 
     @property
     def serving(self) -> list[Member]:
-        """Members that receive requests."""
         return [member for member in self.members.values() if member.serves]
 
     @property
     def flows(self) -> Mapping[str, Flow]:
-        """Generations in flight, by rid."""
         return self._flows
 
     @property
     def incarnation(self) -> str | None:
-        """None: members come and go."""
         return None
 
     @property
     def pending(self) -> int:
-        """Number of generations in flight."""
         return len(self._flows)
 
     def require_own_process(self) -> None:
@@ -116,7 +109,6 @@ class Dispatcher:
         """Start a generation on the member that the router chooses.
 
         Raises:
-            InvalidRequest: the request cannot be sent.
             DuplicateRid, IdConflict: another request in flight has its rid or message id.
             EpochBehind: the group's epoch is lower than ``min_weights_epoch``.
         """
@@ -160,11 +152,7 @@ class Dispatcher:
     def start_call(
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
-        """Abort or fetch requests, or score on the least loaded member; commands are methods of the group.
-
-        Raises:
-            Unsupported: the message is a command to one engine.
-        """
+        """Abort or fetch requests, or score on the least loaded member; refuse commands to one engine."""
         self.require_open()
         if isinstance(request, AbortReq):
             return _answered(AbortReqOutput(id=request.id, aborted=self._abort(request)))
@@ -246,7 +234,6 @@ class Dispatcher:
         return sum(flow.abort(index) for flow in list(flows))
 
     def ended(self, flow: Flow) -> None:
-        """Forget ``flow``, which has its results or an error."""
         if self._flows.get(flow.generation.rid) is flow:
             del self._flows[flow.generation.rid]
             del self._frames[flow.generation.message_id]

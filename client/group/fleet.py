@@ -1,11 +1,10 @@
 """``Fleet``: several engines with the same weights, for coroutines of one event loop.
 
 Invariants:
-- All members that serve have the same weights: an engine is admitted, also again, only with the group's
-  weights.
-- Updates, pauses and admissions exclude one another: :attr:`Fleet.lock` is held for the whole of each. What
-  moves weights holds :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought
-  up to date, and a pause does not.
+- All members that serve have the same weights: an engine is admitted, also again, only with the group's.
+- Updates, pauses and admissions exclude one another: each holds :attr:`Fleet.lock`. What moves weights holds
+  :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought up to date, and a
+  pause does not.
 - A generation is not lost with its member (``flow.py``); an update is committed by all members that take
   part, or by none (``session.py``).
 """
@@ -14,10 +13,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from ...io_struct import GetStatusReqOutput, PauseMode, WeightUpdateReqOutput, new_id
 from ..connection.async_client import AsyncGenerationHandle
@@ -29,8 +29,17 @@ from .leases import LeaseRenewal
 from .members import EngineAddress, Member, State
 from .recovery import ASK_S, Adopt, Source, agree, catch_up, copy_here, take_over
 from .router import routed_by
-from .session import Answers, FleetUpdateFailed, Session, Verify, everywhere, two_phase
-from .transports import Transport, Weights, WeightSender
+from .session import (
+    SPARE_S,
+    Answers,
+    FleetUpdateFailed,
+    Session,
+    Transport,
+    Verify,
+    WeightSender,
+    everywhere,
+    transport_of,
+)
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors
@@ -92,6 +101,18 @@ class FleetStatus:
     """All engines, in the order in which they were added."""
 
 
+class FleetOptions(TypedDict, total=False):
+    """Keywords of every fleet, as :class:`Fleet` explains them."""
+
+    owner: str | None
+    verify: Verify
+    patience_s: float | None
+    keepalive_timeout: float | None
+    look_interval_s: float
+    lease_s: float | None
+    adopt: Adopt
+
+
 class Fleet:
     """Engines with the same weights, behind the methods of one client. Use it with ``async with``."""
 
@@ -109,19 +130,17 @@ class Fleet:
     ) -> None:
         """
         Args:
-            members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
-            owner: owner token of the fleet's pauses. None means a random one.
-            verify: what members compare before an update is committed, and what an engine that joins is
-                compared by.
-            patience_s: seconds that a generation waits for a member that serves. None means without limit.
-            keepalive_timeout: seconds without a message after which a member with requests counts as gone.
-            look_interval_s: seconds between looks at the members; one that has restarted is then brought to
-                the fleet's weights.
-            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
-                because this process has died, an engine ends the fleet's session and continues if its weights
-                are valid.
-            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
-                weights; requests then wait for an update.
+        members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
+        owner: owner token of the fleet's pauses. None means a random one.
+        verify: what members compare before a commit, and an engine that joins is compared by.
+        patience_s: seconds that a generation waits for a member that serves. None means without limit.
+        keepalive_timeout: seconds without a message after which a member with requests counts as gone.
+        look_interval_s: seconds between looks at the members, which bring restarted ones back.
+        lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
+            because this process has died, an engine ends the fleet's session and continues if its weights
+            are valid.
+        adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
+            weights; requests then wait for an update.
         """
         if lease_s is not None and not lease_s > 0:
             raise InvalidRequest(
@@ -314,27 +333,25 @@ class Fleet:
         Generation is paused in ``pause_mode`` meanwhile, unless the fleet is paused already.
 
         Args:
-            named_tensors: checkpoint names and tensors, for the transports ``tensor``, ``ipc`` and
-                ``distributed``.
+            named_tensors: checkpoint names and tensors, for all transports but ``disk``.
             model_path: a checkpoint folder that every engine can read, for the transport ``disk``.
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
-            torch_empty_cache: empty the members' device caches before they continue, if the update has paused
-                them.
-            deadline_s: seconds until the commit; a member that has not loaded by then is fenced, and the
-                others go on.
+            torch_empty_cache: empty the device caches before members continue that the update has paused.
+            deadline_s: seconds until the commit; a member that is later is fenced, and the others go on.
 
         Raises:
             FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.
         """
-        weights = Weights.of(named_tensors, model_path, transport)
+        transport, given = transport_of(named_tensors, model_path, transport)
         async with self.weights_lock, self.lock:
             session = Session(verify=self.verify)
             work = asyncio.ensure_future(
                 self._update(
-                    session, weights, label(weight_version), pause_mode, deadline_s, empty=torch_empty_cache
+                    session, transport, given, label(weight_version), pause_mode, deadline_s,
+                    empty=torch_empty_cache,
                 )
-            )
+            )  # fmt: skip
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -346,7 +363,8 @@ class Fleet:
     async def _update(
         self,
         session: Session,
-        weights: Weights,
+        transport: Transport,
+        given: Any,
         version: str | None,
         pause_mode: PauseMode,
         deadline_s: float,
@@ -355,22 +373,24 @@ class Fleet:
     ) -> FleetUpdate:
         was_paused, mode = self.paused_mode is not None, self.paused_mode or pause_mode
         flush = mode != "in_place"  # requests that are frozen in place keep their cache
-
-        async def load(members: Sequence[Member], name: str, left: float) -> Answers:
-            return await self._sender.send(weights, members, name, left, flush_cache=flush)
-
         try:
             present = [member for member in self.members if member.state != "gone"]
-            answers = await self.pause_members(mode, present, min(deadline_s, PAUSE_S))
-            done = await two_phase(session, answers, load, label=version, deadline_s=deadline_s)
+            paused = await self.pause_members(mode, present, min(deadline_s, PAUSE_S))
+            deadline = time.monotonic() + deadline_s
+            await session.begin(paused, timeout=deadline_s, deadline_s=deadline_s + SPARE_S)
+            left = max(0.0, deadline - time.monotonic())
+            session.settle(await self._sender.send(transport, given, session, left, flush_cache=flush))
+            done = await session.commit(version, max(0.0, deadline - time.monotonic()))
         except (FleetUpdateFailed, asyncio.CancelledError) as error:
+            if not session.committing:
+                await session.abort()
             await self.after_failure()
             if not was_paused:
                 await self.continue_members(PAUSE_S, torch_empty_cache=empty)
             if isinstance(error, FleetUpdateFailed):
-                error.serving = error.detail["serving"] = [each.name for each in self.dispatcher.serving]
+                error.still_serve(self.dispatcher.serving)
             raise
-        self.committed(done, Source(path=weights.model_path or None, updated=True))
+        self.committed(done, Source(given if transport == "disk" else None, updated=True))
         if not was_paused:
             await self.continue_members(PAUSE_S, torch_empty_cache=empty)
         self.dispatcher.place_waiting()
@@ -506,8 +526,9 @@ class Fleet:
             if status.weights != "valid" or status.weights_epoch != member.epoch:
                 self.dispatcher.fence(member, f"its weights are {status.weights} after an update that failed")
 
-    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        copy_here(donor, target, owner)
+    async def copy(self, donor: EngineAddress, target: EngineAddress) -> None:
+        """Copy weights and label of ``donor``, which serves on, to ``target``."""
+        await asyncio.to_thread(copy_here, donor, target, self.owner)
 
     def _add(self, address: EngineAddress) -> Member:
         member = Member(
@@ -520,17 +541,7 @@ class Fleet:
 
     async def _caught_up(self, member: Member) -> GetStatusReqOutput:
         """Bring ``member`` to the fleet's weights, and return its status. Needs :attr:`weights_lock`."""
-        status = await asyncio.wait_for(self.ask(member), ASK_S)
-        serving = self.dispatcher.serving
-        if not serving and not self.source.updated and not self.weight_version:
-            self.weight_version = status.weight_version
-            self.source = Source(model_path=status.model_path)
-            self.dispatcher.epoch = max(self.dispatcher.epoch, status.weights_epoch)
-        donor = min(serving, key=lambda each: each.load, default=None)
-        return await catch_up(
-            member, donor, self.source, self.weight_version, status=status, verify=self.verify,
-            current=member.own_epoch(self.weights_epoch) == status.weights_epoch, copy=self._copy,
-        )  # fmt: skip
+        return await catch_up(self, member)
 
     async def _admit(self, member: Member, reached: GetStatusReqOutput, *, healing: bool = False) -> bool:
         """Admit ``member``, unless it was removed or may not be healed now. Needs :attr:`weights_lock`."""

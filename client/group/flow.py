@@ -1,13 +1,11 @@
 """One generation of a group, which outlives the engine that began it.
 
 Invariants:
-- The caller sees one :class:`Generation`: every token once, in order, and one result per sample, whoever
-  sampled its tokens.
+- The caller sees one :class:`Generation`: every token once, in order, and one result per sample.
 - One engine at a time is followed for a sample: only the loss of its attempt makes the sample wait for
-  another engine. What an engine sends after it was given up is ignored.
-- A token is passed on only if the group has committed the epoch that sampled it. An engine with another epoch
-  is fenced.
-- A sample continues from the tokens that had arrived, on weights at least as new as those that sampled them.
+  another. What an engine sends after it was given up is ignored.
+- A token is passed on only if the group has committed the epoch that sampled it; an engine with another epoch
+  is fenced. A sample continues on weights at least as new as those that sampled its tokens.
 - An abort by the caller and an error of the request itself end it; the end of an engine does not.
 """
 
@@ -79,7 +77,6 @@ class _Attempt:
         self.flow, self.member, self.request = flow, member, request
         self.rid = request.rid or request.id
         self.bases = {sample.index: sample.part.copy() for sample in samples}
-        """Tokens that each sample had before."""
         self.left = set(self.bases)
         """Samples that have not ended here."""
         self.given_up = False
@@ -136,12 +133,10 @@ class _Attempt:
             self.abort()
 
     def abort(self, index: int | None = None) -> None:
-        """Abort on the member, without waiting for its reply."""
         with suppress(EngineError):
             self.member.client.channel.start_call(AbortReq(rid=self.rid, index=index), AbortReqOutput)
 
     def leave(self, index: int) -> None:
-        """Count the sample as ended on this member."""
         if index in self.left:
             self.left.remove(index)
             self.member.load -= 1
@@ -161,7 +156,6 @@ class Flow:
         self.generation = generation
         self.dispatcher = dispatcher
         self.key = key
-        """Routing key."""
         self.refused_by: dict[str, EngineError] = {}
         """Members that had no room for it, since the last one that took a part of it."""
         self.moves = 0
@@ -181,7 +175,6 @@ class Flow:
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids of the caller's prompt."""
         return self._request.input_ids
 
     @property
@@ -193,11 +186,9 @@ class Flow:
 
     @property
     def salt(self) -> str:
-        """Cache salt of the request."""
         return self._request.cache_salt
 
     def dispatch(self, member: Member) -> None:
-        """Give ``member`` all samples that wait."""
         waiting = list(self._waiting())
         untouched = len(waiting) == len(self._samples) and not any(len(each.part) for each in waiting)
         for samples in [waiting] if untouched else [[each] for each in waiting]:
@@ -236,7 +227,6 @@ class Flow:
         self.drop()
 
     def drop(self) -> None:
-        """Abort it on the engines that still work on it, and forget it."""
         for attempt in list(self._attempts):
             attempt.give_up()
         self._attempts.clear()

@@ -2,8 +2,7 @@
 
 Invariants:
 - Renewals have a thread and connections of their own: the group's event loop may belong to a trainer that
-  computes for minutes.
-- Nothing is connected before a pause has lasted as long as the first renewal.
+  computes for minutes. Nothing is connected before the first renewal is due.
 - A :class:`PauseLease` is not over before the engines' own, which the same commands renew.
 """
 
@@ -18,7 +17,7 @@ import zmq
 
 from ...io_struct import RenewPauseLeaseReqInput, RenewPauseLeaseReqOutput
 from ...io_struct.control import LeaseAction
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from ..exceptions import EngineError
 from .members import EngineAddress
 
@@ -49,7 +48,6 @@ class LeaseRenewal:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -95,7 +93,6 @@ class PauseLease:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it is over."""
         return self.seconds - (0.0 if self._under_way else monotonic() - self._renewed)
 
     async def renewed_by(self, command: Coroutine[Any, Any, ResultT]) -> ResultT:

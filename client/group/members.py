@@ -1,11 +1,9 @@
 """One engine of a group: its client, its state, and the map from its weights epochs to the group's.
 
 Invariants:
-- Only a member in state ``serving`` receives requests. It has the group's weights; whoever admits it has made
-  sure.
-- Every request to a member names the newest weights epoch that the group knows of it. An engine that was
-  restarted at the same endpoint has an older or no valid epoch and refuses: it is never taken for its
-  predecessor.
+- Only a member in state ``serving`` receives requests: it has the group's weights.
+- Every request to a member names the newest weights epoch that the group knows of it. An engine restarted at
+  the same endpoint has an older or no valid epoch and refuses: it is never taken for its predecessor.
 - An epoch counts an engine's own commits. One that is not in the member's map belongs to weights that
   somebody else has committed: no token of it is passed on (``flow.py``).
 """
@@ -55,8 +53,6 @@ class EngineAddress:
 
 
 class Member:
-    """An engine of a group."""
-
     def __init__(
         self,
         address: EngineAddress,
@@ -69,25 +65,19 @@ class Member:
         self.lease_s = lease_s
         """Lease of the group's pauses, in seconds. None without a lease."""
         self.name = address.name or address.endpoint
-        """Name in status, errors and routing."""
         options = address.keys
         options["keepalive_timeout"] = keepalive_timeout
         self.client = AsyncSchedulerClient(address.endpoint, owner=owner, **options)
-        """The connection for requests and commands."""
         self.state: State = "joining"
         self.reason = "it has not been admitted yet"
-        """Why it does not serve; empty if it does."""
         self.load = 0
         """Number of unfinished samples that this group has sent it."""
         self.status: GetStatusReqOutput | None = None
-        """Its last status reply."""
         self.epoch = 0
-        """The newest known weights epoch of its own."""
         self._epochs: list[tuple[int, int]] = []
 
     @property
     def serves(self) -> bool:
-        """True if it receives requests."""
         return self.state == "serving"
 
     def admit(self, epoch: int, group_epoch: int) -> None:
@@ -101,7 +91,6 @@ class Member:
         self._epochs = [pair for pair in self._epochs if pair[0] < epoch] + [(epoch, group_epoch)]
 
     def leave(self, state: State, reason: str) -> None:
-        """Stop giving it requests."""
         self.state, self.reason = state, reason
 
     def restarted(self) -> None:

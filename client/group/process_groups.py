@@ -3,9 +3,8 @@
 Invariants:
 - Replica ``i`` of ``tp`` ranks has the ranks from ``rank_offset + i * tp`` on, whether it serves or not, and
   ``world_size`` counts all of them: the same numbers in every group.
-- A broadcast that one rank does not take reaches nobody. So a group needs all replicas. If one ends or is
-  restarted, the group is ended on the others, also while they join or update: that ends their wait and the
-  trainer's.
+- A broadcast that one rank does not take reaches nobody. So a group needs all replicas; if one ends or is
+  restarted, the group is ended on the others, also while they join or update: that ends every wait.
 - An update whose group has ended is over: its earlier calls are only on the replicas that are left.
 """
 
@@ -35,8 +34,8 @@ class ProcessGroups:
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
         self._joined: dict[str, dict[str, str | None] | None] = {}
-        """Processes of the replicas that have joined each group; None if it was ended here and its trainer,
-        who is told to, has not ended it yet.
+        """Processes of the replicas in each group; None if it was ended here and its trainer has not ended it
+        yet.
         """
 
     async def join(
@@ -53,7 +52,6 @@ class ProcessGroups:
 
         Raises:
             GroupError: a replica is not there, or has ended meanwhile.
-            InvalidRequest: ``world_size`` is too small for all.
         """
         fleet = self._fleet
         absent = {member.name: member.reason for member in fleet.members if member.state == "gone"}

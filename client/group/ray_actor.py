@@ -29,21 +29,16 @@ PORT_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Address of an actor's engine."""
-
     endpoint: str
     server_key: str | None
     """CURVE public key of the engine, or None if it listens on its own host only."""
     pid: int
-    """Process id of the engine, on its node."""
     start: str
     """Random name of this start of the actor."""
     node_ip: str
 
 
 class EngineActor:
-    """Starts an engine and watches it."""
-
     def __init__(
         self,
         model: str,
@@ -55,11 +50,9 @@ class EngineActor:
     ) -> None:
         """
         Args:
-            options: keywords of :func:`launch_scheduler`.
-            client_key: CURVE public key of the fleet's clients.
-            driver_ip: address of the fleet's host; an engine of that host listens on a socket file. Empty:
-                none does.
-            startup_timeout: maximum seconds until the engine is ready.
+        options: keywords of :func:`launch_scheduler`.
+        client_key: CURVE public key of the fleet's clients.
+        driver_ip: address of the fleet's host, whose engines listen on socket files. Empty: none does.
         """
         self._start = secrets.token_hex(8)
         self._client_key = client_key
@@ -86,7 +79,6 @@ class EngineActor:
         return self._replica
 
     def place(self) -> Any:
-        """Return Ray's handle of the actor's placement group."""
         import ray
 
         return ray.util.get_current_placement_group()

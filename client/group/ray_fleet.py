@@ -3,9 +3,8 @@
 Invariants:
 - Ray carries addresses, keys and lifetimes; tokens, commands and weights go to the engines directly.
 - A replica serves only with the fleet's weights: at the start, after a restart, and after a scale-up.
-- Actors and placement groups end with :meth:`RolloutFleet.close`. Those of a fleet without a name also end
-  with the Ray job; those of one with a name are detached, and a fleet of that name in another process can
-  adopt them.
+- Actors and placement groups end with :meth:`RolloutFleet.close`; without a name, also with the Ray job. With
+  one they are detached, and a fleet of that name in another process can adopt them.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import ray
 import zmq
@@ -24,12 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...process import private_directory
 from ...process.curve import SECRET_SUFFIX, key_file
 from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
-from .dispatcher import DEFAULT_PATIENCE_S
-from .fleet import KEEPALIVE_TIMEOUT_S, LEASE_S, LOOK_INTERVAL_S, Fleet
+from .fleet import Fleet, FleetOptions
 from .members import EngineAddress, Member
 from .ray_actor import EngineActor, Replica
-from .recovery import Adopt
-from .session import Verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,22 +48,17 @@ class Placement:
     num_gpus: float = 0.0
     """Number of devices of one replica; Ray sets ``CUDA_VISIBLE_DEVICES`` accordingly."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Custom resources of the cluster."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     runtime_env: Mapping[str, Any] | None = None
-    """Ray's environment of the actors."""
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources as a bundle of a placement group."""
         given = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in given.items() if amount}
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Actor and place of one replica."""
-
     name: str
     actor: Any
     group: PlacementGroup
@@ -85,21 +76,14 @@ class RolloutFleet(Fleet):
         *,
         placement: Placement | Mapping[str, Any] | None = None,
         engine_options: Mapping[str, Any] | None = None,
-        owner: str | None = None,
-        verify: Verify = "counts",
-        patience_s: float | None = DEFAULT_PATIENCE_S,
-        keepalive_timeout: float | None = KEEPALIVE_TIMEOUT_S,
-        look_interval_s: float = LOOK_INTERVAL_S,
         start_timeout: float = START_S,
         listen: Literal["auto", "tcp"] = "auto",
-        lease_s: float | None = LEASE_S,
         name: str | None = None,
-        adopt: Adopt = False,
+        **options: Unpack[FleetOptions],
     ) -> None:
         """
         Args:
             model: a Hugging Face folder that every node can read.
-            replicas: number of engines.
             placement: a :class:`Placement`, or a dict of its fields.
             engine_options: keywords of :func:`launch_scheduler` for every engine.
             start_timeout: maximum seconds until all replicas are placed and ready.
@@ -107,23 +91,14 @@ class RolloutFleet(Fleet):
                 keys. ``tcp``: all do.
             name: name of the fleet on the cluster; its engines then outlive this process, and listen on
                 ``tcp://``.
-            adopt: take over the engines that a fleet of that name has left behind, and start those that are
-                missing.
 
-        The other arguments are those of :class:`Fleet`.
+        ``options`` are those of :class:`Fleet`; ``adopt`` takes over the engines that a fleet of that name
+        has left behind, and starts the missing ones.
         """
         if replicas < 1:
             raise InvalidRequest(f"replicas = {replicas} must be at least 1", field="replicas")
-        super().__init__(
-            owner=owner,
-            verify=verify,
-            patience_s=patience_s,
-            keepalive_timeout=keepalive_timeout,
-            look_interval_s=look_interval_s,
-            lease_s=lease_s,
-            adopt=adopt,
-        )
-        if adopt and name is None:
+        super().__init__(**options)
+        if self._adopt and name is None:
             raise InvalidRequest("adopt=True finds engines by the fleet's name: give it", field="name")
         self._name = name
         self._model = os.path.abspath(model)
@@ -297,7 +272,6 @@ class RolloutFleet(Fleet):
         return sorted(names, key=self._age)
 
     async def _found(self, names: list[str]) -> list[_Slot]:
-        """Return the slots of these replicas."""
         actors = [ray.get_actor(f"{self._name}/{name}", namespace=NAMESPACE) for name in names]
         asked = [actor.place.remote() for actor in actors]
         places = await self._answered(asked)
@@ -308,12 +282,10 @@ class RolloutFleet(Fleet):
         return list(self._slots.values())
 
     async def _located(self, slots: list[_Slot]) -> list[tuple[_Slot, Replica]]:
-        """Return the addresses of ``slots`` once their engines are ready."""
         found = await self._answered([slot.actor.replica.remote(self._client_key) for slot in slots])
         return list(zip(slots, found, strict=True))
 
     async def _answered(self, asked: list[Any]) -> list[Any]:
-        """Return the answers of actors once their engines are ready."""
         try:
             return await asyncio.wait_for(asyncio.gather(*asked), self._start_timeout)
         except TimeoutError:

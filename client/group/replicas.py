@@ -6,8 +6,7 @@ Invariants:
 - A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the
   weights valid again.
 - A replica that somebody has updated or paused on its own socket is out from the next look on, and brought
-  back like one that has lost its weights. Tokens that it has sampled meanwhile are not passed on
-  (``flow.py``).
+  back like one that has lost its weights.
 - No replica is brought back while a weight session is open, while memory is released, or while the weights
   were lost on purpose: the trainer's next update gives them to all.
 
@@ -17,26 +16,24 @@ Runs on one event loop; supervisors report from their threads.
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Self
 
 from ...io_struct import GetStatusReqOutput, MemoryTag, PauseMode, new_id
 from ...io_struct.control import LeaseAction
-from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
 from ..launch.supervisor import Down, Ended, Serving
 from ..launch.supervisor import State as ProcessState
 from .client import GroupClient
 from .combining import Counters, combined_answer, combined_status
-from .copying import Copies
 from .fleet import PAUSE_S, Fleet, MemberStatus
 from .leases import PauseLease
 from .members import EngineAddress, Member, foreign_commit
 from .process_groups import ProcessGroups
 from .processes import ReplicaProcesses
-from .recovery import ASK_S, RELOAD_S
+from .recovery import ASK_S, RELOAD_S, Copies
 from .session import Answers, everywhere
 from .updates import Updates
 
@@ -53,10 +50,14 @@ class ReplicaFleet(Fleet):
 
     def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
         """Take ``processes``, which have started; ``options`` are those of :class:`Fleet`."""
-        server_key, client_key = processes.keys
         super().__init__(
             [
-                EngineAddress(replica.supervisor.endpoint, server_key, client_key, name=replica.name)
+                EngineAddress(
+                    replica.supervisor.endpoint,
+                    processes.keys.get("curve_server_key"),
+                    processes.keys.get("curve_client_key_file"),
+                    replica.name,
+                )
                 for replica in processes.replicas
             ],
             owner=owner,
@@ -67,13 +68,9 @@ class ReplicaFleet(Fleet):
         self.updates = Updates(self)
         self.groups = ProcessGroups(self)
         self.size = len(processes.replicas)
-        """Number of replicas, serving or not."""
         self.tp = processes.ranks
-        """Number of ranks of each replica."""
         self.released: set[MemoryTag] = set()
-        """Tags that have been released and not resumed."""
         self.lease: PauseLease | None = None
-        """Lease of the pause."""
         self._processes = processes
         self._copies = Copies()
         self._incarnation = new_id()[:16]
@@ -84,7 +81,6 @@ class ReplicaFleet(Fleet):
 
     @property
     def restarts(self) -> int:
-        """Number of engine processes that took the place of another."""
         return self._counters.restarts
 
     @property
@@ -94,10 +90,8 @@ class ReplicaFleet(Fleet):
 
     @property
     def asked(self) -> list[Member]:
-        """Replicas that receive a command: the serving ones, or every present one if none serves.
-
-        Raises:
-            EngineRestarting: there is none.
+        """Replicas that receive a command: the serving ones, or every present one if none serves; at least
+        one.
         """
         found = self.dispatcher.serving or self.present
         if not found:
@@ -116,12 +110,10 @@ class ReplicaFleet(Fleet):
 
     @property
     def may_heal(self) -> bool:
-        """True if replicas may be brought back now."""
         return super().may_heal and not (self.released or self.awaits_update or self.updates.is_open)
 
     @property
     def needs_care(self) -> bool:
-        """True if :meth:`heal` may have something to do."""
         return super().needs_care or self.lease is not None or bool(self._changed_by_others())
 
     async def open(self) -> Self:
@@ -150,9 +142,9 @@ class ReplicaFleet(Fleet):
         self._copies.end()
         self.dispatcher.end()
 
-    async def send(self, members: Sequence[Member], call: Callable[[AsyncSchedulerClient], Any]) -> Answers:
-        """Make the same call to ``members``; those that do not answer are out of routing."""
-        answers = await everywhere(members, lambda member: call(member.client), None)
+    async def send(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Answers:
+        """Call a method of the clients of ``members``; those that do not answer are out of routing."""
+        answers = await everywhere(members, lambda member: getattr(member.client, method)(*args, **options))
         for member, error in answers.out.items():
             self.dispatcher.drop(member, error, "it does not answer")
         return answers
@@ -161,8 +153,11 @@ class ReplicaFleet(Fleet):
         """Return the one reply of all that have answered. Raises as :func:`combined_answer`."""
         return combined_answer(answers, self.position, self.tp)
 
+    async def call(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Any:
+        """:meth:`send`, and return the one reply."""
+        return self.combine(await self.send(members, method, *args, **options))
+
     def position(self, member: Member) -> int:
-        """Return the number of the replica."""
         return self.members.index(member)
 
     def reasons(self) -> str:
@@ -193,7 +188,6 @@ class ReplicaFleet(Fleet):
         self.updates.leave_paused()
 
     def continued(self) -> None:
-        """Record the end of the pause."""
         self.paused_mode = self.lease = None
 
     def notice_continued(self, answers: Answers) -> None:
@@ -205,18 +199,23 @@ class ReplicaFleet(Fleet):
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
         """Return one status of all replicas; ``owner`` is the token of the request.
 
-        Once one replica has answered, the others are waited for no longer than :data:`STATUS_S` in all: their
-        requests, tokens and bytes count as they were, their state does not count.
+        Once one replica has answered, the others have :data:`STATUS_S` in all: their requests, tokens and
+        bytes count as they were, their state does not count.
 
         Raises:
-            EngineRestarting: no replica is there.
-            EngineError: all that were there have ended.
+            EngineError: no replica is there, or all that were have ended.
         """
         members = self.present
         if not members:
             raise EngineRestarting(f"no replica is there now: {self.reasons()}")
         pauses = self._pauses
-        answers = await self._statuses(members, owner)
+
+        async def ask(member: Member) -> GetStatusReqOutput:
+            status = await member.client.status(owner=owner)
+            self._counters.take(member.name, status)  # in the order in which they come, whoever asks
+            return status
+
+        answers = await everywhere(members, ask, STATUS_S, at_least_one=True)
         if pauses == self._pauses and not self.lock.locked():  # otherwise they may be older than the pause
             self.notice_continued(answers)
         if not answers.replies:
@@ -250,34 +249,7 @@ class ReplicaFleet(Fleet):
         return combined
 
     async def parts(self) -> list[MemberStatus]:
-        """Return every replica's own status, in their order; None if it does not answer in time."""
         return (await self.status(timeout=PARTS_S)).members
-
-    async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:
-        """Return the answers that come in time, or the first one."""
-        answers = Answers()
-
-        async def ask(member: Member) -> GetStatusReqOutput:
-            status = await member.client.status(owner=owner)
-            self._counters.take(member.name, status)  # in the order in which they come, whoever asks
-            return status
-
-        tasks = {asyncio.ensure_future(ask(member)): member for member in members}
-        waiting = set(tasks)
-        try:
-            done, waiting = await asyncio.wait(waiting, timeout=STATUS_S)
-            while waiting and all(task.exception() is not None for task in done):
-                more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                done |= more
-        finally:
-            for task in waiting:
-                task.cancel()
-        for task in done:
-            error = task.exception()
-            if error is not None and not isinstance(error, EngineError):
-                raise error
-            answers.add(tasks[task], task.result() if error is None else error)
-        return answers
 
     def _changed_by_others(self) -> dict[Member, str]:
         """Return the serving replicas that a stranger has updated or paused, with the reason."""
@@ -324,8 +296,8 @@ class ReplicaFleet(Fleet):
             await member.client.resume_memory(timeout=RELOAD_S)
         return await super()._caught_up(member)
 
-    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        self._copies.copy(donor, target, owner)
+    async def copy(self, donor: EngineAddress, target: EngineAddress) -> None:
+        await self._copies.copy(donor, target, self.owner)
 
     def _on_state(self, name: str, state: ProcessState) -> None:
         """Take out a replica whose process has ended, or bring back one that is there again."""

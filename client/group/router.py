@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 PREFIX_BLOCK = 32
 """Tokens of a block of the remembered prefixes."""
 MAX_BLOCKS = 64
-"""Number of blocks of a prompt that count."""
 MAX_PREFIXES = 1 << 16
 LEAST_SHARE = 0.3
 """Least share of the prompt for a remembered prefix to count."""
@@ -42,7 +41,6 @@ def routed_by(key: str | None) -> Iterator[None]:
 
 
 def current_routing_key() -> str | None:
-    """Return the key of the innermost :func:`routed_by` block, or None."""
     return _routing_key.get()
 
 
@@ -77,7 +75,6 @@ class Router:
         return chosen
 
     def forget(self, name: str | None = None) -> None:
-        """Forget the prefixes of the engine ``name``, or of all."""
         if name is None:
             self._seen.clear()
             return

@@ -3,17 +3,15 @@
 Invariants:
 - The child never outlives its parent: it polls a pipe whose write end only the parent holds, so even a parent
   that was killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
-- A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is
-  left behind (no process, no socket directory) in the second case.
+- A start either yields a client whose engine is ready, or raises the engine's own typed error and leaves
+  nothing behind (no process, no socket directory).
 - ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says
-  that it drains, then SIGTERM, then SIGKILL.
-- An engine that ends unasked is logged, with its exit status or signal.
-- In a log file each run begins with a line of its own (time, version, process id, endpoint), before anything
-  that the process writes. The id is filled in once it is known; nothing else in the file is ever overwritten.
+  that it drains, then SIGTERM, then SIGKILL. An engine that ends unasked is logged.
+- In a log file each run begins with a line of its own (time, version, process id, endpoint). The id is filled
+  in once it is known; nothing else in the file is ever overwritten.
 
 Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}``
-or ``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means
-that it died.
+or ``{"ready": false, "code": …, "message": …, "detail": {…}}``; the end of the pipe means that it died.
 """
 
 import contextlib
@@ -30,6 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -41,10 +40,10 @@ from ...io_struct import CaesuraError
 from ...io_struct.field_errors import unknown_name
 from ...process import private_directory
 from ...process.contract import EXIT_HUNG
+from ..connection.blocking import SchedulerClient
 from ..connection.curve import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
 from ..connection.options import LONGEST_S, seconds
-from ..connection.scheduler_client import SchedulerClient
 from ..exceptions import EngineDied, TimedOut, error_for
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class LaunchedScheduler:
     """A scheduler process and a client of it. As a context manager it yields the client.
 
     ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given.
-    The client uses the CURVE keys, if given.
     """
 
     def __init__(
@@ -158,11 +156,8 @@ class Child:
         self._log_path = log_path
         self.expected = False
         """True once this process has asked the child to end, so that the end is not logged."""
-        self._logs_end = False
         self._tail = b""
-        self._listener: weakref.WeakMethod[Any] | None = None
-        self._lock = threading.Lock()
-        self._exited = threading.Event()
+        self._exited: Future[int] = Future()
         try:
             log = None if log_path is None else _Log(log_path, command)
         except OSError:
@@ -203,12 +198,7 @@ class Child:
             thread.start()
 
     def wait_ready(self, timeout: float) -> str:
-        """Wait until the engine serves, and return its endpoint.
-
-        Raises:
-            EngineError: the typed reason it gave; EngineDied if it gave none; TimedOut after ``timeout``
-                seconds.
-        """
+        """Return the endpoint once the engine serves, or raise its reason; EngineDied without one."""
         patience = seconds("startup_timeout", timeout)
         line = self._read_line(time.monotonic() + (LONGEST_S if patience is None else patience))
         if line is None:
@@ -227,23 +217,19 @@ class Child:
 
     def report_exit_to(self, listener: "weakref.WeakMethod[Any]") -> None:
         """Call ``listener(reason)`` when the process has ended, at once if it has already."""
-        with self._lock:
-            self._listener = listener
-            exited = self._exited.is_set()
-        if exited:
-            self._report()
+
+        def report(_: object) -> None:
+            if (told := listener()) is not None:
+                told(self._exit_reason("while it was in use"))
+
+        self._exited.add_done_callback(report)
 
     def log_end(self) -> None:
         """Log the end of the process, with a warning where it failed; nothing if it was asked for here."""
-        with self._lock:
-            self._logs_end = True
-            exited = self._exited.is_set()
-        if exited:
-            self._log_exit()
+        self._exited.add_done_callback(self._log_exit)
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the end of the process; return True if it has ended."""
-        return self._exited.wait(min(timeout, threading.TIMEOUT_MAX))
+        return not wait([self._exited], min(timeout, threading.TIMEOUT_MAX)).not_done
 
     def end(self) -> None:
         """Terminate, kill if need be, close the pipes and remove the directory."""
@@ -285,27 +271,15 @@ class Child:
         return line
 
     def _watch(self) -> None:
-        self.process.wait()
-        with self._lock:
-            self._exited.set()
-            logs_end = self._logs_end
-        self._report()
-        if logs_end:
-            self._log_exit()
+        self._exited.set_result(self.process.wait())
 
-    def _log_exit(self) -> None:
+    def _log_exit(self, ended: Future[int]) -> None:
         if self.expected:
             return
-        last = self.last_line()
-        level = logging.WARNING if self.process.returncode else logging.INFO
-        how = how_it_ended(self.process.returncode)
+        last, status = self.last_line(), ended.result()
+        level = logging.WARNING if status else logging.INFO
         text = "the scheduler process (pid %d) %s%s"
-        logger.log(level, text, self.process.pid, how, last and f", last line: {last}")
-
-    def _report(self) -> None:
-        listener = self._listener() if self._listener is not None else None
-        if listener is not None:
-            listener(self._exit_reason("while it was in use"))
+        logger.log(level, text, self.process.pid, how_it_ended(status), last and f", last line: {last}")
 
     def last_line(self) -> str:
         """Return the last line that an ended process has written to stderr, or an empty string."""
@@ -343,7 +317,6 @@ class _Log:
         self._before, self._after = before.encode(), f" on {endpoint} =====\n".encode()
         self._pid_at: int | None = None
         self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        """The descriptor for the process to write to."""
         try:
             if stat.S_ISREG(os.fstat(self.fd).st_mode):
                 newline = b""
@@ -359,7 +332,6 @@ class _Log:
             raise
 
     def started(self, pid: int) -> None:
-        """Write the process id."""
         text = str(pid).ljust(_PID_WIDTH).encode()
         with contextlib.suppress(OSError):
             if self._pid_at is None:  # a pipe or a terminal
@@ -503,14 +475,12 @@ def launch_scheduler(
 def engine_command(*arguments: str) -> list[str]:
     """Return the command that runs ``caesura scheduler ARGUMENTS`` with this interpreter.
 
-    ``-P``: a clone of the repository in the current folder, whose kernels are not built, would hide what is
-    installed.
+    ``-P``: a clone in the current folder, whose kernels are not built, would hide what is installed.
     """
     return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
 
 
 def worker_command(*arguments: str) -> list[str]:
-    """Return the command that runs ``caesura worker ARGUMENTS`` with this interpreter."""
     return [sys.executable, "-P", "-m", "caesura.scheduler.executor", *arguments]
 
 

@@ -1,7 +1,7 @@
 """Notifications to a service manager by systemd's protocol: datagrams to the socket in ``NOTIFY_SOCKET``.
 
-Invariant: without ``NOTIFY_SOCKET`` nothing happens; a manager that does not read fails no caller, and delays
-it by one second at most.
+Invariant: without ``NOTIFY_SOCKET`` nothing happens; a manager that does not read delays a caller by one
+second at most.
 """
 
 import os

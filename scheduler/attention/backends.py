@@ -1,11 +1,10 @@
 """Choice of the backend that computes a model's attention: the best one whose kernels serve on this device.
 
 Invariants:
-- A library of kernels is chosen only after a real step: mixed, and as a graph's decode step, on pages of its
-  own, with results that agree with torch's. Its kernels may be compiled at their first use, by a missing or
-  broken compiler.
+- A library of kernels is chosen only after a real step, mixed and as a graph's decode step, whose results
+  agree with torch's: kernels may be compiled at their first use, by a missing or broken compiler.
 - An error of that step is the reason why the next backend serves, and never the end of the engine.
-- A backend is tried once in a process for each shape of heads; later calls get the same answer.
+- A backend is tried once in a process for each shape of heads.
 """
 
 import logging
@@ -36,7 +35,7 @@ from .sdpa import SdpaBackend
 logger = logging.getLogger(__name__)
 
 _AGREEMENT = 0.02
-"""Largest norm of the difference over that of torch's result; rounding to bfloat16 gives less than 0.005."""
+"""Largest relative norm of the difference to torch's result; rounding to bfloat16 gives less than 0.005."""
 _MIXED = ((40, 1), (15, 1), (0, 20), (17, 9))
 _DECODE = ((40, 1), (16, 1))
 """Rows of the trial: tokens in the cache, and new ones. The first two of either decode."""
@@ -53,9 +52,7 @@ class Shape:
     head_dim: int
     scale: float
     latent: int | None = None
-    """Width of the latents, which are the values, or None without latent attention. ``head_dim`` has the
-    rotated key, too.
-    """
+    """Width of the latents, which are the values (``head_dim`` has the rotated key, too), or None."""
     value_dim: int | None = None
     """Size of a value if it is not ``head_dim``."""
     kinds: tuple[FormKind, ...] = (FormKind(),)
@@ -63,13 +60,11 @@ class Shape:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Features of the layers beyond plain causal attention, by name."""
         found = {name: None for kind in self.kinds for name in kind.features}
         return (*found, *self.other_values)
 
     @property
     def other_values(self) -> tuple[str, ...]:
-        """Names the feature of values with another size than keys, if the model has it."""
         return () if self.value_dim in (None, self.head_dim) else ("values of another size than keys",)
 
     @classmethod
@@ -98,14 +93,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Library and kernels that compute attention."""
-
     by: str
     """``flashinfer``, ``triton``, an instruction set of compiled kernels, or ``torch``."""
     kernels: str = ""
-    """The library's name of its kernels, if it needs one."""
+    """Name of a library's kernels, if it needs one."""
     reason: str | None = None
-    """Reason why no better library serves on CUDA; None if there is none, or if it was not looked for."""
+    """Why no better library serves on CUDA, or None."""
 
 
 def choose(config: EngineConfig, shape: Shape) -> Choice:
@@ -134,7 +127,6 @@ def choose(config: EngineConfig, shape: Shape) -> Choice:
 
 
 def _first(name: str, shape: Shape) -> Choice | str:
-    """Return the first of this library's kernels that serve, or the reason why none do."""
     reason = _why_not(name, shape)
     if reason is not None:
         return reason
@@ -151,7 +143,6 @@ def _first(name: str, shape: Shape) -> Choice | str:
 
 
 def _why_not(name: str, shape: Shape) -> str | None:
-    """Return why a library cannot serve, as far as that shows without a step, or None."""
     if name == "triton":
         if shape.latent:
             return "it does not serve latent attention"
@@ -168,7 +159,6 @@ def _why_not(name: str, shape: Shape) -> str | None:
 
 
 def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimits) -> AttentionBackend:
-    """Return the backend over ``pool``, for steps within ``limits``."""
     if isinstance(pool, MLAPool):
         assert shape.latent is not None
         if choice.by == "flashinfer":
@@ -207,9 +197,7 @@ def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimi
 
 @cache
 def failure_of(choice: Choice, shape: Shape) -> str | None:
-    """Return why a real step by ``choice`` fails, or None if it agrees with torch's. A reason is logged,
-    once.
-    """
+    """Return why a real step by ``choice`` fails, or None if it agrees with torch's. Logs a reason once."""
     by = f"{choice.by} {choice.kernels}".rstrip()
     logger.info("trying attention by %s; kernels that are not built yet are compiled now", by)
     failure = self_test.failure(lambda: _differences(choice, shape), _AGREEMENT, "a step with it")
@@ -219,9 +207,7 @@ def failure_of(choice: Choice, shape: Shape) -> str | None:
 
 
 def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
-    """Yield relative differences between ``choice`` and torch on pages with the same contents, one for each
-    step.
-    """
+    """Yield relative differences between ``choice`` and torch over equal pages, one for each step."""
     with torch.inference_mode():
         limits = StepLimits(tokens=sum(new for _, new in _MIXED), rows=len(_MIXED), context_len=4 * PAGE_SIZE)
         ours, theirs = _filled_pool(shape), _filled_pool(shape)
@@ -240,7 +226,6 @@ def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
 
 
 def _forms(shape: Shape) -> list[AttentionForm]:
-    """Return one form of each kind that the layers have."""
     sinks = torch.linspace(-1, 1, shape.num_heads, device=shape.device).to(shape.dtype)
     return [
         AttentionForm(
@@ -298,7 +283,6 @@ def _filled_pool(shape: Shape) -> MHAPool | MLAPool:
 
 
 def _batch(rows: tuple[tuple[int, int], ...], device: torch.device) -> ForwardBatch:
-    """Return a step of these rows on pages of their own, page 0 left out."""
     lengths = [start + new for start, new in rows]
     table = torch.zeros((len(rows), max(map(_pages, lengths))), dtype=torch.int32)
     taken, positions, slots = 1, [], []
@@ -321,7 +305,6 @@ def _batch(rows: tuple[tuple[int, int], ...], device: torch.device) -> ForwardBa
 
 
 def _projected(shape: Shape, tokens: int) -> Tensor:
-    """Return queries, keys and values of each token."""
     size = (tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
     generator = torch.Generator(shape.device).manual_seed(tokens)
     return torch.empty(size, dtype=shape.dtype, device=shape.device).normal_(generator=generator)

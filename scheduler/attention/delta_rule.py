@@ -6,16 +6,15 @@ value that S does not return for its key already:
 
     S_t = a_t S_(t-1) + k_t (b_t (v_t - a_t S_(t-1)' k_t))'        o_t = S_t' q_t
 
-Prefill by torch computes chunks of :data:`CHUNK` tokens at a time. Within a chunk, with c_t = a_1 ... a_t,
-the stored values (u_t = b_t (v_t - a_t S_(t-1)' k_t), the rows of U) solve a triangular system, since S_(t-1)
-is S_0 decayed and the u before it:
+Prefill computes chunks of :data:`CHUNK` tokens. Within a chunk, with c_t = a_1 ... a_t, the stored values
+(u_t = b_t (v_t - a_t S_(t-1)' k_t), the rows of U) solve a triangular system:
 
     u_t + b_t sum_(j<t) (c_t / c_j) (k_t' k_j) u_j = b_t (v_t - c_t S_0' k_t)
 
 Invariants:
 - A row's state is read and written once per step and layer; rows of a step never read each other's.
 - The state is float32, and so are all results from it.
-- An uncomputed row never reaches a result: a sequence begins from zeros, not from zero times old contents.
+- A sequence begins from zeros, not from zero times old contents.
 """
 
 from collections.abc import Callable
@@ -31,18 +30,13 @@ from ..kernels.attention_form import PLAIN, AttentionForm
 from ..kernels.delta import NO_STATE, Segments
 
 CHUNK = 64
-"""Tokens that prefill computes at a time: the triangular systems grow with its square, the number of steps
-falls with it.
-"""
+"""Tokens that prefill computes at a time: systems grow with its square, steps fall with it."""
 _NORM_EPS = 1e-6
-"""Epsilon of the norm of queries and keys, which have length 1."""
+"""Epsilon of the norm of queries and keys."""
 
 
 class HybridBackend:
-    """Attention backend for models in which some layers have states instead of KV.
-
-    Layers with KV use the ``paged`` backend; the others use :meth:`delta`.
-    """
+    """Attention backend for models in which some layers have states (:meth:`delta`) instead of KV."""
 
     def __init__(self, attention: AttentionBackend, pool: StatePool) -> None:
         self.fused: FusedAttention | None = attention.fused
@@ -54,11 +48,9 @@ class HybridBackend:
 
     @property
     def paged(self) -> PagedStep | None:
-        """None: layers are computed part by part."""
         return None
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepare the step's attention, and remember where its states are."""
         self._attention.plan(batch)
         self._decode = batch.num_decode
         self._step, self._segments = batch.states, None
@@ -67,7 +59,6 @@ class HybridBackend:
             self._step = StateStep(rows=rows, sources=None, segments=(), kept=None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Attend in a layer with KV."""
         return self._attention.forward(q, k, v, layer, form)
 
     def compiled(self, layer: int, kernel: Callable[[Segments, Tensor, Tensor], None]) -> None:
@@ -130,7 +121,6 @@ class HybridBackend:
         past: Tensor,
         recurrent: Tensor,
     ) -> Tensor:
-        """Compute one sequence's neighbouring tokens: [tokens, value heads, value size]."""
         count, shape = mixed.shape[0], self._pool.shape
         if segment.source is None:
             before = mixed.new_zeros(shape.past)
@@ -151,9 +141,7 @@ class HybridBackend:
 
 
 def segments_of(step: StateStep, num_decode: int) -> Segments:
-    """Return the step's tokens for the kernel: ``num_decode`` sequences of one token, then those of the
-    segments.
-    """
+    """Return the kernel's table: ``num_decode`` sequences of one token, then those of the segments."""
     rows = step.rows[:num_decode]
     decode = torch.empty((num_decode, 5), dtype=torch.int64)
     decode[:, 0] = torch.arange(num_decode)
@@ -198,14 +186,11 @@ def split_heads(convolved: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, T
 
 
 def decode_step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Compute one token of each of R sequences; ``states`` [R, heads, key, value] are overwritten.
+    """Compute a token of R sequences, [R, heads, value size]; ``states`` [R, heads, key, value] change.
 
     Args:
         q, k: [R, heads, key size]; v: [R, heads, value size]; all float32, here and below.
         decay, beta: [R, heads].
-
-    Returns:
-        [R, heads, value size]
     """
     states *= decay.exp()[..., None, None]
     known = torch.matmul(k.unsqueeze(-2), states).squeeze(-2)

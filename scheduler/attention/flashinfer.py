@@ -3,11 +3,9 @@
 Invariants:
 - The pool is FlashInfer's "HND" layout as it is: [page, kv head, 16, head size], K and V apart; page lists
   name the pages (``page_lists.py``).
-- Decode rows and prefill rows are planned and run apart, by the kernels meant for them; K and V of both are
-  appended first.
-- Host memory that a plan is copied from is written anew for every step, FlashInfer's own included: a plan
-  waits until the copies of the plan before it have been made (:class:`HostMemory`). Those stand before their
-  own step, so at depth 1 they have been.
+- Decode rows and prefill rows are planned and run apart; K and V of both are appended first.
+- Host memory that a plan is copied from, FlashInfer's own included, is written only after the copies of the
+  plan before it have been made (:class:`HostMemory`).
 - ``for_decode`` gives attention that a graph can hold: planned outside of it, into buffers that never move.
   All sizes share these buffers and the workspaces, as one step is planned and run after the other.
 - The workspace holds the needs of the largest step: a plan that does not fit would end its step.
@@ -40,22 +38,16 @@ _TENSOR_CORE_GROUP = 4
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _BLOCKS, _SMALL_BLOCKS = 2, 16
-"""Most blocks per multiprocessor of a step with divided rows, for all KV heads together: with tensor cores,
-and without, where a block has one query of a KV head (FlashInfer's planner).
-"""
+"""Most blocks per multiprocessor of a step with divided rows: with tensor cores, and without."""
 _TILES = (16, 64, 128)
-"""Rows of a block, which are queries times the heads of a group: the first that holds a decode row, at most
-the last.
-"""
+"""Rows of a block, which are queries times the heads of a group: the first that holds a decode row."""
 _SLACK = 1 << 20
 
 
 def why_not(
     device: torch.device, dtype: torch.dtype, head_size: int, kinds: Sequence[FormKind] = (PLAIN.kind,)
 ) -> str | None:
-    """Return why FlashInfer cannot serve layers of these ``kinds`` here, as far as that shows without a step,
-    or None.
-    """
+    """Return why FlashInfer cannot serve ``kinds`` of layers, as far as that shows without a step."""
     sizes = None if head_size in _HEAD_SIZES else f"it has no kernels for heads of {head_size}"
     return why_not_for(device, dtype, sizes) or why_no_kernels(kinds)
 
@@ -84,8 +76,7 @@ def workspace_bytes(
 
     They are float32, one vector and one log-sum for each query head of each row of a block. Rows are divided
     among blocks only if a step has fewer than the device holds. In a graph of tensor cores' decoding they
-    always are, and every row has a block. ``tensor_cores``: decoding uses them; None means if that is worth
-    it.
+    always are, and every row has a block.
     """
     group = num_heads // num_kv_heads
     divided = -(-_BLOCKS * multiprocessors(device) // num_kv_heads)
@@ -105,16 +96,13 @@ def on_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of ``device``; 1 if there are none."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class HostMemory:
-    """Source of the copies of plans to the device: written only after the copies of the plan before have been
-    made.
-    """
+    """Source of plans' copies to the device: written only after those of the plan before have been made."""
 
     def __init__(self, device: torch.device) -> None:
         self._copied: Any = None
@@ -123,7 +111,6 @@ class HostMemory:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Enclose writes to the memory and the enqueuing of copies from it."""
         if self._copied is not None:
             self._copied.synchronize()
         yield
@@ -132,9 +119,7 @@ class HostMemory:
 
 
 class FlashInferBackend:
-    """An :class:`~..forward.AttentionBackend` over an MHA pool of bfloat16 or float16; its decode steps can
-    be captured.
-    """
+    """An :class:`~..forward.AttentionBackend` over an MHA pool of bfloat16 or float16, capturable."""
 
     def __init__(
         self,
@@ -151,8 +136,7 @@ class FlashInferBackend:
         library: Any = None,
     ) -> None:
         """Args:
-        scale: factor of the scores of layers without a scale of their own. None means ``head_size **
-            -0.5``.
+        scale: factor of the scores of layers without a scale of their own. None means ``head_size ** -0.5``.
         kinds: kinds of the layers' forms.
         max_rows, max_tokens: largest step.
         max_pages: pages of the longest row.
@@ -212,11 +196,9 @@ class FlashInferBackend:
         self._step: dict[int | None, Lists] = {}
 
     def _asked(self, rows: int, tokens: int, pages: int) -> int:
-        """Return the bytes that the library reports for its largest captured step and a chunk at the end of
-        the longest row.
+        """Return the bytes that the library reports for its largest captured step and a row's last chunk.
 
-        Plain layers decide: a window takes no more, and kernels with sinks report nothing. 0 if nothing is
-        reported.
+        Plain layers decide: a window takes no more, and kernels with sinks report nothing.
         """
         small, numbers = self._zeros(_SLACK, torch.uint8), self._zeros(rows * pages, torch.int32)
         lists = next(iter(self._lists.values()))
@@ -256,7 +238,6 @@ class FlashInferBackend:
         return {window: host for window, (host, _) in both.items()}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         assert self._step, "plan comes first"
         self.append(self._step[form.window], k, v, layer)
         return self._attend(q, layer, form)
@@ -272,11 +253,9 @@ class FlashInferBackend:
         return out.flatten(1)
 
     def for_decode(self, rows: int) -> AttentionBackend:
-        """Return attention for steps of exactly ``rows`` decode rows, to be captured."""
         return _CapturedDecode(self, self._forms, self._lists, rows, num_heads=self._sizes.heads[0])
 
     def append(self, step: Lists, k: Tensor, v: Tensor, layer: int) -> None:
-        """Store [T, kv heads, head size] each at the step's positions."""
         self._library.append_paged_kv_cache(
             k,
             v,
@@ -294,8 +273,6 @@ class FlashInferBackend:
 
 
 class _CapturedDecode:
-    """Decode rows of one number, over buffers that never move."""
-
     def __init__(
         self,
         parent: FlashInferBackend,

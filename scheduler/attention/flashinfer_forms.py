@@ -1,8 +1,7 @@
 """FlashInfer's wrappers for layers of one form: windows, soft caps, scales and sinks for its plans and runs.
 
 Invariants:
-- A form is planned by wrappers of its own: the options of a plan (window, cap, scale) hold for all runs until
-  the next.
+- A form is planned by wrappers of its own: the options of a plan hold for all runs until the next.
 - A window of n positions is ``window_left`` of n - 1: FlashInfer does not count the token itself.
 - With sinks, decode rows and prompts both go through ``BatchAttentionWithAttentionSinkWrapper``, which knows
   no soft caps. It takes sinks in float32 at each run, so an update of them is seen at the next step.
@@ -26,9 +25,7 @@ _SINKS = "BatchAttentionWithAttentionSinkWrapper"
 
 
 def why_no_kernels(kinds: Sequence[FormKind], library: Any = None) -> str | None:
-    """Return in words which of ``kinds`` FlashInfer has no kernels for, or None. ``library`` None is the
-    installed one.
-    """
+    """Return which of ``kinds`` FlashInfer (``library``, or the installed one) has no kernels for."""
     if any(kind.sinks and kind.softcap is not None for kind in kinds):
         return "it has no kernels for soft caps together with attention sinks"
     if any(kind.sinks for kind in kinds):
@@ -40,24 +37,16 @@ def why_no_kernels(kinds: Sequence[FormKind], library: Any = None) -> str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes that all wrappers of a backend are made for."""
-
     heads: tuple[int, int, int]
     """Query heads, key heads, size of a head."""
     page_size: int
     dtype: torch.dtype
     scale: float
-    """Scale of layers without one of their own."""
     tensor_cores: bool
-    """Decode rows of layers without sinks use them."""
 
 
 class FormWrappers:
-    """Plans and runs the layers of one form.
-
-    Attributes:
-        lists: the pages of a step, of all forms with the same window.
-    """
+    """Plans and runs the layers of one form."""
 
     def __init__(
         self,
@@ -111,7 +100,6 @@ class FormWrappers:
         )
 
     def captured(self, rows: int) -> Any:
-        """Return a wrapper for decode steps of ``rows`` rows, whose plans go where graphs find them."""
         device = self._workspace.device
         ends, last = (torch.zeros(size, dtype=torch.int32, device=device) for size in (rows + 1, rows))
         if self._kind.sinks:
@@ -133,7 +121,6 @@ class FormWrappers:
         return wrapper
 
     def plan(self, batch: ForwardBatch, host: Lists, device: Lists) -> None:
-        """Plan decode rows and prompts of a step with these lists."""
         decode = batch.num_decode
         if decode:
             self.plan_decode(self.decode, host, device, decode)
@@ -150,9 +137,7 @@ class FormWrappers:
             )
 
     def plan_decode(self, wrapper: Any, host: Lists, device: Lists, rows: int) -> None:
-        """Plan the first ``rows`` rows. Page numbers come from the device: with the host's, a graph's wrapper
-        waits.
-        """
+        """Plan the first ``rows`` rows; with the host's page numbers, a graph's wrapper would wait."""
         pages = (
             host.indptr[: rows + 1],
             device.indices[: int(host.indptr[rows])],
@@ -166,7 +151,6 @@ class FormWrappers:
             wrapper.plan(*pages, **self._options)
 
     def workspace_size(self, wrapper: Any, lists: tuple[Tensor, ...], **options: Any) -> int:
-        """Return the bytes of partial results that ``wrapper`` needs with these page lists."""
         sizes = self._sizes
         return int(
             wrapper.workspace_size(*lists, *sizes.heads, sizes.page_size, **options, **self._options)[0]
@@ -175,7 +159,6 @@ class FormWrappers:
     def run(
         self, wrapper: Any, q: Tensor, cache: tuple[Tensor, Tensor], form: AttentionForm, out: Tensor | None
     ) -> Tensor:
-        """Run ``wrapper``; [rows, heads, size], in ``out`` if given."""
         sinks = () if form.sinks is None else (form.sinks.float(),)
         found: Tensor = wrapper.run(q, cache, *sinks, out=out)
         return found

@@ -6,8 +6,7 @@ Invariants:
 - Decode rows and prefill rows are planned and run apart, decode without a mask. Captured decode steps are
   planned outside of their graphs, into buffers that never move.
 - Prefill is FlashInfer's only if every tile of it ends between two queries (:func:`serves_prefill`): its
-  planner refuses some others, step by step. Otherwise torch computes steps with prefill rows (``mla.py``),
-  and not decode steps.
+  planner refuses some others. Otherwise torch computes steps with prefill rows (``mla.py``).
 - Host memory that a plan is copied from is written as in ``flashinfer.py``.
 
 Written against ``BatchMLAPagedAttentionWrapper`` of FlashInfer 0.7.2; built and traced, not run on a GPU.
@@ -29,9 +28,7 @@ from .mla import LatentBackend
 from .page_lists import Lists, PageLists
 
 KERNELS = ("fa3", "fa2")
-"""FlashInfer's names of the kernels that take lists of pages, the faster first: for Hopper, and from Ampere
-on.
-"""
+"""FlashInfer's names of the kernels that take lists of pages, the faster first: Hopper's, Ampere's."""
 _LATENT_MULTIPLE, _ROPE_MULTIPLE = 128, 64
 _TILE = 128
 """Queries times heads of two blocks that work together; one alone takes half of them."""
@@ -49,7 +46,6 @@ def why_not(device: torch.device, dtype: torch.dtype, latent: int, rope: int) ->
 
 
 def kernels_of(device: torch.device) -> tuple[str, ...]:
-    """Return those of :data:`KERNELS` that are made for ``device``."""
     return KERNELS if nvidia_generation(device) == 9 else KERNELS[1:]
 
 
@@ -60,16 +56,12 @@ def serves_prefill(num_heads: int, max_rows: int, max_tokens: int, device: torch
 
 
 def workspace_bytes(latent: int, device: torch.device) -> int:
-    """Return the bytes of partial results of any step, by the rules of FlashInfer's planner: two for each
-    query of a block.
-    """
+    """Return the bytes of partial results: FlashInfer's planner has two for each query of a block."""
     return 2 * multiprocessors(device) * (_TILE // 2) * (2 * latent + 4) + _SLACK
 
 
 class FlashInferLatentBackend:
-    """An :class:`~..forward.AttentionBackend` over an MLA pool of bfloat16 or float16; its decode steps can
-    be captured.
-    """
+    """An :class:`~..forward.AttentionBackend` over an MLA pool of bfloat16 or float16, capturable."""
 
     def __init__(
         self,
@@ -85,9 +77,7 @@ class FlashInferLatentBackend:
         library: Any = None,
     ) -> None:
         """Args:
-        latent: width of the latents, which is that of the values; the rest of the pool's is the rotated
-            key.
-        scale: factor of the scores.
+        latent: width of the latents, which is that of the values; the rest of the pool's is the rotated key.
         max_rows, max_tokens: largest step.
         max_pages: pages of the longest row.
         kernels: one of :data:`KERNELS`.
@@ -132,7 +122,6 @@ class FlashInferLatentBackend:
         self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Divide the step's work among the device's multiprocessors."""
         self._by_torch = self._torch is not None and batch.num_rows > batch.num_decode
         if self._torch is not None and self._by_torch:
             self._torch.plan(batch)
@@ -153,7 +142,6 @@ class FlashInferLatentBackend:
             self._plan_rows(self._prefill, lists, causal=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Store this step's latents, then attend; shapes as in :class:`~.mla.LatentBackend`."""
         if self._torch is not None and self._by_torch:
             return self._torch.forward(q, k, v, layer, form)
         assert form.kind == PLAIN.kind, "chosen for plain forms only"
@@ -167,7 +155,6 @@ class FlashInferLatentBackend:
         return out.flatten(1)
 
     def for_decode(self, rows: int) -> AttentionBackend:
-        """Return attention for steps of exactly ``rows`` decode rows, to be captured."""
         wrapper = self._wrapper(
             use_cuda_graph=True,
             qo_indptr=self._zeros(rows + 1, torch.int32),
@@ -178,9 +165,7 @@ class FlashInferLatentBackend:
         return _CapturedDecode(self, wrapper, self._lists, rows)
 
     def plan_decode(self, wrapper: Any, host: Lists, device: Lists, rows: int) -> None:
-        """Plan the first ``rows`` rows. Page numbers come from the device: with the host's, a graph's wrapper
-        waits.
-        """
+        """Plan the first ``rows`` rows; with the host's page numbers, a graph's wrapper would wait."""
         pages = device.indices[: int(host.indptr[rows])]
         lists = self._row_starts[: rows + 1], host.indptr[: rows + 1], pages, host.kv_lens[:rows]
         self._plan_rows(wrapper, lists, causal=False)
@@ -190,7 +175,6 @@ class FlashInferLatentBackend:
         wrapper.plan(metadata=metadata, causal=causal, **self._options)
 
     def store(self, k: Tensor, kv_slots: Tensor, layer: int) -> Tensor:
-        """Store [T, 1, width] at ``kv_slots``; return the layer's latents."""
         self._pool.store(layer, k.squeeze(1), kv_slots)
         return self._pool.layer(layer)
 
@@ -202,8 +186,6 @@ class FlashInferLatentBackend:
 
 
 class _CapturedDecode:
-    """Decode rows of one number, over buffers that never move."""
-
     def __init__(self, parent: FlashInferLatentBackend, wrapper: Any, lists: PageLists, rows: int) -> None:
         self.fused: FusedAttention | None = None
         self.paged = None

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..execution.forward import ForwardBatch, KVPool
+from ..kernels import Elementwise, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
-from ..kernels.dispatch import Elementwise, elementwise_for
 
 Attend = Callable[[Tensor, int, AttentionForm], Tensor]
 
@@ -22,9 +22,7 @@ class FusedStore:
     """
 
     def __init__(self, pool: KVPool, num_heads: int, attend: Attend, kernels: Elementwise) -> None:
-        """``attend`` takes rotated queries [T, heads, size] and a layer, whose K and V are stored, with its
-        form.
-        """
+        """``attend`` takes rotated queries [T, heads, size], a layer with stored K and V, its form."""
         self.batch: ForwardBatch | None = None
         self._pool, self._heads, self._attend, self._kernels = pool, num_heads, attend, kernels
 
@@ -45,7 +43,6 @@ class FusedStore:
 
 
 def fused_store(pool: KVPool, num_heads: int, attend: Attend) -> FusedStore | None:
-    """Return it, or None if only torch serves elementwise operations on the pool's device."""
     keys, _ = pool.layer(0)
     kernels = elementwise_for(keys.device, keys.dtype)
     return None if kernels is None else FusedStore(pool, num_heads, attend, kernels)

@@ -1,11 +1,8 @@
-"""Attention over latents by the compiled CPU kernel: one stored head, whose front is the values, for all
-query heads.
+"""Attention over latents by the compiled CPU kernel: one stored head, whose front is the values.
 
-Invariants:
-- A token's result has the same bits whether it is decoded or prefilled, and whatever the chunking, other
-  requests, pages and number of threads.
-- Query heads are divided into parts of equal size, which threads can take apart; the division follows from
-  their number alone.
+Invariants: a token's result has the same bits whether it is decoded or prefilled, whatever the chunking,
+other requests, pages and threads. Query heads are divided into parts of equal size, which threads can take
+apart; the division follows from their number alone.
 """
 
 from torch import Tensor
@@ -25,11 +22,6 @@ class LatentCpuBackend:
     """An :class:`~..forward.AttentionBackend` over an MLA pool on the CPU."""
 
     def __init__(self, pool: MLAPool, num_heads: int, latent: int, scale: float) -> None:
-        """``latent``: the width of values; ``scale``: factor of the scores.
-
-        Raises:
-            ValueError: the pool's pages are not of 16 tokens.
-        """
         if pool.page_size != PAGE_SIZE:
             raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
         self.fused: FusedAttention | None = None
@@ -44,12 +36,10 @@ class LatentCpuBackend:
         self._workspace = Workspace()
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Divide the step's work."""
         tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
         self.paged = PagedStep(self._attention, self._stored, batch.kv_slots, batch.page_table, tasks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Store this step's latents, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         assert form.kind == PLAIN.kind, "latent attention has no other forms"
         step = self.paged
         assert step is not None, "a step is planned before its layers are computed"

@@ -1,13 +1,11 @@
 """A step's pages for FlashInfer's wrappers: one list of page numbers, and where each row's begin.
 
 Invariants:
-- A row's pages are a slice of one list (``indptr``, ``indices``, ``last_page_len``), made on the host once
-  per step.
-- All lists of a step lie in one block and travel in one copy. The block of the host is written anew for every
+- All lists of a step lie in one block and travel in one copy. The host's block is written anew for every
   step: the writer has waited for the copies of the step before.
 - Lists of steps of one size begin at the same addresses, where a captured step looks for them.
 - In layers with a window a row's pages begin with the first that any of its new tokens sees: those before may
-  have been given back. Kernels count positions from a row's end, so nothing else changes for them.
+  have been given back. Kernels count positions from a row's end.
 """
 
 from dataclasses import dataclass
@@ -44,9 +42,7 @@ class Lists:
 
     @classmethod
     def lay_out(cls, block: Tensor, sizes: list[int]) -> "Lists":
-        """Return views of ``block``; the page numbers come last, so they alone lie elsewhere when there are
-        more of them.
-        """
+        """Return views of ``block``; page numbers come last, so more of them move nothing else."""
         views, start = [], 0
         for size in sizes:
             views.append(block[start : start + size])
@@ -55,8 +51,6 @@ class Lists:
 
 
 class PageLists:
-    """Builds the lists of one step after the other in the same memory."""
-
     def __init__(
         self,
         *,
@@ -67,9 +61,7 @@ class PageLists:
         device: torch.device,
         window: int | None = None,
     ) -> None:
-        """All sizes are the largest; ``pages`` are one row's. ``window``: that of the layers which use these
-        lists.
-        """
+        """Size the memory for ``rows`` rows of ``pages`` pages, of layers with ``window``."""
         self._page_size, self._window = page_size, window
         sizes = [rows + 1, rows, rows, rows + 1, rows + 1, tokens, tokens, rows * pages]
         capacity = sum(_lines(size) for size in sizes)
@@ -89,18 +81,14 @@ class PageLists:
         return Lists.lay_out(self._host, sizes), Lists.lay_out(self.device, sizes)
 
     def decode_views(self, rows: int) -> Lists:
-        """Return the places of the lists of a step of ``rows`` decode rows; of the page numbers, as many as
-        fit.
-        """
+        """Return the places of a step of ``rows`` decode rows; of the page numbers, as many as fit."""
         sizes = [rows + 1, rows, rows, 1, 1, rows, rows]
         room = len(self.device) - sum(_lines(size) for size in sizes)
         return Lists.lay_out(self.device, [*sizes, room])
 
 
 def page_lists(batch: ForwardBatch, page_size: int, window: int | None = None) -> tuple[np.ndarray, ...]:
-    """Return the arrays of :class:`Lists` for a step, in their order, for layers whose tokens see ``window``
-    positions.
-    """
+    """Return the arrays of :class:`Lists`, in order, for layers whose tokens see ``window`` positions."""
     q_lens, kv_lens = (np.asarray(lens, np.int64) for lens in (batch.q_lens_host, batch.kv_lens_host))
     new_from = kv_lens - q_lens
     first = np.zeros_like(kv_lens) if window is None else np.maximum(0, new_from + 1 - window) // page_size
@@ -132,10 +120,8 @@ def _table(batch: ForwardBatch, window: int | None) -> np.ndarray:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Return [n + 1] running sums, from 0."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _lines(count: int) -> int:
-    """Round ``count`` integers up to whole cache lines."""
     return -(-count // _INTS_PER_LINE) * _INTS_PER_LINE

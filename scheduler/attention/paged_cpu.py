@@ -1,5 +1,4 @@
-"""Paged attention by the compiled CPU kernel: decode and prefill with the same arithmetic, straight from the
-pages.
+"""Paged attention by the compiled CPU kernel: decode and prefill with the same arithmetic, over the pages.
 
 Invariants:
 - A token's result has the same bits whether it is decoded or prefilled, and whatever the chunking, other
@@ -31,11 +30,6 @@ class PagedCpuBackend:
         head_size: int,
         scale: float | None = None,
     ) -> None:
-        """``scale``: factor of the scores. None means ``head_size ** -0.5``.
-
-        Raises:
-            ValueError: the pool's pages are not of 16 tokens.
-        """
         if pool.page_size != PAGE_SIZE:
             raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
         self.fused: FusedAttention | None = self.store_and_attend
@@ -55,7 +49,6 @@ class PagedCpuBackend:
         self._workspace = Workspace()
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Divide the step's work."""
         tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
         self.paged = PagedStep(self._attention, self._pool.layer, batch.kv_slots, batch.page_table, tasks)
         self._windowed = self.paged
@@ -64,7 +57,6 @@ class PagedCpuBackend:
             self._windowed = replace(self.paged, kv_slots=batch.window_slots, page_table=batch.window_table)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         step = self._planned(form)
         self._pool.store_at(layer, k, v, *self._pool.split_slots(step.kv_slots))
         return self._attend(q, layer, step, form)
@@ -78,17 +70,7 @@ class PagedCpuBackend:
         norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
-        """Attend straight from a projection: head norms, rotation and store in one pass.
-
-        Args:
-            qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values; queries are overwritten.
-            cos, sin: [T, 1, rotated size / 2].
-            norm: norms of queries and keys, or None.
-            form: form of the layer.
-
-        Returns:
-            [T, query heads * head size]
-        """
+        """Do head norms, rotation and store in one pass, then attend: a ``FusedAttention``."""
         step, q = self._planned(form), qkv[:, : self._num_heads]
         keys, values = self._pool.layer(layer)
         rope_store(qkv, self._num_heads, cos, sin, step.kv_slots, keys, values, out=q, norm=norm)

@@ -1,10 +1,8 @@
-"""Paged attention whose decode steps can be captured with only torch and Triton, which come together for
-CUDA.
+"""Paged attention whose decode steps can be captured with only torch and Triton, for CUDA.
 
-Invariants:
-- Eager steps attend as the torch backend does; only captured decode steps use the kernel
-  (``kernels/triton_decode.py``).
-- Captured steps of all sizes read one page table and one list of lengths that never move.
+Invariants: eager steps attend as the torch backend does; only captured decode steps use the kernel
+(``kernels/triton_decode.py``), and those of all sizes read one page table and one list of lengths that never
+move.
 """
 
 from collections.abc import Sequence
@@ -16,26 +14,21 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
-from ..kernels import TRITON, best
+from ..kernels import TRITON, Elementwise, best, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
-from ..kernels.dispatch import Elementwise, elementwise_for
 from .fused_store import fused_store
 from .sdpa import SdpaBackend
 
 _MULTIPROCESSORS = 132
-"""Number assumed if the device does not tell."""
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return why Triton cannot serve here, or None."""
     if device.type != "cuda":
         return f"it is used on CUDA, not on {device.type}"
     return None if find_spec("triton") else "it is not installed"
 
 
 class PagedTritonBackend(SdpaBackend):
-    """The torch backend, and decode steps that a graph can hold."""
-
     def __init__(
         self,
         pool: KVPool,
@@ -48,11 +41,6 @@ class PagedTritonBackend(SdpaBackend):
         max_rows: int,
         max_pages: int,
     ) -> None:
-        """Args:
-        scale: factor of the scores. None means ``head_size ** -0.5``.
-        max_rows: most rows of a step.
-        max_pages: most pages of a row.
-        """
         super().__init__(pool, num_heads, num_kv_heads, head_size, scale, windows=windows)
         keys, _ = pool.layer(0)
         self._elementwise: Elementwise | None = None
@@ -112,7 +100,6 @@ class PagedTritonBackend(SdpaBackend):
         return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer, form)
 
     def for_decode(self, rows: int) -> AttentionBackend:
-        """Return attention for steps of exactly ``rows`` decode rows, to be captured."""
         tables, kv_lens = (self._table[:rows], self._window_table[:rows]), self._kv_lens[:rows]
         splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self._multiprocessors)
         kernel = self._kernels.PagedDecode(*tables, kv_lens, splits=splits, **self._sizes)
@@ -120,8 +107,6 @@ class PagedTritonBackend(SdpaBackend):
 
 
 class _CapturedDecode:
-    """Decode rows of one number."""
-
     def __init__(
         self,
         pool: KVPool,
@@ -131,7 +116,6 @@ class _CapturedDecode:
         *,
         num_heads: int,
     ) -> None:
-        """``tables``: page tables of layers that see everything, and of those with a window."""
         self._store = fused_store(pool, num_heads, self._attend)
         self.fused: FusedAttention | None = self._store
         self.paged = None
@@ -140,7 +124,6 @@ class _CapturedDecode:
         self._tables, self._kv_lens = tables, kv_lens
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Copy the kernel's inputs to the buffers that it reads."""
         assert batch.num_decode == batch.num_rows == len(self._kv_lens), "captured for another number of rows"
         plain, windowed = self._tables
         plain[:, : batch.page_table.shape[1]] = batch.page_table
@@ -151,7 +134,6 @@ class _CapturedDecode:
             self._store.batch = batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         out: Tensor = self._kernel(q, k, v, *self._pool.layer(layer), form)
         return out
 

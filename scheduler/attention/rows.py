@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 _SPLIT_PAGES = 64
-"""Padding pages worth a further round of kernel launches."""
 
 
 def group_rows(pages: np.ndarray, max_pages: int) -> list[np.ndarray]:
-    """Order rows by descending length, and cut where the workspace is full or padding costs more than a
-    launch.
+    """Order rows by descending length; cut where the workspace is full or padding costs more than a launch.
 
     Args:
         pages: int64 [n]: pages of each row's KV.
@@ -38,9 +36,7 @@ def group_rows(pages: np.ndarray, max_pages: int) -> list[np.ndarray]:
 
 
 def as_index(rows: np.ndarray, device: torch.device) -> Tensor | slice:
-    """Return ``rows`` as a slice if they are a range, since reading through it is a view; else as an index on
-    ``device``.
-    """
+    """Return ``rows`` as a slice if they are a range, since reading through it is a view."""
     if rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows).to(device)

@@ -46,8 +46,7 @@ class PageAllocator:
     def free(self, pages: np.ndarray) -> None:
         """Take back ``pages`` (int32 [n]).
 
-        Raises:
-            LedgerError: a page does not exist, is free already, or is named twice; none is freed then.
+        Raises LedgerError, and frees none, if a page does not exist, is free already, or is named twice.
         """
         n = len(pages)
         if n == 0:

@@ -5,24 +5,19 @@ so a request can go on only from where a state was kept: at the end of a page of
 (``manager.py``), with which it goes. A row is
 
 - *live*, an open request's: its state after its last step; given back when the request's KV is closed;
-- *before*, an open request's: its state before a step under way, which writes to another row, until the step
-  is completed;
-- *spare*, an open request's: where its next step is to write, until it has been before a step or no step
-  wants it any more;
-- *promised*, a step's under way, which will fill it, until the step is completed (then kept), or the KV is
-  closed;
+- *before*, an open request's: its state before a step under way, which writes to another row;
+- *spare*, an open request's: where its next step is to write;
+- *promised*, a step's under way, which will fill it; kept once the step is completed;
 - *kept*, a page's: the state at the end of it, until the page is freed or a row is needed: oldest use first;
 - *free*.
 
 Invariants:
 - live + before + spare + promised + kept + free = total; the scratch row is none of them.
 - A step writes to its request's spare row, which becomes the live one, and if it is lost the row before is
-  live again. Without a spare row it overwrites the live one, so a step whose results are lost leaves that
-  undefined: its request starts again, from the last prefix that has a kept state. A kept row is never written
-  again.
-- A kept state is a convenience: any may be given up, but for one that a request has opened with and not yet
-  been computed from (it is *pinned*, and its page is locked by that request).
-- What a step promised counts as kept only when the step has been completed.
+  live again. Without a spare row it overwrites the live one, so a lost step leaves that undefined: its
+  request starts again, from the last prefix that has a kept state. A kept row is never written again.
+- Any kept state may be given up, but for one that a request has opened with and not yet been computed from
+  (it is *pinned*, and its page is locked by that request).
 """
 
 from collections import Counter, deque
@@ -49,13 +44,11 @@ class RequestState:
     source: int = NO_PAGE
     """Page whose kept state it begins from, pinned until a step that reads it has been launched."""
     branch: int = 0
-    """Cached pages of its prefix, if more than it could share for want of a state; a state will be kept at
-    their end.
-    """
-    promised: dict[int, int] = field(default_factory=dict)
-    """Page, by position in its row, to the row in which a step under way keeps the state at the page's
+    """Cached pages of its prefix, if more than it could share for want of a state; one will be kept at their
     end.
     """
+    promised: dict[int, int] = field(default_factory=dict)
+    """Row in which a step under way keeps the state at a page's end, by position of the page."""
     last_kept: int | None = None
     """Page, by position in its row, whose state was kept last."""
     spare: int = NO_ROW
@@ -83,7 +76,7 @@ class StateRows:
     def __init__(self, num_pages: int, num_rows: int) -> None:
         """``num_pages`` of the KV ledger and ``num_rows``, both with the scratch one."""
         self.kept = np.full(num_pages, NO_ROW, np.int32)
-        """[pages]: the row with the state at each page's end; the scratch row where none is kept."""
+        """[pages]: the row with the state at each page's end, or the scratch row."""
         self._allocator = PageAllocator(num_rows)
         self._oldest: dict[int, None] = {}  # pages with a kept state that is not pinned; longest unused first
         self._pins: Counter[int] = Counter()
@@ -91,7 +84,6 @@ class StateRows:
 
     @property
     def total(self) -> int:
-        """Number of rows without the scratch row."""
         return self._allocator.total
 
     def usage(self) -> StateUsage:
@@ -105,22 +97,15 @@ class StateRows:
         return self._allocator.num_free + len(self._oldest)
 
     def shareable(self, pages: np.ndarray) -> int:
-        """Return how many of ``pages``, a prefix in whole pages, can be shared: up to the last one with a
-        kept state.
-        """
+        """Return how many of ``pages``, a prefix, can be shared: up to the last one with a kept state."""
         kept = np.nonzero(self.kept[pages])[0]
         return int(kept[-1]) + 1 if len(kept) else 0
 
     def open(self, shared: np.ndarray, num_cached: int) -> RequestState:
         """Return a live row for a request that goes on from the ``shared`` pages, which are locked.
 
-        If the only row to be had is that of the shared prefix, the request takes it over.
-
-        Args:
-            num_cached: cached pages of its prefix.
-
-        Raises:
-            LedgerError: no row is free or kept; nothing has changed.
+        If the only row to be had is that of the shared prefix, the request takes it over. ``num_cached`` are
+        the cached pages of its prefix. Raises LedgerError, with nothing changed, if no row is free or kept.
         """
         if not self.available:
             raise LedgerError(f"all {self.total} rows of states are held")
@@ -141,10 +126,8 @@ class StateRows:
     def reserve(self, state: RequestState, *, take_kept: bool) -> None:
         """Have a spare row for the next step, if there is one to be had beside one for another request.
 
-        There is none while the request begins from another's kept state: that outlives the step anyway.
-
-        Args:
-            take_kept: give up a kept state for it.
+        There is none while the request begins from another's kept state: that outlives the step anyway. With
+        ``take_kept`` a kept state is given up for it.
         """
         room = self.available if take_kept else self._allocator.num_free
         if state.source == NO_PAGE and state.spare == NO_ROW and room > 1:
@@ -157,11 +140,7 @@ class StateRows:
             state.spare = NO_ROW
 
     def launched(self, state: RequestState, *, from_start: bool) -> None:
-        """Note that a step has been launched: whatever comes later is ordered behind it.
-
-        Args:
-            from_start: it begins with the request's first token.
-        """
+        """Note a launched step; ``from_start``: it begins with the request's first token."""
         if state.spare != NO_ROW:
             state.before.append(state.row)
             state.row, state.spare = state.spare, NO_ROW
@@ -176,9 +155,7 @@ class StateRows:
             self._give_back(row)
 
     def rolled_back(self, state: RequestState) -> None:
-        """Go back to the state before the newest step under way, whose results are lost, or set
-        :attr:`~RequestState.lost`.
-        """
+        """Go back to the state before the newest step under way, or set :attr:`~RequestState.lost`."""
         row = state.before.pop()
         state.lost = row == _OVERWRITTEN
         if row not in (NO_ROW, _OVERWRITTEN):
@@ -186,8 +163,8 @@ class StateRows:
             state.row = row
 
     def promise(self, state: RequestState, page: int) -> int | None:
-        """Return the row in which a step shall keep the state at the end of its ``page`` (by position), or
-        None without room.
+        """Return the row in which a step keeps the state at the end of ``page`` (by position); None without
+        room.
         """
         if page not in state.promised:
             row = self._take()
@@ -224,17 +201,15 @@ class StateRows:
             self._drop(page)
 
     def close(self, state: RequestState) -> None:
-        """Give back the rows of a request that ends or starts again; what was promised and is not kept
-        never will be.
-        """
+        """Give back the rows of a request that ends or starts again."""
         self._leave_source(state)
         for row in _held_by(state):
             self._give_back(row)
         state.promised.clear()
 
     def replace(self, own: np.ndarray, tree: np.ndarray) -> None:
-        """Let the tree's pages take the place of a request's own, which have the same contents and are
-        freed next.
+        """Let the tree's pages take the place of a request's own, which have the same contents and are freed
+        next.
         """
         for mine, its in zip(own.tolist(), tree.tolist(), strict=True):
             if mine != its and self.kept[mine] != NO_ROW and self.kept[its] == NO_ROW:
@@ -279,11 +254,8 @@ class StateRows:
         self._allocator.free(np.asarray([row], np.int32))
 
     def check(self, states: Iterable[RequestState], owned: np.ndarray) -> None:
-        """Compare with a walk: the ``states`` of the open requests, and the pages that are ``owned`` by them
-        or the tree.
-
-        Raises:
-            LedgerError: a row that is not exactly one thing, a state kept for a free page, or a wrong pin.
+        """Compare with a walk: the ``states`` of the open requests, and the pages ``owned`` by them or the
+        tree.
         """
         states = list(states)
         held = [row for state in states for row in _held_by(state)]

@@ -15,12 +15,12 @@ Invariants:
   fail.
 - This is the only module that returns pages to the allocator.
 - Layers with a window have storage for some of the pages only (``window_pages.py``): those of every request's
-  range, which goes from what its next token sees to what is scheduled. Pages and owners are the same for all
-  layers.
+  range, from what its next token sees to what is scheduled. Pages and owners are the same for all layers.
 - Layers with a state per sequence have a row for every request, and rows for the ends of some pages
   (``linear_states.py``): a prefix is shared up to such an end only.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a
   commit is stale, so that nothing of it is ever stored.
+- Calls with a closed :class:`RequestKV` raise :class:`LedgerError`.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class RequestKV:
     num_shared: int
     """Leading pages that the tree owns, locked through ``node``."""
     node: Node | None
-    """Node where the shared pages end, or None without any."""
+    """Node where the shared pages end."""
     epoch: int
     """Weights epoch that its KV began under."""
     stale: bool
@@ -81,12 +81,9 @@ class CacheManager:
         windows: WindowPages | None = None,
         states: StateRows | None = None,
     ) -> None:
-        """
-        Args:
-            num_pages: the scratch page included.
-            prefix_cache: False to match and store nothing.
-            windows: storage of layers with a window that give pages back, if there are any.
-            states: rows of layers with a state per sequence, if there are any.
+        """``num_pages`` counts the scratch page; without ``prefix_cache`` nothing is matched or stored.
+
+        ``windows`` and ``states`` are the storage of layers that have these.
         """
         self.windows = windows
         self.states = states
@@ -104,12 +101,9 @@ class CacheManager:
         """Start a request with prompt ``tokens`` (integers [n]), sharing the longest cached prefix of whole
         pages.
 
-        At most ``(n - 1) // page_size`` pages are shared, so at least one token is left to compute:
-        ``num_shared * page_size`` tokens need no computing. ``pages_row`` (int32 [longest request in pages])
-        is kept and written in place until :meth:`close`.
-
-        Raises:
-            LedgerError: not :attr:`can_open`.
+        At most ``(n - 1) // page_size`` pages are shared, so at least one token is left to compute.
+        ``pages_row`` (int32 [longest request in pages]) is kept and written in place until :meth:`close`.
+        :attr:`can_open` must be true.
         """
         if not self.can_open:
             raise LedgerError("no row of states is left")
@@ -138,8 +132,8 @@ class CacheManager:
         return self.states is None or self.states.available > 0
 
     def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
-        """Return the longest cached prefix that a request can go on from, and how many pages of it are
-        cached in all.
+        """Return the longest cached prefix that a request can go on from, and how many of its pages are
+        cached.
         """
         pages, node = self._tree.match(self.epoch, salt, tokens)
         cached = shareable = len(pages)
@@ -151,31 +145,18 @@ class CacheManager:
         return pages, node, cached
 
     def reach(self, kv: RequestKV, num_tokens: int) -> None:
-        """Bring the pages of ``kv`` up to ``num_tokens``, which a step will compute, into its range.
-
-        Raises:
-            LedgerError: ``kv`` is closed.
-        """
+        """Bring the pages of ``kv`` up to ``num_tokens``, which a step will compute, into its range."""
         self._require_open(kv)
         self._enter(kv, -(-num_tokens // self.page_size))
 
     def passed(self, kv: RequestKV, num_tokens: int) -> None:
-        """Take pages that no later token sees out of the range of ``kv``, which is computed up to
-        ``num_tokens``.
-
-        Raises:
-            LedgerError: ``kv`` is closed.
-        """
+        """Take pages that no later token sees out of the range of ``kv``, computed up to ``num_tokens``."""
         self._require_open(kv)
         if self.windows is not None:
             self._leave(kv, self.windows.first_seen(num_tokens - self.page_size))
 
     def computed(self, kv: RequestKV, num_tokens: int) -> None:
-        """Keep the states that a step was to keep, now that ``kv`` is computed up to ``num_tokens``.
-
-        Raises:
-            LedgerError: ``kv`` is closed.
-        """
+        """Keep the states that a step was to keep, now that ``kv`` is computed up to ``num_tokens``."""
         self._require_open(kv)
         if self.states is not None and kv.state is not None:
             self.states.keep(kv.state, kv.pages, num_tokens // self.page_size, kv.num_shared)
@@ -195,11 +176,8 @@ class CacheManager:
         """Give ``kv`` pages for ``num_tokens`` in total, evicting cached pages when the free ones do not
         suffice.
 
-        Returns:
-            False if there are not enough pages even so; nothing has changed.
-
-        Raises:
-            LedgerError: ``kv`` is closed, or the row is too short.
+        Return False, with nothing changed, if there are not enough even so. Raises LedgerError if the row is
+        too short.
         """
         self._require_open(kv)
         wanted = -(-num_tokens // self.page_size)
@@ -225,10 +203,8 @@ class CacheManager:
         it lives.
 
         They stay locked for it. Where the tree has equal pages already, the request's duplicates are freed
-        and its row points to the tree's. Does nothing when ``kv`` is stale or the prefix cache is off.
-
-        Raises:
-            LedgerError: ``kv`` is closed, or has no pages for that many tokens.
+        and its row points to the tree's. Does nothing when ``kv`` is stale or the prefix cache is off. Raises
+        LedgerError if ``kv`` has no pages for that many tokens.
         """
         self._require_open(kv)
         full = len(tokens) // self.page_size
@@ -258,13 +234,9 @@ class CacheManager:
         self._free(duplicates)
 
     def close(self, kv: RequestKV, tokens: np.ndarray | None) -> None:
-        """End a request: donate the full pages of ``tokens`` where allowed, unlock, free the rest.
+        """End a request: donate the full pages of ``tokens`` (None: nothing), free the rest.
 
-        Args:
-            tokens: as in :meth:`donate`; None (preempted, or not worth keeping) stores nothing.
-
-        Raises:
-            LedgerError: as :meth:`donate`; ``kv`` is still open then.
+        If donating raises, ``kv`` is still open.
         """
         self._require_open(kv)
         if tokens is not None:
@@ -286,10 +258,7 @@ class CacheManager:
     def commit_epoch(self, epoch: int) -> int:
         """Free every older cached page that nobody locks, after new weights are in place; return how many.
 
-        Open requests that have pages become stale; the others go on under the new epoch.
-
-        Raises:
-            ValueError: ``epoch`` is not newer than the current one.
+        Open requests that have pages become stale; the others go on under the new epoch, which must be newer.
         """
         if epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} does not follow {self.epoch}")
@@ -302,11 +271,7 @@ class CacheManager:
         return self._free(self._tree.drop_epochs_before(epoch))
 
     def flush(self) -> int:
-        """Empty the prefix cache; return the number of pages freed.
-
-        Raises:
-            LedgerError: a request is open; nothing has changed.
-        """
+        """Empty the prefix cache; return the number of pages freed. No request may be open."""
         if self._open:
             raise LedgerError(f"flush while {len(self._open)} requests hold KV")
         return self._free(self._tree.clear())
@@ -327,9 +292,8 @@ class CacheManager:
     def check(self) -> None:
         """Walk everything and compare with the counters; O(pages), for tests and after errors.
 
-        Raises:
-            LedgerError: a page without exactly one owner, a counter or lock that disagrees with the walk, or
-                a request whose row disagrees with the tree; the message names the pages.
+        Raises LedgerError for a page without exactly one owner, a counter or lock that disagrees with the
+        walk, or a request whose row disagrees with the tree; the message names the pages.
         """
         free = self._allocator.free_pages()
         nodes = list(self._tree.nodes())
@@ -360,9 +324,7 @@ class CacheManager:
                 )
 
     def _check_tree(self, nodes: list[Node]) -> None:
-        """Check that every lock belongs to an open request or a locked child, and the epochs of unlocked
-        nodes.
-        """
+        """Check that every lock belongs to an open request or a locked child, and unlocked nodes' epochs."""
         locks: dict[Node, int] = dict.fromkeys(nodes, 0)
         for kv in self._open:
             if kv.node is not None:
@@ -396,7 +358,6 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _path_pages(node: Node | None) -> np.ndarray:
-    """Return the pages from the root to the end of ``node``."""
     runs: list[np.ndarray] = []
     while node is not None:
         runs.append(node.pages)

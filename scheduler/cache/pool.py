@@ -4,10 +4,9 @@ Invariants:
 - A page is [kv heads, page_size, head size], so that one head's keys within a page are contiguous; a page of
   latents, which all heads share, is [page_size, width].
 - Addresses never change while the pool is resident: attention plans, kernels and captured graphs may keep
-  them. What a release does to them is in ``memory/residency.py``; contents are lost with it.
-- A pool knows nothing of ownership; which page belongs to whom is the ledger's business (``manager.py``).
-- On the CPU the storage is zero pages of the kernel until first written, so what is never used of a pool
-  costs no memory.
+  them.
+- On the CPU the storage is zero pages of the kernel until first written, so what is never used costs no
+  memory.
 """
 
 import math
@@ -40,11 +39,10 @@ class MHAPool:
         window_layers: frozenset[int] = frozenset(),
         window_pages: int | None = None,
     ) -> None:
-        """
-        Args:
-            num_pages: the scratch page 0 included, where padding rows may write.
-            value_size: by default ``head_size``.
-            window_layers: layers that have ``window_pages`` instead, with a page table of their own.
+        """``num_pages`` counts the scratch page 0, where padding rows may write; ``value_size`` is
+        ``head_size`` by default.
+
+        ``window_layers`` have ``window_pages`` instead, with a page table of their own.
         """
         value_size = head_size if value_size is None else value_size
         shape = (num_pages, kv_heads, page_size, head_size)
@@ -77,9 +75,7 @@ class MHAPool:
         dtype: torch.dtype,
         value_size: int | None = None,
     ) -> int:
-        """Return the bytes that one token takes over all layers, K and V, which size a pool before it
-        exists.
-        """
+        """Return the bytes that one token takes over all layers, which size a pool before it exists."""
         sizes = head_size + (head_size if value_size is None else value_size)
         return num_layers * kv_heads * sizes * dtype.itemsize
 
@@ -93,27 +89,19 @@ class MHAPool:
         return sum(math.prod(t.shape) * t.element_size() for pair in self._layers for t in pair)
 
     def touch(self, nbytes: int) -> None:
-        """Write zeros to about ``nbytes`` of the pages that are handed out first: the system gives their
-        memory now.
-        """
+        """Write zeros to about ``nbytes`` of the pages that are handed out first, which then have memory."""
         pages = self.num_pages * nbytes // self.nbytes  # of a layer with a window, at most all of them
         for pair in self._layers:
             for tensor in pair:
                 tensor[:pages].zero_()
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for
-        :meth:`store_at`.
-        """
+        """Return ``(pages, offsets)``, int64 [T] each: once per step, for :meth:`store_at`."""
         pages = torch.div(kv_slots, self.page_size, rounding_mode="floor")
         return pages, kv_slots - pages * self.page_size
 
     def store(self, layer: int, k: Tensor, v: Tensor, kv_slots: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, size of each], pool dtype, any strides) to ``kv_slots`` (int64
-        [T]).
-
-        Slots are distinct, but for those of the scratch page: what two writers leave there is unspecified.
-        """
+        """Write [T, kv heads, size], of any strides, to distinct ``kv_slots`` (int64 [T])."""
         pages, offsets = self.split_slots(kv_slots)
         self.store_at(layer, k, v, pages, offsets)
 
@@ -124,9 +112,7 @@ class MHAPool:
         v_slots.index_put_((pages, offsets), v)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of ``layer``, each [pages, kv heads, page_size, size of each]; the storage
-        itself, not a copy.
-        """
+        """Return K and V of ``layer``, each [pages, kv heads, page_size, size]; the storage itself."""
         return self._layers[layer]
 
 
@@ -134,8 +120,8 @@ class MLAPool:
     """Latents of multi-head latent attention: what all heads' keys and values follow from, and the shared
     rotated key.
 
-    DeepSeek-AI, 2024 (arXiv:2405.04434), section 2.1: a token takes (kv_lora_rank + qk_rope_head_dim)
-    elements a layer.
+    DeepSeek-AI, 2024 (arXiv:2405.04434), section 2.1: (kv_lora_rank + qk_rope_head_dim) elements a token and
+    layer.
     """
 
     def __init__(
@@ -161,7 +147,6 @@ class MLAPool:
 
     @classmethod
     def bytes_per_token(cls, num_layers: int, width: int, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes over all layers, which size a pool before it exists."""
         return num_layers * width * dtype.itemsize
 
     @property
@@ -170,21 +155,17 @@ class MLAPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space over all layers, scratch page included."""
         return sum(math.prod(t.shape) * t.element_size() for t in self._layers)
 
     def touch(self, nbytes: int) -> None:
-        """Do as :meth:`MHAPool.touch`."""
         pages = self.num_pages * nbytes // self.nbytes
         for tensor in self._layers:
             tensor[:pages].zero_()
 
     def store(self, layer: int, latents: Tensor, kv_slots: Tensor) -> None:
-        """Write ``latents`` ([T, width], pool dtype, any strides) to ``kv_slots`` (int64 [T]), as
-        :meth:`MHAPool.store`.
-        """
+        """Write ``latents`` ([T, width], pool dtype, any strides) to ``kv_slots`` (int64 [T])."""
         self._layers[layer].view(-1, self.width).index_copy_(0, kv_slots, latents)
 
     def layer(self, layer: int) -> Tensor:
-        """Return the latents of ``layer``, [pages, page_size, width]; the storage itself, not a copy."""
+        """Return the latents of ``layer``, [pages, page_size, width]; the storage itself."""
         return self._layers[layer]

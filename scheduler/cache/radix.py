@@ -11,9 +11,7 @@ Invariants:
 - A lock pins a node's content and end: splitting keeps the *lower* part in the same object, and locked nodes
   are never trimmed.
 - The tree owns the arrays in its nodes; no array keeps more than twice its own size of memory alive.
-
-The tree never frees a page by itself: whatever it lets go of is returned, and the caller gives it to the
-allocator.
+- The tree never frees a page by itself: whatever it lets go of is returned.
 """
 
 import heapq
@@ -50,7 +48,6 @@ class Node:
         self, parent: "Node | None", epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray, serial: int
     ) -> None:
         self.parent = parent
-        """Node above, or None for a root."""
         self.epoch = epoch
         self.salt = salt
         self.tokens = tokens
@@ -72,8 +69,7 @@ class Inserted(NamedTuple):
     node: Node
     """Node that ends where the inserted run ends."""
     num_existing: int
-    """Leading pages of the run that the tree already had; the caller's duplicates of them stay the
-    caller's.
+    """Leading pages of the run that the tree already had; the caller's duplicates of them stay the caller's.
     """
     existing: np.ndarray
     """int32 [num_existing]: the tree's own pages at those positions."""
@@ -107,8 +103,8 @@ class RadixTree:
         """Return the longest stored page-aligned prefix of ``tokens``: its pages (int32) and the node where
         it ends.
 
-        May split a node, so that the match ends at a node's end. The node is None when not even a page
-        matches. Nothing is locked: lock the node before anything else may evict.
+        May split a node, so that the match ends at a node's end. Nothing is locked: lock the node before
+        anything else may evict.
         """
         root = self._roots.get((epoch, salt)) if epoch >= self.first_epoch else None
         if root is None:
@@ -121,8 +117,8 @@ class RadixTree:
     ) -> Inserted:
         """Store ``pages`` (int32 [n], n ≥ 1) for ``tokens`` (``n * page_size``, a whole prefix).
 
-        With ``after``, a locked node, the run continues that node's path: a long sequence that grows is then
-        stored at the cost of what is new. New nodes are unlocked. May split nodes.
+        With ``after``, a locked node, the run continues that node's path, at the cost of what is new. New
+        nodes are unlocked. May split nodes.
 
         Raises:
             LedgerError: the epoch is over; its KV is of no use to anybody.
@@ -180,8 +176,8 @@ class RadixTree:
         return (first if differ[first] else n) // self.page_size
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut ``node`` after ``num_pages``; return the new upper node. ``node`` keeps the lower part and
-        its locks.
+        """Cut ``node`` after ``num_pages``; return the new upper node. ``node`` keeps the lower part and its
+        locks.
         """
         cut = num_pages * self.page_size
         parent = node.parent
@@ -208,8 +204,7 @@ class RadixTree:
     def lock(self, node: Node) -> None:
         """Protect the path from the root to ``node`` from eviction; as many unlocks undo it.
 
-        Raises:
-            LedgerError: the node's epoch is over.
+        Raises LedgerError if the node's epoch is over.
         """
         if node.epoch < self.first_epoch:
             raise LedgerError(
@@ -227,8 +222,7 @@ class RadixTree:
     def unlock(self, node: Node) -> np.ndarray:
         """Undo one :meth:`lock`; return the pages (int32) that went with it: those of an epoch that is over.
 
-        Raises:
-            LedgerError: ``node`` is not locked.
+        Raises LedgerError if ``node`` is not locked.
         """
         if node.lock_ref < 1:
             raise LedgerError("unlock of a node that is not locked")
@@ -302,11 +296,7 @@ class RadixTree:
         return pages
 
     def clear(self) -> np.ndarray:
-        """Forget everything; return all pages (int32).
-
-        Raises:
-            LedgerError: something is locked; nothing is forgotten then.
-        """
+        """Forget everything; return all pages (int32). Raises LedgerError if something is locked."""
         if self.num_locked_pages:
             raise LedgerError(f"clear of a tree with {self.num_locked_pages} locked pages")
         pages = np.concatenate([NO_PAGES, *(node.pages for node in self.nodes())])
@@ -358,9 +348,7 @@ class RadixTree:
 
 
 def _subtree(node: Node) -> Iterator[Node]:
-    """Yield ``node`` and everything below it, parents first; iteratively, since chains may be thousands
-    deep.
-    """
+    """Yield ``node`` and everything below it, parents first; chains may be thousands deep."""
     stack = [node]
     while stack:
         top = stack.pop()
@@ -375,8 +363,8 @@ def _int32(tokens: np.ndarray) -> np.ndarray:
 def _owned(part: np.ndarray) -> np.ndarray:
     """Return ``part``, copied when it is at most half of the memory that it would keep alive.
 
-    So memory stays within twice what is stored, and a token is copied at most log2(run) times however often
-    its run is cut: always copying would make repeated cuts of a long run quadratic.
+    So a token is copied at most log2(run) times however often its run is cut: always copying would be
+    quadratic.
     """
     base = part.base
     return part.copy() if isinstance(base, np.ndarray) and 2 * part.size <= base.size else part

@@ -2,12 +2,11 @@
 
 Invariants:
 - A slot's row is written by the step that writes the slot's KV, on the forward stream, so a row follows its
-  KV: pages that the prefix tree shares bring their rows along, and a stale page keeps the rows of the weights
+  KV: pages that the prefix tree shares bring their rows along, and a stale page keeps those of the weights
   that computed it.
-- Only slots whose step has landed are read, and no step in flight writes those. So reading waits for nothing
-  but itself: on accelerators it has a stream of its own.
+- Only slots whose step has landed are read, so reading waits for nothing but itself: on accelerators it has a
+  stream of its own.
 - Reading allocates nothing on the device: rows pass through a staging buffer of fixed size.
-- A pool does not know requests; ``batcher.py`` decides which positions a request gets from here.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -40,11 +39,8 @@ class RoutingPool:
         device_module: DeviceModule | None = None,
         page_size: int = PAGE_SIZE,
     ) -> None:
-        """
-        Args:
-            dtype: uint8 or int16.
-            num_pages: those of the KV pool, scratch page included.
-            device_module: makes the stream of reads; the CPU has none.
+        """``dtype`` is uint8 or int16; ``num_pages`` are the KV pool's; ``device_module`` makes the stream of
+        reads.
         """
         self.num_layers, self.top_k, self.dtype = num_layers, top_k, dtype
         self.numpy_dtype = np.dtype(torch_name(dtype))
@@ -70,17 +66,14 @@ class RoutingPool:
         return self._pages.nbytes + self._staging.nbytes + self._index.nbytes
 
     def store(self, kv_slots: Tensor, rows: Tensor) -> None:
-        """Write ``rows`` [T, layers, top_k] to ``kv_slots`` (int64 [T]), which are distinct but for the
-        scratch page's.
-        """
+        """Write ``rows`` [T, layers, top_k] to ``kv_slots`` (int64 [T]), which are distinct."""
         self._by_slot.index_copy_(0, kv_slots, rows)
 
     def read(self, pages: np.ndarray, start: int, end: int) -> np.ndarray:
-        """Return the rows of positions [start, end) of a request whose KV lies in ``pages`` (integers, from
-        position 0).
+        """Return the rows of positions [start, end) of a request whose KV lies in ``pages`` (from position
+        0).
 
-        Returns:
-            [end - start, layers, top_k] of uint8 or int16, on the host.
+        [end - start, layers, top_k] of uint8 or int16, on the host.
         """
         size = self._page_size
         first, last = start // size, -(-end // size)

@@ -1,10 +1,8 @@
-"""Storage of layers that keep one state per sequence instead of KV per token: linear attention by the gated
-delta rule.
+"""Storage of layers that keep one state per sequence instead of KV per token: the gated delta rule.
 
 Invariants:
 - A row is one sequence's state at one position, over all of these layers: the recurrent state, and the inputs
-  that the short convolution in front of it still needs.
-- Row 0 is scratch: rows of nobody (warm-up, padding) read and write it.
+  that the short convolution in front of it still needs. Row 0 is scratch, for warm-up and padding.
 - A row is overwritten in place by each step of its sequence. The ledger (``linear_states.py``) knows the
   owners.
 - The recurrent state is float32 whatever the model's dtype: rounding it would add up over all tokens.
@@ -45,8 +43,8 @@ class StateShape:
         return self.kernel - 1, self.channels
 
     def divided(self, ranks: int) -> "StateShape":
-        """Return the shape on each of several ranks: its share of the key heads, with the value heads that
-        they serve.
+        """Return the shape on each of several ranks: a share of the key heads, and the value heads that they
+        serve.
         """
         return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
@@ -56,8 +54,6 @@ class StateShape:
 
 
 class StatePool:
-    """Rows of states, of all layers that have one."""
-
     def __init__(
         self,
         *,
@@ -84,9 +80,8 @@ class StatePool:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the storage of ``layer``, counted among those that have a state.
 
-        Returns:
-            The convolution's past [rows, kernel - 1, channels], and the recurrent states [rows, value heads,
-            key size, value size].
+        The convolution's past [rows, kernel - 1, channels], and the states [rows, value heads, key size,
+        value size].
         """
         return self._layers[layer]
 

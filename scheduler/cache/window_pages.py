@@ -1,20 +1,18 @@
 """Storage of layers with a sliding window, given back page by page as windows move on.
 
-The ledger's pages (``manager.py``) are those of a whole context; here each of them has a page of the storage
-of windowed layers behind it, or none. A page of the ledger without one cannot be attended to in these layers,
-and need not be: the window of every request that has it has moved on. A page has storage
+Each of the ledger's pages (``manager.py``) has a page of the storage of windowed layers behind it, or none,
+if the window of every request that has it has moved on. A page has storage
 
 - if it is a request's alone, while it is in the request's range, from what the next token sees to what is
   computed;
-- if it is the prefix tree's, in a range: always;
-- if it is the prefix tree's, in no range: until somebody else needs it; the one whose last range ended first
-  goes first.
+- if it is the prefix tree's, in a range: always; in no range: until somebody else needs it, longest idle
+  first.
 
 Invariants:
 - A prefix can be shared up to where the pages that its next token sees have storage.
 - A request's range ends where a step has been scheduled, and begins where one has been completed: a step
-  whose results are lost can be computed again. A page more is kept below, so that a prefix that ends in whole
-  pages can be shared.
+  whose results are lost can be computed again. A page more is kept below, so that a prefix in whole pages can
+  be shared.
 - Storage suffices for the ranges of all requests by its size (:func:`storage_pages`); it is never a reason to
   wait.
 """
@@ -32,8 +30,7 @@ NO_STORAGE = 0
 def storage_pages(window: int, page_size: int, *, rows: int, step_tokens: int) -> int:
     """Return the most pages that the ranges of ``rows`` requests need, without the scratch page.
 
-    Args:
-        step_tokens: prompt tokens that a step computes, of all rows; two steps may be under way.
+    ``step_tokens`` are the prompt tokens that a step computes, of all rows; two steps may be under way.
     """
     # Both ends in the midst of a page, the page kept below, one that is given back late, and the step under
     # way.
@@ -59,9 +56,7 @@ class WindowPages:
         return max(0, position - self.window + 1) // self._page_size
 
     def shareable(self, pages: np.ndarray) -> int:
-        """Return how many of ``pages``, a prefix in whole pages, can be shared: the next token finds what
-        it sees.
-        """
+        """Return how many of ``pages``, a prefix, can be shared: the next token finds what it sees."""
         count = len(pages)
         ends = np.arange(1, count + 1)
         missing = np.nonzero(self.storage[pages] == NO_STORAGE)[0]
@@ -74,11 +69,7 @@ class WindowPages:
         return int(fits[-1]) + 1 if len(fits) else 0
 
     def enter(self, pages: np.ndarray) -> None:
-        """Give storage to pages that come into a request's range.
-
-        Raises:
-            LedgerError: it does not suffice, which its size rules out; nothing has changed.
-        """
+        """Give storage to pages that come into a request's range."""
         unused = self._users[pages] == 0
         stored = self.storage[pages] != NO_STORAGE
         needed = len(pages) - int(stored.sum())
@@ -95,9 +86,7 @@ class WindowPages:
             self.storage[page] = self._take()
 
     def leave(self, pages: np.ndarray, num_shared: int) -> None:
-        """Take pages out of a request's range; the first ``num_shared`` are the tree's, which keeps the
-        storage for now.
-        """
+        """Take pages out of a request's range; the tree keeps the storage of its ``num_shared`` for now."""
         for index, page in enumerate(pages.tolist()):
             self._users[page] -= 1
             if self._users[page]:
@@ -108,9 +97,7 @@ class WindowPages:
                 self._give_back(page)
 
     def replace(self, own: np.ndarray, tree: np.ndarray) -> None:
-        """Let the tree's pages take the place of a request's own, which have the same contents, in its
-        range.
-        """
+        """Let the tree's pages take the place of a request's own, of the same contents, in its range."""
         for mine, its in zip(own.tolist(), tree.tolist(), strict=True):
             if mine == its:
                 continue
@@ -143,12 +130,7 @@ class WindowPages:
         self.storage[page] = NO_STORAGE
 
     def check(self, ranges: Iterable[np.ndarray], tree: np.ndarray) -> None:
-        """Compare with a walk: ``ranges``, the pages in each request's range, and those of the ``tree``.
-
-        Raises:
-            LedgerError: a page of a range without storage, storage behind others than those and the tree's,
-                or of two pages.
-        """
+        """Compare with a walk: ``ranges``, the pages in each request's range, and those of the ``tree``."""
         users = np.zeros_like(self._users)
         for pages in ranges:
             np.add.at(users, pages, 1)

@@ -1,14 +1,11 @@
 """Warm-up: what is chosen, compiled or touched for the first time is so before the engine is ready.
 
 Invariants:
-- The decoder runs a decode step of as many rows as there will ever be, the output head and the sampler a
-  bounded number of them (:class:`WarmUp`). So no temporary has rows times vocabulary, and the peak of a
-  warm-up is not above a step's.
-- Rows read and write the scratch page only. No page, no slot's last token, no seed and no statistic changes.
-- Running out of memory here is a warning: a warm-up is never the reason why an engine does not start.
-- Nothing is measured to choose among kernels: FlashInfer's tuner knows none of the operations that the engine
-  calls (attention, and FP8 products with scales by block, whose kernels follow from shapes alone), and on the
-  CPU no choice is faster for a shape (docs/explanation/kernels.md).
+- The decoder runs as many decode rows as there will ever be, output head and sampler a bounded number
+  (:class:`WarmUp`): no temporary has rows times vocabulary, and the peak is not above a step's.
+- Rows read and write the scratch page only. No page, slot's last token, seed or statistic changes.
+- Running out of memory here is a warning: the engine starts cold.
+- Nothing is measured to choose among kernels: their choice follows from shapes (docs/explanation/kernels.md).
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +16,6 @@ from .forward import ForwardBatch, SamplingBatch
 from .graphs import scratch_prefill
 
 _TOP_K, _TOP_P = 20, 0.9
-"""Filters of the row that is filtered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +23,7 @@ class WarmUp:
     """Work that runs before the first request."""
 
     rows: int
-    """Rows of the decode step: the size of the request pool, or fewer where nothing is chosen by size."""
+    """Rows of the decode step."""
     lm_head_rows: int
     """Rows of the output head and the sampler, at most ``rows``; 0 leaves both cold."""
 
@@ -44,7 +40,7 @@ def dummy_decode(rows: int, vocab_size: int) -> ForwardBatch:
 
 
 def _dummy_sampling(rows: int, vocab_size: int) -> SamplingBatch:
-    """Return sampled rows, the first of which is filtered, so that both ways of the sampler are taken."""
+    """Return sampled rows, the first of them filtered, so that both ways of the sampler are taken."""
     top_k, top_p = torch.full((rows,), vocab_size), torch.ones(rows)
     top_k[:1], top_p[:1] = min(_TOP_K, vocab_size), _TOP_P
     return replace(

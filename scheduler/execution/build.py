@@ -21,10 +21,9 @@ from ..cache.routing import RoutingPool
 from ..cache.state_pool import StatePool, StateShape
 from ..cache.window_pages import WindowPages, storage_pages
 from ..kernels import serving
-from ..memory.device_memory import MinReduce, available_memory_if_known
+from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
-from ..models.base import ForeignModel
 from ..models.config import load_model_config
 from ..models.hybrid import state_shape
 from ..models.registry import build_model
@@ -47,39 +46,30 @@ logger = logging.getLogger(__name__)
 
 
 class Agreement(MinReduce, Protocol):
-    """What ranks agree on sizes with."""
-
     @property
     def sharing(self) -> int:
-        """Ranks that take their memory from where this one does: those of a host, on its CPU."""
+        """Ranks whose memory is this rank's, too: those of a host, on its CPU."""
         ...
 
 
 _TOUCHED_KV_BYTES = 128 << 20
-"""Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's
-steps.
-"""
+"""Bytes of a CPU's KV pool that are touched at start; page faults would slow down the first requests."""
 _STATES_PER_ROW, _STATES_SHARE = 2, 0.5
-"""Rows of states for each request that may run: its own, and one that is kept for a prefix; and their most of
-a pool's memory.
-"""
+"""Rows of states for each running request (its own, one kept for a prefix); their most of a pool's memory."""
 _ROWS_IN_FLIGHT, _WIDE_ROWS, _LOGITS = 4, 3, 3
-"""Of each token as wide as the model, and as a layer at its widest; and copies of the logits."""
+"""Rows of each token as wide as the model, and as a layer at its widest; copies of the logits."""
 _CPU_WARM_UP_ROWS = 16
-"""Nothing is chosen by the number of rows there: a few meet every kernel, and take hardly longer than one."""
+"""Nothing is chosen by the number of rows there: a few meet every kernel."""
 
 
 def load_model(
     config: EngineConfig, folder: str | None = None, parallel: TensorParallel = SINGLE
 ) -> LoadedModel:
-    """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are
-    another's.
-
-    Of several ranks, this one's shard.
+    """Read this rank's shard of a checkpoint folder, or of the weights in ``folder``, into fresh parameters.
 
     Raises:
-        CaesuraError: the checkpoint cannot be read or served, or ``context_len`` is beyond what it was made
-            for; a model of another library does not compute here what it computes there.
+        CaesuraError: the checkpoint cannot be read or served, ``context_len`` is beyond what it was made for,
+            or a model of another library does not compute here what it computes there.
     """
     model_config = load_model_config(config.model_path, config.model_backend)
     possible = model_config.max_position_embeddings
@@ -101,19 +91,18 @@ def load_model(
     load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
     loader.forget_written()
     model.finalize_weights()
-    if isinstance(model, ForeignModel):
+    if model_config.transformers_config is not None:
         with nobody():
             model.check()
     return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes of KV that one token takes on this rank, over all layers that keep it."""
+    """Return the bytes of KV that one token takes on this rank, over all layers that keep it."""
     return _token_bytes(loaded, len(loaded.model.forms) - len(_window_layers(loaded)))
 
 
 def _token_bytes(loaded: LoadedModel, num_layers: int) -> int:
-    """Return the same over so many layers."""
     model = loaded.config
     if model.mla is not None:
         return MLAPool.bytes_per_token(num_layers, model.mla.latent_width, loaded.dtype)
@@ -121,14 +110,11 @@ def _token_bytes(loaded: LoadedModel, num_layers: int) -> int:
 
 
 def _window_layers(loaded: LoadedModel) -> frozenset[int]:
-    """Layers that keep a token for as long as their window reaches it."""
     return frozenset(i for i, form in enumerate(loaded.model.forms) if form.window is not None)
 
 
 def _window_pages(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Pages that these layers need for all requests that may run, the scratch page not counted; 0 without
-    such layers.
-    """
+    """Return the pages that layers with a window need for all requests; 0 without such layers."""
     longest = max((form.window or 0 for form in loaded.model.forms), default=0)
     if not longest:
         return 0
@@ -136,7 +122,6 @@ def _window_pages(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def build_windows(config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool) -> WindowPages | None:
-    """Return the storage of layers with a window, or None without such layers."""
     if pool.window_pages is None:
         return None
     longest = max(form.window or 0 for form in loaded.model.forms)
@@ -144,18 +129,16 @@ def build_windows(config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLA
 
 
 def state_row_bytes(loaded: LoadedModel) -> int:
-    """Bytes of a sequence's states on this rank, over all layers that have one; 0 for a model without."""
+    """Return the bytes of a sequence's states on this rank, over all layers; 0 for a model without."""
     delta = loaded.config.delta
     return 0 if delta is None else sum(delta.layers) * _state_shape(loaded).row_bytes(loaded.dtype)
 
 
 def _state_shape(loaded: LoadedModel) -> StateShape:
-    """Of this rank's heads."""
     return state_shape(loaded.config).divided(loaded.parallel.size)
 
 
 def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
-    """Storage of ``num_rows`` rows of states, scratch included, of a model that has some."""
     assert loaded.config.delta is not None
     return StatePool(
         num_layers=sum(loaded.config.delta.layers),
@@ -167,12 +150,11 @@ def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
 
 
 def build_states(pool: MHAPool | MLAPool) -> StateRows | None:
-    """Return the ledger of the pool's rows of states. None: the model has none."""
     return None if pool.states is None else StateRows(pool.num_pages, pool.states.num_rows)
 
 
 def routing_bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes that the experts of one token take; 0 for a model without."""
+    """Return the bytes that the experts of one token take; 0 for a model without."""
     routed = loaded.model.routing
     return 0 if routed is None else RoutingPool.bytes_per_token(routed.num_layers, routed.top_k, routed.dtype)
 
@@ -185,13 +167,11 @@ def build_pool(
     kept_free: int = 0,
     group: Agreement | None = None,
 ) -> MHAPool | MLAPool:
-    """Return the KV pool: as many tokens as asked for, else a share of what is free, never more than could be
-    used.
+    """Return the KV pool: of the configured size, or a share of what is free that can be used.
 
     Args:
-        kept_free: bytes that are not there for it.
-        group: ranks that all have as many pages, as few as the one with the least memory can have. None: this
-            rank alone.
+        kept_free: bytes that are needed otherwise.
+        group: ranks that all have as many pages, as few as the one with the least memory can have.
     """
     per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
     per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
@@ -235,13 +215,12 @@ def build_pool(
 
 
 def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None) -> int | None:
-    """Free bytes that this rank's pool may take. None: the device does not tell, and the configuration has
-    the pool's size.
+    """Return the free bytes that this rank's pool may take, or None if the device does not tell.
 
     Raises:
-        CaesuraError: ``unsupported``, neither says how large a pool can be.
+        CaesuraError: ``unsupported``, the configuration does not give the pool's size either.
     """
-    free = available_memory_if_known(config.device, empty_cache=True, group=group)
+    free = get_available_memory(config.device, empty_cache=True, group=group)
     if free is None and config.kv_pool_tokens is None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,
@@ -255,9 +234,7 @@ def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None
 
 
 def _affordable(share: int, per_page: int, per_window_page: int, most_windows: int) -> int:
-    """Pages for ``share`` bytes: layers with a window have as many as the others, up to what all requests
-    need of them.
-    """
+    """Return the pages for ``share`` bytes: layers with a window have as many, up to ``most_windows``."""
     alike = share // (per_page + per_window_page)
     if alike <= most_windows:
         return alike
@@ -265,8 +242,7 @@ def _affordable(share: int, per_page: int, per_window_page: int, most_windows: i
 
 
 def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """About what the largest step has in memory at a time on an accelerator, beside weights and KV; 0 on the
-    CPU.
+    """Return about what the largest step needs on an accelerator beside weights and KV; 0 on the CPU.
 
     Logits in float32, read and written by the sampler, and the widest activations of a layer.
     """
@@ -284,11 +260,7 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = None) -> MHAPool | MLAPool:
-    """Return the KV storage that the model's attention reads, of ``num_pages`` pages; ``window_pages`` in
-    layers with a window.
-
-    None: these have as many as the others, and the same page table.
-    """
+    """Return KV storage of ``num_pages`` pages; in layers with a window ``window_pages``, if given."""
     model = loaded.config
     if model.mla is not None:
         return MLAPool(
@@ -312,7 +284,6 @@ def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = No
 
 
 def build_routing_pool(loaded: LoadedModel, num_pages: int) -> RoutingPool | None:
-    """Beside the KV pool, for models with experts."""
     routed = loaded.model.routing
     if routed is None:
         return None
@@ -327,7 +298,7 @@ def build_routing_pool(loaded: LoadedModel, num_pages: int) -> RoutingPool | Non
 
 
 def longest_context(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Prompt plus output of one request, at most, in tokens."""
+    """Return the most tokens of prompt plus output of one request."""
     possible = loaded.config.max_position_embeddings
     return min(config.context_len or possible, possible)
 
@@ -339,9 +310,7 @@ def build_components(
     parallel: TensorParallel = SINGLE,
     group: Agreement | None = None,
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
-    """Return weights and KV pool, which can be released, and the limits that follow from their sizes;
-    ``folder`` as of :func:`load_model`, ``group`` as of :func:`build_pool`.
-    """
+    """Return weights and pools, which can be released, and the limits that follow from their sizes."""
     with residency.component("weights"):
         loaded = load_model(config, folder, parallel)
     context_len = longest_context(config, loaded)
@@ -363,8 +332,7 @@ def build_components(
 
 
 def require_deterministic(loaded: LoadedModel) -> None:
-    """Row-invariant kernels must serve everything that computes: torch's products change bits with the number
-    of rows.
+    """Refuse a model of which torch computes anything: its products change bits with the number of rows.
 
     Raises:
         CaesuraError: ``unsupported``, with what serves which operation.
@@ -381,11 +349,7 @@ def require_deterministic(loaded: LoadedModel) -> None:
 def build_backend(
     config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, limits: StepLimits
 ) -> AttentionBackend:
-    """Return the attention backend that :func:`~.backends.choose` chooses.
-
-    Raises:
-        CaesuraError: ``unsupported``, what was named cannot serve this model here.
-    """
+    """Return the attention backend. Raises as :func:`~.backends.choose`."""
     shape = Shape.of(loaded)
     backend = make(choose(config, shape), shape, pool, limits)
     return backend if pool.states is None else HybridBackend(backend, pool.states)
@@ -394,9 +358,7 @@ def build_backend(
 def build_runner(
     config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, routing: RoutingPool | None
 ) -> ModelRunner:
-    """Return the model with its attention backend and sampler, warm; decode graphs are captured where they
-    can be.
-    """
+    """Return the runner, warm, with its decode graphs captured if they can be."""
     model = loaded.config
     if config.deterministic:
         require_deterministic(loaded)
@@ -427,9 +389,6 @@ def build_runner(
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel) -> WarmUp:
-    """How the runner of this model warms up: at the size of the request pool where kernels are chosen by
-    size.
-    """
     rows = config.sizes.rows
     if loaded.device.type == "cpu":
         rows = min(rows, _CPU_WARM_UP_ROWS)

@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class SpecialRows:
-    """The E of a step's S rows whose logits are edited, or that want more than the sampled token's
-    log-probability.
+    """The E of a step's S rows whose logits are edited, or that want further log-probabilities.
 
-    The first P of them have penalties, and with these a counter each: a row of the runner's table that says
-    how often each token stands in the sample. The runner counts what it samples; a counter that is not up to
-    date is started anew.
+    The first P of them have penalties, and a counter each: a row of the runner's table, which says how often
+    each token stands in the sample. The runner counts what it samples; an outdated counter starts anew.
     """
 
     rows: Tensor
@@ -57,12 +55,12 @@ class SpecialRows:
     wants_host: np.ndarray
     """int64 [N]"""
     top: int
-    """K: number of likeliest tokens of each of these."""
+    """K: number of likeliest tokens wanted."""
     masked: Tensor
     """bool [N]: rows that want to know what the filters kept."""
     num_masked: int
     token_ids: Tensor
-    """int64 [N, M]: `token_ids_logprob` of each of these, padded with token 0."""
+    """int64 [N, M]: `token_ids_logprob`, padded with token 0."""
     num_counters: int
     """Number of counters that the table must have."""
 
@@ -72,18 +70,16 @@ class SpecialRows:
 
 @dataclass(slots=True, kw_only=True)
 class InputTokens:
-    """Prompt tokens of a step whose log-probabilities are wanted: I of its T query tokens, each with the
-    token after it.
-    """
+    """The I of a step's T query tokens whose successors in the prompt are to be scored."""
 
     tokens: Tensor
-    """int64 [I]: index into [0, T) of the query tokens."""
+    """int64 [I]: indices of the query tokens."""
     targets: Tensor
-    """int64 [I]: the prompt's next token after each."""
+    """int64 [I]: the prompt's next tokens."""
     top: int
-    """K: number of likeliest tokens at each position."""
+    """K: number of likeliest tokens wanted."""
     token_ids: Tensor
-    """int64 [I, M]: `token_ids_logprob` at each position, padded with token 0."""
+    """int64 [I, M]: `token_ids_logprob`, padded with token 0."""
 
     def to(self, device: torch.device) -> "InputTokens":
         return _moved(self, device)
@@ -94,7 +90,7 @@ class FurtherLogprobs:
     """Log-probabilities of N positions beyond those of the sampled tokens; float32, and int32 for ids."""
 
     logprobs: Tensor
-    """[N]: those of the prompt's tokens; [0] for sampled positions, whose logprobs the step has anyway."""
+    """[N]: those of the prompt's tokens; [0] for sampled positions."""
     top_ids: Tensor
     """[N, K]"""
     top: Tensor
@@ -105,7 +101,6 @@ class FurtherLogprobs:
     """bool [N, V]: the tokens that the filters kept, or None if nobody asked."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "FurtherLogprobs":
-        """Return a copy with each tensor passed through ``move``."""
         return FurtherLogprobs(
             logprobs=move(self.logprobs),
             top_ids=move(self.top_ids),
@@ -129,10 +124,7 @@ def _moved(owner: _Moved, device: torch.device) -> _Moved:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingBatch:
-    """Sampling inputs of the S tokens that a step samples, as tensors on the step's device.
-
-    The booleans are known on the host, so that the common case runs none of the optional work.
-    """
+    """Sampling inputs of a step's S sampled tokens, on its device; the booleans are known on the host."""
 
     temperature: Tensor
     """float32 [S]; 1.0 for greedy rows."""
@@ -145,7 +137,6 @@ class SamplingBatch:
     uniforms: Tensor
     """float64 [S] in [0, 1): the noise, a pure function of (seed, sample index, absolute position)."""
     any_sampled: bool
-    """True if some row is not greedy."""
     any_filtered: bool
     """True if some sampled row uses top-k, top-p or min-p."""
     want_raw: bool
@@ -156,7 +147,6 @@ class SamplingBatch:
     """Largest top-k of the filtered rows, or None if it may be the whole vocabulary."""
     special: SpecialRows | None = None
     want_last_kept: bool = False
-    """Set where special rows are sampled."""
 
     def select(self, index: Tensor) -> "SamplingBatch":
         """Return the rows ``index`` (int64), none of them special any more."""
@@ -175,7 +165,6 @@ class SamplingBatch:
         )
 
     def to(self, device: torch.device) -> "SamplingBatch":
-        """Return a copy on ``device``, made asynchronously where the source is pinned."""
         return SamplingBatch(
             temperature=self.temperature.to(device, non_blocking=True),
             greedy=self.greedy.to(device, non_blocking=True),
@@ -197,11 +186,9 @@ class StateSegment(NamedTuple):
 
     start: int
     end: int
-    """Tokens [start, end) of the step's T."""
     source: int | None
-    """Row of states that they begin from, or None if nothing comes before them."""
+    """Row of states that they begin from, or None if nothing comes before."""
     target: int
-    """Row of states that they end in."""
     kept: int | None
     """Another row that is to have the state after them, if any."""
 
@@ -213,13 +200,11 @@ class StateStep:
     rows: Tensor
     """int64 [R]: row of states that each of the step's rows ends in."""
     sources: Tensor | None
-    """int64 [decode rows]: rows that these begin from; None if they begin from those that they end in."""
+    """int64 [decode rows]: rows that these begin from; None if those that they end in."""
     segments: Sequence[StateSegment]
     """Segments of the prefilling rows, in an order in which one may follow from another."""
     kept: tuple[Tensor, Tensor] | None
-    """int64 [K] each: decode rows whose next states are kept, and the rows of states that get them; None
-    without any.
-    """
+    """int64 [K] each: decode rows whose next states are kept, and rows of states that get them; or None."""
 
     def to(self, device: torch.device) -> "StateStep":
         kept = self.kept
@@ -232,11 +217,7 @@ class StateStep:
 
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
-    """One step's input: R rows, T query tokens, S sampled tokens.
-
-    Index tensors are on the device; the ``*_host`` copies let a backend loop over prefill rows without a
-    sync.
-    """
+    """One step's input: R rows, T query tokens, S sampled tokens. ``*_host`` copies spare backends a sync."""
 
     num_decode: int
     """Rows [0, num_decode) decode; the rest prefill."""
@@ -255,11 +236,8 @@ class ForwardBatch:
     kv_lens_host: Sequence[int]
     """[R]"""
     page_table_host: np.ndarray | None = None
-    """``page_table`` on the host, valid while the step is planned; if None, it is copied where it is
-    needed.
-    """
+    """``page_table`` on the host, valid while the step is planned."""
     slots: Tensor
-    """int64 [R]: request slot of each row."""
     sample_tokens: Tensor
     """int64 [S]: index into [0, T) of each token whose successor is sampled; decode rows first."""
     sample_slots: Tensor
@@ -271,12 +249,10 @@ class ForwardBatch:
     window_table: Tensor | None = None
     """``page_table`` in the same layers; page 0 where the window has moved on."""
     window_table_host: np.ndarray | None = None
-    """``page_table_host`` of ``window_table``."""
     states: StateStep | None = None
-    """None if no layer keeps a state per sequence, or the step is nobody's."""
+    """None if no layer keeps a state, or the step is nobody's."""
 
     def slots_in(self, form: AttentionForm) -> Tensor:
-        """Return ``kv_slots`` of layers of this form."""
         return self.kv_slots if form.window is None or self.window_slots is None else self.window_slots
 
     @property
@@ -297,9 +273,9 @@ class HostOutput:
     sampled_logprobs: np.ndarray | None
     """float32: under the filtered, renormalised distribution; None when no row asked."""
     further: FurtherLogprobs | None = None
-    """Further log-probabilities of the special rows that want them, on the host."""
+    """Those of the special rows that want them."""
     inputs: FurtherLogprobs | None = None
-    """Log-probabilities of ``ForwardBatch.inputs``, on the host."""
+    """Those of ``ForwardBatch.inputs``."""
 
 
 class ForwardOutput(Protocol):
@@ -311,16 +287,12 @@ class ForwardOutput(Protocol):
 
 
 class Runner(Protocol):
-    """Executes steps. The loop is tested against a scripted one."""
+    """Executes steps."""
 
-    def execute(self, batch: ForwardBatch) -> ForwardOutput:
-        """Enqueue one step on the forward stream."""
-        ...
+    def execute(self, batch: ForwardBatch) -> ForwardOutput: ...
 
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Set the token that each of ``slots`` (int64 [n]) sampled last (int32 [n]), after a step whose
-        results are lost.
-        """
+        """Set the tokens [n] that ``slots`` [n] sampled last, after a step whose results are lost."""
         ...
 
     def synchronize(self) -> None:
@@ -366,12 +338,10 @@ class FusedAttention(Protocol):
         norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
-        """
-        Args:
+        """Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
             cos, sin: [T, 1, rotated size / 2]: the rest of a head is not rotated.
-            norm: of queries and keys, if there are any.
-            form: of the layer.
+            norm: norms of queries and keys, if any.
 
         Returns:
             [T, query heads * head size]
@@ -385,15 +355,11 @@ class AttentionBackend(Protocol):
     fused: FusedAttention | None
     """If None, the caller normalises and rotates, and calls :meth:`forward`."""
     reads_page_table: bool
-    """True if it reads ``ForwardBatch.page_table`` of a step on the device; else the copy on the host is
-    enough.
-    """
+    """True if it reads ``ForwardBatch.page_table`` on the device; else the host's copy is enough."""
 
     @property
     def paged(self) -> "PagedStep | None":
-        """Return the planned step for a kernel that computes whole layers, or None if layers are computed
-        part by part.
-        """
+        """The planned step for a kernel that computes whole layers, or None where layers go part by part."""
         ...
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -406,7 +372,6 @@ class AttentionBackend(Protocol):
         Args:
             q: [T, query heads, head size]; k: [T, kv heads, head size]; v: the same, or of a size of its own.
                 With latent attention one kv head, whose v is a view of the front of k.
-            form: of the layer; plain by default.
 
         Returns:
             [T, query heads * v's head size]

@@ -1,30 +1,21 @@
 """Decode steps as captured graphs: two launches instead of some hundred.
 
 Invariants:
-- There are two graphs for each size. The first computes the hidden states of a decode-only step, from the
-  tokens that its slots sampled last. The second computes what is sampled from these, and the slots' last
-  tokens: output head and sampler.
-- Prefill and mixed steps run eagerly. A decode-only step that samples in a way the second graph has not
-  (special rows always; without Triton also filters and raw logprobs) runs head and sampler eagerly, from the
-  first graph's hidden states.
-- The second graph computes all that the sampler can tell of a row, wanted or not: the sampler of
-  ``triton_sampler.py`` decides row by row on the device, so that one graph serves every step but the special
-  ones.
-- A graph reads weights and KV where they were when it was captured. Weights are updated in place, so it stays
-  right; when a release moves them it is dropped (:meth:`DecodeGraphs.drop`) and captured again before the
-  next step.
+- Each size has two graphs: the hidden states of a decode-only step from its slots' last tokens, and head and
+  sampler, which set them. Prefill and mixed steps run eagerly, and so do head and sampler of special rows
+  and, without Triton, of filters and raw logprobs.
+- The second graph computes all that the sampler can tell of a row, wanted or not.
+- A graph reads weights and KV where they were when it was captured. Weights are updated in place; when a
+  release moves them, graphs are dropped (:meth:`DecodeGraphs.drop`) and captured before the next step.
 - A graph reads its inputs where ``staging.py`` puts those of a step of its size, and what its attention's
   ``plan`` writes, outside of the graph, into buffers that never move.
-- Steps are padded to the next size of a ladder with rows that read and write the scratch page only, and
-  sample for a slot that no request has.
-- Whatever a graph reads and has not allocated itself lives as long as the graph; so do the logits, whose
-  workspace grows when the log-probabilities of a prompt need more.
-- Workspaces that grow have grown before anything is captured: the largest possible step runs first. A layer
-  whose workspace could still grow afterwards would leave a graph with memory that is somebody else's.
+- Steps are padded to the next size of a ladder with rows on the scratch page, sampled for a slot that no
+  request has.
+- Whatever a graph reads and has not allocated itself lives as long as the graph.
+- Workspaces that grow have grown before anything is captured: the largest possible step runs first.
 
-A model or a backend that cannot be captured (it waits for the device, or there is no memory left) runs
-eagerly, with a warning that says why; so does a head or a sampler alone. Captured and replayed with recorded
-operations, not run on a GPU.
+What cannot be captured (it waits for the device, or there is no memory left) runs eagerly, with a warning; so
+does head and sampler alone. Captured and replayed with recorded operations, not run on a GPU.
 """
 
 import logging
@@ -47,10 +38,9 @@ from .staging import InputStaging, StepLimits
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[ForwardBatch, AttentionBackend], Tensor]
-"""Computes the hidden states of a planned step's sampled tokens."""
 
 Head = Callable[[ForwardBatch, Tensor], tuple[SamplerOutput, Tensor]]
-"""Samples from the hidden states of such a step; returns the logits, too."""
+"""Samples from the hidden states; returns the logits, too."""
 
 _Result = TypeVar("_Result")
 
@@ -62,19 +52,16 @@ class CapturableBackend(AttentionBackend, Protocol):
     def for_decode(self, rows: int) -> AttentionBackend:
         """Return attention for steps of exactly ``rows`` decode rows.
 
-        Its ``plan`` runs outside of the graph and writes into buffers that never move; its ``forward`` reads
-        nothing else of a step but its arguments, and neither waits for the device nor reads anything on the
-        host.
+        Its ``plan`` runs outside of the graph, into buffers that never move. Its ``forward`` reads nothing
+        else of a step but its arguments, and waits for nothing.
         """
         ...
 
 
 def ladder(largest: int) -> list[int]:
-    """Return the batch sizes to capture: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64
-    beyond.
+    """Return sizes to capture: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256, of 64 up to ``largest``.
 
-    ``largest`` is last. At most an eighth of the rows of a step above 64 are padding, and a decode step that
-    small reads the weights anyway.
+    At most an eighth of the rows of a step above 64 are padding.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 64, 64)]
     return [size for size in sizes if size < largest] + [largest]
@@ -85,9 +72,9 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     attention: AttentionBackend
     inputs: ForwardBatch
-    """Inputs of the graph besides staging, weights and KV: it keeps their addresses, not them."""
+    """Inputs besides staging, weights and KV: the graph keeps their addresses, not them."""
     hidden: Tensor
-    """[size, hidden]: written by every replay."""
+    """[size, hidden]"""
     head: "_CapturedHead | None"
     """None if head and sampler cannot be captured."""
 
@@ -96,7 +83,6 @@ class _Captured:
 class _CapturedHead:
     graph: torch.cuda.CUDAGraph
     sampled: SamplerOutput
-    """Results of ``size`` rows: written by every replay."""
     logits: Tensor
 
 
@@ -116,10 +102,9 @@ class DecodeGraphs:
         device_module: GraphModule,
         on_stream: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """
-        Args:
-            sampler: the one that ``head`` uses, which says what a graph of it serves.
-            on_stream: enters the forward stream.
+        """Args:
+        sampler: the one that ``head`` uses.
+        on_stream: enters the forward stream.
         """
         self._forward, self._head, self._sampler = forward, head, sampler
         self._backend = backend
@@ -132,11 +117,10 @@ class DecodeGraphs:
         self._failed = self._head_failed = False
         self.sizes = ladder(limits.rows)
         self.nbytes = 0
-        """Bytes that the graphs have taken from the device when they were captured last."""
+        """Bytes that the last capture has taken from the device."""
 
     @property
     def are_captured(self) -> bool:
-        """True if decode steps are replayed."""
         return bool(self._captured)
 
     def serves(self, batch: ForwardBatch) -> bool:
@@ -147,8 +131,8 @@ class DecodeGraphs:
         """Launch a decode-only step.
 
         Returns:
-            The step as it is on the device, padded, and the hidden states of its sampled tokens [S, hidden],
-            valid until the next step.
+            The step on the device, padded, and the hidden states of its sampled tokens [S, hidden], valid
+            until the next step.
         """
         rows = batch.num_rows
         size, captured = self._for(rows)
@@ -162,9 +146,7 @@ class DecodeGraphs:
         return self._for(batch.num_rows)[1].head is not None and self._sampler.graph_serves(batch.sampling)
 
     def sample(self, batch: ForwardBatch) -> SamplerOutput:
-        """Launch head and sampler of the step that has just been replayed; the results are valid until the
-        next step.
-        """
+        """Launch head and sampler of the step just replayed; the results are valid until the next step."""
         head = self._for(batch.num_rows)[1].head
         assert head is not None, "not captured"
         head.graph.replay()
@@ -187,8 +169,7 @@ class DecodeGraphs:
         self._captured.clear()
 
     def capture(self) -> Iterator[None]:
-        """Capture the whole ladder, largest first, so that the smaller ones fit into the same memory; once
-        per drop.
+        """Capture the whole ladder, largest first, so that the smaller ones fit into the same memory.
 
         Yields between sizes, so the loop can answer meanwhile; no step may be launched before the end.
         """
@@ -218,9 +199,7 @@ class DecodeGraphs:
         )  # fmt: skip
 
     def _run_largest(self) -> None:
-        """Run a prefill step of as many tokens as there can be: workspaces reach their size, libraries
-        choose kernels.
-        """
+        """Run the largest possible prefill: workspaces reach their size, libraries choose kernels."""
         context, tokens = self._limits.context_len, self._limits.tokens
         lengths = [context] * (tokens // context) + ([tokens % context] if tokens % context else [])
         with self._staging.staged(scratch_prefill(lengths)) as staged:
@@ -274,7 +253,6 @@ class DecodeGraphs:
         return graph, result
 
     def _scratch_decode(self, rows: int) -> ForwardBatch:
-        """Return ``rows`` decode rows on the scratch page, sampled for a slot that no request has."""
         nothing = scratch_prefill([])
         return replace(
             scratch_prefill([1] * rows),

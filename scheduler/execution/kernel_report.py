@@ -1,10 +1,7 @@
-"""What serves each operation of a loaded model, and why torch does where compiled kernels could have been
-expected.
+"""What serves each operation of a loaded model, and why torch does where compiled kernels were expected.
 
-Invariants:
-- What is reported is what is built: attention is chosen in one place for both (``backends.py``), and an
-  operation counts as torch's where torch computes the products of any layer.
-- Nothing here depends on requests: the answers hold from the start of an engine to its end.
+Invariants: what is reported is what is built. An operation counts as torch's if torch computes the products
+of any layer. Nothing depends on requests: answers hold from the start of an engine to its end.
 """
 
 import logging
@@ -19,7 +16,6 @@ from ..kernels.delta import LARGEST_HEAD, computable
 from ..kernels.linear import packable, scalable
 from ..kernels.native import why_not
 from ..layers.fp8_products import dense_for, experts_for
-from ..models.base import ForeignModel
 from ..models.config_moe import MoeConfig
 from ..models.hybrid import state_shape
 from ..runtime.config import EngineConfig
@@ -30,17 +26,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The operations that a model has, and what serves them."""
-
     by: dict[str, str]
     """Operation to ``torch``, an instruction set of compiled kernels, or a library of kernels."""
     reason: str | None
-    """Why torch serves some of them on a CPU, and why no better kernels serve attention elsewhere. None:
-    nothing better is.
-    """
+    """Why torch serves on a CPU, or why no better kernels serve attention elsewhere; or None."""
 
     def log(self) -> None:
-        """One line at start; a warning where no compiled kernels serve on a CPU."""
+        """Log one line; a warning if no compiled kernels serve on a CPU."""
         if self.reason is not None and set(self.by.values()) == {TORCH}:
             logger.warning(
                 "compiled kernels do not serve, torch computes everything, slower: %s", self.reason
@@ -54,11 +46,7 @@ class Serving:
 
 
 def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
-    """Of the operations that the model has.
-
-    Raises:
-        CaesuraError: as :func:`~.backends.choose`.
-    """
+    """Return what serves the operations of the model. Raises as :func:`~.backends.choose`."""
     model, by = loaded.config, serving(loaded.device, loaded.dtype)
     attention = choose(config, Shape.of(loaded))
     by["attention"] = attention.by
@@ -72,27 +60,24 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
             by["experts"] = experts.by
     if TORCH in (by["linear"], by["attention"]):
         by["decoder"] = TORCH
-    foreign = loaded.model if isinstance(loaded.model, ForeignModel) else None
-    if foreign is not None:
-        if by["decoder"] == TORCH or not foreign.in_one_call:
-            by["elementwise"] = TORCH
-        if foreign.torch_experts:
-            by["experts"] = TORCH
-    if model.moe is None and loaded.model.routing is None and (foreign is None or not foreign.torch_experts):
+    foreign, lm = model.transformers_config is not None, loaded.model
+    if foreign and (by["decoder"] == TORCH or not lm.in_one_call):
+        by["elementwise"] = TORCH
+    if lm.torch_experts:
+        by["experts"] = TORCH
+    if model.moe is None and lm.routing is None and not lm.torch_experts:
         del by["experts"]
     _name_layers(by, loaded)
     if loaded.device.type != "cpu":
         return Serving(by, _why_not_better(attention, loaded.device))
-    reason = None if foreign is not None and foreign.in_one_call else why_torch(loaded)
+    reason = None if foreign and lm.in_one_call else why_torch(loaded)
     if reason is None and by["attention"] == TORCH:
         reason = f"attention_backend = {config.attention_backend!r}"
     return Serving(by, reason)
 
 
 def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
-    """Add what only some models' layers have, and leave out one call for all layers where they are computed
-    part by part.
-    """
+    """Add what only some models' layers have; drop the fused decoder if layers are computed part by part."""
     if loaded.config.delta is None:
         del by["linear_attention"]
     elif not computable(state_shape(loaded.config)):
@@ -102,7 +87,6 @@ def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
 
 
 def _why_not_better(attention: Choice, device: torch.device) -> str | None:
-    """Return the better kernels of an accelerator that do not serve, with reasons, or None."""
     reasons = []
     if attention.reason is not None:
         reasons.append(f"attention by {attention.by}, as {attention.reason}")
@@ -112,9 +96,7 @@ def _why_not_better(attention: Choice, device: torch.device) -> str | None:
 
 
 def why_torch(loaded: LoadedModel) -> str | None:
-    """Why torch computes some of this model's products, whatever the configuration names. None: it computes
-    none.
-    """
+    """Return why torch computes some of this model's products, whatever is configured, or None."""
     config = loaded.config
     if TORCH in serving(loaded.device, loaded.dtype).values():
         return why_not() or "there are none for this device and dtype"
@@ -130,13 +112,11 @@ def why_torch(loaded: LoadedModel) -> str | None:
 
 
 def _unpacked(loaded: LoadedModel) -> str | None:
-    """Why some of the model's matrices are not packed. None: all can be."""
     odd = [size for size in _row_sizes(loaded) if not packable(size, loaded.dtype)]
     return f"rows of {min(odd)} cannot be packed" if odd else None
 
 
 def _unpacked_fp8(loaded: LoadedModel) -> str | None:
-    """Why FP8 weights are not packed. None: they are, or there are none."""
     fp8 = loaded.config.fp8
     if fp8 is None:
         return None
@@ -154,13 +134,12 @@ def _choosable(moe: MoeConfig) -> bool:
 
 
 def _row_sizes(loaded: LoadedModel) -> set[int]:
-    """Lengths of the rows of the model's matrices, on this rank."""
     mla = loaded.config.mla
     return _projections(loaded) | (set() if mla is None else {mla.kv_lora_rank, mla.qk_nope_head_dim})
 
 
 def _projections(loaded: LoadedModel) -> set[int]:
-    """Of those that are FP8 in an FP8 model."""
+    """Return the row lengths of projections, which an FP8 model has in FP8."""
     config, ranks, mla = loaded.config, loaded.parallel.size, loaded.config.mla
     sizes = {config.hidden_size}
     if mla is None:

@@ -1,20 +1,16 @@
-"""Rows whose logits are edited before anything is computed from them, or of which more is wanted than a
-token.
+"""Rows whose logits are edited before anything is computed from them, or that want more than a token.
 
 Invariants:
-- Edits are made in float32, on copies: the logits stay as they are, and *raw* log-probabilities are of these.
+- Edits are made in float32, on copies; *raw* log-probabilities are of the unedited logits.
 - A counter holds, per token, twice how often it stands in the sample's output, plus one if it stands in the
-  prompt. It is written on the forward stream only: a step adds the tokens that it samples, so the next one
-  knows them before the host does.
-- Workspaces are made at the first special row and bounded after that; the table of counters grows by
-  doubling, to 4 bytes per token of the vocabulary for each request with penalties that ran at once, and does
-  not shrink.
+  prompt. Steps add what they sample on the forward stream, so the next one knows it before the host does.
+- The table of counters grows by doubling, to 4 bytes per token of the vocabulary for each request with
+  penalties that ran at once, and does not shrink.
 - What is computed for a row depends on that row alone.
 
-Definitions, in the order of the operations, which is SGLang's: frequency and presence penalties are taken
-off; the repetition penalty divides positive logits and multiplies negative ones (Keskar et al., CTRL, 2019);
-biases are added, -inf for what must not end a sample yet. Then the sampler's own: temperature, log-softmax
-(the *logprob*), filters, draw. Further log-probabilities are of that log-softmax.
+Definitions, in SGLang's order: frequency and presence penalties are taken off; the repetition penalty divides
+positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must
+not end a sample yet. Then the sampler's own. Further log-probabilities are of its log-softmax.
 """
 
 from collections.abc import Callable
@@ -32,7 +28,6 @@ _BLOCK_BYTES_CPU = 10 << 20
 _BLOCK_BYTES = 128 << 20
 """Bytes of float32 logits of prompt tokens that exist at a time."""
 _LEAST_ROWS = 16
-"""Fewer are hardly faster, since the head's weights must be read all the same."""
 
 
 class TokenCounters:
@@ -42,7 +37,7 @@ class TokenCounters:
         self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
 
     def begin(self, rows: SpecialRows) -> None:
-        """Start the counters anew whose history ``rows`` bring."""
+        """Start the outdated counters anew."""
         missing = rows.num_counters - len(self._table)
         if missing > 0:
             added = max(missing, len(self._table))
@@ -63,20 +58,12 @@ class TokenCounters:
         torch.where(logits > 0, logits / factor, logits * factor, out=logits)
 
     def add(self, rows: SpecialRows, tokens: Tensor) -> None:
-        """Count what was sampled: ``tokens`` int64 [P]."""
         at = rows.counters * self._table.shape[1] + tokens
         self._table.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
 
 
 class SpecialSampler:
-    """Samples steps in which some rows are special; the other rows by the ordinary sampler, as if there were
-    none.
-
-    Args:
-        sampler: the ordinary one.
-        vocab_size: V.
-        device: where logits are.
-    """
+    """Samples steps with special rows; the other rows go through the ordinary ``sampler``."""
 
     def __init__(self, sampler: Sampler, vocab_size: int, device: torch.device) -> None:
         self._ordinary = sampler
@@ -90,7 +77,6 @@ class SpecialSampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows) -> SamplerOutput:
-        """Do as :meth:`Sampler.sample`, for a ``batch`` whose special rows are ``rows``."""
         self._counters.begin(rows)
         if len(rows.rows) < len(logits):
             out = self._ordinary.sample(logits, batch)
@@ -108,7 +94,7 @@ class SpecialSampler:
         return out
 
     def warm_up(self, batch: SamplingBatch) -> None:
-        """Compile what the first special row would wait for; ``batch`` has one row, which nobody has."""
+        """Compile what the first special row would wait for; ``batch`` has one row."""
         if self._exact is None and self._ordinary.compiles_at_first_use:
             passing = Sampler(self._vocab_size, 1, self._device, torch.float32)
             passing.sample(torch.zeros((1, self._vocab_size), device=self._device), batch)
@@ -151,9 +137,7 @@ class SpecialSampler:
     def _sample_again(
         self, edited: Tensor, batch: SamplingBatch, rows: Tensor, masked: Tensor, sampled: SamplerOutput
     ) -> None:
-        """Sample ``rows`` (int64) of ``edited`` with torch, which says what it kept, and take that where
-        ``masked`` (bool).
-        """
+        """Sample ``rows`` (int64) with torch, which says what it kept; take its results where ``masked``."""
         if self._in_torch is None:
             self._in_torch = Sampler(
                 self._vocab_size, self._chunk_rows, self._device, torch.float32, in_torch=True
@@ -172,7 +156,6 @@ class SpecialSampler:
         sampled.last_kept = torch.full_like(sampled.token_ids, -1).index_copy_(0, rows, found.last_kept)
 
     def _sampler(self) -> Sampler:
-        """Return the sampler of float32 logits: the ordinary one where these are."""
         if self._exact is None:
             self._exact = Sampler(self._vocab_size, self._chunk_rows, self._device, torch.float32)
         return self._exact
@@ -182,7 +165,7 @@ def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Te
     """Return what is wanted of ``logprobs`` [N, V].
 
     Args:
-        targets: [N]: tokens whose logprobs are wanted, or None for none.
+        targets: [N]: tokens whose logprobs are wanted, or None.
         top: number of the largest ones that are wanted.
         token_ids: [N, M]: further tokens whose logprobs are wanted.
     """
@@ -196,7 +179,6 @@ def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Te
 
 
 def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
-    """Concatenate ``parts``."""
     kept = [part.kept for part in parts if part.kept is not None]
     return FurtherLogprobs(
         logprobs=torch.cat([part.logprobs for part in parts]),
@@ -208,10 +190,9 @@ def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
 
 
 def _kept(scaled: Tensor, last: Tensor) -> Tensor:
-    """Return bool [N, V]: the tokens down to ``last`` [N] in descending order of ``scaled`` [N, V], if they
-    can be sampled.
+    """Return bool [N, V]: tokens with finite logits down to ``last`` [N] in descending order of ``scaled``.
 
-    Of equal ones the lower index comes first; -1 keeps all. Tokens whose logit is -inf are not kept.
+    Of equal ones the lower index comes first; -1 keeps all.
     """
     border, index = (
         scaled.gather(1, last.clamp_min(0)[:, None]),
@@ -222,9 +203,7 @@ def _kept(scaled: Tensor, last: Tensor) -> Tensor:
 
 
 def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
-    """Return the log-softmax [c] of the unedited ``logits`` [c, V] at the sampled tokens; NaN where there
-    is none.
-    """
+    """Return the log-softmax [c] of ``logits`` [c, V] at the sampled tokens; NaN where there is none."""
     found = torch.log_softmax(logits.float(), 1).gather(1, sampled.token_ids.clamp_min(0)[:, None])[:, 0]
     return found.where(sampled.token_ids >= 0, torch.nan)
 
@@ -242,9 +221,9 @@ def _empty_output(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
 def input_logprobs(
     hidden: Tensor, inputs: InputTokens, head: Callable[[Tensor], Tensor | None], vocab_size: int
 ) -> FurtherLogprobs:
-    """Return the log-softmax of the unedited logits of prompt tokens, without temperature, as in SGLang.
+    """Return log-probabilities of prompt tokens, unedited and without temperature, as in SGLang.
 
-    Logits exist for a bounded number of positions at a time, whatever the length of the prompt.
+    Logits exist for a bounded number of positions at a time.
 
     Args:
         hidden: [I, hidden], the hidden states of ``inputs``.

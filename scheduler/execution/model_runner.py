@@ -1,15 +1,13 @@
 """Runs steps of a real model, on the forward stream where there is one.
 
 Invariants:
-- Weights, KV and everything captured are read only on the forward stream; whoever writes them does so inside
+- Weights, KV and captured buffers are read only on the forward stream; whoever writes them does so inside
   :meth:`ModelRunner.on_stream` and synchronises before telling anybody (I4, I5).
-- The stream waits for the scheduling stream before a step, and the scheduling stream waits for it after:
-  ``wait_stream`` both ways. Inputs and results travel on the forward stream itself (``staging.py``).
-- A decode row's input is the token that its slot sampled last, taken on the device: the host need not know it
-  yet.
-- A warm-up goes the way of a step but for its rows, which are nobody's (``autotune.py``).
-- Decode-only steps are replayed where their graphs are captured (``graphs.py``), every other step runs
-  eagerly. Head and sampler of a replayed step are replayed too, where these graphs sample in its way.
+- The stream waits for the scheduling stream before a step, and the scheduling stream for it after. Inputs
+  and results travel on the forward stream itself (``staging.py``).
+- A decode row's input is the token that its slot sampled last, taken on the device.
+- A warm-up goes the way of a step but for its rows, which are nobody's.
+- Decode-only steps are replayed if their graphs are captured (``graphs.py``), others run eagerly.
 """
 
 import logging
@@ -41,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ReadyOutput:
-    """A step's results that are on the host already."""
-
     output: HostOutput
 
     def fetch(self) -> HostOutput:
@@ -53,9 +49,8 @@ class ModelRunner:
     """The :class:`~caesura.scheduler.execution.forward.Runner` of a real model.
 
     Attributes:
-        graphs: graphs of decode steps, which the caller has captured; without them every step runs eagerly.
-        stages: counts how long the head and the sampler take, on the host where steps run on a stream of
-        their own.
+        graphs: graphs of decode steps, which the caller captures; without them every step runs eagerly.
+        stages: counts the time of head and sampler, on the host.
     """
 
     def __init__(
@@ -70,11 +65,10 @@ class ModelRunner:
         routing: RoutingPool | None = None,
         use_graphs: bool = True,
     ) -> None:
-        """
-        Args:
-            device_module: where it has streams, steps run beside the scheduler on one of their own.
-            routing: stores the experts that the model chose, if it has any.
-            use_graphs: prepare graphs where device and backend can.
+        """Args:
+        device_module: if it has streams, steps run on one of their own.
+        routing: stores the experts that the model chose.
+        use_graphs: prepare graphs if device and backend can.
         """
         self.model = model
         self.stages = StageProfiler()
@@ -106,7 +100,6 @@ class ModelRunner:
                 )
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Order the work inside with the steps: after those launched, before those to come."""
         if self._streams is None or self._stream is None:
             return nullcontext()
         return self._streams.stream(self._stream)
@@ -123,16 +116,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Set what the decode rows of these slots read; see
-        :class:`~caesura.scheduler.execution.forward.Runner`.
-        """
         with self.on_stream():
             device = self._last_tokens.device
             index, values = (torch.from_numpy(array).to(device, torch.int64) for array in (slots, tokens))
             self._last_tokens[index] = values
 
     def synchronize(self) -> None:
-        """Return when the forward stream is idle."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -157,12 +146,7 @@ class ModelRunner:
             )
 
     def _dummy_run(self, batch_size: int) -> tuple[ForwardBatch, Tensor]:
-        """Run a decode step of ``batch_size`` rows up to its logits, which nobody reads, on the forward
-        stream.
-
-        Returns:
-            The step as it is on the device, and the hidden states of its rows [batch_size, hidden].
-        """
+        """Run a decode step up to its logits; return it and its hidden states [rows, hidden]."""
         batch = dummy_decode(batch_size, self.model.config.vocab_size)
         with self._inputs.staged(batch) if self._stream is not None else nullcontext(batch) as staged:
             self._backend.plan(staged)
@@ -171,7 +155,6 @@ class ModelRunner:
         return staged, hidden
 
     def _run_head(self, batch: ForwardBatch, hidden: Tensor) -> None:
-        """Run output head and sampler over the first rows of a dummy run; drop what they sample."""
         if len(hidden):
             logits = self.model.logits(hidden)
             assert logits is not None, "the mode is off"
@@ -181,9 +164,7 @@ class ModelRunner:
 
     @contextmanager
     def _waiting_both_ways(self) -> Iterator[None]:
-        """Send the work inside to the forward stream, between what the scheduling stream holds and what
-        comes next there.
-        """
+        """Run the work inside on the forward stream, in order with the scheduling stream."""
         if self._streams is None or self._stream is None:
             yield
             return
@@ -233,9 +214,7 @@ class ModelRunner:
         return sampled
 
     def _sample_tokens(self, batch: ForwardBatch, hidden: Tensor) -> tuple[SamplerOutput, Tensor]:
-        """Sample from hidden states [S, hidden] and set the slots' last tokens, as a graph captures it;
-        return logits, too.
-        """
+        """Sample from [S, hidden] and set the slots' last tokens, as a graph captures it."""
         logits = self.model.logits(hidden)
         assert logits is not None, "a dummy run samples nothing"
         special = batch.sampling.special

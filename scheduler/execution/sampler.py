@@ -2,17 +2,15 @@
 
 Invariants:
 - A row's result depends on that row alone: not on its neighbours, on S, or on where chunks are cut. On the
-  CPU this holds bit for bit; an accelerator's library may choose its reduction by shape, which moves last
-  bits.
+  CPU this holds bit for bit; an accelerator's library may choose its reduction by shape.
 - A token of probability 0 is never returned, whatever the noise: the target is kept below the total of the
-  very cumulative sum that is searched, so the entry found has raised that sum.
-- A row that is not finite (NaN, +inf, or nothing but -inf; a scaled logit that overflows float32 counts as
-  +inf) yields token -1 and NaN, and disturbs no other row.
-- Large temporaries are allocated once, in the constructor, and their size is bounded whatever S is.
+  very cumulative sum that is searched.
+- A row that is not finite (NaN, +inf, or nothing but -inf; overflow of a scaled logit counts as +inf) yields
+  token -1 and NaN, and disturbs no other row.
+- Large temporaries are allocated once, and their size is bounded whatever S is.
 
 Definitions, in the order of the operations:
-- logits / temperature (greedy rows unscaled), then the log-softmax over the whole vocabulary in float32 is
-  the *logprob*;
+- logits / temperature (greedy rows unscaled), then log-softmax over the vocabulary in float32: the *logprob*;
 - *top-k* keeps the k largest of those logits, of equal ones the ones of lower index;
 - *top-p* keeps, of what top-k left and renormalised, the shortest prefix in descending order whose
   probabilities reach top_p: at least one token;
@@ -20,13 +18,11 @@ Definitions, in the order of the operations:
 - one uniform per row, and the inverse of the cumulative distribution: of filtered rows in descending order,
   of the others in the order of the indices.
 
-The cumulative sum has two levels, blocks of 256 and then the entries of one block: the vocabulary is read
-once more for the block sums instead of being scanned in order, which neither vectorises nor parallelises
-within a row.
+The cumulative sum has two levels, blocks of 256 and the entries of one block: a scan of the vocabulary in
+order neither vectorises nor parallelises within a row.
 
-What computes this: ``kernels/sampling.py`` on the CPU, ``kernels/triton_sampler.py`` on CUDA, and the torch
-code below where there is neither. Torch's takes more of each filtered row than it needs where a look at the
-values would wait.
+``kernels/sampling.py`` computes this on the CPU, ``kernels/triton_sampler.py`` on CUDA, and torch below where
+there is neither.
 """
 
 from collections import defaultdict
@@ -48,13 +44,12 @@ if TYPE_CHECKING:
 
 _BLOCK = 256
 _CHUNK_BYTES_CPU = 5 << 20
-"""Bytes of a workspace. The passes over a chunk should find it in the last-level cache."""
+"""Bytes of a workspace, which should stay in the last-level cache."""
 _CHUNK_BYTES = 64 << 20
-"""Bytes of a workspace on accelerators, where fewer launches matter more."""
 _SHORTLISTS = (64, 1024)
 """Numbers of best tokens that are looked at before the whole row is sorted."""
 _SORTED = 4 << 20
-"""Tokens that are put in order at a time on accelerators, each of which takes some 64 bytes."""
+"""Tokens that are put in order at a time on accelerators, of some 64 bytes each."""
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -62,12 +57,11 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 def noise(
     seeds: npt.NDArray[np.uint64], sample_index: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Return uniforms in [0, 1), a pure function of (seed, sample index, absolute position); all arrays are
-    [S].
+    """Return uniforms [S] in [0, 1), a pure function of (seed, sample index, absolute position).
 
     SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) is
-    counter-based: its n-th output is a mix of seed + n * gamma. The seed and the sample index choose a stream
-    in this way, and the position is the counter in it. The upper 53 bits make the double.
+    counter-based: its n-th output is a mix of seed + n * gamma. Seed and sample index choose a stream, the
+    position is the counter in it. The upper 53 bits make the double.
     """
     stream = _splitmix64(seeds, np.zeros_like(sample_index))
     stream = _splitmix64(stream, sample_index)
@@ -76,7 +70,6 @@ def noise(
 
 
 def _splitmix64(state: npt.NDArray[np.uint64], counter: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Return output number ``counter``, from 0, of the generators seeded with ``state``."""
     z: npt.NDArray[np.uint64] = state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -96,20 +89,14 @@ class SamplerOutput:
     sampled_logprobs: Tensor | None
     """float32: in the filtered, renormalised distribution; 0 for greedy rows. None when not wanted."""
     last_kept: Tensor | None = None
-    """int64: the last token in descending order that the filters keep, or None if nobody asked or the kernels
-    do not say.
-
-    It is the token itself in greedy rows, and -1 where the whole vocabulary is kept.
-    """
+    """int64: last token in descending order that the filters keep, -1 if all are; None if not known."""
     further: FurtherLogprobs | None = None
-    """Results of the special rows that want them (``logit_edits.py``)."""
     inputs: FurtherLogprobs | None = None
-    """Results of the step's prompt tokens (``logit_edits.py``)."""
 
 
 @dataclass(slots=True)
 class _Probabilities:
-    """A chunk's c rows; the first two are views of the workspaces, [c, W] with W the padded vocabulary."""
+    """A chunk's c rows; the first two are views of the workspaces [c, W], W being the padded vocabulary."""
 
     scaled: Tensor
     """float32; -inf behind the vocabulary."""
@@ -118,7 +105,7 @@ class _Probabilities:
     block_max: Tensor
     """float32 [c, W / 256]: the largest of ``scaled`` in each block."""
     cumulative: Tensor
-    """float64 [c, W / 256]: sums of ``probs`` over all blocks up to and including this one."""
+    """float64 [c, W / 256]: running sums of ``probs`` by block."""
     best: Tensor
     """int64 [c]: the lowest index of the largest scaled logit."""
     finite: Tensor
@@ -126,13 +113,11 @@ class _Probabilities:
 
     @property
     def total(self) -> Tensor:
-        """Sums of ``probs``, float64 [c]."""
+        """float64 [c]: sums of ``probs``."""
         return self.cumulative[:, -1]
 
     def logprob(self, tokens: Tensor) -> Tensor:
-        """Return float64 [c], relative to the best token: a probability may underflow while its logarithm
-        is fine.
-        """
+        """Return float64 [c], relative to the best token, as probabilities may underflow."""
         distance = _at(self.scaled, tokens).double() - _at(self.scaled, self.best).double()
         return distance + torch.log(_at(self.probs, self.best).double() / self.total)
 
@@ -175,15 +160,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Sample every row; the host waits for nothing that a device computes.
-
-        Args:
-            logits: [S, V] of the constructor's dtype.
-            batch: S rows of parameters and noise.
-
-        Raises:
-            ValueError: logits of another width or dtype.
-        """
+        """Sample every row of ``logits`` [S, V]; the host waits for nothing that a device computes."""
         if logits.shape[1:] != (self._vocab_size,) or logits.dtype != self.dtype:
             raise ValueError(
                 f"logits are {logits.dtype} {tuple(logits.shape)}, "
@@ -209,20 +186,15 @@ class Sampler:
 
     @property
     def compiles_at_first_use(self) -> bool:
-        """True if the first call takes seconds."""
         return self._triton is not None
 
     def graph_serves(self, batch: SamplingBatch) -> bool:
-        """Return True if a graph of :meth:`sample`, captured with :meth:`for_graph`, gives the results of
-        ``batch``.
-        """
+        """Return True if a graph captured with :meth:`for_graph` gives the results of ``batch``."""
         plain = not (batch.any_filtered or batch.want_raw)
         return batch.special is None and (plain or self._triton is not None)
 
     def for_graph(self, batch: SamplingBatch) -> SamplingBatch:
-        """Return ``batch`` with the options of a graph: what the kernels compute anyway, and in torch what
-        costs little.
-        """
+        """Return ``batch`` with a graph's options: all that kernels compute anyway."""
         everything = self._triton is not None
         return replace(
             batch, any_sampled=True, any_filtered=everything, want_raw=everything, want_sampled=True
@@ -230,7 +202,6 @@ class Sampler:
 
     @staticmethod
     def _sample_triton(sampler: "TritonSampler", logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Sample every row in two launches, with all results: which are wanted changes nothing."""
         rows = logits.shape[0]
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         # Each begins at a multiple of 16 bytes: otherwise there would be other variants of the kernels to
@@ -247,7 +218,6 @@ class Sampler:
     def _sample_compiled(
         self, sampler: RowSampler, logits: Tensor, batch: SamplingBatch, out: SamplerOutput
     ) -> None:
-        """Sample every row in one call, filtered or not."""
         filtered = batch.any_filtered
         sampler.sample(
             logits,
@@ -265,7 +235,6 @@ class Sampler:
         )
 
     def _sample_all(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> None:
-        """Sample every row with torch, as many at a time as the workspaces hold."""
         rows = logits.shape[0]
         plan = _FilterPlan.of(batch, self._vocab_size) if batch.any_filtered else None
         for start in range(0, rows, self._chunk_rows):
@@ -306,7 +275,6 @@ class Sampler:
             out.raw_logprobs[chunk] = logprobs.where(rows.finite, torch.nan)
 
     def _softmax(self, logits: Tensor, temperature: Tensor | None) -> _Probabilities:
-        """Fill the workspaces from ``logits`` [c, V], divided by ``temperature`` [c] if it is given."""
         count = logits.shape[0]
         scaled, probs = self._scaled[:count], self._probs[:count]
         vocabulary = scaled[:, : self._vocab_size]
@@ -329,7 +297,6 @@ class Sampler:
 
 
 def _in_triton(vocab_size: int, max_rows: int, device: torch.device) -> "TritonSampler | None":
-    """Return the sampler in Triton, or None if there are too many tokens for it."""
     kernels = import_module("..kernels.triton_sampler", __package__)
     if vocab_size > kernels.LARGEST_VOCABULARY:
         return None
@@ -338,9 +305,7 @@ def _in_triton(vocab_size: int, max_rows: int, device: torch.device) -> "TritonS
 
 
 def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:
-    """Return int64 [c] from ``uniforms`` [c]: a two-level inverse CDF. Rows that are not finite give any
-    valid index.
-    """
+    """Return int64 [c]: a two-level inverse CDF. Rows that are not finite give any valid index."""
     target = _below(uniforms, rows.total)
     block = _search(rows.cumulative, target)
     below = _at(rows.cumulative, (block - 1).clamp(min=0)).where(block > 0, 0.0)
@@ -353,22 +318,16 @@ def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _FilterPlan:
-    """The rows of a batch that use top-k, top-p or min-p, and how many of their best tokens to look at."""
-
     filtered: Tensor
     """bool [S]"""
     shortlists: dict[int, list[int]] | None
-    """Rows by the length to begin with, where values may be read; None for all rows at once, by lists of
-    ``length``.
-    """
+    """Rows by the length to begin with, if values may be read; None for all rows at once, of ``length``."""
     length: int
-    """Length of lists that hold what any row keeps."""
     batch: SamplingBatch
     vocab_size: int
 
     @classmethod
     def of(cls, batch: SamplingBatch, vocab_size: int) -> "_FilterPlan":
-        """Plan from what the host knows, and on the CPU from the parameters too."""
         filtered = _filtered(batch, vocab_size)
         length = _shortlist(batch.largest_top_k or vocab_size, vocab_size)
         if not _reading_is_free(filtered.device):
@@ -384,15 +343,12 @@ class _FilterPlan:
     def draw(
         self, rows: _Probabilities, start: int, tokens: Tensor, kept_mass: Tensor, last_kept: Tensor | None
     ) -> None:
-        """Redraw the filtered rows of the chunk that begins at row ``start``.
+        """Redraw the filtered rows of the chunk that begins at row ``start`` of the batch.
 
         Args:
-            rows: the chunk's probabilities.
-            start: the batch's row number of the chunk's first.
-            tokens: int64 [c]; filtered rows are overwritten.
-            kept_mass: float64 [c]; for filtered rows, what their kept tokens sum to, in units of
-                ``rows.total``.
-            last_kept: int64 [c]; for filtered rows, the last of these in descending order, if somebody asked.
+            tokens: int64 [c]; filtered rows are overwritten, here and below.
+            kept_mass: float64 [c]; the sum of their kept tokens, in units of ``rows.total``.
+            last_kept: int64 [c]; the last of these in descending order, if somebody asked.
         """
         if self.shortlists is None:
             bound = max(1, _SORTED // self.length)
@@ -418,9 +374,7 @@ class _FilterPlan:
         kept_mass: Tensor,
         last_kept: Tensor | None,
     ) -> Tensor:
-        """Do as :meth:`draw`, for rows ``index`` [f] and ``length`` best tokens; return those that need
-        more, bool [f].
-        """
+        """Redraw rows ``index`` [f] from ``length`` best tokens; return those that need more, bool [f]."""
         batch, given = self.batch, index + start
         order = _descending(rows, index, length, self.vocab_size)
         probs = rows.probs[index[:, None], order].double()
@@ -449,12 +403,10 @@ class _FilterPlan:
 
 
 def _reading_is_free(device: torch.device) -> bool:
-    """Return True if the host may look at values without waiting for a device."""
     return device.type == "cpu"
 
 
 def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
-    """Return bool [S]: rows that are sampled from a part of the vocabulary."""
     filtered = (batch.top_k < vocab_size) | (batch.top_p < 1.0)
     if batch.min_p is not None:
         filtered |= batch.min_p > 0.0
@@ -462,16 +414,13 @@ def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
 
 
 def _shortlist(needed: int, vocab_size: int) -> int:
-    """Return the length of the shortest list that holds ``needed`` tokens; the vocabulary is the longest."""
     return min(next((n for n in _SHORTLISTS if needed <= n), vocab_size), vocab_size)
 
 
 def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: int) -> Tensor:
-    """Return tokens of the ``length`` largest scaled logits of the rows ``index`` [f], in order; of equals
-    the lower first.
+    """Return the ``length`` best tokens of rows ``index`` [f], in order; of equal ones the lower first.
 
-    The n largest of a row lie in the n blocks with the largest maxima (each other block's entries are beaten
-    by n maxima, with the same rule for equals), so that a short list is found without reading the row.
+    The n largest of a row lie in the n blocks with the largest maxima, so a short list needs no whole row.
     """
     if length == vocab_size:
         scaled = rows.scaled[:, :vocab_size].index_select(0, index)
@@ -487,12 +436,10 @@ def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: in
 
 
 def _best(values: Tensor, length: int) -> Tensor:
-    """Return indices of the ``length`` largest of each row of ``values``, in order; of equal ones the lower
-    index first.
+    """Return indices of the ``length`` largest of each row, in order; of equal ones the lower index first.
 
-    torch.topk does not say which of equal values it returns, and rounded to bfloat16 many are equal. So it is
-    given integers, all different: the bits of the value, in an order that is the value's, and then of the
-    index.
+    torch.topk does not say which of equal values it returns. So it is given integers, all different: the bits
+    of the value, in the value's order, and then of the index.
     """
     bits = (values + 0.0).view(torch.int32).long()  # + 0.0: a zero has no sign
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
@@ -501,12 +448,10 @@ def _best(values: Tensor, length: int) -> Tensor:
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    """Return ``values[i, index[i]]`` for every row i."""
     return values.gather(1, index[:, None]).squeeze(1)
 
 
 def _block(values: Tensor, block: Tensor) -> Tensor:
-    """Return block number ``block[i]`` of row i, [c, 256]."""
     columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)
     return values.gather(1, columns)
 
@@ -517,8 +462,6 @@ def _below(fraction: Tensor, total: Tensor) -> Tensor:
 
 
 def _search(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the first index whose cumulative sum exceeds ``target`` [c]; the last index where none does
-    (NaN).
-    """
+    """Return the first index whose cumulative sum exceeds ``target`` [c]; the last one if none does (NaN)."""
     found = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
     return found.clamp(max=cumulative.shape[1] - 1)

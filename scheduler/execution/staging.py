@@ -1,18 +1,15 @@
 """A step's inputs on their way to the device and its results on their way back, through pinned host memory.
 
 Invariants:
-- All inputs of a step lie in one block and travel in one copy. The host block and the device block are
-  allocated once, at the size of the largest step, and never move.
-- The host writes its block only after the copy of the step before has left it, which is known by an event.
-  One block is enough at any depth up to 1: that copy stands before its own step, and the step before that one
-  has been answered.
+- All inputs of a step lie in one block and travel in one copy. Both blocks are allocated once, at the size of
+  the largest step, and never move.
+- The host writes its block only after the copy of the step before has left it, which an event tells.
 - The device block is written on the forward stream, hence after every reader of the step before.
-- Arrays by token, by row and by sampled token come first, so that in steps of equal numbers of these they
-  have equal addresses: that is what a captured graph reads.
-- Page tables come last and stay on the host where nothing on the device reads them. That of layers with a
-  window comes behind the others', and is there if they have one: a graph finds it in every step.
-- A block of results belongs to one step until they have been fetched; there are as many as steps were in
-  flight at once.
+- Arrays by token, row and sampled token come first, so that steps of equal numbers of these have them at
+  equal addresses, which captured graphs read.
+- Page tables come last and stay on the host if nothing on the device reads them. That of layers with a window
+  comes behind the others'.
+- A block of results belongs to one step until they have been fetched.
 """
 
 from collections.abc import Iterator
@@ -30,7 +27,6 @@ from .forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch
 from .sampler import SamplerOutput
 
 _ALIGNMENT = 64
-"""Alignment of every array in a block, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +44,12 @@ class StepLimits:
 
     @classmethod
     def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int, windows: bool = False) -> "StepLimits":
-        """Return limits of ``chunk_tokens`` prompt tokens beside a token of each other row, of
-        ``context_len`` at most.
-        """
+        """Return limits of ``chunk_tokens`` prompt tokens beside a token of each other row."""
         tokens = min(max_rows + chunk_tokens, max_rows * context_len)
         return cls(tokens=tokens, rows=max_rows, context_len=context_len, windows=windows)
 
     @property
     def spare_slot(self) -> int:
-        """A slot that no request has."""
         return self.rows
 
     @property
@@ -66,8 +59,6 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One input array of a step."""
-
     name: str
     dtype: torch.dtype
     per: Literal["token", "row", "sample"]
@@ -100,8 +91,6 @@ _SAMPLING = (
 
 
 class InputStaging:
-    """Moves the inputs of one step after the other to the device."""
-
     def __init__(self, limits: StepLimits, *, device: torch.device, device_module: StreamModule) -> None:
         counts = {"token": limits.tokens, "row": limits.rows, "sample": limits.rows}
         self._tables = 1 + limits.windows
@@ -117,18 +106,16 @@ class InputStaging:
     def staged(
         self, batch: ForwardBatch, rows: int | None = None, *, table: bool = True
     ) -> Iterator[ForwardBatch]:
-        """Yield ``batch`` on the device, for use on the forward stream, which is the current one.
+        """Yield ``batch``, which is on the host, on the device; the forward stream is the current one.
 
         The step is planned within the ``with`` block: what a plan copies from the host has been read when the
         next block begins.
 
         Args:
-            batch: on the host.
-            rows: number up to which decode rows are added: one token each at position 0, on the scratch page.
-                They read the last token of slot 0. Their sampling inputs, greedy for a slot that no request
-                has, are behind those of the batch that is yielded, and not in it.
-            table: something on the device reads the page table; else it stays on the host, and what is
-                yielded has none.
+            rows: number up to which decode rows are added, of one token at position 0 on the scratch page,
+                for slot 0. Their sampling inputs, greedy for a slot that no request has, are behind those of
+                the batch that is yielded, and not in it.
+            table: something on the device reads the page table; else what is yielded has none.
         """
         self._taken.synchronize()
         added = 0 if rows is None else rows - batch.num_rows
@@ -181,9 +168,7 @@ class InputStaging:
         return starts
 
     def _write(self, field: _Field, values: Tensor | None, start: int, count: int) -> Tensor:
-        """Write into the host's block, padded to ``count``; return the view on the device, of samples
-        without padding.
-        """
+        """Write to the host's block, padded to ``count``; return the device's view, samples unpadded."""
         stop = start + count * field.dtype.itemsize
         block = self._bytes[start:stop].view(field.numpy)
         found = self._device[start:stop].view(field.dtype)
@@ -215,8 +200,6 @@ def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor], device: torch.d
 
 
 class _OutputBlock:
-    """Pinned room for the results of one step."""
-
     def __init__(self, rows: int, pinned: bool, device_module: StreamModule) -> None:
         self.token_ids = torch.empty(rows, dtype=torch.int64, pin_memory=pinned)
         self.logprobs, self.raw_logprobs, self.sampled_logprobs = (
@@ -226,8 +209,6 @@ class _OutputBlock:
 
 
 class OutputStaging:
-    """Brings the results of steps to the host."""
-
     def __init__(self, limits: StepLimits, *, device: torch.device, device_module: StreamModule) -> None:
         self._rows = limits.rows
         self._pinned = device.type != "cpu"
@@ -235,7 +216,6 @@ class OutputStaging:
         self._free: list[_OutputBlock] = []
 
     def send(self, sampled: SamplerOutput) -> "PendingOutput":
-        """Enqueue the copies on the current stream."""
         block = self._free.pop() if self._free else _OutputBlock(self._rows, self._pinned, self._module)
         rows = sampled.token_ids.shape[0]
         for name in ("token_ids", "logprobs", "raw_logprobs", "sampled_logprobs"):
@@ -273,9 +253,7 @@ class PendingOutput:
         self._free: list[_OutputBlock] | None = free
 
     def fetch(self) -> HostOutput:
-        """Wait for this step (and no later one), copy its results out of the block and give the block
-        back; once.
-        """
+        """Wait for this step, copy its results out of the block and give the block back; once."""
         assert self._free is not None, "fetched already"
         block, rows = self._block, self._rows
         block.arrived.synchronize()

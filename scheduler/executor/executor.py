@@ -4,8 +4,7 @@ Invariants:
 - Rank 0 decides everything: workers execute what they are told, in order. So no clock, lease or message can
   mean different things on two ranks.
 - :meth:`Executor.call` returns when the call has been sent. Its :class:`Pending` yields while answers are
-  missing, for the loop to look elsewhere; if it is closed or forgotten, the answers are dropped when they
-  come.
+  missing; if it is closed or forgotten, they are dropped when they come.
 - An engine of one rank has no workers: a call sends nothing and its answers, none, are there at once.
 - An update that ends early on rank 0 has ended on all ranks before anybody hears of it.
 """
@@ -35,7 +34,7 @@ from .workers import Workers
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 600.0
-"""Longest wait that holds up the loop, in seconds. The engine's watchdog is earlier by default."""
+"""Longest wait that holds up the loop, in seconds."""
 Pieces = Generator[WeightPiece | None, None, None]
 _Value = TypeVar("_Value")
 
@@ -46,20 +45,14 @@ class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
     def __init__(
         self, executor: "Executor", number: int, method: str, answers: dict[int, Answer], reply: Any
     ) -> None:
-        """``reply`` is the type of a worker's value."""
         self.number, self.method = number, method
         self.answers = answers
-        """Answers that have come, by rank."""
         self._executor = executor
         self._reply = reply
 
     @property
     def complete(self) -> bool:
-        """True if all workers have answered.
-
-        Raises:
-            EngineEndsError: a worker is lost.
-        """
+        """True if all workers have answered. Raises EngineEndsError if a worker is lost."""
         self._executor.receive()
         return len(self.answers) == self._executor.workers
 
@@ -75,7 +68,6 @@ class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
             raise StopIteration(self._values())
 
     def throw(self, *error: Any) -> None:
-        """Close, and raise ``error``."""
         self.close()
         super().throw(*error)
 
@@ -92,10 +84,7 @@ class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
         raise_failures(self.answers, own)
 
     def wait(self, *, until_failure: bool = False) -> list[_Value]:
-        """Block until all workers have answered; return their values.
-
-        Args:
-            until_failure: do not wait for the others once one has failed.
+        """Block until all workers have answered, or ``until_failure`` of one; return their values.
 
         Raises:
             CaesuraError: workers have failed.
@@ -121,13 +110,8 @@ class Executor:
     """All ranks but rank 0, which asks."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the workers of this host, if the engine has any.
-
-        Raises:
-            CaesuraError: as :class:`~.workers.Workers`.
-        """
+        """Start the workers of this host, if the engine has any. Raises as :class:`~.workers.Workers`."""
         self.workers = config.tp - 1
-        """Number of workers."""
         self.parallel: TensorParallel = SINGLE
         """Group of all ranks; rank 0 alone before :meth:`start`."""
         self._config = config
@@ -136,7 +120,6 @@ class Executor:
         self._answers: dict[int, dict[int, Answer]] = {}
         """Answers to each call that somebody waits for, by rank."""
         self._memory: dict[int, Memory] = {}
-        """Last reading of each rank."""
 
     @property
     def heard(self) -> Mapping[Any, Callable[[], None]]:
@@ -159,14 +142,11 @@ class Executor:
     def call(
         self, method: str, *arguments: object, frames: Sequence[bytes | memoryview] = (), reply: Any = None
     ) -> Pending[Any]:
-        """Have every worker execute a method of :class:`~.worker.Worker`.
+        """Have every worker execute a method of :class:`~.worker.Worker`. Raises as :attr:`Pending.complete`.
 
         Args:
             arguments: anything that msgspec encodes as the method's types.
             reply: type of a worker's value.
-
-        Raises:
-            EngineEndsError: a worker is lost.
         """
         self._numbers += 1
         answers: dict[int, Answer] = {}
@@ -176,11 +156,7 @@ class Executor:
         return Pending(self, self._numbers, method, answers, reply)
 
     def receive(self) -> None:
-        """Take the answers that have come.
-
-        Raises:
-            EngineEndsError: a worker is lost.
-        """
+        """Take the answers that have come. Raises as :attr:`Pending.complete`."""
         if self._connection is None:
             return
         for rank, answer in self._connection.receive():
@@ -196,14 +172,10 @@ class Executor:
         self._connection.wait(deadline, f"answer {pending.method}", missing)
 
     def forget(self, number: int) -> None:
-        """Drop the answers to a call. Idempotent."""
         self._answers.pop(number, None)
 
     def start(self, folder: str | None) -> Pending[None]:
-        """Have the workers build their models, as rank 0 does next; the answers come when they have.
-
-        Args:
-            folder: has the weights, if the configuration's has not.
+        """Have the workers build their models, as rank 0 does next, or from the weights in ``folder``.
 
         Raises:
             CaesuraError: the ranks cannot compute together.
@@ -229,7 +201,6 @@ class Executor:
 
     @property
     def sharing(self) -> int:
-        """Ranks on this host."""
         return self._config.tp - self._config.tp_joined
 
     def all_reduce_min(self, value: int) -> int:
@@ -302,7 +273,6 @@ class Executor:
             return (yield from pending)
 
     def empty(self, place: str) -> list[RankMemory]:
-        """Empty the device caches of the workers; return what each has reserved before and after."""
         reports = []
         for rank, answer in self.call("empty", place).collect().items():
             if answer.failure is not None:
@@ -313,7 +283,7 @@ class Executor:
         return reports
 
     def status(self) -> list[RankStatus]:
-        """Return the workers as they were when they were last heard of."""
+        """Return the workers' state when they were last heard of."""
         joined = {} if self._connection is None else self._connection.joined
         return [
             RankStatus(
@@ -329,7 +299,6 @@ class Executor:
         ]
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
         if self._connection is not None:
             self._connection.close()
         self.parallel.close()

@@ -1,13 +1,12 @@
 """Steps on all ranks: rank 0 sends each step to the workers before it executes its own part.
 
 Invariants:
-- A step counts as done when every rank has said so: what one rank could not do, none has done.
-- After a failure, every step that was under way has ended on every rank before the failure is raised, and the
-  group begins anew. So recovery may launch the next step at once.
+- A step counts as done when every rank has said so.
+- After a failure, every step under way has ended on every rank before it is raised, and the group begins
+  anew. So recovery may launch the next step at once.
 - Captured graphs hold the connections of the group (NCCL's communicator): all ranks drop them with the group,
   and capture them again with the next one. Not run on several GPUs.
-- The failure that is raised is that of the rank that failed by itself, not of those that have waited for it
-  in vain.
+- The failure raised is that of the rank that failed by itself, not of those that waited for it.
 """
 
 from collections.abc import Callable
@@ -30,14 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Launched:
-    """A step of all ranks."""
-
     runner: "ParallelRunner"
     pending: "Pending[None]"
     own: ForwardOutput
 
     def fetch(self) -> HostOutput:
-        """Return rank 0's results, once all ranks have theirs."""
         try:
             output = self.own.fetch()
         except Exception as error:
@@ -51,7 +47,6 @@ class ParallelRunner:
     """The :class:`~..forward.Runner` of an engine of several ranks."""
 
     def __init__(self, own: Runner, executor: "Executor", graphs: DecodeGraphs | None) -> None:
-        """``own`` executes rank 0's part, with ``graphs`` if it has any."""
         self._own = own
         self._graphs = graphs
         self._executor = executor
@@ -60,7 +55,6 @@ class ParallelRunner:
         """Failures of steps that nobody has fetched, by the number of their call."""
 
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
-        """Launch one step everywhere."""
         header, arrays = encode_batch(batch)
         pending = self._executor.call("execute", msgspec.Raw(header), frames=[arrays])
         self._under_way.append(pending)
@@ -71,26 +65,19 @@ class ParallelRunner:
             raise
 
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """See :class:`~..forward.Runner`."""
         own = self._own
         self._everywhere(
             lambda: own.set_last_tokens(slots, tokens), "set_last_tokens", slots.tolist(), tokens.tolist()
         )
 
     def synchronize(self) -> None:
-        """Return when the forward streams of all ranks are idle."""
         self._everywhere(self._own.synchronize, "synchronize")
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Return the context of rank 0's forward stream."""
         return self._own.on_stream()
 
     def finish(self, pending: "Pending[None]") -> None:
-        """Return when every rank has executed a step.
-
-        Raises:
-            MemoryError, RuntimeError: some rank has not.
-        """
+        """Return when every rank has executed a step. Raises MemoryError, RuntimeError if one has not."""
         if pending in self._under_way:
             answers = pending.collect()
             self._under_way.remove(pending)
@@ -108,7 +95,6 @@ class ParallelRunner:
             raise self._failures[min(self._failures)] from error
 
     def _everywhere(self, own: Callable[[], object], method: str, *arguments: object) -> None:
-        """Call ``method`` on the workers and ``own`` here; return when all are done."""
         with closing(self._executor.call(method, *arguments)) as pending:
             own()
             pending.wait()

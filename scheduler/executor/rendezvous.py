@@ -1,10 +1,8 @@
 """How the ranks of an engine meet to compute together, and on which devices.
 
-Invariants:
-- Rank 0 founds the group and says where; every rank, rank 0 included, enters it before it builds anything
-  that computes.
-- Ranks on the CPU of one host share memory. All others meet over torch.distributed, whose sockets are its
-  own: they are neither encrypted nor authenticated, whatever keys the engine has.
+Invariants: rank 0 founds the group, and every rank enters it before it builds anything that computes. Ranks
+on the CPU of one host share memory. All others meet over torch.distributed, whose sockets are neither
+encrypted nor authenticated, whatever keys the engine has.
 """
 
 from collections.abc import Callable
@@ -24,8 +22,7 @@ _SHARED, _LOOPBACK = "shared:", "127.0.0.1"
 
 
 def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
-    """Found a group; return its address, and the function by which rank 0 enters it, which waits for all
-    ranks.
+    """Found a group; return its address, and the function by which rank 0 enters it and awaits the others.
 
     Raises:
         CaesuraError: ``unsupported``, this host cannot.
@@ -39,7 +36,6 @@ def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
 
 
 def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:
-    """Enter as a worker, at the address that :func:`found` has returned."""
     if address.startswith(_SHARED):
         return shared_memory.join(address.removeprefix(_SHARED), rank, config.tp)
     return _enter(address, config, rank)

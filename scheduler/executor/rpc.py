@@ -3,8 +3,7 @@
 Invariants:
 - Workers execute calls in the order of their numbers. A step is answered when it has ended, other calls when
   they are done.
-- Arguments and values are msgpack, and each is decoded by the type that is declared for it. Nothing is
-  unpickled.
+- Arguments and values are msgpack, decoded by their declared types. Nothing is unpickled.
 - Both ends are the same version of Caesura: a worker of another version is refused when it joins.
 - A call may be followed by frames of bytes: the arrays of a step (``step_encoding.py``), or tensors.
 """
@@ -40,8 +39,6 @@ class Join(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Memory(msgspec.Struct, kw_only=True, array_like=True):
-    """State of a rank's allocator, in bytes."""
-
     reserved: int
     allocated: int
     available: int | None
@@ -59,27 +56,21 @@ class Failure(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
-    """Result of one call on one worker."""
-
     number: int
     failure: Failure | None = None
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     memory: Memory | None = None
-    """A reading of the worker's memory, where one is worth its time."""
 
 
 class Start(msgspec.Struct, kw_only=True):
-    """Argument of ``start``, which builds a worker's model."""
-
     config: EngineConfig
     devices: list[str]
     """Device of each rank, rank 0 included."""
     folder: str | None
-    """Folder of the weights, if it is not the configuration's."""
     group: str
     """Address at which the ranks meet (``rendezvous.py``)."""
     local_ranks: int
-    """Ranks on the host of rank 0, which are the first ones; every other rank has a host of its own."""
+    """Ranks on the host of rank 0, which are the first ones; others have a host each."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -88,8 +79,6 @@ decode_said = msgspec.msgpack.Decoder(Join | Answer).decode
 
 
 class Method(NamedTuple):
-    """A method that can be called remotely."""
-
     call: Callable[..., Any]
     decode_arguments: Callable[[msgspec.Raw], tuple[Any, ...]]
 
@@ -108,7 +97,6 @@ def methods_of(target: object) -> dict[str, Method]:
 
 
 def failure_of(error: BaseException, *, out_of_memory: bool, follows: bool = False) -> Failure:
-    """Return what tells rank 0 of ``error``."""
     if isinstance(error, CaesuraError):
         return Failure(
             message=error.message,
@@ -126,11 +114,9 @@ def failure_of(error: BaseException, *, out_of_memory: bool, follows: bool = Fal
 
 
 def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) -> None:
-    """Raise one error for all ranks that have failed, ``own`` being that of rank 0; do nothing if none has.
+    """Raise one error for all ranks that have failed, ``own`` being that of rank 0, if any has.
 
-    Raises:
-        CaesuraError: code and detail of the first rank that failed by itself; ``ranks`` has the reason of
-            each that did.
+    It has code and detail of the first rank that failed by itself; ``ranks`` has the reason of each that did.
     """
     failures = {
         rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None

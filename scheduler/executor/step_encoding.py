@@ -1,10 +1,7 @@
 """A step as bytes: a forward batch of the host on the way from rank 0 to its workers.
 
-Invariants:
-- A batch comes back as it was, field by field as its classes declare them: what is added to these travels
-  without a word here.
-- The header has the numbers, and of each array where it lies; each begins at a multiple of :data:`_ALIGNMENT`
-  bytes.
+Invariants: a batch comes back as it was, field by field as its classes declare them. The header has the
+numbers, and of each array where it lies; each begins at a multiple of :data:`_ALIGNMENT` bytes.
 """
 
 from typing import Any
@@ -39,7 +36,6 @@ def encode_batch(batch: ForwardBatch) -> tuple[bytes, bytes]:
 
 
 def decode_batch(header: bytes | msgspec.Raw, data: bytes | memoryview) -> ForwardBatch:
-    """Return the batch that :func:`encode_batch` was given, with arrays of its own."""
     arrays = bytearray(data)  # the runner writes into the input ids
 
     def take(kind: type, place: tuple[str, int, list[int]]) -> Tensor | np.ndarray:

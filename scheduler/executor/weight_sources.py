@@ -20,15 +20,13 @@ from ..weights.transports.distributed import DistributedSource
 
 
 class Folder(msgspec.Struct, kw_only=True, tag=True):
-    """A checkpoint that every rank reads."""
-
     path: str
     digest: str
     """Digest of the files that rank 0 has found; other files are refused."""
 
 
 class Buffers(msgspec.Struct, kw_only=True, tag=True):
-    """Tensors in memory that another process shares, or without that in the frames of the call."""
+    """Tensors in memory that another process shares, or in the frames of the call."""
 
     name: str
     specs: list[TensorSpec]
@@ -36,8 +34,6 @@ class Buffers(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Broadcast(msgspec.Struct, kw_only=True, tag=True):
-    """Tensors that a trainer broadcasts to every rank."""
-
     request: UpdateWeightsFromDistributedReqInput
 
 

@@ -3,11 +3,9 @@
 Invariants:
 - A worker is built by the functions that build rank 0's model, from the same configuration; it differs in its
   device and its shard.
-- It keeps no state of the engine: whether it is paused, which weights count and what is released, rank 0
-  knows. It only knows which of its own memory is released: where one rank could not resume, the others
-  release again, and what never came back must not be copied.
-- What takes long is a generator that yields True when it waits for something; what it returns is the answer's
-  value.
+- It keeps no state of the engine, except which of its own memory is released: where one rank could not
+  resume, the others release again, and what never came back must not be copied.
+- What takes long is a generator that yields True when it waits for something; it returns the answer's value.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +19,13 @@ import torch
 from ...io_struct import CaesuraError, InitWeightsUpdateGroupReqInput, MemoryTag
 from ..execution.build import build_components, build_runner
 from ..execution.forward import ForwardOutput
-from ..memory.device_cache import DeviceCache, EmptyCachePlace
-from ..memory.device_memory import DeviceMemoryReading, MinReduce, available_memory_if_known
+from ..memory.device_memory import (
+    DeviceCache,
+    DeviceMemoryReading,
+    EmptyCachePlace,
+    MinReduce,
+    get_available_memory,
+)
 from ..memory.device_module import device_module_for, use_device
 from ..memory.residency import ComponentResidencyManager
 from ..weights.reading import Held, checksums, garbage
@@ -38,8 +41,6 @@ LEAVE_S = 2.0
 
 
 class _Sizes:
-    """How ranks agree on sizes while they are built."""
-
     def __init__(self, reduce: MinReduce, sharing: int) -> None:
         self.all_reduce_min = reduce.all_reduce_min
         self.sharing = sharing
@@ -51,8 +52,7 @@ class Worker:
     def __init__(
         self, start: Start, rank: int, device: str | None, sizes: MinReduce, wake: Callable[[], None]
     ) -> None:
-        """
-        Args:
+        """Args:
             device: device to use instead of that in ``start``.
             wake: wakes the worker's loop; called in threads.
 
@@ -77,7 +77,6 @@ class Worker:
         runner = build_runner(config, loaded, pool, routing)
         self._loaded, self._runner, self._graphs = loaded, runner, runner.graphs
         self.steps_end_at_once = loaded.device.type == "cpu"
-        """True if a step has run when it is launched."""
         self._released: set[MemoryTag] = set()
         write_stream = write_stream_of(loaded.device, runner.on_stream)
         self._groups = WeightsUpdateGroups(
@@ -87,44 +86,40 @@ class Worker:
         self._device_cache.empty("start")
 
     def memory(self) -> Memory:
-        """Return a reading, without side effects."""
         reading = DeviceMemoryReading.of(self._module)
         return Memory(
             reserved=reading.reserved,
             allocated=reading.allocated,
-            available=available_memory_if_known(self._config.device),
+            available=get_available_memory(self._config.device),
         )
 
     def execute(self, step: msgspec.Raw, *frames: memoryview) -> ForwardOutput:
-        """Launch a step. It is the one call that is answered later, when its output has been fetched."""
+        """Launch a step: the one call that is answered later, when its output has been fetched."""
         return self._runner.execute(decode_batch(step, frames[0]))
 
     def synchronize(self) -> None:
-        """Return when every step before has left the device."""
         self._runner.synchronize()
 
     def set_last_tokens(self, slots: list[int], tokens: list[int]) -> None:
-        """See :class:`~..execution.forward.Runner`."""
         self._runner.set_last_tokens(np.asarray(slots, np.int64), np.asarray(tokens, np.int32))
 
     def recover(self) -> None:
-        """Form the group again after a step has failed on some rank. Graphs hold its connections."""
+        """Form the group again after a failed step. Graphs hold its connections."""
         if self._graphs is not None:
             self._graphs.drop()
         self.parallel.reset()
 
     def empty(self, place: EmptyCachePlace) -> tuple[int, int]:
-        """Return the allocator's unused blocks; return what was reserved before and after, in bytes."""
+        """Empty the device cache; return the bytes reserved before and after."""
         self.updates.collect()
         report = self._device_cache.empty(place)
         return report.reserved_before, report.reserved_after
 
     def capture(self) -> Operation:
-        """Capture the graphs that were dropped, as all ranks do at the same time."""
         return self._advance(self._graphs.capture() if self._graphs is not None else iter(()))
 
     def keep(self, tags: list[MemoryTag]) -> Operation:
-        """Copy the values of these tags to the host that are backed up."""
+        """Copy the values of those tags to the host that are backed up."""
         yield from self._advance(self._residency.keep([tag for tag in tags if tag not in self._released]))
 
     def give_up(self, tags: list[MemoryTag]) -> Operation:
@@ -133,7 +128,6 @@ class Worker:
         yield from ()
 
     def release(self, tags: list[MemoryTag]) -> Operation:
-        """Give the memory of these tags back to the system."""
         if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
             self._graphs.drop()
         if "weights" in tags:
@@ -144,12 +138,10 @@ class Worker:
         self._device_cache.empty("release")
 
     def resume(self, tags: list[MemoryTag]) -> Operation:
-        """Take the memory of these tags again, all of it or none."""
         yield from self._advance(self._residency.resume([tag for tag in tags if tag in self._released]))
         self._released.difference_update(tags)
 
     def checksums(self) -> Operation:
-        """Return a checksum of each parameter and derived tensor by name."""
         work = checksums(self._loaded.model)
         while True:
             try:
@@ -159,7 +151,6 @@ class Worker:
             yield False
 
     def read(self, names: list[str]) -> Operation:
-        """Return what this rank holds of each of these tensors."""
         slots, found = self._loaded.model.weight_slots(), []
         for name in names:
             with self._runner.on_stream():
@@ -168,7 +159,6 @@ class Worker:
         return found
 
     def reset_tensors(self) -> Operation:
-        """Overwrite all weights."""
         for slot, start, rows in garbage(self._loaded.model):
             with self._runner.on_stream():
                 slot.write(rows, start)

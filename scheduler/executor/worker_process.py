@@ -1,11 +1,11 @@
 """A worker's process: its connection to rank 0, and the loop that executes calls.
 
 Invariants:
-- Calls are executed in the order in which they come. What takes long is a generator that the loop advances,
-  so that rank 0 can break it off; only calls that such an operation does not touch are executed meanwhile.
-- At most one step is under way while the next one is launched, as on rank 0. A rank whose step fails aborts
-  the group, so none of the others waits for it longer than it takes to hear.
-- The worker ends when rank 0 does, within a second, whatever it does at that moment: a thread watches the
+- Calls are executed in order. What takes long is a generator that the loop advances, so that rank 0 can break
+  it off; only calls that it does not touch are executed meanwhile.
+- At most one step is under way while the next one is launched. A rank whose step fails aborts the group, so
+  none of the others waits for it.
+- The worker ends within a second after rank 0, whatever it does at that moment: a thread watches the
   connection, and for a worker that rank 0 has started the lifeline, whose other end rank 0 holds.
 - Stop signals that reach a worker which rank 0 has started do nothing: rank 0 gets them, too, and decides.
 """
@@ -48,11 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 0.5
-"""How long a worker whose rank 0 is gone may take to end in order."""
 _WAITING_POLL_MS = 5
-"""Interval at which an operation that waits is looked at when nothing else happens."""
+"""Interval at which a waiting operation is looked at."""
 _READ_S = 1.0
-"""Interval at which the memory is read while steps run."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CONCURRENT = {"join_group", "leave_group"}
 """Methods that wait for others than rank 0, and hold nothing up."""
@@ -63,15 +61,12 @@ class RankZeroGoneError(BaseException):
 
 
 class Connection:
-    """A worker's connection to rank 0."""
-
     def __init__(
         self, address: str, rank: int, keys: tuple[bytes, KeyPair] | None, lifeline_fd: int | None
     ) -> None:
-        """
-        Args:
-            keys: rank 0's public key and this worker's own pair, or None if neither side has any.
-            lifeline_fd: becomes readable when rank 0 ends, or None where only the connection tells.
+        """Args:
+        keys: rank 0's public key and this worker's own pair, or None.
+        lifeline_fd: becomes readable when rank 0 ends, or None where only the connection tells.
         """
         self.rank = rank
         self.lifeline_fd = lifeline_fd
@@ -93,21 +88,15 @@ class Connection:
         self.socket.connect(address)
 
     def join(self) -> None:
-        """Tell rank 0 who is there."""
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         host = f"{socket.gethostname()}/{boot}"
         self.socket.send(encode(Join(rank=self.rank, pid=os.getpid(), host=host, version=__version__)))
 
     def answer(self, answer: Answer) -> None:
-        """Send the answer to a call."""
         self.socket.send(encode(answer))
 
     def next_call(self) -> tuple[Call, list[memoryview]]:
-        """Wait for a call; return it with its frames.
-
-        Raises:
-            RankZeroGoneError: this worker is not wanted.
-        """
+        """Wait for a call and its frames. Raises RankZeroGoneError if this worker is not wanted."""
         header, *frames = self.socket.recv_multipart(copy=False)
         call = decode_call(header.buffer)
         if call.method == "refuse":
@@ -130,11 +119,7 @@ class Connection:
 
 
 def run(connection: Connection, device: str | None) -> int:
-    """Be a worker until rank 0 ends; return the exit status.
-
-    Args:
-        device: device to use instead of the one that rank 0 names.
-    """
+    """Be a worker, on ``device`` or that which rank 0 names, until rank 0 ends; return the exit status."""
     faulthandler.enable()
     log.configure("INFO", connection.rank)
     if connection.lifeline_fd is not None:
@@ -185,7 +170,6 @@ class _Watch:
 
     def __init__(self, connection: Connection) -> None:
         self.on_gone: Callable[[], None] = lambda: None
-        """Breaks off what waits for other ranks."""
         self._connection = connection
         threading.Thread(target=self._run, name="caesura-rank-zero", daemon=True).start()
 
@@ -205,27 +189,22 @@ class _Watch:
 
 
 class _Loop:
-    """Executes calls."""
-
     def __init__(self, connection: Connection, worker: Worker, wakeup: Wakeup) -> None:
         self._connection = connection
         self._worker = worker
         self._wakeup = wakeup
         self._methods = methods_of(worker) | methods_of(worker.updates)
         self._steps: deque[tuple[int, ForwardOutput]] = deque()
-        """Steps by the number of their call that have not been answered."""
         self._queue: deque[tuple[int, Operation]] = deque()
         """Operations by the number of their call; the first one is under way."""
         self._concurrent: dict[int, Operation] = {}
         self._working = False
-        """True if the operation under way waits for nothing."""
         self._read_at = 0.0
         self._poller = zmq.Poller()
         for each in (connection.socket, wakeup.fd):
             self._poller.register(each, zmq.POLLIN)
 
     def run(self) -> None:
-        """Execute calls until rank 0 says stop."""
         while True:
             if self._connection.socket in self._events():
                 call, frames = self._connection.next_call()
@@ -245,7 +224,6 @@ class _Loop:
                 self._working = not waits and bool(self._queue)
 
     def _events(self) -> dict[object, int]:
-        """Return what can be read; wait for it where there is nothing else to do."""
         timeout: int | None = None
         if self._steps or self._working:
             timeout = 0
@@ -288,7 +266,6 @@ class _Loop:
             self._finish_step()
 
     def _finish_step(self) -> None:
-        """Wait for the oldest step, and answer it."""
         number, output = self._steps.popleft()
         try:
             output.fetch()

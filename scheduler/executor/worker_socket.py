@@ -5,8 +5,8 @@ Invariants:
 - Workers of other hosts come over tcp; beyond loopback only with CURVE keys: the socket's own, and those that
   clients of the engine may have. With keys, connections are accepted in
   :meth:`WorkerSocket.answer_handshakes` alone, so never after :meth:`WorkerSocket.shut`.
-- A thread tells of a connection that breaks afterwards: the operating system says so at once when a process
-  ends, ZeroMQ's heartbeats when a host does.
+- A thread tells of a connection that breaks afterwards: at once when a process ends, by ZeroMQ's heartbeats
+  when a host does.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 2_000
 DEAD_HOST_MS = 20_000
-"""Silence after which a host counts as gone; a process that ends is noticed at once."""
 _LINGER_MS = 500
 
 
@@ -37,7 +36,7 @@ class WorkerSocket:
     """A bound ROUTER socket."""
 
     def __init__(self, config: EngineConfig, on_lost: Callable[[str], None]) -> None:
-        """``on_lost(reason)`` is called in a thread when a connection breaks after :meth:`shut`.
+        """Call ``on_lost(reason)`` in a thread when a connection breaks after :meth:`shut`.
 
         Raises:
             CaesuraError: ``invalid_request``, ``endpoint_in_use``.
@@ -87,7 +86,6 @@ class WorkerSocket:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def command(self) -> list[str]:
-        """Return the command that starts a worker on this host, without its rank."""
         keys = []
         if self._keys is not None and self._key_file is not None:
             keys = ["--curve-server-key", self._key_file, "--curve-client-key-file", self._key_file]
@@ -105,7 +103,6 @@ class WorkerSocket:
             private_directory.remove(self._directory)
 
     def close(self) -> None:
-        """Close all connections."""
         self.socket.disable_monitor()
         self._thread.join()
         self._cleanup.close()
@@ -131,7 +128,6 @@ class WorkerSocket:
         self._thread.start()
 
     def _follow(self, events: "zmq.Socket[bytes]") -> None:
-        """Follow the connections in a thread, until the monitor stops."""
         connected: set[int] = set()
         with contextlib.closing(events):
             while True:
@@ -147,11 +143,6 @@ class WorkerSocket:
 
 
 def _checked(address: str, *, has_keys: bool) -> str:
-    """Return ``address``, if workers may join there.
-
-    Raises:
-        CaesuraError: ``invalid_request``.
-    """
     parts = urlsplit(address)
     host = parts.hostname or ""
     try:

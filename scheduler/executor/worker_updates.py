@@ -2,8 +2,7 @@
 
 Invariants:
 - Nothing is written before rank 0 says so, which it does when every rank has opened and checked the source
-  and no step runs.
-- An update that is abandoned writes nothing more.
+  and no step runs. An update that is abandoned writes nothing more.
 - Files must be those that rank 0 has found, by their digest: weights of two checkpoints never meet.
 """
 
@@ -35,7 +34,7 @@ class AbandonedError(CaesuraError):
 
 
 class WorkerUpdates:
-    """The updates of one worker. Rank 0 may call the public methods."""
+    """Rank 0 may call the public methods; ``wake`` wakes the worker's loop, and is called in threads."""
 
     def __init__(
         self,
@@ -46,7 +45,6 @@ class WorkerUpdates:
         write_stream: WriteStream | None,
         wake: Callable[[], None],
     ) -> None:
-        """``wake`` wakes the worker's loop; called in threads."""
         self._config = config
         self._loaded = loaded
         self._loader = loaded.loader
@@ -60,14 +58,9 @@ class WorkerUpdates:
         self._pieces: Generator[Any, None, None] | None = None
         self._first: Any = END
         self._turn = 0
-        """Number of sources that were opened or abandoned."""
 
     def open(self, source: Source, fresh: bool, *frames: memoryview) -> Operation:
-        """Open and check a source, and wait for its first piece.
-
-        Args:
-            fresh: no tensor has been written since the last commit, or since a failure.
-        """
+        """Open and check a source; ``fresh`` if nothing is written since the last commit."""
         self.abandon()
         turn = self._turn
         if fresh:
@@ -105,7 +98,6 @@ class WorkerUpdates:
         return changed
 
     def abandon(self) -> None:
-        """Break off what is under way: nothing is written any more."""
         self._turn += 1
         if self._pieces is not None:
             self._pieces.close()
@@ -140,7 +132,7 @@ class WorkerUpdates:
         return BufferSource(source.name, source.specs, [view])
 
     def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
-        """Open a folder in a thread, because the disk may be slow: steps go on meanwhile."""
+        """Open a folder in a thread: steps go on meanwhile."""
         config, loader, workspace = self._loaded.config, self._loader, self._workspace
         opening = Task(
             lambda: DiskSource(open_fitting(folder.path, config), workspace, loader.owned), self._wake

@@ -2,11 +2,9 @@
 
 Invariants:
 - One socket sends, so every worker gets the same messages in the same order.
-- A worker that ends is noticed by a thread within milliseconds, whatever the engine does at that moment:
-  collectives that wait for it are broken off, the loop is woken, and
-  :class:`~..runtime.guard.EngineEndsError` is raised wherever rank 0 waits or looks.
-- Nothing of the connection has a name after the last worker has come.
-- Nothing waits for ever.
+- A worker that ends is noticed by a thread within milliseconds: collectives that wait for it are broken off,
+  the loop is woken, and :class:`~..runtime.guard.EngineEndsError` is raised wherever rank 0 waits or looks.
+- Nothing of the connection has a name after the last worker has come. Nothing waits for ever.
 """
 
 import contextlib
@@ -38,8 +36,6 @@ _SAYS_MORE_S = 0.3
 
 
 class Workers:
-    """The workers of an engine that has some."""
-
     def __init__(self, config: EngineConfig) -> None:
         """Start the workers of this host; :meth:`await_all` waits for them.
 
@@ -70,16 +66,11 @@ class Workers:
             raise
 
     def require_all(self) -> None:
-        """Raise EngineEndsError if a worker is lost."""
         if self.lost is not None:
             raise EngineEndsError(CaesuraError(ErrorCode.ENGINE_DIED, f"the engine ends: {self.lost}"))
 
     def await_all(self) -> None:
-        """Return when every worker has joined; from then on nobody else can.
-
-        Raises:
-            EngineEndsError: a worker is lost, or has not come in time.
-        """
+        """Return when every worker has joined; from then on nobody else can. Raises as :meth:`wait`."""
         deadline = monotonic() + JOIN_S
         while missing := set(self._ranks) - self.joined.keys():
             self.wait(deadline, "join", missing)
@@ -87,13 +78,11 @@ class Workers:
         self._listener.shut(len(self._ranks))
 
     def send(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send a message to every worker. Raises as :meth:`require_all`."""
         self.require_all()
         for rank in self._ranks:
             self._send_to(rank, frames)
 
     def receive(self) -> list[tuple[int, Answer]]:
-        """Return the answers that have come, with their ranks. Raises as :meth:`require_all`."""
         self.require_all()
         answers: list[tuple[int, Answer]] = []
         while True:
@@ -172,12 +161,11 @@ class Workers:
             self.require_all()
 
     def _connection_lost(self, reason: str) -> None:
-        """Lose a worker in any thread, but let the thread of one that was launched here say more first."""
+        """Lose a worker, but let the thread of one that was launched here say more first."""
         self._is_lost.wait(_SAYS_MORE_S)
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
-        """Lose a worker, in any thread."""
         with self._lock:
             if self._closing or self.lost is not None:
                 return
@@ -190,16 +178,11 @@ class Workers:
 class LaunchedWorker:
     """A worker that rank 0 starts on its own host.
 
-    It never outlives rank 0, which holds the only write end of a pipe that the worker watches. It is reaped.
-    A thread says how it ended, unless its end was asked for.
+    It never outlives rank 0, which holds the only write end of a pipe that the worker watches. A thread says
+    how it ended, unless its end was asked for.
     """
 
     def __init__(self, rank: int, command: Sequence[str], on_end: Callable[[str], None]) -> None:
-        """
-        Args:
-            command: starts a worker, but for its rank.
-            on_end: called in a thread with the reason.
-        """
         self._rank = rank
         reader, self._writer = os.pipe()
         try:
@@ -219,7 +202,6 @@ class LaunchedWorker:
         self._thread.start()
 
     def close(self, deadline: float) -> None:
-        """End it, at the latest at ``deadline`` on the monotonic clock, and reap it."""
         if self._writer >= 0:
             os.close(self._writer)
             self._writer = -1
@@ -240,7 +222,6 @@ class LaunchedWorker:
 
 
 def identity_of(rank: int) -> bytes:
-    """Return a worker's name on the socket."""
     return b"rank %d" % rank
 
 

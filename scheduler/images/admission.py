@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...io_struct import GenerateImagesReqInput, TensorSpec
 from ..runtime.dtypes import DTYPES
-from ..scheduling.live_requests import LiveRequests
-from ..scheduling.waiting_queue import require_room
+from ..scheduling.waiting_queue import LiveRequests, require_room
 from ..weights.source import BufferSource
 from .family import MAX_IDS, Embeds, Family, invalid
 from .footprint import Footprint
@@ -26,7 +25,6 @@ from .request import Conditioning, ImageRequest
 from .scheduler_step import problem_of
 
 MAX_RESULT_BYTES = 128 << 20
-"""Most bytes of the latents of one result."""
 MAX_GUIDANCE = 1000.0
 """Largest ``guidance_scale``: with more, latents leave float32 before a defect could be told from it."""
 MAX_NOISE_LEVEL = 100.0
@@ -38,8 +36,6 @@ _IMAGE_CHANNELS = 3
 
 
 class ImageAdmission:
-    """Makes samples of image requests."""
-
     def __init__(
         self,
         family: Family,
@@ -50,7 +46,6 @@ class ImageAdmission:
         *,
         max_waiting: int,
     ) -> None:
-        """``live``: the samples that have not ended, whose embeddings are here."""
         self._family = family
         self._footprint = footprint
         self._limit = limit
@@ -174,7 +169,6 @@ class ImageAdmission:
     def _ids(
         self, text: str | None, ids: list[list[int]] | None, field: str, message: GenerateImagesReqInput
     ) -> list[list[int]] | None:
-        """Return the ids of a prompt that is text or ids, or None."""
         family, longest = self._family, message.max_sequence_length
         value: object = longest
         if ids is not None:
@@ -187,7 +181,6 @@ class ImageAdmission:
         return ids
 
     def _tokens(self, embeds: Embeds | None, ids: list[list[int]] | None, longest: int) -> int:
-        """Return the tokens of the embeddings that the transformer is given."""
         if embeds is not None:
             return len(embeds["prompt_embeds"])
         assert ids is not None, "a prompt has one form"
@@ -220,7 +213,6 @@ class ImageAdmission:
         return found or None, negative or None
 
     def _check_shape(self, spec: TensorSpec) -> None:
-        """Refuse a tensor that is no whole embedding which the transformer takes."""
         family, name, shape = self._family, spec.name, tuple(spec.shape)
         plain = name.removeprefix(_NEGATIVE)
         if plain not in family.embed_names:

@@ -1,20 +1,18 @@
-"""Schedules the steps of images: prompts are encoded, latents denoised, images decoded, each as a step of its
-own.
+"""Schedules the steps of images: prompts are encoded, latents denoised, images decoded, each in its own step.
 
 One denoise step advances samples of one *bucket* (shape of the latents, shapes of the embeddings, guidance)
 by one place in their own grids. They may be at different places, and join or leave between two steps. Buckets
 take turns.
 
 Invariants:
-- A step ends quickly: it is one call of the transformer, of the VAE for a few images, or of the text encoders
-  for a few prompts. A pause waits for one of these.
+- A step ends quickly, since a pause waits for it: it is one call of the transformer, of the VAE for a few
+  images, or of the text encoders for a few prompts.
 - Decoding goes first, since it ends samples; then encoding, since samples wait for it; then the bucket that
   was served longest ago.
-- First come, first served, also for samples that were retracted. Some wait though more may run: what samples
-  hold together is limited (``memory_limit.py``).
+- First come, first served, also for samples that were retracted. What samples hold together is limited
+  (``memory_limit.py``).
 - If a call raises, every sample stays where it was.
-- A prompt that is kept (``prompt_cache.py``) is not encoded again, and of equal prompts that wait together
-  one is.
+- A prompt that is kept (``prompt_cache.py``) is not encoded again, and of equal prompts that wait one is.
 """
 
 import logging
@@ -35,13 +33,9 @@ logger = logging.getLogger(__name__)
 ENCODED_PROMPTS = 16
 """Most prompts of an encoding step, those of guidance included."""
 ENCODED_TOKENS = 8192
-"""Most tokens of an encoding step of several prompts, over all encoders: attention takes time and memory with
-their square.
-"""
+"""Most tokens of an encoding step of several prompts, over all encoders: attention takes their square."""
 DECODED_IMAGES = 2
-"""Most images of a decoding step: a VAE's activations are the largest, and a pause waits no longer for them
-than for a denoising step of as many samples.
-"""
+"""Most images of a decoding step: a VAE's activations are the largest, and a pause waits for them."""
 RAISE_AFTER = 32
 """Full steps after which a limit that memory has set is doubled."""
 
@@ -50,24 +44,18 @@ Kind = Literal["encode", "denoise", "decode"]
 
 @dataclass(slots=True, kw_only=True)
 class ImageBatch:
-    """One step."""
-
     kind: Kind
     samples: list[ImageRequest]
     """Rows of a denoising or decoding step; of an encoding step, one for each prompt."""
     prompts: list[Conditioning]
-    """Prompts of an encoding step."""
 
     @property
     def forward(self) -> "ImageBatch":
-        """What the runner executes: all of it."""
         return self
 
 
 class ImageBatcher:
-    """Owns the running samples and builds steps from them and from the queue; a
-    :class:`~..stepping.StepBatcher`.
-    """
+    """Owns the running samples and builds steps from them and from the queue; a ``StepBatcher``."""
 
     prompt_tokens = cached_tokens = prefilled_tokens = 0
 
@@ -81,11 +69,8 @@ class ImageBatcher:
         encoders_changed: Callable[[], bool],
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            limit: says whether a sample that waits may start.
-            encoders_changed: says, at a commit, whether it has written a text encoder.
-            on_idle: called when a sample has ended and none is left.
+        """``limit`` decides which waiting sample may start; ``encoders_changed`` tells, at a commit, if it
+        wrote one; ``on_idle`` is called when a sample has ended and none is left.
         """
         self.waiting = waiting
         self.prompts = prompts
@@ -99,23 +84,19 @@ class ImageBatcher:
         self._on_idle = on_idle
         self._running: list[ImageRequest] = []
         self._served: dict[tuple[object, ...], int] = {}
-        """Number of the last step of each bucket."""
         self._steps = 0
         self._in_flight: ImageBatch | None = None
 
     @property
     def num_running(self) -> int:
-        """Samples with latents."""
         return sum(1 for sample in self._running if sample.latent is not None)
 
     @property
     def num_prefilling(self) -> int:
-        """Samples that run and have no latents yet."""
         return len(self._running) - self.num_running
 
     @property
     def images(self) -> ImageLoad:
-        """Running samples by what each needs next."""
         decoding = sum(1 for sample in self._running if sample.is_denoised)
         encoding = sum(1 for sample in self._running if not sample.conditioning.is_ready)
         return ImageLoad(
@@ -129,16 +110,13 @@ class ImageBatcher:
 
     @property
     def in_flight(self) -> bool:
-        """A launched step is neither completed nor rolled back."""
         return self._in_flight is not None
 
     @property
     def has_work(self) -> bool:
-        """:meth:`schedule` may return a batch."""
         return bool(self._running) or len(self.waiting) > 0
 
     def schedule(self) -> ImageBatch | None:
-        """Build the next step; None if there is nothing to run, or if a step is in flight."""
         if self.in_flight:
             return None
         while len(self._running) < self._max_running and len(self.waiting):
@@ -148,7 +126,6 @@ class ImageBatcher:
         return self._in_flight
 
     def complete_step(self, batch: ImageBatch, seconds: float) -> None:
-        """Complete a step whose output has been recorded."""
         self._in_flight = None
         for sample in batch.samples:
             sample.failed_alone = False
@@ -163,13 +140,10 @@ class ImageBatcher:
             self.step_limit = raised if raised < self._max_running else None
 
     def roll_back_step(self, batch: ImageBatch) -> None:
-        """Forget the step in flight: its results are lost, and its samples are as before it."""
         self._in_flight = None
 
     def halve(self, batch: ImageBatch) -> bool:
-        """Limit steps to half the samples of ``batch``; False if its only one has run out of memory alone
-        before.
-        """
+        """Limit steps to half of ``batch``; False if its only sample ran out of memory alone before."""
         if len(batch.samples) == 1:
             if batch.samples[0].failed_alone:
                 return False
@@ -179,7 +153,6 @@ class ImageBatcher:
         return True
 
     def retire(self, sample: ImageRequest) -> None:
-        """Take a sample that has ended from those that run."""
         if sample in self._running:
             self._running.remove(sample)
         if not self.has_work:
@@ -196,9 +169,7 @@ class ImageBatcher:
         return count
 
     def restart_prefills(self) -> int:
-        """Encode again, after a commit that changed a text encoder, the prompts none of whose samples is
-        under way.
-        """
+        """Encode again, after a commit of a text encoder, prompts none of whose samples is under way."""
         if not self._encoders_changed():
             return 0
         self.prompts.encoders_changed()
@@ -213,13 +184,11 @@ class ImageBatcher:
         """Do nothing: latents are part of the sample, and spans say which weights made which step."""
 
     def requests_of(self, batch: ImageBatch) -> list[ImageRequest]:
-        """Return the samples of ``batch``, and those that wait for the prompts that it encodes."""
         prompts = {id(conditioning) for conditioning in batch.prompts}
         samples = [*self._running, *self.waiting.live()]
         return [each for each in samples if each in batch.samples or id(each.conditioning) in prompts]
 
     def schedule_failure_candidates(self) -> list[ImageRequest]:
-        """Return the samples to fail when :meth:`schedule` raises again and again."""
         return [*self._running]
 
     def _limited(self, samples: list[ImageRequest], most: int) -> list[ImageRequest]:
@@ -243,7 +212,7 @@ class ImageBatcher:
         return ImageBatch(kind="decode", samples=self._limited(alike, DECODED_IMAGES), prompts=[])
 
     def _encode(self) -> ImageBatch | None:
-        """Prompts whose ids have the lengths of the first one's, each once."""
+        """Return prompts whose ids have the lengths of the first one's, each once."""
         chosen: dict[int, tuple[ImageRequest, Conditioning]] = {}
         keys: set[tuple[int, bytes]] = set()
         lengths: tuple[object, ...] | None = None

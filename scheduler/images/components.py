@@ -1,5 +1,4 @@
-"""A diffusers folder as modules whose weights the engine owns: which components it has, and where each tensor
-of theirs goes.
+"""A diffusers folder as modules whose weights the engine owns.
 
 Invariants:
 - The modules are diffusers' and transformers' own. Their parameters, and the buffers that their checkpoints
@@ -43,16 +42,10 @@ _NOT_FORWARD = (
 
 
 def read_index(folder: str | Path) -> dict[str, Any]:
-    """Return the decoded ``model_index.json`` of ``folder``.
-
-    Raises:
-        CaesuraError: ``checkpoint_error``.
-    """
     return _read_json(Path(folder) / PIPELINE_INDEX)
 
 
 def class_names(index: dict[str, Any]) -> dict[str, str]:
-    """Return the class of each component that the folder has."""
     return {
         name: entry[1]
         for name, entry in index.items()
@@ -61,8 +54,6 @@ def class_names(index: dict[str, Any]) -> dict[str, str]:
 
 
 class Component:
-    """One module of a pipeline, and the slots of its weights."""
-
     def __init__(
         self,
         name: str,
@@ -73,10 +64,9 @@ class Component:
         saved: Iterable[str] = (),
         movable: OffloadableComponent | None = None,
     ) -> None:
-        """
-        Args:
-            saved: the names in its checkpoint, which an older version of its library may have written.
-            movable: moves what is allocated now. None: nothing does.
+        """Args:
+        saved: the names in its checkpoint, which an older version of its library may have written.
+        movable: moves what is allocated now. None: nothing does.
         """
         self.name = name
         self.folder = folder
@@ -110,7 +100,6 @@ class Component:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights, wherever they are."""
         return sum(tensor.nbytes for _, tensor in self._storage)
 
     def storage(self) -> Iterator[tuple[str, Tensor]]:
@@ -119,9 +108,7 @@ class Component:
             yield name, tensor if self.movable is None else self.movable.values(tensor)
 
     def skips(self, key: str) -> bool:
-        """Return True for a checkpoint's tensor that is ignored: tied, or a table that the module makes
-        itself.
-        """
+        """Return True for a checkpoint's tensor that is tied, or a table that the module makes itself."""
         return key in self.tied or key.rpartition(".")[2] == "position_ids"
 
 
@@ -138,10 +125,6 @@ def build_component(
     Args:
         class_path: ``library.Class``.
         dtype: None: as the checkpoint was saved.
-        movable: as for :class:`Component`.
-
-    Raises:
-        CaesuraError: ``checkpoint_error``.
     """
     checkpoint = open_checkpoint(folder)
     saved = next(
@@ -156,7 +139,6 @@ def build_component(
 
 
 def config_difference(ours: Path, theirs: Path) -> list[str]:
-    """Return the fields in which two components' config.json differ in what they compute."""
     a, b = _read_json(ours / "config.json"), _read_json(theirs / "config.json")
     return sorted(
         name for name in a.keys() | b.keys() if name not in _NOT_FORWARD and a.get(name) != b.get(name)
@@ -241,17 +223,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class Blocks:
-    """The blocks of one module, in the order of computation as far as its kind tells."""
+    """Blocks of one module, in the order of computation as far as its kind tells."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Add a hook to each block of ``module``."""
         self.before: Callable[[int], None] = lambda number: None
         self._modules = list(_blocks_of(module))
         for number, block in enumerate(self._modules):
             block.register_forward_pre_hook(partial(self._called, number))
 
     def tensors(self) -> list[list[Tensor]]:
-        """Return the parameters and buffers of each block."""
         return [[*block.parameters(), *block.buffers()] for block in self._modules]
 
     def _called(self, number: int, block: nn.Module, args: Any) -> None:
@@ -259,7 +239,7 @@ class Blocks:
 
 
 def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of the outermost lists of modules, which is how such modules are made.
+    """Yield the entries of the outermost lists of modules.
 
     A tower for images within a text encoder comes last: prompts without images do not call it. So does the
     encoder of an autoencoder, of which steps call the decoder.

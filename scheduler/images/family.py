@@ -1,9 +1,8 @@
-"""What differs between text-to-image models of flow matching: how text is encoded, what the transformer is
-given, how latents are decoded.
+"""What differs between text-to-image models of flow matching: encoding, the transformer's inputs, decoding.
 
 Invariants:
 - A family calls the pipeline's own modules and repeats what the pipeline of diffusers does around them, no
-  more. Latents, sigmas and noise belong to the steps (``flow.py``, ``runner.py``).
+  more. Latents, sigmas and noise belong to the steps (``scheduler_step.py``, ``runner.py``).
 - Everything has a batch dimension, and rows do not see each other. Rows may have different sigmas and
   guidance scales.
 - The names of embeddings are those of the pipeline's arguments.
@@ -38,20 +37,15 @@ MAX_IDS = 4096
 
 
 class Family(ABC):
-    """One kind of pipeline."""
-
     pipeline: ClassVar[str]
     """Class of the pipeline, as in its ``model_index.json``."""
     classes: ClassVar[Mapping[str, tuple[str, ...]]]
     """Classes that each component may have, as ``library.Class``; in the order of the text encoders."""
     optional: ClassVar[frozenset[str]] = frozenset()
-    """Components that a folder may lack."""
     takes_negative: ClassVar[bool] = True
-    """Negative prompts are allowed."""
     embed_names: ClassVar[tuple[str, ...]]
     """Names of the embeddings of one prompt."""
     vae_has_state: ClassVar[bool] = False
-    """The VAE keeps state between its calls."""
 
     def __init__(
         self, modules: Mapping[str, Any], tokenizers: Sequence[Any], scheduler_config: dict[str, Any]
@@ -71,11 +65,7 @@ class Family(ABC):
 
     @classmethod
     def load(cls, root: Path, modules: Mapping[str, Any], names: Mapping[str, str]) -> Self:
-        """Return the family of the folder ``root``, with its tokenizers and the config of its scheduler.
-
-        Args:
-            names: component to the name of its class, as :func:`~.components.class_names`.
-        """
+        """Return the family of the folder ``root``; ``names``: component to the name of its class."""
         encoders = [name for name in cls.classes if name in modules and name.startswith("text_")]
         wanted = [name.replace("text_encoder", "tokenizer") for name in encoders]
         try:
@@ -90,18 +80,16 @@ class Family(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type that the transformer computes in."""
         parameter: Tensor = next(self.transformer.parameters())
         return parameter.dtype
 
     @property
     @abstractmethod
     def pixels(self) -> int:
-        """Pixels that width and height of an image are multiples of."""
+        pass
 
     @property
     def vae_channels(self) -> int:
-        """Channels that the VAE normalises at the size of the image."""
         return int(self.vae.config.block_out_channels[:2][-1])
 
     @property
@@ -115,7 +103,7 @@ class Family(ABC):
 
     @abstractmethod
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
-        """Return token ids for each text encoder, padded."""
+        pass
 
     def align(
         self, ids: list[list[int]], against: list[list[int]]
@@ -124,11 +112,7 @@ class Family(ABC):
         return ids, against
 
     def check_ids(self, ids: Sequence[Sequence[int]], field: str) -> None:
-        """Refuse ids that are not one list for each encoder, of tokens that it knows.
-
-        Raises:
-            CaesuraError: ``invalid_request``.
-        """
+        """Refuse ids that are not one list for each encoder, of tokens that it knows."""
         if len(ids) != len(self.encoders):
             raise invalid(field, len(ids), f"needs ids for {len(self.encoders)} text encoders")
         for encoder, row in zip(self.encoders, ids, strict=True):
@@ -144,18 +128,11 @@ class Family(ABC):
 
     @abstractmethod
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
-        """Return the tokens of the ``prompt_embeds`` that :meth:`encode` makes; 0 or less if it can make
-        none.
-        """
+        """Return the tokens of ``prompt_embeds`` that :meth:`encode` makes; less than 1 if none."""
 
     @abstractmethod
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
-        """Embeddings of prompts.
-
-        Args:
-            ids: int64 [prompts, tokens] for each encoder.
-            max_sequence_length: of the request.
-        """
+        """Return embeddings of prompts: int64 [prompts, tokens] for each encoder."""
 
     def embed_bytes(self, tokens: int) -> int:
         """Return the bytes of ``prompt_embeds`` of so many tokens; the rest takes little beside them."""
@@ -164,11 +141,11 @@ class Family(ABC):
 
     @abstractmethod
     def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if an embedding given by a client may have ``shape``."""
+        pass
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Return the shape of one sample's latent."""
+        pass
 
     @property
     def latent_bytes_per_pixel(self) -> float:
@@ -203,7 +180,7 @@ class Family(ABC):
 
     @abstractmethod
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Return the transformer's image tokens of one sample."""
+        pass
 
     @abstractmethod
     def velocity(
@@ -243,7 +220,6 @@ def to_pixels(images: Tensor) -> Tensor:
 
 
 def vae_scale(vae: nn.Module) -> int:
-    """Return the pixels to an element of a latent of an AutoencoderKL."""
     config: Any = vae.config
     return int(2 ** (len(config.block_out_channels) - 1))
 
@@ -261,7 +237,6 @@ def unpacked(latents: Tensor, size: tuple[int, int], pixels: int) -> Tensor:
 
 
 def padded_ids(tokenizer: Any, text: str, length: int) -> list[int]:
-    """Return token ids, cut or padded to ``length``."""
     found = tokenizer([text], padding="max_length", max_length=length, truncation=True)
     ids: list[int] = found["input_ids"][0]
     return ids
@@ -279,5 +254,4 @@ def invalid(field: str, value: object, requirement: str) -> CaesuraError:
 
 
 def unsupported(what: str, field: str = "model_path") -> CaesuraError:
-    """Return the error of what a pipeline or a request asks for and is not done."""
     return CaesuraError(ErrorCode.UNSUPPORTED, f"{what} is not supported", field=field)

@@ -1,7 +1,6 @@
-"""Flux (Black Forest Labs, 2024): CLIP's pooled output and T5's tokens, latents packed into tokens of 2 x 2,
-guidance as an input.
+"""Flux (Black Forest Labs, 2024): CLIP's pooled output and T5's tokens, guidance as an input.
 
-A latent is [tokens, 4 channels], as the pipeline of diffusers and trainers have it.
+A latent is [tokens, 4 channels], packed 2 x 2, as the pipeline of diffusers and trainers have it.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,6 @@ from .family import Embeds, Family, packed_shape, padded_ids, unpacked, vae_scal
 
 
 class Flux(Family):
-    """``FluxPipeline``."""
-
     pipeline = "FluxPipeline"
     classes = {  # noqa: RUF012  (declared as a ClassVar above)
         "transformer": ("diffusers.FluxTransformer2DModel",),
@@ -29,11 +26,9 @@ class Flux(Family):
 
     @property
     def pixels(self) -> int:
-        """Pixels of two elements of a latent."""
         return 2 * vae_scale(self.vae)
 
     def is_guided(self, guidance_scale: float) -> bool:
-        """Return False: the transformer takes the scale, if any."""
         return False
 
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
@@ -45,7 +40,6 @@ class Flux(Family):
         return len(ids[1])
 
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
-        """Return T5's tokens, and CLIP's pooled output."""
         clip, t5 = self.encoders
         pooled = clip(ids[0], output_hidden_states=False).pooler_output
         return {"prompt_embeds": t5(ids[1])[0], "pooled_prompt_embeds": pooled}
@@ -57,7 +51,6 @@ class Flux(Family):
         return len(shape) == 2 and shape[0] > 0 and shape[1] == config.joint_attention_dim
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Return [tokens, 4 channels]."""
         return packed_shape(height, width, self.pixels, self.transformer.config.in_channels)
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:

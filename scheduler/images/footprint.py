@@ -33,8 +33,6 @@ _BIASES = 2
 
 
 class Footprint:
-    """Compares what steps need at least with the memory of the device."""
-
     def __init__(self, family: Family, device_module: DeviceModule, *, on_host: bool) -> None:
         """``on_host``: the device is the host; else nothing is refused here."""
         self._family = family
@@ -54,39 +52,25 @@ class Footprint:
         return rows * prod(size) * family.vae_channels * _RESIDUAL * itemsize
 
     def least_encoding(self, rows: int, lengths: Sequence[int]) -> int:
-        """Return the least bytes of an encoding step of ``rows`` prompts, of ``lengths`` tokens by text
-        encoder.
-        """
+        """Return the least bytes of encoding ``rows`` prompts, of ``lengths`` tokens by text encoder."""
         encoders = zip(self._family.encoders, lengths, strict=True)
         return max(_least_of_encoder(encoder, rows, length) for encoder, length in encoders)
 
     def check_request(self, message: GenerateImagesReqInput, *, guided: bool) -> None:
-        """Whether a sample of ``message`` could ever run.
-
-        Raises:
-            CaesuraError: ``out_of_memory``, with what it needs and what there is.
-        """
+        """Raise ``out_of_memory`` if a sample of ``message`` could never run."""
         size = message.height, message.width
         least = max(self.least("denoise", 1 + guided, size), self.least("decode", 1, size))
         self._require_total(least, f"an image of {message.width} x {message.height} pixels")
 
     def check_prompt(self, conditioning: Conditioning) -> None:
-        """Whether the prompt of a request, with that of guidance, could ever be encoded.
-
-        Raises:
-            CaesuraError: as :meth:`check_request`.
-        """
+        """Raise ``out_of_memory`` if a request's prompt, with that of guidance, could never be encoded."""
         if unencoded := conditioning.unencoded:
             lengths = [*map(len, unencoded[0])]
             least = self.least_encoding(len(unencoded), lengths)
             self._require_total(least, f"encoding {_prompts(len(unencoded), lengths)}")
 
     def check_step(self, batch: ImageBatch) -> None:
-        """Whether a step can fit now.
-
-        Raises:
-            MemoryError: it cannot.
-        """
+        """Raise MemoryError if a step cannot fit now."""
         if not self._on_host:
             return
         if batch.kind == "encode":

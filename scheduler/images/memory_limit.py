@@ -2,11 +2,9 @@
 
 Invariants:
 - A sample counts from its start with all that it may hold until its end: its latent, the latents that its
-  request keeps, its image, and the embeddings of its prompt. So none that has started waits for memory, and a
-  pause may last.
+  request keeps, its image, and the embeddings of its prompt. So none that has started waits for memory.
 - Embeddings belong to the samples of a request together, and count once.
-- Where samples run, another starts only if it fits beside them; if none does, the first that waits starts,
-  whatever it takes.
+- Where samples run, another starts only if it fits beside them; if none does, the first that waits starts.
 - Embeddings that a client has sent are there before its request starts: those that do not fit beside those of
   other requests are refused.
 """
@@ -18,20 +16,14 @@ from ..memory.device_module import DeviceModule, free_and_total
 from .request import ImageRequest
 
 SENT_SHARE = 0.5
-"""Part of the limit on the device that embeddings may take which requests have sent, whether they wait or
-run.
-"""
+"""Part of the limit on the device for embeddings that requests, waiting or running, have sent."""
 
 
 class MemoryLimit:
     """Limits what samples hold together: on the device, and on the host where that is another memory."""
 
     def __init__(self, device: int | None, host: int | None) -> None:
-        """
-        Args:
-            device: bytes, or None without a known limit.
-            host: bytes; None beside ``device`` if the device is the host, where all of it counts.
-        """
+        """``device``: bytes, None without a known limit; ``host``: bytes, None if the device is the host."""
         self.device, self.host = device, host
 
     def __str__(self) -> str:
@@ -43,13 +35,10 @@ class MemoryLimit:
     def of_free_memory(
         cls, device: DeviceModule, host: DeviceModule, fraction: float, *, kept_free: int, on_host: bool
     ) -> "MemoryLimit":
-        """Return a limit of ``fraction`` of what is free now, without ``kept_free`` bytes of the device for
-        components.
-        """
+        """Return a limit of ``fraction`` of what is free now, without ``kept_free`` bytes for components."""
         return cls(_share(device, fraction, kept_free), None if on_host else _share(host, fraction, 0))
 
     def allows(self, running: Iterable[ImageRequest], sample: ImageRequest) -> bool:
-        """Return True if ``sample`` may start beside those that run."""
         others = list(running)
         if not others:
             return True
@@ -63,9 +52,6 @@ class MemoryLimit:
 
     def check_sent(self, live: Iterable[ImageRequest], nbytes: int) -> None:
         """Refuse embeddings of ``nbytes`` that a request has sent, if they may not stay until it ends.
-
-        Args:
-            live: the samples of all other requests.
 
         Raises:
             CaesuraError: ``queue_full``, with the bytes that others have sent and the limit.

@@ -9,7 +9,9 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable
+import mmap
+from collections.abc import Sequence
+from itertools import accumulate
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -18,41 +20,33 @@ import torch
 from torch import Tensor
 
 from ...io_struct import FinishReason, GenerateImagesReqOutput, ResultTensor
-from ..memory.mapped_results import in_a_mapping
 from ..runtime.dtypes import NAMES
-from ..scheduling.live_requests import LiveRequests
 from ..scheduling.outputs import Outputs
-from ..scheduling.request import WeightStamp
+from ..scheduling.waiting_queue import LiveRequests
 from .batcher import ImageBatch, ImageBatcher
 from .request import Conditioning, ImageRequest
 from .runner import Decoded, DenoisedOnHost, Encoded, HostResult
 
 if TYPE_CHECKING:
     from ..messaging.outbox import Outbox
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+_ALIGN = 64
 
 TRAIN_TIMESTEPS = 1000
 """Timestep at sigma 1, in the terms of trainers and of diffusers."""
 
 
 class ImageOutputs(Outputs[ImageRequest]):
-    """Records what steps made."""
-
     def __init__(
-        self,
-        batcher: ImageBatcher,
-        live: LiveRequests[ImageRequest],
-        outbox: "Outbox",
-        *,
-        on_finished: Callable[[ImageRequest, GenerateImagesReqOutput], None],
-        stamp: WeightStamp,
+        self, engine: "Engine", batcher: ImageBatcher, live: LiveRequests[ImageRequest], outbox: "Outbox"
     ) -> None:
-        super().__init__(batcher.waiting, live, outbox, on_finished=on_finished, stamp=stamp)
+        super().__init__(engine, batcher.waiting, live, outbox)
         self._batcher = batcher
 
     def record(self, batch: ImageBatch, output: HostResult) -> None:
-        """Record a step, and finish the samples that end."""
         if isinstance(output, Encoded):
             for conditioning, embeds, negative in zip(
                 batch.prompts, output.embeds, output.negative, strict=True
@@ -137,9 +131,7 @@ _NO_CONDITIONING = Conditioning(None, None, 0, guided=False)
 
 
 def _on_host(sample: ImageRequest, output: DenoisedOnHost, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the latents before and after a step that the request keeps; what an earlier step copied is not
-    copied again.
-    """
+    """Return latents before and after a step that the request keeps; none is copied twice."""
     if output.log_probs[row] is None:
         return _NOTHING, _NOTHING
     before = sample.latents.get(sample.step)
@@ -172,3 +164,19 @@ def _tensors(sample: ImageRequest, reason: FinishReason) -> dict[str, Tensor]:
     elif sample.is_denoised and sample.latent is not None and reason.type == "length":
         tensors["final_latents"] = sample.latent
     return {name: torch.as_tensor(each).cpu().contiguous() for name, each in tensors.items()}
+
+
+def in_a_mapping(arrays: Sequence[np.ndarray]) -> list[memoryview]:
+    """Return copies of ``arrays`` (uint8 [n]) in one anonymous mapping, which goes with the last of them.
+
+    A result is stored long after its step. In malloc's heap, small blocks that live long split the free ones
+    of megabytes: on a tiny pipeline it took 0.4 MB more from the system for each image of 5 KB.
+    """
+    starts = [0, *accumulate(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]
+    mapping = memoryview(mmap.mmap(-1, max(1, starts[-1])))
+    found = []
+    for start, array in zip(starts, arrays, strict=False):
+        part = mapping[start : start + array.nbytes]
+        part[:] = array.data
+        found.append(part)
+    return found

@@ -2,8 +2,8 @@
 
 Invariants:
 - An entry is found under everything that its embeddings follow from: the token ids for each encoder, the
-  length of the request, and the epoch of the text encoders. The epoch rises when an update has written one of
-  them; what was kept before is gone then.
+  length of the request, and the epoch of the text encoders, which rises when an update has written one of
+  them.
 - Kept bytes never exceed the limit; what was used longest ago goes first. Nobody changes embeddings, so
   samples and entries share them.
 """
@@ -36,7 +36,6 @@ class PromptCache:
         return len(self._entries)
 
     def keys(self, conditioning: Conditioning) -> set[_Key]:
-        """Return the keys of what is still to be encoded of ``conditioning``."""
         longest = conditioning.max_sequence_length
         return {self._key(ids, longest) for ids in conditioning.unencoded}
 
@@ -50,7 +49,6 @@ class PromptCache:
         return conditioning.is_ready
 
     def keep(self, conditioning: Conditioning) -> None:
-        """Keep what a step has encoded of ``conditioning``."""
         for ids, embeds in (
             (conditioning.ids, conditioning.embeds),
             (conditioning.negative_ids, conditioning.negative),
@@ -63,12 +61,10 @@ class PromptCache:
                 self._add(key, embeds)
 
     def encoders_changed(self) -> None:
-        """Drop what was encoded: an update has written a text encoder."""
         self._epoch += 1
         self.clear()
 
     def clear(self) -> None:
-        """Drop every entry."""
         self._entries.clear()
         self.nbytes = 0
 

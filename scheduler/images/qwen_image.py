@@ -1,5 +1,4 @@
-"""Qwen-Image (Wu et al., 2025, arXiv:2508.02324): a Qwen2.5-VL as text encoder, packed latents, guidance that
-keeps the norm.
+"""Qwen-Image (Wu et al., 2025, arXiv:2508.02324): a Qwen2.5-VL as text encoder, guidance that keeps the norm.
 
 The prompt stands in a template, whose first tokens are cut from the embeddings. Prompts have different
 lengths: what is shorter is padded behind, and a mask says so.
@@ -25,8 +24,6 @@ _CUT = 34
 
 
 class QwenImage(Family):
-    """``QwenImagePipeline``."""
-
     pipeline = "QwenImagePipeline"
     classes = {  # noqa: RUF012  (declared as a ClassVar above)
         "transformer": ("diffusers.QwenImageTransformer2DModel",),
@@ -45,7 +42,6 @@ class QwenImage(Family):
 
     @property
     def pixels(self) -> int:
-        """Pixels of two elements of a latent."""
         return int(2 * 2 ** len(self.vae.config.temperal_downsample))
 
     @property
@@ -54,7 +50,6 @@ class QwenImage(Family):
         return int(self.vae.config.base_dim)
 
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
-        """Return ids of the prompt in its template."""
         found = self.tokenizers[0](
             [_TEMPLATE.format(text)], max_length=max_sequence_length + _CUT, truncation=True
         )
@@ -63,13 +58,11 @@ class QwenImage(Family):
     def align(
         self, ids: list[list[int]], against: list[list[int]]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Return both padded to one length."""
         length = max(len(ids[0]), len(against[0]))
         padding = [self.tokenizers[0].pad_token_id]
         return tuple([each[0] + padding * (length - len(each[0]))] for each in (ids, against))  # type: ignore[return-value]
 
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
-        """Return the number of ids behind the template."""
         return len(ids[0]) - _CUT
 
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
@@ -94,7 +87,6 @@ class QwenImage(Family):
         return len(shape) == 2 and shape[0] > 0 and shape[1] == self.transformer.config.joint_attention_dim
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Return [tokens, 4 channels]."""
         return packed_shape(height, width, self.pixels, self.transformer.config.in_channels)
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:

@@ -31,9 +31,8 @@ class Conditioning:
     guided: bool
     """A second row, of the negative prompt, is computed."""
     embeds: Embeds | None = None
-    """Embeddings of the prompt without a batch dimension, or None if not computed yet."""
+    """Without a batch dimension, or None if not computed yet; as is ``negative``."""
     negative: Embeds | None = None
-    """Embeddings of the negative prompt."""
     nbytes: int = 0
     """Bytes of all embeddings, about, once they are there."""
     sent_bytes: int = 0
@@ -41,7 +40,6 @@ class Conditioning:
 
     @property
     def unencoded(self) -> list[list[list[int]]]:
-        """Token ids whose embeddings are still to be computed."""
         missing = (
             self.ids if self.embeds is None else None,
             self.negative_ids if self.guided and self.negative is None else None,
@@ -50,11 +48,9 @@ class Conditioning:
 
     @property
     def is_ready(self) -> bool:
-        """All embeddings are there."""
         return self.embeds is not None and (self.negative is not None or not self.guided)
 
     def forget(self) -> None:
-        """Drop what can be computed again."""
         if self.ids is not None:
             self.embeds = None
         if self.negative_ids is not None:
@@ -69,8 +65,6 @@ class Conditioning:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ImageRequest:
-    """One sample of one request."""
-
     # Written at admission, then constant, except that ``client`` changes when a retry attaches from another
     # socket.
     message_id: str
@@ -88,7 +82,6 @@ class ImageRequest:
     """Steps whose latents and log-probabilities are returned."""
     arrival: float
     latent_bytes: int = 0
-    """Bytes of the latent, on the device."""
     kept_bytes: int = 0
     """Bytes on the host of all that the request keeps: latents, and the image."""
 
@@ -120,12 +113,10 @@ class ImageRequest:
 
     @property
     def steps(self) -> int:
-        """Steps of the grid."""
         return len(self.sigmas) - 1
 
     @property
     def is_denoised(self) -> bool:
-        """All steps were made."""
         return self.step == self.steps
 
     @property
@@ -134,7 +125,6 @@ class ImageRequest:
         return self.message.height, self.message.width
 
     def begin_again(self) -> None:
-        """Forget everything but the seed."""
         self.step, self.latent, self.image = 0, None, None
         for kept in (self.latents, self.log_probs, self.stds, self.spans):
             kept.clear()
@@ -146,7 +136,6 @@ class ImageRequest:
             self.spans.append((stamp, self.step))
 
     def version_spans(self) -> list[WeightVersionSpan]:
-        """Return spans that cover ``[0, step)`` without gaps."""
         ends = [*(start for _, start in self.spans), self.step][1:]
         return [
             WeightVersionSpan(

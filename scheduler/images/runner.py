@@ -3,8 +3,7 @@
 Invariants:
 - Latents are float32 and stay on the device from step to step; what a trajectory keeps is copied to the host
   when a step is fetched.
-- The first denoise step of a sample makes its initial latent: standard normal noise of the family's latent
-  shape.
+- The first denoise step of a sample makes its initial latent: standard normal noise.
 - Guidance is one batch: the rows of the negative prompts first, as in the pipelines of diffusers.
 - Nothing approximates: no cache of the transformer's activations, no skipped step.
 """
@@ -34,8 +33,6 @@ ALONE = 1 << 15
 
 @dataclass(slots=True, kw_only=True)
 class Denoised:
-    """Results of a denoise step, row by row."""
-
     before: Tensor
     """Latents before the step, float32 [rows, …] on the device."""
     after: Tensor
@@ -48,8 +45,6 @@ class Denoised:
 
 @dataclass(slots=True, kw_only=True)
 class DenoisedOnHost:
-    """A denoise step, fetched."""
-
     before: list[Tensor]
     after: list[Tensor]
     rows: list[Coefficients]
@@ -76,12 +71,9 @@ HostResult = DenoisedOnHost | Encoded | Decoded
 
 @dataclass(slots=True)
 class Launched:
-    """A launched step."""
-
     result: Denoised | Encoded | Tensor
 
     def fetch(self) -> HostResult:
-        """Wait for the step, and copy what the host needs."""
         result = self.result
         if isinstance(result, Encoded):
             return result
@@ -97,8 +89,6 @@ class Launched:
 
 
 class ImageRunner:
-    """Runs a family's modules."""
-
     def __init__(
         self,
         family: Family,
@@ -112,7 +102,6 @@ class ImageRunner:
         on_cpu = device.type == "cpu"  # an accelerator's host runs ahead of the device anyway
         self._velocity, self._decoded = family.velocity, family.decode
         self.traced: dict[str, TracedModule] = {}
-        """Components whose calls are traced."""
         if on_cpu and not stages.comes_in_blocks("transformer"):
             traced = self.traced["transformer"] = TracedModule("the transformer", family.transformer)
             self._velocity = partial(traced_velocity, family, traced)
@@ -125,11 +114,7 @@ class ImageRunner:
         self._streams = streams_of(device_module)
 
     def execute(self, batch: ImageBatch) -> Launched:
-        """Run one step.
-
-        Raises:
-            MemoryError: it cannot fit, and has not begun.
-        """
+        """Run one step; MemoryError: it cannot fit, and has not begun."""
         family = self._family
         self._footprint.check_step(batch)
         self._stages.enter(batch.kind)
@@ -200,7 +185,6 @@ class ImageRunner:
         return noise_of(sample.seed, sample.index, INITIAL, sample.shape).to(self._device)
 
     def _guided(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
-        """Return the velocity of each row, guided where the bucket is."""
         family, size = self._family, samples[0].size
         sigma = torch.from_numpy(np.stack([sample.sigmas[sample.step] for sample in samples])).to(
             self._device
@@ -236,7 +220,7 @@ def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
 
 @contextmanager
 def step_threads(family: Family, batch: ImageBatch) -> Iterator[None]:
-    """Within the block, torch computes with one thread if ``batch`` is small, whenever it is made.
+    """Have torch compute with one thread within the block if ``batch`` is small.
 
     Every parallel region of a step ends when its last thread is done. Where a step is a hundred small
     operations, handing them out takes as long as sharing them saves, and whoever else wants a core holds up

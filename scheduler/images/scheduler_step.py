@@ -46,8 +46,6 @@ _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Coefficients of one step of one row."""
-
     a: float
     b: float
     std: float
@@ -71,12 +69,7 @@ def coefficients(sde: SdeParams, sigmas: np.ndarray, step: int) -> Coefficients:
 
 
 def advance(x: Tensor, v: Tensor, rows: list[Coefficients], noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(x', mean)`` of each row, float32.
-
-    Args:
-        x, v: [rows, …]; computed with in float32, whatever they are.
-        noise: standard normal, float32 [rows, …]. None: no row has any.
-    """
+    """Return ``(x', mean)``, float32, of ``x``, ``v`` [rows, …] and standard normal ``noise``, if any."""
     x, v = x.float(), v.float()
     values = [[getattr(row, name) for row in rows] for name in ("a", "b", "std")]
     shape = (3, -1, *[1] * (x.dim() - 1))
@@ -98,9 +91,7 @@ def log_prob(after: Tensor, mean: Tensor, std: float, sde: SdeParams) -> Tensor:
 
 
 def noise_of(seed: int, sample: int, step: int, shape: tuple[int, ...]) -> Tensor:
-    """Return standard normal noise, float32 on the host: Philox (Salmon et al., 2011), key (seed, sample),
-    counter step.
-    """
+    """Return normal noise on the host: Philox (Salmon et al., 2011), key (seed, sample), counter step."""
     bits = np.random.Philox(key=np.array([seed, sample], np.uint64), counter=[0, 0, 0, step - INITIAL])
     return torch.from_numpy(np.random.Generator(bits).standard_normal(shape, dtype=np.float32))
 

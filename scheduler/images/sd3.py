@@ -1,6 +1,4 @@
-"""Stable Diffusion 3 (Esser et al., 2024, arXiv:2403.03206): two CLIP encoders, T5 if the folder has it,
-latents as images.
-"""
+"""Stable Diffusion 3 (Esser et al., 2024, arXiv:2403.03206): two CLIP encoders, T5 if the folder has it."""
 
 from collections.abc import Sequence
 
@@ -15,8 +13,6 @@ _TIMESTEPS = 1000
 
 
 class StableDiffusion3(Family):
-    """``StableDiffusion3Pipeline``."""
-
     pipeline = "StableDiffusion3Pipeline"
     classes = {  # noqa: RUF012  (declared as a ClassVar above)
         "transformer": ("diffusers.SD3Transformer2DModel",),
@@ -31,7 +27,6 @@ class StableDiffusion3(Family):
 
     @property
     def pixels(self) -> int:
-        """Pixels of a patch of latents."""
         return int(vae_scale(self.vae) * self.transformer.config.patch_size)
 
     @property
@@ -87,7 +82,6 @@ class StableDiffusion3(Family):
         return len(shape) == 2 and shape[0] > 0 and shape[1] == config.joint_attention_dim
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Return [channels, height, width]."""
         scale = vae_scale(self.vae)
         return self.transformer.config.in_channels, height // scale, width // scale
 

@@ -7,8 +7,7 @@ Invariants:
 - A trace serves a shape only after it has made the same bits there as the module itself. What cannot be
   traced, or differs, is computed by the module as before.
 - Weights are read by every call: what an update writes holds for the next step.
-- A module that comes to the device block by block is not traced: a trace calls no block, and nobody brings
-  the next one.
+- A module that comes to the device block by block is not traced: nobody would bring the next block.
 - The call that is traced is a step like any other; noting it takes a few times as long as the call.
 """
 
@@ -39,8 +38,6 @@ MAX_SHAPES = 64
 
 @dataclass(slots=True)
 class _Shape:
-    """Everything of a call but its values."""
-
     calls: int = 0
     fastest_s: float = inf
     program: Callable[..., Tensor] | None = None
@@ -49,19 +46,13 @@ class _Shape:
 
 
 class TracedModule:
-    """Calls of one module, traced where that is possible and sure."""
-
     def __init__(self, what: str, module: nn.Module) -> None:
         self.shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._what = what
         self._weights = (*module.parameters(), *module.buffers())
 
     def __call__(self, call: Callable[..., Tensor], inputs: tuple[Tensor, ...], fixed: Hashable) -> Tensor:
-        """Return ``call(*inputs)``, which computes with the module.
-
-        Args:
-            fixed: what ``call`` follows from besides: two calls with the same are the same function.
-        """
+        """Return ``call(*inputs)``, which computes with the module and follows from ``fixed`` besides."""
         shape = self._shape_of(inputs, fixed)
         if shape.agrees:
             assert shape.program is not None
@@ -110,8 +101,6 @@ class TracedModule:
         return made[0] if made else call(*inputs)
 
     def _compare(self, shape: _Shape, inputs: tuple[Tensor, ...], made: Tensor) -> None:
-        """Compare the program with what the module ``made``."""
-
         def attempt() -> Iterator[float]:
             assert shape.program is not None
             found = shape.program(*inputs, 0)
@@ -132,7 +121,6 @@ def traced_velocity(
     guidance: Tensor,
     size: tuple[int, int],
 ) -> Tensor:
-    """Return :meth:`Family.velocity`, computed by ``traced``, the family's transformer."""
     names = tuple(embeds)
 
     def call(x: Tensor, sigma: Tensor, guidance: Tensor, *embeds: Tensor) -> Tensor:
@@ -142,7 +130,6 @@ def traced_velocity(
 
 
 def traced_decode(family: Family, traced: TracedModule, latents: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return :meth:`Family.decode`, computed by ``traced``, the family's VAE."""
     return traced(lambda latents: family.decode(latents, size), (latents,), size)
 
 

@@ -10,7 +10,6 @@ from . import native
 
 
 def main() -> int:
-    """Print one line about what serves, and return the exit status."""
     reason = native.why_not()
     if reason is None:
         print(f"compiled kernels: {native.isa()}")  # noqa: T201 (a command's output)

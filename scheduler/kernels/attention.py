@@ -38,15 +38,12 @@ _SCRATCH = native.by_dtype("caesura_attention_scratch", SIZE, SIZE, SIZE, result
 
 
 def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.ndarray:
-    """Divide a step's work into tasks, longest first.
+    """Divide a step's work into tasks, longest first: int64 [N, 4], row, first token, tokens, its position.
 
     Args:
         q_lens: query tokens of each row, at least 1, the last of its ``kv_lens`` positions.
         kv_lens: KV length of each row after the step.
         group: query heads per kv head.
-
-    Returns:
-        int64 [N, 4]: row, first token, tokens, position of the first.
     """
     q, kv = np.asarray(q_lens, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
     if q.max(initial=1) == 1:  # they decode: nothing to divide, and the longest costs most
@@ -68,8 +65,6 @@ def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.
 
 
 class PagedAttention:
-    """Attention kernel and its memory, for one shape of attention."""
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -81,11 +76,10 @@ class PagedAttention:
         *,
         parts: int | None = None,
     ) -> None:
-        """Args: dtype: dtype of queries, pool and output: one of :data:`~.native.FLOATS`. head_size: elements
-        of a head of queries and keys. scale: factor of the scores for a form without a scale. value_size:
-        elements of a head of values. None means ``head_size``. parts: number of kv heads that share one
-        stored head, whose front holds the values; equal to ``kv_heads``.
-            None means that keys and values lie apart, and every head has its own.
+        """``scale`` is for forms without one. ``value_size`` None means ``head_size``.
+
+        ``parts``: number of kv heads (all of them) that share one stored head, whose front holds the values.
+        None means that keys and values lie apart, and every head has its own.
         """
         self.parts = 1 if parts is None else parts
         self._latents = parts is not None
@@ -111,12 +105,12 @@ class PagedAttention:
 
         Args:
             q: [T, query heads, head size], elements of a head contiguous.
-            keys, values: [pages, kv heads, 16, head size or value size], contiguous; this step's K and V are
-                in place. With ``parts`` they are the same tensor, of one head.
+            keys, values: [pages, kv heads, 16, head size or value size], contiguous, with this step's K and
+                V. With ``parts`` they are the same tensor, of one head.
             page_table: int32 [R, P], rows contiguous. Entries of pages before a row's window are not used.
             tasks: result of :func:`plan_tasks` for these rows.
             out: [T, query heads * value size], rows contiguous.
-            form: form of this layer; its sinks are of ``dtype``.
+            form: form of this layer; its sinks are of the kernel's dtype.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
@@ -155,9 +149,7 @@ class PagedAttention:
         return out
 
     def scratch(self, threads: int) -> tuple[int, int]:
-        """Return the address of the kernel's memory, valid until a call with more threads, and floats per
-        thread.
-        """
+        """Return the address of memory, valid until a call with more threads, and floats per thread."""
         scratch = self._workspace.take("scratch", (threads, self._thread_floats), torch.float32)
         return scratch.data_ptr(), self._thread_floats
 
@@ -206,7 +198,6 @@ class PagedStep:
     page_table: Tensor
     """int32 [R, P], rows contiguous."""
     tasks: np.ndarray
-    """Result of :func:`plan_tasks`."""
     window_slots: Tensor | None = None
     window_table: Tensor | None = None
     """``page_table`` of layers with a window, or None if they store where all layers do."""

@@ -19,8 +19,6 @@ arXiv:2508.10925, section 2.3).
 
 
 class HeadNorms(NamedTuple):
-    """Root-mean-square norms of every head's queries and keys."""
-
     q_weight: Tensor
     """[head size]"""
     k_weight: Tensor
@@ -31,8 +29,6 @@ class HeadNorms(NamedTuple):
 
 
 class FormKind(NamedTuple):
-    """Requirements of a form on kernels; see :class:`AttentionForm`."""
-
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
@@ -40,7 +36,6 @@ class FormKind(NamedTuple):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Features beyond plain causal attention, by name."""
         asked = {
             "sliding windows": self.window is not None,
             "logit soft caps": self.softcap is not None,
@@ -55,19 +50,13 @@ class AttentionForm:
     """One layer's attention: ``softmax(bend(scale * q k^T) + mask) v``."""
 
     window: int | None = None
-    """Positions that a token sees, itself included, as transformers' ``sliding_window``; None means all
-    before it.
-    """
+    """Positions that a token sees, itself included; None means all before it."""
     softcap: float | None = None
-    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2: arXiv:2408.00118, section 2); None leaves
-    them.
-    """
+    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2: arXiv:2408.00118, section 2)."""
     scale: float | None = None
-    """Factor of the scores. None means the backend's: ``key size ** -0.5`` unless it was told otherwise."""
+    """Factor of the scores; None means the backend's."""
     sinks: Tensor | None = None
-    """[query heads], of the model's dtype: a score per head that takes weight and has no value (gpt-oss model
-    card, arXiv:2508.10925, section 2.2), or None.
-    """
+    """[query heads]: a score per head that takes weight and has no value (gpt-oss model card, 2.2)."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -77,9 +66,7 @@ class AttentionForm:
 
     @property
     def kind(self) -> "FormKind":
-        """Requirements on kernels."""
         return FormKind(self.window, self.softcap, self.scale, self.sinks is not None)
 
 
 PLAIN = AttentionForm()
-"""Plain causal attention."""

@@ -1,11 +1,10 @@
 """Collectives between processes of one host over shared memory, compiled (``cpu/collectives.cpp``).
 
 Invariants:
-- The end of a process, however it comes, is noticed within tens of milliseconds by those that wait for it: it
-  holds a lock on a byte of the memory's file, which the system drops.
+- The end of a process is noticed within tens of milliseconds by those that wait for it: it holds a lock on a
+  byte of the memory's file, which the system drops.
 - After a failure every call fails until :meth:`Collective.reset` on all ranks, or for ever if one is gone.
-- The memory has no name in the file system: others reach it through the process that made it, and nothing
-  outlives the ranks.
+- The memory has no name in the file system, and nothing outlives the ranks.
 """
 
 import ctypes
@@ -49,9 +48,7 @@ _F_OFD_SETLK = 37
 
 
 class RankLostError(CaesuraError):
-    """A collective cannot end: another rank is gone, has given up, or was late. ``detail``: rank, lost,
-    reason.
-    """
+    """A collective cannot end: another rank is gone, has given up, or was late."""
 
     def __init__(self, rank: int, lost: int | None, reason: str) -> None:
         """``lost`` is the missing rank, or None if unknown; ``rank`` is this one."""
@@ -74,8 +71,6 @@ class _Struct(ctypes.Structure):
 
 
 class Collective:
-    """One rank's place in the shared memory."""
-
     def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
         """Args:
             fd: memory made by :func:`create`; this object owns it from now on.
@@ -103,11 +98,9 @@ class Collective:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of a rank in one round."""
         return int(self._struct.bytes)
 
     def rounds(self, nbytes: int) -> int:
-        """Return the number of rounds that a sum of ``nbytes`` takes."""
         return -(-nbytes // self.buffer_bytes)
 
     def assemble(self) -> None:
@@ -122,9 +115,7 @@ class Collective:
         self.check()
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
-        """Write ``x`` [T, w] of each rank side by side into ``out`` [T, n]; columns beyond the n-th are
-        dropped.
-        """
+        """Write ``x`` [T, w] of each rank side by side into ``out`` [T, n]; further columns are dropped."""
         fits = x.dim() == out.dim() == 2 and x.dtype == out.dtype and len(x) == len(out)
         _require(fits and x.is_contiguous() and out.is_contiguous(), x)
         row, width = out.shape[1] * out.itemsize, x.shape[1] * x.itemsize
@@ -139,7 +130,6 @@ class Collective:
         self.check()
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
         _barrier(self.address)
         self.check()
 
@@ -148,12 +138,10 @@ class Collective:
         _abort(self.address)
 
     def reset(self) -> None:
-        """Begin anew after a failure; all ranks do."""
         _reset(self.address)
         self.check()
 
     def check(self) -> None:
-        """Raise RankLostError if the last call has failed."""
         failure = self._struct.failure
         if failure:
             lost = self._struct.lost

@@ -4,8 +4,7 @@ Invariants:
 - The bits are those of the same model computed operation by operation (``layers/``) with compiled kernels.
 - Addresses are read at every step: a release of memory may move tensors.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
-- With several ranks each has its heads and its part of the width, and the sums over them are part of the
-  call.
+- With several ranks each has its heads and its part of the width; the call includes the sums over them.
 """
 
 import ctypes
@@ -26,18 +25,15 @@ _DECODER = native.by_dtype("caesura_decoder", POINTER, POINTER, SIZE, POINTER, P
 _counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, SIZE, INT, result=SIZE)
 
 _INT64, _FLOAT32 = 8, 4
-"""Sizes in bytes."""
 _OF_STEP = 5
-"""Number of pointers at the end of a layer's list: the experts' record, keys, values, cosines, sines."""
+"""Pointers at the end of a layer's list: the experts' record, keys, values, cosines, sines."""
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of positions, each [P, 1, rotated / 2], contiguous."""
 
 
 class _Regions:
-    """Places of a step's intermediate results in one piece of memory; attention and what follows it share
-    one.
-    """
+    """Places of a step's intermediate results in one piece of memory; attention and block share one."""
 
     def __init__(self, shape: LayerShape, kinds: Sequence[LayerKind], item: int) -> None:
         latent, heads, hidden = shape.latent, shape.heads, shape.hidden * item
@@ -93,8 +89,6 @@ class _Regions:
 
 
 class DecoderKernel:
-    """Kernel and memory for one model."""
-
     def __init__(
         self,
         layers: Sequence[LayerTensors],
@@ -107,9 +101,7 @@ class DecoderKernel:
         ranks: Collective | None = None,
     ) -> None:
         """Args:
-            kinds: kind of each layer.
             last_norm: [hidden], weight of the norm behind the layers.
-            eps: epsilon of the norms.
             head_eps: epsilon of the norms of queries and keys, or of latents; None without them.
             ranks: ranks over which attention's results and each layer's are summed; None if they are whole.
 
@@ -167,18 +159,14 @@ class DecoderKernel:
         step: PagedStep,
         record: Callable[[int], Tensor] | None = None,
     ) -> Tensor:
-        """Compute a step of T tokens, S of them sampled.
+        """Compute a step of T tokens, S of them sampled: [S, hidden] behind the norm, valid until the next.
 
         Args:
             residual: [T, hidden], contiguous: the embeddings; overwritten.
             angles: angles of each layer, for at least the positions up to the largest.
             positions: int64 [T], contiguous; inside the table of angles, which is not checked.
             sampled: int64 [S], contiguous: which of the T tokens; not checked either.
-            record: integers of 1 or 2 bytes [T, k] for the experts' ids of a layer. None means that no layer
-                notes them.
-
-        Returns:
-            [S, hidden] behind the last norm, valid until the next call.
+            record: integers of 1 or 2 bytes [T, k] for the experts' ids of a layer; None notes none.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
@@ -212,7 +200,6 @@ class DecoderKernel:
     def _fill_step(
         self, residual: Tensor, cos: Tensor, positions: Tensor, sampled: Tensor, step: PagedStep, threads: int
     ) -> None:
-        """Fill all fields but the addresses of intermediate results."""
         to, attention = self._step, step.attention
         to.tokens, to.residual = residual.shape[0], residual.data_ptr()
         to.angles_row, to.positions = cos.stride(0), positions.data_ptr()
@@ -235,7 +222,6 @@ class DecoderKernel:
     def _fill_table(
         self, step: PagedStep, angles: Sequence[Angles], record: Callable[[int], Tensor] | None
     ) -> None:
-        """Fill in the addresses of each layer's tensors; constant ones at the first call only."""
         records = [
             None if record is None or kind.experts is None else record(number)
             for number, kind in enumerate(self._kinds)
@@ -287,7 +273,6 @@ class DecoderKernel:
             )
 
     def _attends_with(self, step: PagedStep, keys: Tensor, values: Tensor) -> bool:
-        """Return True if the step's attention, and the places of K and V, are those of the layers."""
         shape, attention = self._shape, step.attention
         heads = attention.dtype == self._dtype and attention.group * attention.kv_heads == shape.heads
         if shape.latent is not None:

@@ -1,5 +1,4 @@
-"""Arguments of the fused decoder kernel: a layer's tensors, what it computes with them, and checks that they
-fit.
+"""Arguments of the fused decoder kernel, and checks that they fit.
 
 Invariant: whatever passes the checks is read within its bounds; an absent tensor is None.
 """
@@ -69,7 +68,6 @@ class GroupRouting:
     groups: int
     top_groups: int
     sigmoid: bool
-    """Scores are sigmoid, else softmax."""
     best_two: bool
     """A group's score is the sum of its two best, else its best."""
     scale: float
@@ -89,8 +87,6 @@ class ExpertsForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """Computation of one layer."""
-
     intermediate: int
     """Width of the dense block, or of the shared experts; 0 without them."""
     bend: Bend = "silu"
@@ -98,7 +94,7 @@ class LayerKind:
     experts: ExpertsForm | None = None
 
     def as_struct(self, record: Tensor | None) -> LayerForm:
-        """Return the kernel's struct; ``record``: integers [T, k] where the choice is noted."""
+        """``record``: integers [T, k] where the choice is noted."""
         attention, experts = self.attention, self.experts
         form = LayerForm(
             intermediate=self.intermediate,
@@ -120,8 +116,6 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """Sizes of latent attention (``layers/mla.py``)."""
-
     latent: int
     q_rank: int
     """Size of the queries' own latent; 0 without one."""
@@ -138,18 +132,14 @@ class LayerShape:
     heads: int
     kv_heads: int
     head_size: int
-    """Elements of a query head; with latent attention both parts."""
     rotated: int
-    """Rotated elements of a query head."""
     from_one: bool = False
-    """Factors of norms are ``1 + weight``."""
     latent: LatentSizes | None = None
     scale_columns: int = 0
     """Inputs that share a scale of an FP8 weight; 0 if no weight is FP8."""
 
     @property
     def q(self) -> int:
-        """Elements of a token's queries."""
         return self.heads * self.head_size
 
     @property
@@ -161,12 +151,10 @@ class LayerShape:
 
     @property
     def width(self) -> int:
-        """Elements of a token's latent and rotated key."""
         return 0 if self.latent is None else self.latent.latent + self.rotated
 
     @property
     def attended(self) -> int:
-        """Inputs of the output projection."""
         return self.q if self.latent is None else self.heads * self.latent.value
 
     def _products(self, kind: LayerKind) -> dict[str, tuple[int, int, int]]:
@@ -260,7 +248,6 @@ def _in_groups(kind: LayerKind) -> bool:
 
 
 def choosable(groups: int, top_groups: int, experts: int, top_k: int, *, best_two: bool) -> bool:
-    """Return True if the kernel can choose ``top_k`` of ``experts`` experts by groups."""
     size = experts // max(groups, 1)
     return (
         0 < top_groups <= groups <= MAX_GROUPS

@@ -2,9 +2,8 @@
 
 Invariants:
 - Results are those of ``layers/gated_delta.py`` by torch but for the order of sums and the last bit of an
-  exponential: they are rounded to the dtype wherever torch's sequence of operations rounds.
-- A token's bits depend on that token and the state before it alone: neither on other sequences nor on
-  chunking.
+  exponential.
+- A token's bits depend on that token and the state before it alone: on neither other sequences nor chunking.
 """
 
 import ctypes
@@ -18,7 +17,6 @@ from . import TORCH, best, native
 from .native import FLOAT, INT, POINTER, SIZE
 
 LARGEST_HEAD = 256
-"""Largest head, by the buffers of ``cpu/delta.cpp``."""
 
 _STEP = native.by_dtype(
     "caesura_delta_step",
@@ -30,25 +28,21 @@ _STEP = native.by_dtype(
 )
 
 NO_STATE = -1
-"""Stands for a row of states that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Tokens of a step and the states that they begin from and end in; a sequence's segments are
-    consecutive.
-    """
+    """Tokens of a step and the states that they begin and end in; a sequence's segments are consecutive."""
 
     table: Tensor
-    """int64 [segments, 5]: first token, tokens, state row at the beginning, state row at the end, and another
-    row that receives a copy of the state at the end. No row is written by two sequences; :data:`NO_STATE` for
-    none.
+    """int64 [segments, 5]: first token, tokens, state rows at the beginning, at the end, for a copy of it.
+
+    No row is written by two sequences; :data:`NO_STATE` for none.
     """
     chains: Tensor
     """int64 [sequences + 1]: the first segment of each sequence, then their number."""
 
     def fits(self) -> bool:
-        """Return True if the kernel would read the tensors correctly."""
         count = self.table.shape[0]
         return (
             self.table.dtype == self.chains.dtype == torch.int64
@@ -62,14 +56,12 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaPlaces:
-    """Places in a layer's first product: those of the first key head, and the stride to the next, in
-    elements.
+    """Places in a layer's first product: those of the first key head, and the stride to the next.
 
     Value heads of a key head are neighbours in ``value``, ``gate``, ``b`` and ``a``.
     """
 
     width: int
-    """Elements of a row."""
     query: tuple[int, int]
     key: tuple[int, int]
     value: tuple[int, int]
@@ -90,12 +82,9 @@ class DeltaWeights:
     norm: Tensor
     """[value size]"""
     eps: float
-    """Epsilon of the norm."""
 
 
 class DeltaStep:
-    """Kernel for layers of one shape."""
-
     def __init__(self, shape: StateShape, places: DeltaPlaces) -> None:
         self._shape, self._width = shape, places.width
         pairs = (places.query, places.key, places.value, places.gate, places.b, places.a)
@@ -115,7 +104,7 @@ class DeltaStep:
 
         Args:
             x: [T, places.width], elements of a row contiguous.
-            segments: tokens and rows are inside the bounds of the other arguments, which is not checked.
+            segments: inside the bounds of the other arguments, which is not checked.
             past: [states, kernel - 1, channels], of :class:`~..cache.state_pool.StatePool`, overwritten.
             recurrent: float32 [states, value heads, key size, value size], likewise.
             out: [T, value heads * value size], contiguous.
@@ -166,12 +155,10 @@ class DeltaStep:
 def delta_for(
     device: torch.device, dtype: torch.dtype, shape: StateShape, places: DeltaPlaces
 ) -> DeltaStep | None:
-    """Return the kernel for layers of ``shape``, or None if torch serves."""
     if best("linear_attention", device, dtype) == TORCH or not computable(shape):
         return None
     return DeltaStep(shape, places)
 
 
 def computable(shape: StateShape) -> bool:
-    """Return True if the kernel takes heads of these sizes."""
     return max(shape.key_size, shape.value_size) <= LARGEST_HEAD

@@ -5,7 +5,8 @@ Invariants:
   exponential: they are rounded to the dtype wherever torch's sequence of operations rounds.
 - A row's bits depend on that row alone.
 
-Everything is of one dtype of :data:`~.native.FLOATS`, on the CPU.
+Everything is of one dtype of :data:`~.native.FLOATS`, with elements of a row contiguous. ValueError is raised
+for whatever a kernel would misread.
 """
 
 import torch
@@ -51,14 +52,10 @@ def rms_norm(
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
 
     Args:
-        x: [T, size], elements of a row contiguous, as everywhere here.
-        weight: [size].
+        x: [T, size].
         residual: [T, size], updated in place. None: ``x`` is normalised as it is.
         out: [T, size]; it may be ``x``. None means fresh memory.
         from_one: the factor is ``1 + weight``, and the product is rounded once.
-
-    Raises:
-        ValueError: a tensor that the kernel would misread; likewise below.
     """
     shape, dtype = x.shape, x.dtype
     rows, size = shape
@@ -119,17 +116,14 @@ def rope_store(
     out: Tensor,
     norm: HeadNorms | None = None,
 ) -> Tensor:
-    """Normalise (if asked to) and rotate queries and keys, store keys and values; return the queries,
-    ``out``.
+    """Normalise (if asked to) and rotate queries and keys, store keys and values; return queries, ``out``.
 
     Args:
         qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous: queries, keys, values.
-        num_heads: number of query heads.
         cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
         kv_slots: int64 [T], ``page * 16 + offset``: inside the pool, which is not checked.
         keys, values: [pages, kv heads, 16, head size], contiguous.
         out: [T, query heads, head size], heads of a token contiguous; it may be ``qkv[:, :num_heads]``.
-        norm: norms of queries and keys, or None.
     """
     tokens, heads, size = qkv.shape
     kv_heads = (heads - num_heads) // 2
@@ -171,7 +165,6 @@ def _check_rotation(
     out: Tensor,
     norm: HeadNorms | None,
 ) -> None:
-    """Raise ValueError for whatever the kernel would read or write wrongly."""
     tokens, heads, size = qkv.shape
     kv_heads = (heads - num_heads) // 2
     weights = [] if norm is None else [norm[0], norm[1]]
@@ -207,9 +200,7 @@ def _describe(*tensors: Tensor) -> str:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """Multiply ``x`` [T, size] in place by the rounded sigmoid of ``gate`` [T, 1]; both contiguous. Return
-    ``x``.
-    """
+    """Multiply ``x`` [T, size] in place by the rounded sigmoid of ``gate`` [T, 1], both contiguous."""
     if not (
         _readable(x.dtype, x, gate)
         and gate.shape == (x.shape[0], 1)
@@ -239,8 +230,7 @@ def rotate_latents(
         kv: [T, latent + rope].
         cos, sin: [T, 1, rope / 2].
         norm: norm of latents: weight [latent], epsilon.
-        queries: [T, heads, latent + rope], contiguous; rotated queries are written behind ``latent`` elements
-            of each head.
+        queries: [T, heads, latent + rope], contiguous; written behind ``latent`` elements of each head.
         keys: [T, latent + rope], contiguous: normalised latents and rotated keys are written.
         interleaved: rotated pairs are neighbours.
     """

@@ -5,7 +5,8 @@ Invariants:
   tokens, their number, and the number of threads.
 - Ids that are not of an expert are refused before anything is read by them.
 
-Everything is of one dtype of :data:`~.native.FLOATS`, on the CPU.
+Everything is of one dtype of :data:`~.native.FLOATS`. ValueError is raised for whatever a kernel would
+misread.
 """
 
 from dataclasses import dataclass
@@ -32,10 +33,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 
     Returns:
         Ids, int64 [T, top_k], and float32 weights [T, top_k]: softmax over all experts, divided by the sum of
-        the chosen ones' if ``normalize``, rounded to the logits' dtype. NaN if a logit is.
-
-    Raises:
-        ValueError: ``top_k`` exceeds the experts, or logits that the kernel would misread.
+            the chosen ones' if ``normalize``, rounded to the logits' dtype. NaN if a logit is.
     """
     tokens, experts = logits.shape
     if not (0 < top_k <= experts and logits.dtype in _ROUTE and logits.is_contiguous()):
@@ -52,18 +50,10 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 def route_in_groups(
     logits: Tensor, bias: Tensor | None, top_k: int, by: GroupRouting, *, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Choose the best experts of the best groups by float32 logits [T, experts], which are replaced by
-    scores.
+    """Choose the best experts of the best groups by float32 logits [T, experts], which become scores.
 
-    Args:
-        bias: float32 [experts], added to scores for the choice alone.
-
-    Returns:
-        Ids, and float32 weights, which are not rounded.
-
-    Raises:
-        ValueError: logits or a bias that the kernel would misread. :func:`~.decoder_layers.choosable` is not
-            checked.
+    ``bias``, float32 [experts], is added to scores for the choice alone. The weights returned with the ids
+    are not rounded. :func:`~.decoder_layers.choosable` is not checked.
     """
     tokens, experts = logits.shape
     tensors = [logits] if bias is None else [logits, bias]
@@ -97,15 +87,10 @@ class Groups:
     starts: Tensor
     """int64 [experts + 1]: the first sorted pair of each group, and the end of the last."""
     count: int
-    """Number of experts that were chosen."""
 
 
 def group(ids: Tensor, num_experts: int) -> Groups:
-    """Sort the pairs of ``ids`` int64 [T, k].
-
-    Raises:
-        IndexError: an id outside [0, num_experts).
-    """
+    """Sort the pairs of ``ids`` int64 [T, k]; IndexError: an id outside [0, num_experts)."""
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.is_contiguous():
         raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)} strides {ids.stride()}")
     tokens, places = torch.empty(ids.numel(), dtype=torch.int64), torch.empty_like(ids)
@@ -127,9 +112,7 @@ def group(ids: Tensor, num_experts: int) -> Groups:
 
 
 class GroupedProduct:
-    """``x @ w[e].T + b[e]`` for packed ``w`` [experts, N, K], e the expert of a row; sums in float32, rounded
-    once.
-    """
+    """``x @ w[e].T + b[e]`` for packed ``w`` [experts, N, K], e a row's expert; float32 sums rounded once."""
 
     def __init__(
         self,
@@ -140,14 +123,9 @@ class GroupedProduct:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Args:
-            weight: storage of ``num_experts`` times the rows that N are padded to.
-            scales: scales of an FP8 weight, one expert's after the other's. None: the weight has the dtype of
-                ``x``.
-            dtype: dtype of ``x``. None means the weight's.
+        """``weight``: storage of ``num_experts`` times the rows that N are padded to.
 
-        Raises:
-            ValueError: the weight has another shape or cannot be packed.
+        ``scales`` of an FP8 weight: one expert's after the other's. ``dtype`` of ``x``: None is the weight's.
         """
         self._dtype = weight.dtype if dtype is None else dtype
         if not holds(weight, scales, num_experts, outputs, inputs, self._dtype):
@@ -162,15 +140,7 @@ class GroupedProduct:
     def __call__(
         self, x: Tensor, groups: Groups, out: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """Map [pairs, K], sorted as ``groups`` says, to ``out`` [pairs, N], both contiguous, and return it.
-
-        Args:
-            out: None means fresh memory.
-            bias: [experts, N], contiguous, or None.
-
-        Raises:
-            ValueError: shapes or dtypes that do not fit together.
-        """
+        """Map [pairs, K], sorted as ``groups``, to [pairs, N], both contiguous; ``bias``: [experts, N]."""
         pairs = len(groups.tokens)
         out = torch.empty((pairs, self._outputs), dtype=x.dtype) if out is None else out
         if not (
@@ -211,12 +181,7 @@ class GroupedProduct:
 
 
 def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
-    """Return each token's sum of ``weights`` (float32 [T, k]) times its rows of ``y`` [pairs, size]: [T,
-    size].
-
-    Raises:
-        ValueError: shapes, dtypes or strides that do not fit together.
-    """
+    """Return [T, size], each token's sum of ``weights`` (float32 [T, k]) times its rows of ``y``."""
     tokens, k = groups.places.shape
     if not (
         weights.shape == (tokens, k)

@@ -1,14 +1,15 @@
 """Products with packed weights, and the only functions that know the packed layout (``cpu/linear.cpp``).
 
 Invariants:
-- Storage is one ordinary tensor of the weight's dtype and (padded) shape, allocated once as zeros by
-  :func:`storage`. Rows in checkpoint layout are written into it in any pieces and any order; the result
-  depends on the rows alone, byte for byte.
+- Storage is one ordinary tensor of the weight's dtype and :func:`storage_shape`, allocated once as zeros.
+  Rows in checkpoint layout are written into it in any pieces and any order; the result depends on the rows
+  alone, byte for byte.
 - A row of a product has the same bits whatever the other rows, their number, and the number of threads.
 - Weights may be float8_e4m3fn, with scales for blocks of their rows (:class:`Scales`): the product is then,
   to the last bit, that of the dequantised weight, each of its elements ``float32(weight) * scale``, rounded
-  once to the dtype of ``x``. With AMX it is the product of AVX-512, which has no other bits for other rows
-  either.
+  once to the dtype of ``x``. With AMX it is the product of AVX-512.
+
+ValueError is raised for shapes, dtypes or strides that do not fit together.
 """
 
 from typing import NamedTuple
@@ -43,20 +44,14 @@ _WORD = 4
 
 
 class Scales(NamedTuple):
-    """Scales of an FP8 weight."""
-
     lines: Tensor
-    """float32 of :func:`scales_shape`, contiguous: one row for each block of inputs, with every output's
-    scale.
-    """
+    """float32 of :func:`scales_shape`, contiguous: a row of every output's scale per block of inputs."""
     columns: int
     """Inputs of a block."""
 
 
 def scales_shape(outputs: int, inputs: int, columns: int) -> tuple[int, int]:
-    """Return the shape of the scales of a weight [outputs, inputs] in blocks of ``columns`` inputs, outputs
-    padded.
-    """
+    """Return the shape of the scales of a weight in blocks of ``columns`` inputs, outputs padded."""
     return -(-inputs // columns), -(-outputs // _PANEL) * _PANEL
 
 
@@ -68,9 +63,7 @@ def scalable(inputs: int, columns: int) -> bool:
 def holds(
     weight: Tensor, scales: Scales | None, count: int, outputs: int, inputs: int, dtype: torch.dtype
 ) -> bool:
-    """Return True if these are ``count`` packed weights [outputs, inputs], in whole panels, for products with
-    ``dtype``.
-    """
+    """Return True if these are ``count`` packed weights [outputs, inputs] for products with ``dtype``."""
     stored = dtype if scales is None else FP8
     rows, columns = storage_shape(outputs, inputs, stored)
     fits = (
@@ -95,17 +88,13 @@ def holds(
 
 
 def storage_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the shape of the storage of a weight [outputs, inputs]: padded to multiples of 32 and of 64
-    bytes.
-    """
+    """Return the shape of a weight's storage: padded to multiples of 32 outputs and of 64 bytes."""
     tile = _TILE_BYTES // dtype.itemsize
     return -(-outputs // _PANEL) * _PANEL, -(-inputs // tile) * tile
 
 
 def packable(inputs: int, dtype: torch.dtype) -> bool:
-    """Return True if rows can be packed: float32, an even number of bfloat16 or float16, or a multiple of
-    four FP8.
-    """
+    """Return True if rows can be packed: float32, even numbers of 16-bit floats, or multiples of four FP8."""
     return inputs > 0 and dtype in (*native.FLOATS, FP8) and inputs * dtype.itemsize % _WORD == 0
 
 
@@ -115,9 +104,7 @@ def is_storage(weight: Tensor) -> bool:
 
 
 class Product:
-    """``x @ w.T + bias`` for one packed ``w`` [N, K]; sums in float32, rounded once. Constants are checked
-    once.
-    """
+    """``x @ w.T + bias`` for one packed ``w`` [N, K]; sums in float32, rounded once."""
 
     def __init__(
         self,
@@ -127,14 +114,7 @@ class Product:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Args:
-            weight: storage of ``w``.
-            scales: scales of an FP8 weight. None: the weight has the dtype of ``x``.
-            dtype: dtype of ``x``. None means the weight's.
-
-        Raises:
-            ValueError: the weight has another shape or cannot be packed.
-        """
+        """``weight``: storage of ``w``, with ``scales`` if it is FP8; ``dtype`` of ``x``, or the weight's."""
         self._dtype = weight.dtype if dtype is None else dtype
         if not holds(weight, scales, 1, outputs, inputs, self._dtype):
             raise ValueError(f"{_described(weight)} does not hold {outputs} packed rows of {inputs}")
@@ -150,18 +130,13 @@ class Product:
         *,
         wide: bool = False,
     ) -> Tensor:
-        """Args:
+        """Return ``out``, fresh memory if it is None.
+
+        Args:
             x: [M, K] of the product's dtype, columns contiguous.
             bias: [N], contiguous, or None.
-            out: [M, N], columns contiguous; overwritten. It must not overlap the others. None means fresh
-                memory.
+            out: [M, N], columns contiguous; overwritten. It must not overlap the others.
             wide: ``out`` is float32, the sums as they are; without a bias.
-
-        Returns:
-            ``out``.
-
-        Raises:
-            ValueError: shapes, dtypes or strides that do not fit together.
         """
         rows, inputs = x.shape
         outputs, dtype = self._outputs, self._dtype
@@ -200,12 +175,7 @@ class BatchedProduct:
     """``x[:, b] @ w[b].T`` for packed ``w`` [B, N, K], in whole panels; sums in float32, rounded once."""
 
     def __init__(self, weight: Tensor, count: int, outputs: int, inputs: int) -> None:
-        """Args:
-            weight: storage of ``count`` times the rows that N are padded to.
-
-        Raises:
-            ValueError: the weight has another shape or cannot be packed.
-        """
+        """``weight``: storage of ``count`` times the rows that N are padded to."""
         if not holds(weight, None, count, outputs, inputs, weight.dtype):
             raise ValueError(
                 f"{_described(weight)} does not hold {count} x {outputs} packed rows of {inputs}"
@@ -214,12 +184,7 @@ class BatchedProduct:
         self._compute = _BATCHES[weight.dtype]
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """Map [M, B, K] to ``out`` [M, B, N], columns of both contiguous, and return it; it must not overlap
-        the others.
-
-        Raises:
-            ValueError: shapes, dtypes or strides that do not fit together.
-        """
+        """Map [M, B, K] to ``out`` [M, B, N], columns of both contiguous; they must not overlap."""
         count, outputs, inputs = self._sizes
         rows = x.shape[0]
         if not (
@@ -241,14 +206,12 @@ class BatchedProduct:
 
 
 def address(scales: Scales | None) -> tuple[int | None, int]:
-    """Return the address of scales, and their columns, as the kernels take them."""
     return (None, 0) if scales is None else (scales.lines.data_ptr(), scales.columns)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: Scales | None = None
 ) -> Tensor:
-    """Compute one :class:`Product`; N and K are those of ``out`` and ``x``."""
     dtype = None if scales is None else x.dtype
     return Product(weight, out.shape[1], x.shape[1], scales, dtype)(x, bias, out)
 
@@ -279,7 +242,7 @@ def equal_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
 
 
 def gather_rows(weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
-    """Read rows ``ids`` (int64 [n], contiguous) of the packed weight into ``out`` [n, K], and return it.
+    """Read rows ``ids`` (int64 [n]) of the packed weight into ``out`` [n, K], and return it.
 
     Raises:
         IndexError: an id is not that of a row of the (padded) storage.

@@ -51,9 +51,7 @@ def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class LayerForm(ctypes.Structure):
-    """``LayerForm`` of ``cpu/operations.h``; sizes of the three structures are compared when the library is
-    loaded.
-    """
+    """``LayerForm`` of ``cpu/operations.h``; structures' sizes are compared when the library is loaded."""
 
     _fields_ = [
         *_all(SIZE, "intermediate bend window"),
@@ -119,7 +117,6 @@ def _library() -> ctypes.CDLL | str:
 
 
 def _find() -> Path | None:
-    """Return the extension beside this file that was built for this interpreter, or None."""
     folder = Path(__file__).parent
     return next((file for suffix in EXTENSION_SUFFIXES if (file := folder / f"_cpu{suffix}").exists()), None)
 
@@ -142,9 +139,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def limited_to(name: str) -> Iterator[bool]:
-    """Limit kernels called within the block to ``name``, for comparisons. Yields False, changing nothing, if
-    they cannot.
-    """
+    """Limit kernels to ``name`` within the block. Yields False, changing nothing, if they cannot."""
     library = _library()
     if isinstance(library, str):
         yield name == ISAS[0]
@@ -160,9 +155,7 @@ def limited_to(name: str) -> Iterator[bool]:
 
 
 def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
-    """Return the library's function ``name``, resolved at its first call, when kernels must be there
-    (:func:`why_not`).
-    """
+    """Return the library's function ``name``, resolved at its first call, when kernels must be there."""
     native: Callable[..., Any] | None = None
 
     def call(*values: Any) -> Any:
@@ -185,5 +178,4 @@ def by_dtype(name: str, *arguments: Any, result: Any = None) -> dict[torch.dtype
 
 
 def num_threads() -> int:
-    """Return torch's number of threads."""
     return torch.get_num_threads()

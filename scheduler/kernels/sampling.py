@@ -58,8 +58,7 @@ class RowSampler:
                 the sampled one; -1 where all are kept or a row was not finite. Or None.
 
         Raises:
-            ValueError: shapes, dtypes or strides that do not fit together; a filter without ``top_k`` and
-                ``top_p``.
+            ValueError: tensors that do not fit together; a filter without ``top_k`` and ``top_p``.
         """
         per_row = (
             (temperature, torch.float32),
@@ -91,7 +90,6 @@ class RowSampler:
         )
 
     def _check(self, logits: Tensor, per_row: Sequence[tuple[Tensor | None, torch.dtype]]) -> None:
-        """Raise ValueError for whatever the kernel would misread."""
         rows = logits.shape[0]
         fits = logits.shape[1:] == (self._vocab_size,) and logits.dtype in _SAMPLE and logits.stride(1) == 1
         if not fits or not all(

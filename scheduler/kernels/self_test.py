@@ -1,7 +1,7 @@
 """Self-tests of a library's kernels before they serve.
 
 Invariant: whatever an attempt raises is an answer. Libraries that compile at first use raise all kinds of
-errors, for a missing compiler as for one that fails.
+errors.
 """
 
 import re
@@ -12,9 +12,7 @@ _LONGEST = 300
 
 
 def failure(attempt: Callable[[], Iterable[float]], agreement: float, what: str) -> str | None:
-    """Return why ``what`` cannot serve, or None if all differences that ``attempt`` yields are within
-    ``agreement``.
-    """
+    """Return why ``what`` cannot serve; None if all differences of ``attempt`` are within ``agreement``."""
     try:
         largest = 0.0
         for difference in attempt():
@@ -28,9 +26,7 @@ def failure(attempt: Callable[[], Iterable[float]], agreement: float, what: str)
 
 
 def _told(error: Exception) -> str:
-    """Return an error's kind, its first line, and the first line that tells more: builds put their reasons
-    further down.
-    """
+    """Return an error's kind, its first line, and the first that tells more: builds put reasons below."""
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     told = f"{type(error).__name__}: {first}"[:_LONGEST].removesuffix(": ")
     reason = next((line for line in others if _TELLS.search(line)), None)

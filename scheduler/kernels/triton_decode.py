@@ -1,5 +1,4 @@
-"""Paged attention of decode rows in Triton, for graphs: one program per row, KV head and part of the row's
-KV.
+"""Paged attention of decode rows in Triton, for graphs: one program per row, KV head and part of its KV.
 
 Invariants:
 - Lengths and pages are read on the device, so one launch serves every length: a step's only arguments are
@@ -25,13 +24,9 @@ from torch import Tensor
 from .attention_form import PLAIN, AttentionForm
 
 _BLOCK = 64
-"""Tokens per step of a program: four pages."""
 _MIN_DOT = 16
-"""Smallest number of rows, and of columns, of a matrix instruction."""
 _MOST_SUMS = 2048
-"""Sums of values (query heads times head size) beside which float32 products of ``_BLOCK`` tokens fit into
-registers.
-"""
+"""Sums of values (query heads times head size) beside which float32 products of ``_BLOCK`` tokens fit."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -90,11 +85,9 @@ def _attend(
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Attend to one part of what one row sees, for the query heads of one KV head; scores are in units of log
-    2.
+    """Attend to one part of what one row sees, for one KV head's query heads; scores are in units of log 2.
 
-    ``window`` 0 sees all. If scores are ``capped``, ``scale`` has been divided by the cap, and ``cap`` has
-    the units.
+    ``window`` 0 sees all. ``capped``: ``scale`` has been divided by the cap, and ``cap`` has the units.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
@@ -150,7 +143,6 @@ def _combine(
     splits: tl.constexpr,
     with_sinks: tl.constexpr,
 ):
-    """Combine the parts of one query head of one row, and its sink if there is one."""
     head = tl.program_id(0)
     split, column = tl.arange(0, splits), tl.arange(0, width)
     maximum = tl.load(maxima + head * splits + split)
@@ -172,9 +164,7 @@ _store_kernel, _attend_kernel, _combine_kernel = triton.jit(_store), triton.jit(
 
 
 def num_splits(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the parts of each row's KV, a power of two up to 64: about two programs for each
-    multiprocessor.
-    """
+    """Return the parts of each row's KV, a power of two up to 64: about two programs per multiprocessor."""
     wanted = -(-2 * multiprocessors // (rows * kv_heads))
     return int(min(64, triton.next_power_of_2(wanted)))
 
@@ -195,8 +185,9 @@ class PagedDecode:
         scale: float,
         splits: int,
     ) -> None:
-        """Args: table, window_table: int32 [rows, pages], read at each call: of layers that see everything,
-        or have a window. kv_lens: int32 [rows], this step's token included; at least 1.
+        """Tables, of layers without and with a window, are int32 [rows, pages], read at each call.
+
+        ``kv_lens``: int32 [rows], this step's token included; at least 1.
         """
         self._tables, self._kv_lens = (table, window_table), kv_lens
         self._heads, self._kv_heads, self._size = num_heads, num_kv_heads, head_size
@@ -226,14 +217,7 @@ class PagedDecode:
         return self.attend(q, k_pool, v_pool, form)
 
     def attend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, form: AttentionForm = PLAIN) -> Tensor:
-        """Args:
-            q: [rows, heads, size], the last dimension contiguous.
-            k_pool, v_pool: [pages, kv heads, page size, size], this step's K and V included.
-            form: form of the layer.
-
-        Returns:
-            [rows, heads * size]
-        """
+        """Return [rows, heads * size]; pools hold this step's K and V."""
         rows, capped = len(self._kv_lens), form.softcap is not None
         table = self._tables[form.window is not None]
         scale = self._scale if form.scale is None else form.scale

@@ -1,5 +1,4 @@
-"""Operations around the products of routed experts on CUDA, in Triton: choice, order of rows, and weighted
-sum.
+"""Operations around the products of routed experts on CUDA, in Triton: choice, order of rows, weighted sum.
 
 Invariants:
 - Nothing waits for the device, and a token's results depend on that token alone.
@@ -31,19 +30,14 @@ _SORTED, _LOOKED_AT = 8, 256
 _COPIED = 512
 """Elements that a program copies together, of each of its rows."""
 _SUMMED = 1024
-"""Elements of a token that a program sums."""
 _TINY = 1e-20
-"""Added to sums of weights before they divide."""
 _NONE = tl.constexpr(-(2**63))
-"""Below every key."""
 _IDS = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
 def _keys(values, ids):
-    """Return int64 keys in the order of float32 ``values``, the lower id higher among equals; NaN has one
-    fixed place.
-    """
+    """Return int64 keys in the order of float32 ``values``, the lower id higher among equals."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (_IDS - ids.to(tl.int64))
@@ -182,7 +176,6 @@ def _combine_kernel(
     block: tl.constexpr,
     added: tl.constexpr,
 ):
-    """Sum some elements of one token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
@@ -215,8 +208,7 @@ def route(
     group_score: Literal["max", "top2"] = "max",
     record: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of the largest scores, best first, the lower id first among equals
-    (``layers/grouped_router.py``).
+    """Choose the experts of the largest scores, best first (``layers/grouped_router.py``).
 
     Args:
         logits: [T, experts], elements of a row contiguous.
@@ -249,13 +241,11 @@ def route(
 def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy the rows of ``x`` [T, size] once for each of their experts, sorted by expert, in order within one.
 
-    Args:
-        x: elements of a row contiguous.
-        expert_ids: int64 [T, k], contiguous; at least one and at most :data:`MAX_PAIRS`.
+    ``expert_ids``: int64 [T, k], contiguous; 1 to :data:`MAX_PAIRS`.
 
     Returns:
         Rows [T * k, size]; the place of each pair, int64 [T, k]; the end of each expert's rows, int32
-        [experts].
+            [experts].
     """
     (tokens, top_k), size = expert_ids.shape, x.shape[1]
     pairs = tokens * top_k
@@ -273,16 +263,13 @@ def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, 
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Return each token's sum of ``weights`` times its rows of ``y``, plus ``addend``.
+    """Return each token's sum of ``weights`` times its rows of ``y``, plus ``addend``: [T, size].
 
     Args:
         y: [pairs, size].
         places: [T, k], contiguous: rows of ``y``.
         weights: float32 [T, k], contiguous.
         addend: [T, size], elements of a row contiguous, added to the rounded sum; or None.
-
-    Returns:
-        [T, size], fresh memory.
     """
     (tokens, top_k), size = places.shape, y.shape[1]
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)

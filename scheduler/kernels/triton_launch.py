@@ -18,12 +18,9 @@ _ALIGNMENT = 16
 
 
 class Launcher:
-    """Launcher of one kernel, whose parameters are tensors, then numbers, then constants
-    (``tl.constexpr``).
-    """
+    """Launcher of one kernel, whose parameters are tensors, then numbers, then ``tl.constexpr``."""
 
     def __init__(self, kernel: Any, *, tensors: int, numbers: int) -> None:
-        """``kernel`` is made by ``triton.jit``, with so many tensors and numbers."""
         self._kernel = kernel
         self._variants: dict[Any, Any] = {}
         params = getattr(kernel, "params", None)  # the interpreter's kernels have none, and no variants
@@ -42,7 +39,6 @@ class Launcher:
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:
-        """Launch with ``warps`` for each program of ``grid``, on the current stream of the current device."""
         places = 0
         for i in self._aligned:
             places |= tensors[i].data_ptr()

@@ -1,5 +1,4 @@
-"""Sampling in Triton, filtered or not, in two launches; the definitions are those of
-``execution/sampler.py``.
+"""Sampling in Triton, filtered or not, in two launches; definitions are those of ``execution/sampler.py``.
 
 Invariants:
 - Every decision is the device's: a launch depends on the number of rows and on nothing else of a step, so
@@ -37,9 +36,7 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """Sampling inputs of the rows, as ``SamplingBatch`` of ``forward.py`` has them; all are on the device and
-    [S].
-    """
+    """Sampling inputs of the rows, as ``SamplingBatch`` of ``forward.py``; all are on the device and [S]."""
 
     temperature: Tensor
     greedy: Tensor
@@ -53,10 +50,8 @@ _BLOCK = 256
 _GROUP = 16
 """Blocks that a program of ``_measure`` reads, and that a pass over the logits reads at a time."""
 _TILE = 1024
-"""Candidates that a pass reads at a time."""
 _CANDIDATES = 8192
 _WARPS = 8
-"""Warps of a program that draws."""
 LARGEST_VOCABULARY = 1 << 18
 """Largest vocabulary: the sum of as many weights is an int64."""
 
@@ -132,15 +127,10 @@ def _search(
     values, listed, count, vocab_size, temperature, best, lowest, target,
     weighted: tl.constexpr, of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Find the last key of the shortest prefix of the descending order that reaches ``target``, equal values
-    together.
+    """Find the last key of the shortest prefix of the descending order that reaches ``target``, and the sum.
 
-    Args:
-        lowest: a value whose prefix reaches it.
-        target: at least 1; of weights if ``weighted``, else of tokens.
-
-    Returns:
-        The key, and the sum above it.
+    Equal values go together. ``lowest``: a value whose prefix reaches it. ``target``: at least 1; of weights
+    if ``weighted``, else of tokens.
     """
     low, high = _key(lowest), _key(best)
     above = tl.zeros([], tl.int64)
@@ -230,11 +220,9 @@ def _solve(
     uniform,
     of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token among the values of a source (:func:`_load`) that are ``lowest`` or more, which include
-    all kept ones.
+    """Draw a token among the values of a source (:func:`_load`) that are ``lowest`` or more.
 
-    Returns:
-        Its index, and the weight of the kept tokens.
+    They include all kept ones. Return its index, and the weight of the kept tokens.
     """
     number, mass = _above(
         values, listed, count, vocab_size, temperature, best, lowest, of_logits, width, tile
@@ -345,9 +333,6 @@ def _draw_filtered(
 
 @triton.jit
 def _is_enough(number, mass, distance, needed, vocab_size, top_k, top_p, min_p):
-    """Return True if all kept tokens are among ``number`` tokens of weight ``mass`` that reach down to
-    ``distance``.
-    """
     by_min_p = tl.exp(-distance) < min_p
     by_rank = tl.where(top_k < vocab_size, number >= top_k, (top_p < 1) & (mass.to(tl.float64) >= needed))
     # Top-p's share is that of what top-k left, which must be known whole.
@@ -360,9 +345,7 @@ def _measure(
     logits, temperature, greedy, maxima, sums, raw_maxima, raw_sums, row_stride, vocab_size, blocks,
     group: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest of each block, +inf if it holds a NaN, and its sum of exponentials relative to
-    that.
-    """
+    """Write the largest of each block, +inf if it holds a NaN, and its sum of exponentials relative to it."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * group + tl.arange(0, group)
     at = block[:, None] * width + tl.arange(0, width)[None, :]
@@ -389,9 +372,7 @@ def _draw_unfiltered(
     logits, divisor, is_greedy, block, block_best, weights, best, total, vocab_size, uniform,
     num_blocks: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token of one row, or take the best: its block by the blocks' weights, then the token in its
-    block.
-    """
+    """Draw a token of one row, or take the best: its block by the blocks' weights, then the token in it."""
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     drawn = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
     chosen = tl.where(is_greedy, tl.min(tl.where(block_best == best, block, num_blocks), 0), drawn)
@@ -420,9 +401,7 @@ def _draw(
     num_blocks: tl.constexpr, capacity: tl.constexpr, group: tl.constexpr, width: tl.constexpr,
     tile: tl.constexpr,
 ):  # fmt: skip
-    """Sample one row from the results of :func:`_measure`; ``num_blocks`` is the power of two that holds
-    ``blocks``.
-    """
+    """Sample one row from the results of :func:`_measure`; ``num_blocks`` is ``blocks``, padded."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     maxima += row * blocks
@@ -496,9 +475,7 @@ class TritonSampler:
         raw_logprobs: Tensor,
         sampled_logprobs: Tensor,
     ) -> None:
-        """Sample every row of ``logits`` [S, V], columns contiguous, into the last four; the batch's flags
-        change nothing.
-        """
+        """Sample every row of ``logits`` [S, V], columns contiguous, into the last four."""
         sizes = (logits.stride(0), self._vocab_size, self._blocks)
         constants = {"group": _GROUP, "width": _BLOCK}
         for start in range(0, logits.shape[0], self._max_rows):

@@ -31,13 +31,10 @@ class AttentionShape:
     qk_norm_eps: float | None = None
     """Epsilon of the RMS norm of queries and keys per head, or None without one."""
     norm_from_one: bool = False
-    """Factors of these norms are ``1 + weight``."""
     sinks: bool = False
     """Each query head has a learnt score that takes weight and has no value."""
     gated: bool = False
-    """Each query head has a gate, as wide as its value, whose sigmoid weights the head's output; the gate's
-    rows follow the head's in the checkpoint.
-    """
+    """A gate's sigmoid weights each query head's output; its rows follow the head's."""
 
 
 class Attention(CompositeLayer):
@@ -60,7 +57,6 @@ class Attention(CompositeLayer):
         """
         heads, kv_heads = head_windows(shape.num_heads, shape.num_kv_heads, place.parallel)
         self.shape = replace(shape, num_heads=heads.length, num_kv_heads=kv_heads.length)
-        """Shape with this rank's heads."""
         self._heads, self._parallel = heads, place.parallel
         self._sinks: Parameter | None = None
         if shape.sinks:
@@ -130,9 +126,7 @@ class Attention(CompositeLayer):
         return self._out(backend.forward(q, k, v, self._layer, self.form), gate)
 
     def _without_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Split off the gates: return queries, keys and values as without gates, and gates [T, query heads *
-        head size].
-        """
+        """Return queries, keys and values as without gates, and gates [T, query heads * head size]."""
         heads, size = self.shape.num_heads, self.shape.head_dim
         queries, rest = projected[:, : 2 * heads * size], projected[:, 2 * heads * size :]
         queries = queries.view(-1, heads, 2, size)
@@ -147,7 +141,6 @@ class Attention(CompositeLayer):
         return out
 
     def parts(self) -> Iterator[Layer]:
-        """Yield q, k and v, o, then the head norms if there are any."""
         yield self.qkv
         yield self.o
         yield from self.qk_norms or ()

@@ -57,13 +57,10 @@ class Embedding:
         return rows
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write the tied head's [S, hidden] to [S, vocab], of this rank's rows of the table, to ``out`` and
-        return it.
-        """
+        """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""
         return self._weight.product(x, None, out)
 
     def read(self) -> Tensor:
-        """Return this rank's rows of the table as [rows, hidden]."""
         return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
@@ -84,7 +81,7 @@ class OutputHead:
         self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place)
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write [S, hidden] to [S, vocab], of this rank's rows of the table, to ``out`` and return it."""
+        """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""
         return self._weight.product(x, None, out)
 
     def slots(self) -> Iterator[WeightSlot]:

@@ -1,15 +1,13 @@
-"""Routed experts: gated feed-forward blocks of which every token passes a few (Shazeer et al., 2017,
-arXiv:1701.06538).
+"""Routed experts: gated feed-forward blocks of which every token passes a few.
 
-Invariants:
+Shazeer et al., 2017, arXiv:1701.06538. Invariants:
 - The weights of all experts are one parameter for each projection, written in place from per-expert
   checkpoint tensors; no second copy of a weight ever exists.
 - Pairs of a token and one of its experts are sorted by expert, and one product goes over all experts: no loop
   over tokens, and none over experts where there is a grouped product for the shape.
-- With several ranks each has a part of every expert's width, and computes all pairs with it. Whole experts on
-  one rank would make sizes of products depend on the routing (some ranks idle, and an accelerator's host
-  waiting to know); a part of the width is the same computation with another size. The ranks must divide the
-  width, and in whole blocks if weights are FP8.
+- With several ranks each has a part of every expert's width, and computes all pairs with it: with whole
+  experts on one rank, sizes of products would depend on the routing. The ranks must divide the width, and in
+  whole blocks if weights are FP8.
 - A token's sum is taken in float32 in the order of its ``expert_ids`` and rounded once. With compiled kernels
   its bits depend on the token alone, unless weights are FP8 that cannot be packed.
 """
@@ -17,16 +15,16 @@ Invariants:
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, TRITON, best, elementwise
+from ..kernels import TORCH, TRITON, best, elementwise, elementwise_for, triton_for
 from ..kernels import experts as kernel
 from ..kernels.attention_form import Bend
-from ..kernels.dispatch import TritonExperts, elementwise_for, triton_experts_for
 from ..kernels.linear import packable, storage_shape
 from .fp8_block import Fp8ExpertMatrix
 from .fp8_packed import PackedFp8ExpertMatrix, packs
@@ -73,9 +71,7 @@ class ExpertMatrix:
     def packed_product(
         self, x: Tensor, groups: kernel.Groups, out: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Write each row of ``x`` [pairs, in] times its expert's weight, plus its bias, to ``out`` [pairs,
-        out].
-        """
+        """Write each row of ``x`` [pairs, in] times its expert's weight, plus bias, to ``out``."""
         assert self._product is not None, "a plain weight"
         return self._product(x, groups, out, bias)
 
@@ -85,7 +81,6 @@ class ExpertMatrix:
 
     @property
     def packed(self) -> Tensor | None:
-        """Packed storage, or None if it is plain."""
         return None if self._product is None else self.parameter.data
 
     @property
@@ -93,9 +88,7 @@ class ExpertMatrix:
         pass
 
     def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield the slot of the checkpoint module's weight, rows ``[start, start + length)`` of the
-        expert's.
-        """
+        """Yield the slot of a checkpoint module, rows ``[start, start + length)`` of the expert's."""
         data = self.parameter.data
         if self._product is not None:
             first, shape = expert * self._rows + start, (length, self._in)
@@ -111,8 +104,6 @@ _AnyMatrix = ExpertMatrix | Fp8ExpertMatrix | PackedFp8ExpertMatrix
 
 
 class PackedExperts(NamedTuple):
-    """Packed weights of all experts of a layer, with scales and biases if there are any."""
-
     gate_up: Tensor
     gate_up_scales: Tensor | None
     gate_up_bias: Tensor | None
@@ -128,16 +119,13 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    """Name inside an expert's module; the module's name is its number."""
+    """Names inside an expert's module; the module's name is its number."""
     stacked: bool = False
-    """All experts are one tensor, as :mod:`.stacked_experts` describes, ``gate_up_proj`` and ``down_proj``.
-    """
+    """All experts are one tensor, as :mod:`.stacked_experts` describes."""
 
 
 class Experts:
-    """The sum of ``weights[t, i] * down_e(bend(gate_e(x[t])) * up_e(x[t]))`` over i, where e is
-    ``expert_ids[t, i]``.
-    """
+    """Sums of ``weights[t, i] * down_e(bend(gate_e(x[t])) * up_e(x[t]))``, e being ``expert_ids[t, i]``."""
 
     def __init__(
         self,
@@ -153,7 +141,6 @@ class Experts:
         place: Placement,
     ) -> None:
         """Args:
-            name: engine name; parameters are ``{name}.gate_up`` and ``{name}.down``.
             prefix: the checkpoint's module, which holds ``{expert}.gate_proj``, ``.up_proj`` and
                 ``.down_proj``, or the names of ``names``.
             bias: every product has one.
@@ -174,7 +161,7 @@ class Experts:
             packable(size, place.dtype) for size in (hidden_size, intermediate_size)
         )
         self._fp8: FlashInferExperts | None = None
-        self._triton = triton_experts_for(place.device, place.dtype)
+        self._triton = triton_for("experts", place.device, place.dtype)
         self._elementwise = elementwise_for(place.device, place.dtype)
         gate_up, down = [intermediate_size] * 2, [hidden_size]
         self._gate_up = self._matrix(f"{name}.gate_up", gate_up, hidden_size, place)
@@ -204,8 +191,7 @@ class Experts:
         return ExpertMatrix(name, self.count, sum(part_rows), in_features, place, packed=self._compiled)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-        """Map [T, hidden] to [T, hidden], in fresh memory; with several ranks, the sum over all of them is
-        the result.
+        """Map [T, hidden] to [T, hidden], in fresh memory; the sum over all ranks is the result.
 
         Args:
             expert_ids: int64 [T, k].
@@ -217,7 +203,8 @@ class Experts:
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
-            return self._triton.combine(self._plain(rows, ends), places, weights, addend)
+            summed: Tensor = self._triton.combine(self._plain(rows, ends), places, weights, addend)
+            return summed
         if self._compiled:
             out = self._forward_compiled(x, expert_ids, weights)
         else:
@@ -225,15 +212,15 @@ class Experts:
             out = combine(self._plain(x.index_select(0, tokens), ends), places, weights)
         return out if addend is None else out.add_(addend)
 
-    def _sorted(self, x: Tensor, expert_ids: Tensor, triton: TritonExperts) -> tuple[Tensor, Tensor, Tensor]:
+    def _sorted(self, x: Tensor, expert_ids: Tensor, triton: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows by expert, the place of each pair, and the ends, from one kernel if pairs are few."""
         if 0 < expert_ids.numel() <= triton.MAX_PAIRS:
-            return triton.sort_rows(x, expert_ids, self.count)
+            found: tuple[Tensor, Tensor, Tensor] = triton.sort_rows(x, expert_ids, self.count)
+            return found
         tokens, places, ends = sort_by_expert(expert_ids, self.count)
         return x.index_select(0, tokens), places, ends
 
     def _plain(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return the experts' results for ``rows`` sorted by expert."""
         experts = None
         if self._biases is not None:
             pairs = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
@@ -245,9 +232,7 @@ class Experts:
         return self._biased(matrices[1].plain_product(self._gate(gate_up), ends), experts, 1)
 
     def _biased(self, y: Tensor, experts: Tensor | None, product: int) -> Tensor:
-        """Add the bias of each row's expert to ``y`` in place, if there is one; that of sums over ranks by
-        rank 0.
-        """
+        """Add the bias of each row's expert to ``y`` in place; that of sums over ranks on rank 0."""
         if self._biases is None or experts is None or (product == 1 and not self._is_first):
             return y
         return y.add_(self._biases[product].data.index_select(0, experts))
@@ -291,13 +276,11 @@ class Experts:
         return self._workspace.take(f"experts.{purpose}", (expert_ids.numel(), width), x.dtype, x.device)
 
     def _quantized(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return ``gate_up`` and ``down`` with their scales."""
         assert isinstance(self._gate_up, Fp8ExpertMatrix)
         assert isinstance(self._down, Fp8ExpertMatrix)
         return self._gate_up.blocks, self._down.blocks
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Yield per expert gate, up, down; or the slots of all experts at once."""
         experts = [self._expert_slots(expert) for expert in range(self.count)]
         if not self._names.stacked:
             for parts in experts:
@@ -316,7 +299,6 @@ class Experts:
                 yield StackedBiasSlot(f"{name}_bias", bias.name, bias.data, len(slots[0]), held)
 
     def _expert_slots(self, expert: int) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
-        """Return one expert's slots: gate, up, down."""
         gate, up = (0, self.width) if self._fp8 is None else (self.width, 0)
         module, names, hidden = f"{self._prefix}.{expert}", self._names, Window.whole(self._hidden)
         gates = self._gate_up.slots(f"{module}.{names.gate}", expert, gate, self.width)
@@ -329,7 +311,6 @@ class Experts:
         )
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield gate_up and down, each followed by its scales if it is FP8; then biases, if there are any."""
         yield from self._gate_up.parameters()
         yield from self._down.parameters()
         yield from self._biases or ()
@@ -350,9 +331,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return ``x[t] @ weight[e].T`` for rows [pairs, in] sorted by expert and ``weight`` [experts, out,
-    in].
-    """
+    """Return ``x[t] @ weight[e].T`` for rows [pairs, in] by expert and ``weight`` [experts, out, in]."""
     if _groupable(x, weight):
         return functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     out = x.new_empty((x.shape[0], weight.shape[1]))
@@ -365,9 +344,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _groupable(x: Tensor, weight: Tensor) -> bool:
-    """Return True if torch has a grouped product: strides in units of 16 bytes, and bfloat16 on
-    accelerators.
-    """
+    """Return True if torch has a grouped product: strides in units of 16 bytes, bfloat16 on accelerators."""
     return (
         hasattr(functional, "grouped_mm")  # older torch lacks it
         and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
@@ -376,9 +353,7 @@ def _groupable(x: Tensor, weight: Tensor) -> bool:
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Return each token's sum of ``weights`` [T, k] times its rows ``places`` [T, k] of ``y`` [pairs, size]:
-    [T, size].
-    """
+    """Return each token's sum of ``weights`` [T, k] times its rows ``places`` [T, k] of ``y``: [T, size]."""
     tokens = max(1, _COMBINED_ELEMENTS // (places.shape[1] * y.shape[1]))
     parts = [
         (y.index_select(0, rows.flatten()).view(*rows.shape, -1) * factors.float().unsqueeze(-1)).sum(1)

@@ -1,18 +1,17 @@
-"""Weights as FP8 in blocks with one float32 scale each (DeepSeek-V3: Liu et al., 2024, arXiv:2412.19437,
-section 3.3).
+"""Weights as FP8 in blocks with one float32 scale each.
 
-A value is ``float8_e4m3fn * scale``. The checkpoint holds ``X.weight`` [out, in] and, of its grid of blocks,
-``X.weight_scale_inv`` [ceil(out / rows), ceil(in / columns)]; blocks at the edges are smaller.
+DeepSeek-V3 (Liu et al., 2024, arXiv:2412.19437, section 3.3). A value is ``float8_e4m3fn * scale``. The
+checkpoint holds ``X.weight`` [out, in] and, of its grid of blocks, ``X.weight_scale_inv``
+[ceil(out / rows), ceil(in / columns)]; blocks at the edges are smaller.
 
 Invariants:
 - Storage holds the checkpoint's bytes. Parts of a fused weight keep a grid each, from their own first row.
 - A weight that comes in a wider float is quantised block by block, each when its rows are complete: the
-  result depends on the tensor alone, not on how it was cut. At most one row of blocks waits, in the model's
-  workspace, as float32.
-- No derived value outlives a product, so nothing can mix a new weight with an old scale, in whatever order
-  they come. On the CPU compiled kernels have a layout of their own (``fp8_packed.py``); otherwise weights are
-  dequantised into the workspace, at most ``_CHUNK`` elements (or one row) at a time. Accelerators multiply by
-  the stored bytes (``fp8_products.py``), and refuse a model whose weights they cannot multiply by.
+  result depends on the tensor alone. At most one row of blocks waits, in the model's workspace, as float32.
+- No derived value outlives a product, so nothing can mix a new weight with an old scale. On the CPU compiled
+  kernels have a layout of their own (``fp8_packed.py``); otherwise weights are dequantised into the
+  workspace, at most ``_CHUNK`` elements (or one row) at a time. Accelerators multiply by the stored bytes
+  (``fp8_products.py``), and refuse a model whose weights they cannot multiply by.
 - A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
 
 Rounding of quantised weights is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result
@@ -51,13 +50,11 @@ _MAGNITUDE, _CARRY, _NAN_BITS = 0x7F, 0x80, 0xFF
 
 
 def scale_shape(blocks: Fp8Blocks, rows: int, columns: int) -> tuple[int, int]:
-    """Return the grid of blocks of a weight [rows, columns]."""
     return -(-rows // blocks.rows), -(-columns // blocks.columns)
 
 
 def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
-    """Quantise float32 [n, in] to FP8 [n, in] and the float32 scales of its grid: a block's largest magnitude
-    becomes 448.
+    """Quantise float32 [n, in] to FP8 [n, in] and the float32 scales of its grid: the largest becomes 448.
 
     Blocks of zeros have scale 1; NaN and infinities stay not finite.
     """
@@ -74,11 +71,7 @@ def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Tensor, scales: Tensor, columns: int, out: Tensor, workspace: Workspace) -> Tensor:
-    """Write FP8 ``weight`` [n, in], times its scales, to ``out`` [n, in] and return it.
-
-    Args:
-        scales: float32 [n, ceil(in / columns)], one row to a row of the weight.
-    """
+    """Write FP8 ``weight`` [n, in] times ``scales`` float32 [n, ceil(in / columns)] to ``out``."""
     device = weight.device
     values = out
     if out.dtype != torch.float32:
@@ -118,7 +111,6 @@ class Fp8Slot(WeightSlot):
         self._stored, self._scales = stored, scales
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        """Return True for FP8, and for floats, which are quantised."""
         return dtype == FP8 or dtype in CASTABLE
 
     def fills(self, dtype: torch.dtype) -> str | None:
@@ -147,7 +139,6 @@ class Fp8Slot(WeightSlot):
         return rows.dtype != FP8 or self._stored.differs(rows, start)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the stored bytes."""
         return self._stored.read(start, stop)
 
     def _whole_blocks(self, rows: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
@@ -220,8 +211,7 @@ class Fp8Matrix:
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
     ) -> Tensor:
-        """Return ``x @ weight.T + bias`` for ``x`` [T, in]; in ``out`` [T, n] if given (contiguous, same
-        dtype).
+        """Return ``x @ weight.T + bias`` for ``x`` [T, in], in ``out`` [T, n] if given (contiguous).
 
         The n outputs begin at ``first``; without ``out`` they are all.
         """
@@ -242,9 +232,7 @@ class Fp8Matrix:
         return out
 
     def _multiplied(self, dense: Dense, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """Multiply on an accelerator; trailing outputs, fewer than a block, are dequantised if the library
-        refuses them.
-        """
+        """Multiply on an accelerator; outputs at the end that the library refuses are dequantised."""
         outputs, inputs = self._weight.data.shape
         whole = outputs - outputs % dense.rows
         y = dense.compute(x, self._weight.data[:whole], self._scales.data[: -(-whole // BLOCK)])
@@ -256,9 +244,7 @@ class Fp8Matrix:
         return y if out is None else out.copy_(y)
 
     def dequantize(self, out: Tensor, start: int = 0) -> Tensor:
-        """Write rows ``[start, start + n)`` of the weight to ``out`` [n, in] of any float dtype and return
-        it.
-        """
+        """Write rows ``[start, start + n)`` of the weight to ``out`` [n, in] of any float dtype."""
         for first, last in chunks(*out.shape):
             here = slice(start + first, start + last)
             scales = self._scales.data.index_select(0, self._scale_of_row[here])
@@ -318,18 +304,14 @@ class Fp8ExpertMatrix:
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor]:
-        """Return FP8 [experts, out, in] and scales [experts, out / rows, in / columns]: the storage, if
-        blocks are whole.
-        """
+        """Return FP8 [experts, out, in] and scales [experts, out / rows, in / columns], of whole blocks."""
         weight, scales = (parameter.data for parameter in self._matrix.parameters())
         return weight.view(self._num_experts, self._out, self._in), scales.unflatten(
             0, (self._num_experts, -1)
         )
 
     def packed_product(self, x: Tensor, groups: Groups, out: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Write each row of ``x`` [pairs, in] times its expert's weight to ``out`` [pairs, out]; on the
-        CPU.
-        """
+        """Write each row of ``x`` [pairs, in] times its expert's weight to ``out``; on the CPU."""
         starts, experts = groups.starts[: groups.count + 1], groups.experts[: groups.count]
         self._product(x, experts.tolist(), starts.tolist(), out)
         return (
@@ -337,9 +319,7 @@ class Fp8ExpertMatrix:
         )
 
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return the same in fresh memory; ``ends`` [experts]: the end of each expert's rows, which are
-        sorted.
-        """
+        """Return the same in fresh memory; ``ends`` [experts]: the end of each expert's sorted rows."""
         if self._grouped is not None:
             return self._grouped(x, ends, *self.blocks)
         assert x.device.type == "cpu", "a loop over experts waits for the device"
@@ -353,9 +333,7 @@ class Fp8ExpertMatrix:
         return out
 
     def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield the slots of the checkpoint module in rows ``[start, start + length)`` of an expert's
-        weight.
-        """
+        """Yield the slots of a checkpoint module, rows ``[start, start + length)`` of the expert's."""
         return self._matrix.slots(module, expert * self._out + start, length)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -383,7 +361,6 @@ def require_blocks(name: str, part_rows: Sequence[int], in_features: int, place:
 
 
 def chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of as many rows as are dequantised at a time."""
     step = max(1, _CHUNK // width)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)

@@ -2,8 +2,7 @@
 
 Invariants:
 - Storage holds the checkpoint's bytes in the kernels' layout, and of every block its scale, once for each
-  output of the block: a 32nd of the weight in blocks of 128 inputs. Slots take and give both as the
-  checkpoint has them.
+  output of the block. Slots take and give both as the checkpoint has them.
 - A product is that of the dequantised weight packed, to the last bit, so a row's does not depend on the
   others.
 """
@@ -23,7 +22,6 @@ from .parameters import Parameter, Placement, WeightSlot, differ
 
 
 def packs(in_features: int, place: Placement) -> bool:
-    """Return True if kernels multiply by FP8 weights of ``in_features`` inputs here."""
     return (
         place.fp8 is not None
         and place.device.type == "cpu"
@@ -39,9 +37,7 @@ class ScalesSlot(WeightSlot):
     __slots__ = ("_height", "_lines")
 
     def __init__(self, name: str, parameter: str, lines: Tensor, height: int) -> None:
-        """``lines`` [blocks, outputs] is the part of the storage that holds them; ``height``: outputs of a
-        block.
-        """
+        """Map blocks of ``height`` outputs to ``lines`` [blocks, outputs], their part of the storage."""
         super().__init__(name, parameter, (-(-lines.shape[1] // height), lines.shape[0]), lines.dtype)
         self._lines, self._height = lines, height
 
@@ -61,8 +57,6 @@ class ScalesSlot(WeightSlot):
 
 
 class _Storage:
-    """``count`` weights [out, in], packed one after the other, each in whole panels, and their scales."""
-
     def __init__(self, name: str, count: int, outputs: int, inputs: int, place: Placement) -> None:
         assert place.fp8 is not None
         self.place, self.blocks, self.inputs = place, place.fp8, inputs
@@ -78,9 +72,7 @@ class _Storage:
         return Scales(self.lines.data, self.blocks.columns)
 
     def slots(self, module: str, number: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield weight and scales of the checkpoint module in rows ``[start, start + length)`` of one of the
-        weights.
-        """
+        """Yield weight and scales of a checkpoint module, rows ``[start, start + length)``."""
         lines = self.lines.data.narrow(0, number * self.grid_columns, self.grid_columns)
         name = f"{module}.weight_scale_inv"
         scales = ScalesSlot(name, self.lines.name, lines.narrow(1, start, length), self.blocks.rows)
@@ -95,8 +87,6 @@ class _Storage:
 
 
 class PackedFp8Matrix:
-    """One weight [out, in] and its product; as :class:`~.matrix.Matrix`, but FP8."""
-
     def __init__(self, name: str, out_features: int, in_features: int, place: Placement) -> None:
         self._storage = _Storage(name, 1, out_features, in_features, place)
         self._shape = out_features, in_features
@@ -110,17 +100,12 @@ class PackedFp8Matrix:
 
     @property
     def scales(self) -> Tensor:
-        """Scales, in the shape of :func:`~..kernels.linear.scales_shape`."""
         return self._storage.lines.data
 
     def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Return ``x @ weight.T + bias`` for ``x`` [T, in]; in ``out`` [T, out] if given (contiguous, same
-        dtype).
-        """
         return self._product(x, bias, out)
 
     def read(self) -> Tensor:
-        """Return the dequantised weight as [out, in] of the model's dtype: a copy."""
         place, columns = self._storage.place, self._storage.blocks.columns
         out = torch.empty(self._shape, dtype=place.dtype, device=place.device)
         for start, end in chunks(*self._shape):
@@ -131,7 +116,6 @@ class PackedFp8Matrix:
         return out
 
     def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield the slots of the part that begins at row ``start``: its weight, and its scales."""
         return self._storage.slots(module, 0, start, length)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -139,12 +123,9 @@ class PackedFp8Matrix:
 
 
 class PackedFp8ExpertMatrix:
-    """One weight [out, in] of each expert; as :class:`~.experts.ExpertMatrix`, but FP8."""
-
     def __init__(
         self, name: str, num_experts: int, part_rows: Sequence[int], in_features: int, place: Placement
     ) -> None:
-        """``part_rows``: output features of each checkpoint tensor stacked into an expert's weight."""
         outputs = sum(part_rows)
         self._storage = _Storage(name, num_experts, outputs, in_features, place)
         self._product = GroupedProduct(
@@ -157,19 +138,12 @@ class PackedFp8ExpertMatrix:
 
     @property
     def scales(self) -> Tensor:
-        """Scales of one expert after the other."""
         return self._storage.lines.data
 
     def packed_product(self, x: Tensor, groups: Groups, out: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Write each row of ``x`` [pairs, in] times its expert's weight, plus its bias, to ``out`` [pairs,
-        out].
-        """
         return self._product(x, groups, out, bias)
 
     def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield the slots of the checkpoint module in rows ``[start, start + length)`` of an expert's
-        weight.
-        """
         return self._storage.slots(module, expert, start, length)
 
     def parameters(self) -> Iterator[Parameter]:

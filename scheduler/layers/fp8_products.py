@@ -3,8 +3,8 @@
 Invariants:
 - A library serves only after real products on this device, small ones of every kind that it will be asked
   for, agreed with those of the dequantised weight.
-- There is no slow way on an accelerator: if no library serves, the engine refuses at start and says what is
-  missing. On the CPU weights are dequantised (``fp8_block.py``), and nothing here is called.
+- There is no slow way on an accelerator: if no library serves, the engine refuses at start. On the CPU
+  weights are dequantised (``fp8_block.py``), and nothing here is called.
 """
 
 import logging
@@ -27,10 +27,8 @@ from .fp8_scaled import BLOCK, FlashInferExperts, Grouped
 logger = logging.getLogger(__name__)
 
 _AGREEMENT = 0.06
-"""Largest norm of the difference over that of the product; rounding activations to 4 bits gives about 0.03.
-"""
+"""Largest relative norm of the difference; rounding activations to 4 bits gives about 0.03."""
 _HOPPER, _BLACKWELL, _SMALL_BLACKWELL = (9,), (10,), (12,)
-"""Major compute capabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +76,7 @@ def dense_for(device: torch.device) -> Dense | None:
 
 
 def experts_for(device: torch.device) -> Experts | None:
-    """Return the library for routed experts; None on the CPU.
-
-    Raises:
-        CaesuraError: ``unsupported``, no library serves on this accelerator.
-    """
+    """Return the library for routed experts; None on the CPU. Raises as :func:`dense_for`."""
     return None if device.type == "cpu" else _experts(device)
 
 
@@ -102,7 +96,6 @@ def _first(
     kinds: tuple[tuple[tuple[int, ...], _Kind], ...],
     attempt: Callable[[_Kind, torch.device], Iterator[float]],
 ) -> _Kind:
-    """Return the first library for this device that agrees."""
     reasons = []
     major = nvidia_generation(device)
     for capabilities, kind in kinds:
@@ -169,7 +162,6 @@ def _operands(
 
 
 def dequantized(weight: Tensor, scales: Tensor) -> Tensor:
-    """Return float32 [matrices, outputs, inputs]."""
     rows = scales.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
     return weight.float() * rows.repeat_interleave(BLOCK, 2)[..., : weight.shape[2]]
 

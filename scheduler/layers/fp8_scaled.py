@@ -5,10 +5,9 @@ Invariants:
   do, so results differ from those of dequantised weights by that rounding.
 - Each function takes weights and scales as they are stored, [.., out, in] and [.., out / 128, in / 128], and
   copies neither.
-- Nothing waits for the device, and no shape depends on values there: room for padding is the most it can
-  take.
-- Strides, padding and order are conventions of the library, and another version may have others. Nothing here
-  is used before a product with it agreed with the dequantised one (``fp8_products.py``).
+- Nothing waits for the device, and no shape depends on values there.
+- Strides, padding and order are conventions of the library's version. Nothing here is used before a product
+  with it agreed with the dequantised one (``fp8_products.py``).
 
 Written against FlashInfer 0.7.2 and DeepGEMM 2; built and traced, not run on a GPU. Layouts are tested
 against float64 by stand-ins that read memory as the libraries document it.
@@ -91,7 +90,6 @@ Grouped = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def flashinfer_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Multiply by FlashInfer, on Blackwell."""
     rows, padded_ends, places = spread(x, ends, FLASHINFER_ROWS)
     quantized, factors = quantize_tokens(rows)
     out = import_module("flashinfer.gemm").group_gemm_fp8_nt_groupwise(
@@ -107,7 +105,6 @@ def flashinfer_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) 
 
 
 def deep_gemm_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Multiply by DeepGEMM, on Hopper: it skips blocks of padding rows."""
     rows, padded_ends, places = spread(x, ends, DEEP_GEMM_ROWS)
     quantized, factors = quantize_tokens(rows)
     row = torch.arange(len(rows), dtype=torch.int32, device=x.device)
@@ -143,9 +140,7 @@ def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tens
 
 
 class FlashInferExperts:
-    """FlashInfer's fused experts on Hopper: sorted, multiplied and summed by its kernels. ``gate_up`` has up
-    before gate.
-    """
+    """FlashInfer's fused experts on Hopper; ``gate_up`` has up before gate."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -159,9 +154,7 @@ class FlashInferExperts:
         gate_up: tuple[Tensor, Tensor],
         down: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Map [T, hidden] to [T, hidden]; ``expert_ids`` and ``weights`` [T, k]; matrices with their
-        scales.
-        """
+        """Map [T, hidden] to [T, hidden]; ``expert_ids`` and ``weights`` [T, k]; matrices, scales."""
         library: Any = import_module("flashinfer.fused_moe")
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         library.cutlass_fused_moe(
@@ -180,7 +173,6 @@ class FlashInferExperts:
         return out
 
     def _room(self, library: Any, x: Tensor, top_k: int, down: Tensor) -> Tensor:
-        """Return scratch memory for a step of this size, shared by all layers."""
         tokens = _rounded(x.shape[0])
         key = (tokens, top_k, *down.shape)
         if key not in self._sizes:

@@ -3,8 +3,8 @@
 Qwen3-Next's (Qwen Team, 2025), after Gated DeltaNet (Yang et al., 2025, arXiv:2412.06464). Convolution and
 rule are the backend's (``attention/delta_rule.py``), since they read and write states.
 
-Invariant: with several ranks each computes its key heads with their value heads, whose states it has, and the
-sum over all of them is the block's result.
+Invariant: with several ranks each computes its key heads with their value heads, and the sum over all of them
+is the block's result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,11 +36,8 @@ class DeltaShape:
     state: StateShape
     """State over all ranks."""
     eps: float
-    """Epsilon of the norm."""
     by_key_head: bool
-    """Queries, keys, values and gates of the norm lie together per key head, and so do b and a; else each
-    lies by itself.
-    """
+    """Queries, keys, values and gates lie together per key head, and so do b and a; else each by itself."""
 
 
 class GatedDelta(CompositeLayer):
@@ -93,7 +90,6 @@ class GatedDelta(CompositeLayer):
         return out
 
     def _compiled(self, projected: Tensor, backend: HybridBackend) -> Tensor:
-        """Return the last product's input, [T, value heads * value size], by compiled kernels."""
         kernel, state = self._kernel, self._state
         assert kernel is not None
         out = projected.new_empty((projected.shape[0], state.value_heads * state.value_size))
@@ -112,7 +108,6 @@ class GatedDelta(CompositeLayer):
         return out
 
     def _by_torch(self, projected: Tensor, backend: HybridBackend) -> Tensor:
-        """Return the same by torch."""
         mixed, gate, b, a = self._split(projected)
         rate = functional.softplus(a.float() + self._rate_bias.data.float())
         decay = -self._log_rate.data.float().exp() * rate
@@ -122,9 +117,7 @@ class GatedDelta(CompositeLayer):
         return (normalized * functional.silu(gate.float())).to(found.dtype).flatten(1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return inputs of the convolution [T, channels], gates [T, value heads, value size], b and a [T,
-        value heads].
-        """
+        """Return [T, channels] to convolve, gates [T, value heads, value size], b and a [T, value heads]."""
         state, places = self._state, self._places
         group = state.value_heads // state.key_heads
 
@@ -161,10 +154,7 @@ class GatedDelta(CompositeLayer):
 
 @dataclass(frozen=True)
 class _Heads:
-    """Heads of a block that this rank has."""
-
     state: StateShape
-    """State of these heads."""
     keys: Window
     values: Window
 
@@ -176,7 +166,6 @@ class _Heads:
 
     @property
     def channels(self) -> tuple[Window, Window, Window]:
-        """Return queries, keys and values, each divided by itself."""
         keys = self.keys.times(self.state.key_size)
         return keys, keys, self.values.times(self.state.value_size)
 

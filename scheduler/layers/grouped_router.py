@@ -1,10 +1,8 @@
-"""Routing by groups of experts (DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section
-2.1.2).
+"""Routing by groups of experts.
 
-Invariants:
-- Logits and scores are float32, products included: the choice is discrete, and a logit rounded to bf16
-  changes it.
-- The bias, which balances load without a loss, decides the choice and never an expert's weight.
+DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section 2.1.2. Invariants: logits and
+scores are float32, products included, since a logit rounded to bf16 changes the choice. The bias, which
+balances load without a loss, decides the choice and never an expert's weight.
 """
 
 from collections.abc import Iterator
@@ -14,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, TRITON, best
+from ..kernels import TORCH, TRITON, best, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import GroupRouting, choosable
-from ..kernels.dispatch import triton_experts_for
 from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
 
@@ -68,7 +65,7 @@ class GroupedRouter:
         self._bias: Parameter | None = None
         if bias:
             self._bias = Parameter(f"{name}.bias", (num_experts,), torch.float32, place.device)
-        self._triton = triton_experts_for(place.device, place.dtype)
+        self._triton = triton_for("experts", place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """Map [T, hidden] to ids, int64 [T, k], and weights, float32 [T, k]; ids go to ``record``, too."""
@@ -85,7 +82,7 @@ class GroupedRouter:
             ids, weights = self._choose(logits)
             record.copy_(ids)
             return ids, weights
-        return self._triton.route(
+        found: tuple[Tensor, Tensor] = self._triton.route(
             logits,
             self.top_k,
             normalize=self.normalize,
@@ -97,6 +94,7 @@ class GroupedRouter:
             group_score=self._group_score,
             record=record,
         )
+        return found
 
     def _logits(self, x: Tensor) -> Tensor:
         weight = self._matrix.parameter.data
@@ -116,7 +114,6 @@ class GroupedRouter:
         return ids, weights.mul_(self._scale)
 
     def _in_top_groups(self, choice: Tensor) -> Tensor:
-        """Return ``choice`` [T, experts] with -inf outside the chosen groups."""
         grouped = choice.unflatten(1, (self._num_groups, -1))
         best = grouped.amax(-1) if self._group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
         chosen = best.topk(self._top_groups, dim=-1).indices

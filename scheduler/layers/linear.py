@@ -34,11 +34,9 @@ class Linear:
         place: Placement,
     ) -> None:
         """Args:
-            name: engine name; parameters are ``{name}.weight`` and ``{name}.bias``.
             in_features: inputs of the checkpoint's modules; a window if the inputs are divided among ranks.
             parts: checkpoint module name (without ``.weight``) to its number of output features, in order; a
-                window if they are divided, and several if they are those of several parts, each divided by
-                itself.
+                window if they are divided, several windows for several parts, each divided by itself.
 
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, a window cuts a block of an FP8 weight.
@@ -68,8 +66,7 @@ class Linear:
         self._adds_bias = self._columns.is_whole or place.parallel.rank == 0
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map [T, in] to [T, out] of this rank's features; in ``out`` if given (preallocated, contiguous,
-        same dtype).
+        """Map [T, in] to [T, out] of this rank's features; in ``out`` if given (contiguous, same dtype).
 
         If the inputs are divided, the sum over all ranks is the product.
         """
@@ -77,12 +74,10 @@ class Linear:
 
     @property
     def packed(self) -> Tensor | None:
-        """Packed storage of the weight, or None if it is stored otherwise."""
         return self._weight.packed
 
     @property
     def scales(self) -> Tensor | None:
-        """Scales of a packed FP8 weight, else None."""
         return self._weight.scales
 
     @property
@@ -91,9 +86,7 @@ class Linear:
         return self._bias.data if self._bias is not None and self._adds_bias else None
 
     def read(self) -> Tensor:
-        """Return the weight as [out, in], of this rank's features: a view if storage has that layout, else a
-        copy.
-        """
+        """Return this rank's [out, in]: a view if storage has that layout, else a copy."""
         return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
@@ -108,7 +101,6 @@ class Linear:
             start += length
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield the weight, its scales if it is FP8, then the bias."""
         yield from self._weight.parameters()
         if self._bias is not None:
             yield self._bias
@@ -128,9 +120,7 @@ def divided(
     columns: Window,
     blocks: tuple[int, int] | None,
 ) -> Iterator[WeightSlot]:
-    """Yield the slots of a part of a weight as those of the whole: of itself and, with ``blocks``, of their
-    scales.
-    """
+    """Yield the slots of a part of a weight as those of the whole; with ``blocks``, those of scales, too."""
     rows = (rows,) if isinstance(rows, Window) else rows
     for number, slot in enumerate(slots):
         if blocks is not None and number:
@@ -203,7 +193,6 @@ class MergedLinear(Linear):
         self.part_features = as_window(part_features).length
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Return views [T, part] of an output [T, out], one per part."""
         return tuple(
             y.narrow(-1, start, self.part_features)
             for start in range(0, self.out_features, self.part_features)

@@ -1,14 +1,12 @@
 """Logits from hidden states.
 
 Invariants:
-- Logits live in one grow-only workspace. A call overwrites the result of the call before it, which is safe
-  because sampling follows on the same stream; whoever keeps logits longer copies them.
-- In a dummy run there are none: neither the head nor the gathering of its parts is called, and the workspace
-  stays as it is. So warming up at the largest batch takes no memory by the vocabulary.
+- Logits live in one grow-only workspace. A call overwrites the result of the call before it; whoever keeps
+  logits longer copies them.
+- In a dummy run there are none, so warming up at the largest batch takes no memory by the vocabulary.
 - With several ranks each computes a range of the vocabulary, and all of them gather all of it: they hold the
-  same logits, and sample the same tokens from the same noise (a function of seed and position). No token
-  travels. Sampling on one rank would spare the others' reading, for which nobody waits, and cost a second
-  wait in every step, to send the tokens: 39 us over shared memory, 0.7 ms over gloo
+  same logits, and sample the same tokens from the same noise. Sampling on one rank would cost a second wait
+  in every step, to send the tokens: 39 us over shared memory, 0.7 ms over gloo
   (``benchmarks/collectives.py``).
 """
 
@@ -42,18 +40,14 @@ class LogitsProcessor:
         *,
         place: Placement,
     ) -> None:
-        """``project(hidden, out)`` writes the head's product, of this rank's range, to ``out`` and returns
-        it.
-        """
+        """Use ``project(hidden, out)``, which writes the head's product, of this rank's range, to ``out``."""
         self._project = project
         self._vocab_size, self._place = vocab_size, place
         self._range = rounded_up(vocab_size, place.parallel, "vocab_size").length
         self._widest = per_rank(vocab_size, place.parallel)
 
     def forward(self, hidden: Tensor) -> Tensor | None:
-        """Return logits [S, vocab] of hidden [S, hidden], in the model's dtype, valid until the next call;
-        None in a dummy run.
-        """
+        """Return logits [S, vocab] in the model's dtype, valid until the next call; None in a dummy run."""
         if _dummy_run.get():
             return None
         shape, place = (hidden.shape[0], self._vocab_size), self._place

@@ -1,8 +1,7 @@
 """Weights of matrix products, in the layout of the library that computes the product.
 
 Invariants:
-- A matrix is packed if compiled kernels serve its device and dtype, and plain otherwise; nobody outside asks
-  which.
+- A matrix is packed if compiled kernels serve its device and dtype, and plain otherwise; nobody outside asks.
 - Packed storage is written through its slots only, row by row and in place: no second copy of a weight ever
   exists.
 - The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
@@ -32,7 +31,6 @@ class PackedSlot(WeightSlot):
         self._start = start
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """Cast and check once, then write."""
         if compare:
             return kernel.update_rows(self._storage, self._cast(rows), self._start + start)
         self.write(rows, start)
@@ -76,9 +74,7 @@ class Matrix:
             self.parameter = Parameter(name, self._shape, dtype, device)
 
     def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Return ``x @ weight.T + bias`` for ``x`` [T, in]; in ``out`` [T, out] if given (contiguous, same
-        dtype).
-        """
+        """Return ``x @ weight.T + bias`` for ``x`` [T, in], in ``out`` [T, out] if given (contiguous)."""
         if self._product is not None:
             return self._product(x, bias, out)
         data = self.parameter.data
@@ -95,7 +91,6 @@ class Matrix:
 
     @property
     def packed(self) -> Tensor | None:
-        """Packed storage, or None if it is plain."""
         return None if self._product is None else self.parameter.data
 
     @property
@@ -117,16 +112,13 @@ class Matrix:
         return self.slot("").read()
 
     def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield the slot of the checkpoint module's weight, rows ``[start, start + length)``."""
         yield self.slot(f"{module}.weight", start, length)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self.parameter
 
     def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
-        """Return the slot of the checkpoint tensor in rows ``[start, start + length)``; None means to the
-        end.
-        """
+        """Return the slot of a checkpoint tensor, rows ``[start, start + length)`` or to the end."""
         length = self._shape[0] - start if length is None else length
         if self._product is not None:
             return PackedSlot(

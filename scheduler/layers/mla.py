@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1), its up-projections
-absorbed.
+"""Multi-head latent attention with absorbed up-projections.
 
-A token's keys and values, of all heads, follow from one normalised latent by ``kv_b_proj``; the latent is
-stored. Scores against latents are ``(q_nope @ w_kc) @ latent``, and the output is ``(weights @ latent) @
-w_vc``, so keys and values of earlier tokens are never computed.
+DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1. A token's keys and values, of all heads, follow from one
+normalised latent by ``kv_b_proj``; the latent is stored. Scores against latents are
+``(q_nope @ w_kc) @ latent``, and the output is ``(weights @ latent) @ w_vc``, so keys and values of earlier
+tokens are never computed.
 
 Invariants:
 - ``w_kc`` [heads, nope, latent] and ``w_vc`` [heads, value, latent] are the rows of ``kv_b_proj``, each
@@ -12,11 +12,7 @@ Invariants:
 - With several ranks each has its heads; latents, their projections and their norms are the same on all.
 - Latents are normalised, and keys rotated, before they are stored.
 - Compiled kernels have both packed, ``w_kc`` as [latent, nope]; a head's matrices then begin at a panel of
-  their own, and a row has the same bits whatever the others are.
-
-Elsewhere both are contiguous, because torch copies a batch of matrices that is not. Milliseconds per layer of
-``w_vc``'s product for 1, 32 and 256 tokens, 16 heads of 128 in bf16, one thread of an AVX-512 CPU: 0.08, 0.20
-and 1.2, against 0.97, 1.1 and 2.2 from views of ``kv_b_proj``.
+  their own. Elsewhere both are contiguous, because torch copies a batch of matrices that is not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +23,9 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend
-from ..kernels import TORCH, TRITON, best
+from ..kernels import TORCH, TRITON, Elementwise, best, elementwise_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
-from ..kernels.dispatch import Latents, latents_for
 from .fp8_block import Fp8Matrix
 from .linear import Linear, all_fp8, divided
 from .matrix import PackedSlot
@@ -80,7 +75,6 @@ class ScatteredSlot(WeightSlot):
     __slots__ = ("_parts",)
 
     def __init__(self, name: str, parts: Sequence[WeightSlot]) -> None:
-        """``parts`` hold its rows, in order."""
         rows = sum(part.shape[0] for part in parts)
         super().__init__(name, parts[0].parameter, (rows, *parts[0].shape[1:]), parts[0].dtype)
         self._parts = parts
@@ -99,18 +93,14 @@ class ScatteredSlot(WeightSlot):
         return torch.cat([part.read(first, last) for part, first, last in places])
 
     def _overlapping(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
-        """Yield each part that has some of ``rows``, with these rows, and the place of the first in the
-        part.
-        """
+        """Yield each part that has some of ``rows``, these rows, and the first one's place there."""
         taken = 0
         for part, first, last in self._places(start, start + len(rows)):
             yield part, rows[taken : taken + last - first], first
             taken += last - first
 
     def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, int, int]]:
-        """Yield each part that has some of the rows ``[start, stop)``, with the first and the end of them in
-        it.
-        """
+        """Yield each part of the rows ``[start, stop)``, with their first and end in it."""
         begin = 0
         for part in self._parts:
             size = part.shape[0]
@@ -126,7 +116,6 @@ class TurnedSlot(WeightSlot):
     __slots__ = ("_matrix",)
 
     def __init__(self, parameter: str, storage: Tensor, start: int, shape: tuple[int, int]) -> None:
-        """``start``: the matrix's first row in ``storage``."""
         self._matrix = PackedSlot("", parameter, storage, start, (shape[1], shape[0]))
         super().__init__("", parameter, shape, storage.dtype)
 
@@ -219,7 +208,6 @@ class UpProjection:
             torch.bmm(attended.transpose(0, 1), w_vc.transpose(1, 2), out=out.transpose(0, 1))
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Yield ``kv_b_proj``'s slots, with its scales if it is FP8."""
         if self._quantized is None:
             yield sharded(ScatteredSlot(f"{self._module}.weight", list(self._parts())), self._rows)
         else:
@@ -231,7 +219,6 @@ class UpProjection:
         yield from self._weights if self._quantized is None else self._quantized.parameters()
 
     def finalize(self) -> None:
-        """Dequantise an FP8 weight."""
         if self._quantized is None:
             return
         start = 0
@@ -241,7 +228,6 @@ class UpProjection:
             start += part.shape[0]
 
     def derived(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield both matrices if they are dequantised."""
         if self._quantized is not None:
             yield from ((weight.name, weight.data) for weight in self._weights)
 
@@ -265,8 +251,6 @@ class UpProjection:
 
 
 class LatentAttention(CompositeLayer):
-    """One layer's latent attention block."""
-
     def __init__(
         self,
         name: str,
@@ -317,7 +301,7 @@ class LatentAttention(CompositeLayer):
             bias=bias,
             place=place,
         )
-        self._kernels = latents_for(place.device, place.dtype)
+        self._kernels = elementwise_for(place.device, place.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
@@ -360,11 +344,9 @@ class LatentAttention(CompositeLayer):
         kv: Tensor,
         angles: tuple[Tensor, Tensor],
         backend: AttentionBackend,
-        kernels: Latents,
+        kernels: Elementwise,
     ) -> Tensor:
-        """Compute the same from the projections on; products are written where they are read next, heads
-        apart in memory.
-        """
+        """Compute the same from the projections on; products are written where they are read next."""
         tokens, heads, latent, width = kv.shape[0], self._heads, self._shape.kv_lora_rank, kv.shape[1]
         queries, keys = kv.new_empty((tokens, heads, width)), kv.new_empty((tokens, 1, width))
         self._kv_up.absorb(q_nope, queries[..., :latent])
@@ -400,7 +382,6 @@ class LatentAttention(CompositeLayer):
 
     @property
     def heads(self) -> int:
-        """Number of this rank's heads."""
         return self._heads
 
     def parts(self) -> Iterator[Layer]:

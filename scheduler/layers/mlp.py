@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels import elementwise_for
 from ..kernels.attention_form import Bend
-from ..kernels.dispatch import elementwise_for
 from .linear import Linear, MergedLinear
 from .parameters import CompositeLayer, Layer, Placement
 from .sharding import even
@@ -17,7 +17,6 @@ _CUT, _SLOPE = 7.0, 1.702
 
 
 def bent(gate: Tensor, up: Tensor, bend: Bend) -> Tensor:
-    """Return ``bend(gate) * up`` by torch, in fresh memory."""
     if bend == "silu":
         return functional.silu(gate).mul_(up)
     if bend == "gelu_tanh":

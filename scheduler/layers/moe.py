@@ -1,9 +1,7 @@
 """Feed-forward block of a layer with experts: a router, routed experts, and shared experts.
 
-Invariants:
-- A router's choice is recorded before it is used, for those who replay the routing. The router does both,
-  because a kernel that chooses can record at once.
-- Every rank routes every token, alike; results of routed and shared experts are summed over ranks at once.
+Invariants: a router records its choice before it is used, for those who replay the routing. Every rank routes
+every token, alike; results of routed and shared experts are summed over ranks at once.
 """
 
 from collections.abc import Iterator
@@ -12,10 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import TORCH, TRITON, best, elementwise
+from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import GroupRouting
-from ..kernels.dispatch import triton_experts_for
 from .experts import Experts
 from .linear import Linear
 from .mlp import GatedMLP
@@ -27,22 +24,16 @@ class Router(Layer, Protocol):
 
     top_k: int
     normalize: bool
-    """Weights are divided by their sum."""
     in_groups: GroupRouting | None
     """Choice by groups that compiled kernels can make, too; or None."""
 
     @property
     def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return the weight for compiled kernels, and the bias; or None if kernels do not serve this
-        choice.
-        """
+        """The weight for compiled kernels, and the bias; or None if kernels do not serve this choice."""
         ...
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
-        """Map [T, hidden] to expert ids, int64 [T, k], and their weights, float32 [T, k]; fresh memory.
-
-        The ids are written to ``record``, integers [T, k], as well.
-        """
+        """Map [T, hidden] to expert ids, int64 [T, k], also in ``record``, and float32 weights [T, k]."""
         ...
 
 
@@ -62,21 +53,23 @@ class TopKRouter(CompositeLayer):
         place: Placement,
     ) -> None:
         """Args:
-        module: the checkpoint's, which holds ``weight`` [experts, hidden], and with ``bias`` that
-            [experts].
+        module: the checkpoint's, which holds ``weight`` [experts, hidden], and with ``bias`` that [experts].
         normalize: weights are divided by their sum.
         """
         self._logits = Linear(name, hidden_size, {module: num_experts}, bias=bias, place=place)
         self.top_k, self.normalize = top_k, normalize
         self.in_groups: GroupRouting | None = None
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
-        self._triton = triton_experts_for(place.device, place.dtype)
+        self._triton = triton_for("experts", place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
         logits = self._logits.forward(x)
         if self._triton is not None:
-            return self._triton.route(logits, self.top_k, normalize=self.normalize, record=record)
+            found: tuple[Tensor, Tensor] = self._triton.route(
+                logits, self.top_k, normalize=self.normalize, record=record
+            )
+            return found
         if self._compiled:
             ids, weights = kernel.route(logits, self.top_k, normalize=self.normalize)
         else:
@@ -113,13 +106,10 @@ class RoutedExperts:
         self._rows = self._allocate(0)
 
     def of_layer(self, layer: int, num_tokens: int) -> Tensor:
-        """Return the record of ``layer``'s choice in a step: [num_tokens, top_k], a view until the next
-        call.
-        """
+        """Return the record of ``layer``'s choice, [num_tokens, top_k], a view until the next call."""
         return self.of_layers(num_tokens)[layer]
 
     def of_layers(self, num_tokens: int) -> Tensor:
-        """Return the record of all layers: [layers, num_tokens, top_k]."""
         if num_tokens > self._rows.shape[0]:
             self._rows = self._allocate(num_tokens)
         return self._rows[:num_tokens].transpose(0, 1)
@@ -141,12 +131,9 @@ class Shared(Layer, Protocol):
 
 
 class GatedShared(CompositeLayer):
-    """``sigmoid(gate(x)) * mlp(x)``, the gate of one output (Qwen2-MoE: Yang et al., 2024,
-    arXiv:2407.10671).
-    """
+    """``sigmoid(gate(x)) * mlp(x)``, one gate (Qwen2-MoE: Yang et al., 2024, arXiv:2407.10671)."""
 
     def __init__(self, name: str, gate: str, hidden_size: int, mlp: GatedMLP, *, place: Placement) -> None:
-        """``gate`` is the checkpoint's module, which holds ``weight`` [1, hidden]."""
         self.gate = Linear(name, hidden_size, {gate: 1}, place=place)
         self.mlp = mlp
         self._compiled = best("elementwise", place.device, place.dtype) not in (TORCH, TRITON)
@@ -178,17 +165,13 @@ class MoeBlock(CompositeLayer):
         shared: Shared | None = None,
         place: Placement,
     ) -> None:
-        """Args:
-        layer: its number, under which the choice is recorded in ``routing``.
-        shared: shared experts, of this rank's width, or None.
-        """
+        """Record the choice in ``routing`` as ``layer``'s; ``shared`` has this rank's width."""
         self._parallel = place.parallel
         self._layer = layer
         self.router, self.experts, self.shared = router, experts, shared
         self._routing = routing
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [T, hidden] to [T, hidden], in fresh memory."""
         ids, weights = self.router.forward(x, self._routing.of_layer(self._layer, x.shape[0]))
         shared = None if self.shared is None else self.shared.forward(x)
         out = self.experts.forward(x, ids, weights, shared)

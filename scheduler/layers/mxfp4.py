@@ -1,5 +1,4 @@
-"""Weights in MXFP4, read into wider floats (OCP Microscaling Formats specification, version 1.0, 2023,
-sections 5 and 6).
+"""Weights in MXFP4, read into wider floats (OCP Microscaling Formats 1.0, 2023, sections 5 and 6).
 
 A checkpoint holds ``X_blocks`` uint8 [experts, out, in / 32, 16] and ``X_scales`` uint8 [experts, out, in /
 32]. A byte is two values of E2M1, the first in its lower half; 32 of them share a scale of E8M0, which is
@@ -9,9 +8,7 @@ Invariants:
 - Storage holds the product, rounded once to the dtype of the parameter: exact in bfloat16 and float32.
 - The two may come in either order, in any pieces, far apart: the result depends on the tensors alone. The
   first waits, but blocks only until another tensor's come. Then their values are stored without scales, which
-  is exact, and multiplied later.
-- So at most one tensor's blocks and the scales of all wait: a quarter of one bfloat16 parameter, and a 64th
-  of each.
+  is exact, and multiplied later. So at most one tensor's blocks and the scales of all wait.
 - Values are made of one expert at a time.
 """
 
@@ -29,7 +26,6 @@ _BYTES = GROUP // 2
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS, _NAN = 127, 255
 _PAIR = {2: torch.int32, 4: torch.int64}
-"""Integers as wide as two floats of so many bytes."""
 
 
 class ExpertRows(Protocol):
@@ -40,15 +36,12 @@ class ExpertRows(Protocol):
         ...
 
     def multiply(self, expert: int, factors: Tensor) -> None:
-        """Multiply the stored values by ``factors`` float32 [out, in / 32], each for as many columns as share
-        one.
-        """
+        """Multiply the stored values by ``factors`` float32 [out, in / 32], one for each group of columns."""
         ...
 
 
 @cache
 def _value_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two values of every byte, as one integer."""
     values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=dtype)
     byte = torch.arange(256)
     both = torch.stack([values[byte % 16], values[byte // 16]], dim=1)
@@ -57,7 +50,6 @@ def _value_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _all_factors(device: torch.device) -> Tensor:
-    """Return float32 factors of every scale."""
     factors = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - _BIAS)
     factors[_NAN] = torch.nan
     return factors.float().to(device)
@@ -75,9 +67,7 @@ def factors_of(scales: Tensor) -> Tensor:
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``blocks`` uint8 [out, groups, 16] times ``scales`` uint8 [out, groups], as ``dtype`` [out, 32 *
-    groups].
-    """
+    """Return ``blocks`` uint8 [out, groups, 16] times ``scales`` uint8 [out, groups]: [out, 32 * groups]."""
     working = torch.float32 if dtype == torch.float16 else dtype  # whose exponents do not hold every scale
     values, factors = values_of(blocks, working), factors_of(scales).to(working)
     values.view(*scales.shape, GROUP).mul_(factors.unsqueeze(-1))
@@ -92,13 +82,11 @@ class _Waiting:
         self._rows = 0
 
     def add(self, rows: Tensor, start: int) -> None:
-        """Add rows that follow those that are there."""
         self._rows = start + rows.shape[0]
         self._values[start : self._rows].copy_(rows)
 
     @property
     def whole(self) -> Tensor | None:
-        """Return the tensor, or None if rows are missing."""
         return self._values if self._rows == self._values.shape[0] else None
 
 
@@ -114,9 +102,7 @@ class Mxfp4Pair:
         device: torch.device,
         target: ExpertRows,
     ) -> None:
-        """``shape``: [experts, out, in] of all that is written to ``target``, whose storage is of
-        ``dtype``.
-        """
+        """``shape``: [experts, out, in] of all that is written to ``target`` as ``dtype``."""
         self._dtype, self._device, self._target = dtype, device, target
         experts, outputs, inputs = shape
         groups = experts, outputs, inputs // GROUP
@@ -128,7 +114,6 @@ class Mxfp4Pair:
         self._unscaled = False  # the weights are the values of blocks that came, without their scales
 
     def forget(self) -> None:
-        """Forget both."""
         self._blocks = self._scales = None
         self._unscaled = False
 
@@ -158,7 +143,6 @@ class Mxfp4Pair:
         return not compare
 
     def take_scales(self, rows: Tensor, start: int, *, compare: bool) -> bool:
-        """Write as :meth:`~.parameters.TensorSlot.update`; waiting rows change nothing yet."""
         if start == 0 or self._scales is None:
             self._scales = _Waiting(self.scales.shape, self._device)
         self._scales.add(rows, start)
@@ -184,14 +168,11 @@ class Mxfp4Pair:
 
 
 class _Half(HalfSlot):
-    """One of the two."""
-
     __slots__ = ("_pair",)
 
     def __init__(
         self, pair: Mxfp4Pair, parameter: str, shape: tuple[int, ...], names: tuple[str, str], *, whole: str
     ) -> None:
-        """``names``: this one's, the other's."""
         super().__init__(names[0], parameter, shape, torch.uint8, whole=whole, other=names[1])
         self._pair = pair
 

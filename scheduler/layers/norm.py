@@ -1,8 +1,7 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
 Invariant: statistics and scaling are fp32, the result is rounded to the input's dtype, and only then
-multiplied by the weight; with factors that are stored as their distance from one, everything is fp32 and
-rounded once. The order matters in bf16: checkpoints were trained with it.
+multiplied by the weight; with factors stored as their distance from one, everything is fp32 and rounded once.
 """
 
 from collections.abc import Iterator
@@ -10,14 +9,12 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels.dispatch import elementwise_for
+from ..kernels import elementwise_for
 from .parameters import Parameter, Placement, WeightSlot
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
-    """Return ``x / sqrt(mean(x^2) + eps)`` over the last dimension, computed in fp32, in fresh memory of x's
-    dtype.
-    """
+    """Return ``x / sqrt(mean(x^2) + eps)`` over the last dimension, computed in fp32, in fresh memory."""
     return functional.rms_norm(x, (x.shape[-1],), None, eps)
 
 
@@ -55,20 +52,16 @@ class RMSNorm:
         return self.forward(residual.add_(x))
 
     def by_torch(self, x: Tensor) -> Tensor:
-        """Map [..., size], in fresh memory."""
         if not self.from_one:
             return self.scale_(normalize(x, self.eps))
         return normalize(x.float(), self.eps).mul_(1.0 + self._weight.data.float()).to(x.dtype)
 
     def scale_(self, normalized: Tensor) -> Tensor:
-        """Multiply by the weight, in place; for callers that normalise several tensors at once. Not with
-        ``from_one``.
-        """
+        """Multiply by the weight, in place, without ``from_one``."""
         return normalized.mul_(self._weight.data)
 
     @property
     def weight(self) -> Tensor:
-        """[size]."""
         return self._weight.data
 
     def slots(self) -> Iterator[WeightSlot]:

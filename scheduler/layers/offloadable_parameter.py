@@ -1,7 +1,6 @@
-"""Slots of offloaded parameters: written where the values are, whether or not the device has them.
+"""Slots of offloaded parameters, through the component that knows where the values are.
 
-Invariant: a slot reads and writes through its :class:`~..memory.offload.OffloadableComponent`, which knows
-the place. Values written while a parameter is offloaded are those that come to the device next.
+Values written while a parameter is offloaded are those that come to the device next.
 """
 
 from math import prod
@@ -18,18 +17,13 @@ class OffloadableSlot(WeightSlot):
     __slots__ = ("_movable", "_tensor")
 
     def __init__(self, parameter: Parameter, movable: OffloadableComponent) -> None:
-        """``parameter`` was allocated for ``movable``."""
         tensor = parameter.data
         super().__init__(parameter.name, parameter.name, tuple(tensor.shape), tensor.dtype)
         self._movable = movable
         self._tensor = tensor
 
     def write(self, rows: Tensor, start: int) -> None:
-        """Write rows.
-
-        Raises:
-            OSError: the copy on the host cannot be written.
-        """
+        """Write rows. Raises OSError if the copy on the host cannot be written."""
         self._movable.write(self._tensor, start * prod(self.shape[1:]), rows)
 
     def differs(self, rows: Tensor, start: int) -> bool:

@@ -28,7 +28,6 @@ _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
 
 CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""Dtypes that are cast into each other when weights are written."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -40,15 +39,12 @@ class Fp8Blocks:
     rows: int = 128
     columns: int = 128
     skipped: frozenset[str] = field(default=frozenset(), compare=False)
-    """Checkpoint modules that keep the model's dtype: themselves and those below them, or as the end of a
-    name.
+    """Checkpoint modules that keep the model's dtype: they and those below, or as the end of a name.
 
-    Checkpoints of one model list more or fewer that would not be converted anyway, so equal blocks may differ
-    here.
+    Checkpoints of one model list more or fewer, so equal blocks may differ here.
     """
 
     def converts(self, module: str) -> bool:
-        """Return True if the checkpoint holds this module's weight as FP8."""
         ends, starts = _not_converted(self.skipped)
         return not (module.endswith(ends) or module.startswith(starts))
 
@@ -58,7 +54,6 @@ _NEVER_FP8 = ("lm_head", "mlp.gate", "block_sparse_moe.gate")  # output head, ro
 
 @cache
 def _not_converted(skipped: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the endings and the beginnings of names of modules that are not converted."""
     names = (*skipped, *_NEVER_FP8)
     return names, tuple(f"{name}." for name in names)
 
@@ -71,18 +66,15 @@ class Placement:
     """Dtype of activations, and of weights that are not quantised."""
     device: torch.device
     fp8: Fp8Blocks | None = None
-    """Storage of projections, or None if they are in ``dtype``."""
     workspace: Workspace = field(default_factory=Workspace, compare=False, repr=False)
     parallel: TensorParallel = SINGLE
-    """Ranks that hold a shard of every layer each."""
 
 
 class TensorSlot(ABC):
     """Destination of one checkpoint tensor.
 
     Attributes:
-        name: the tensor's name in the checkpoint.
-        shape: its shape there.
+        name, shape: the tensor's, in the checkpoint.
         dtype: dtype in storage; other dtypes that it accepts are cast on writing.
         parameter: name of the engine parameter that it is a part of.
     """
@@ -97,30 +89,24 @@ class TensorSlot(ABC):
 
     @property
     def owned(self) -> tuple[range, ...]:
-        """Rows that this rank holds, ascending; the others may be left out of an update, and are dropped if
-        they come.
-        """
+        """Rows that this rank holds, ascending; the others are dropped if they come."""
         return (range(self.shape[0] if self.shape else 1),)
 
     @property
     def halves(self) -> tuple["HalfSlot", ...]:
-        """Two tensors that a checkpoint may have in the place of this one; empty if it comes as it is."""
+        """Two tensors that a checkpoint may have in the place of this one, if any."""
         return ()
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        """Return True if values of ``dtype`` can be written."""
         return dtype == self.dtype or (dtype in CASTABLE and self.dtype in CASTABLE)
 
     def fills(self, dtype: torch.dtype) -> str | None:
-        """Return the name of the other checkpoint tensor that writing this one in ``dtype`` writes, too, or
-        None.
-        """
+        """Return the name of another tensor that writing this one in ``dtype`` writes, too, or None."""
         return None
 
     @abstractmethod
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """Write, unless the same bytes are there; return True if a byte changed, and always without
-        ``compare``.
+        """Write, unless the same bytes are there; return True if a byte changed, or not ``compare``.
 
         A tensor's rows come in order, from row 0 to its last.
         """
@@ -144,7 +130,7 @@ class HalfSlot(TensorSlot):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop the data that waits for the other half."""
+        pass
 
     @abstractmethod
     def make_room(self) -> None:
@@ -171,22 +157,18 @@ class WeightSlot(TensorSlot):
     def write(self, rows: Tensor, start: int) -> None:
         """Overwrite rows ``[start, start + len(rows))`` of dimension 0, in place, casting if needed.
 
-        ``rows`` must not alias the parameter; the copy has been read from ``rows`` when this returns on the
-        CPU.
+        ``rows`` must not alias the parameter; on the CPU it has been read when this returns.
         """
 
     @abstractmethod
     def differs(self, rows: Tensor, start: int) -> bool:
-        """Return True if writing would change a byte; stops at the first difference, which is nearly always
-        at once.
-        """
+        """Return True if writing would change a byte; stops at the first difference."""
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows ``[start, stop)`` in checkpoint layout: a view if storage has that layout, else a copy.
 
-        ``stop`` None means to the end. A scalar is read whole. Of a divided tensor, only this rank's part is
-        returned.
+        A scalar is read whole. Of a divided tensor, only this rank's part is returned.
         """
 
 
@@ -196,7 +178,6 @@ class PlainSlot(WeightSlot):
     __slots__ = ("_rows",)
 
     def __init__(self, name: str, parameter: str, rows: Tensor) -> None:
-        """``rows`` is the contiguous part of the parameter's storage that holds this tensor."""
         super().__init__(name, parameter, tuple(rows.shape), rows.dtype)
         self._rows = rows
 
@@ -223,9 +204,7 @@ class PlainSlot(WeightSlot):
 
 
 def differ(rows: Tensor, target: Tensor) -> bool:
-    """Return True if a copy of ``rows`` to ``target``, contiguous and of the same shape, would change a
-    byte.
-    """
+    """Return True if a copy of ``rows`` to ``target``, contiguous, of the same shape, would change a byte."""
     new, old = rows.contiguous().view(-1), target.view(-1)
     if new.shape[0] <= _PROBE_ELEMENTS:
         return not _same_bits(new, old)
@@ -259,9 +238,7 @@ class Parameter:
         assert self.data.data_ptr() % ALIGNMENT == 0, f"{name} is not {ALIGNMENT}-byte aligned"
 
     def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
-        """Return the slot of the checkpoint tensor in rows ``[start, start + length)``; None means to the
-        end.
-        """
+        """Return the slot of a checkpoint tensor, rows ``[start, start + length)`` or to the end."""
         if self.data.dim() == 0:
             return PlainSlot(checkpoint_name, self.name, self.data)
         length = self.data.shape[0] - start if length is None else length
@@ -269,15 +246,9 @@ class Parameter:
 
 
 class Layer(Protocol):
-    """Owner of parameters, directly or through other layers."""
+    def slots(self) -> Iterator[WeightSlot]: ...
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Yield every checkpoint tensor that this layer takes."""
-        ...
-
-    def parameters(self) -> Iterator[Parameter]:
-        """Yield every parameter that this layer owns, each once."""
-        ...
+    def parameters(self) -> Iterator[Parameter]: ...
 
 
 class CompositeLayer(ABC):

@@ -3,9 +3,8 @@
 Invariants:
 - Angles are fp32 products of position and inverse frequency; cosine and sine are rounded to the model's
   dtype, and are shared by all layers.
-- On the CPU they come from a table, computed in blocks of one size as far as positions have gone: a vector
-  library rounds the last elements of an array differently, and no bit may depend on which tokens share a
-  step.
+- On the CPU they come from a table, computed in blocks of one size: a vector library rounds the last elements
+  of an array differently, and no bit may depend on which tokens share a step.
 - Elsewhere they are computed for the step's positions: no state for a captured graph to hold on to, or a
   release to lose.
 
@@ -20,17 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..kernels.dispatch import rotations_for
+from ..kernels import triton_for
 from .parameters import Placement
 
 _BLOCK = 1024
-"""Positions that the table grows by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeParameters:
-    """A checkpoint's parameters of its rotary embedding."""
-
     theta: float = 10_000.0
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
@@ -76,9 +72,7 @@ def _llama3(frequencies: Tensor, rope: RopeParameters) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeParameters) -> Tensor:
-    """Keep frequencies of many turns, divide those of few, and go linearly from one to the other by
-    dimension.
-    """
+    """Keep frequencies of many turns, divide those of few, and interpolate by dimension."""
     size = 2 * len(frequencies)
 
     def dimension(turns: float) -> float:
@@ -95,32 +89,29 @@ def _yarn(frequencies: Tensor, rope: RopeParameters) -> Tensor:
 
 
 class RotaryEmbedding:
-    """Cosines and sines of a step's positions."""
-
     def __init__(self, rope: RopeParameters, head_dim: int, *, place: Placement) -> None:
         self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(place.device)
         self._factor = rope.attention_factor
         self._dtype = place.dtype
-        self._kernels = rotations_for(place.device, place.dtype)
+        self._kernels = triton_for("elementwise", place.device, place.dtype)
         self._table: tuple[Tensor, Tensor] | None = None
         if place.device.type == "cpu":
             self._table = self._compute(torch.arange(_BLOCK))
 
     def forward(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Map int64 [T], all below ``longest``, to cosine and sine, each [T, 1, head_dim / 2] in the model's
-        dtype.
-        """
+        """Map int64 [T], all below ``longest``, to cosine and sine, each [T, 1, head_dim / 2]."""
         if self._kernels is not None:
-            return self._kernels.angles(positions, self._inverse_frequencies, self._factor, self._dtype)
+            angles: tuple[Tensor, Tensor] = self._kernels.angles(
+                positions, self._inverse_frequencies, self._factor, self._dtype
+            )
+            return angles
         if self._table is None:
             return self._compute(positions)
         cosines, sines = self.table(longest)
         return cosines.index_select(0, positions), sines.index_select(0, positions)
 
     def table(self, longest: int) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of at least the positions [0, longest), each [P, 1, head_dim / 2]; on the
-        CPU only.
-        """
+        """Return cosine and sine of at least [0, longest), each [P, 1, head_dim / 2]; on the CPU."""
         assert self._table is not None
         while longest > len(self._table[0]):
             start = len(self._table[0])
@@ -135,8 +126,7 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles, [T, 1, rotated / 2] each; fresh
-    memory.
+    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles [T, 1, rotated / 2]; fresh memory.
 
     A pair is elements (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former
     order either way, which is the same to a scalar product of two rotated vectors. Elements behind

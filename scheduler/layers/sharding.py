@@ -2,9 +2,9 @@
 
 Invariants:
 - A rank's part is some ranges of rows, a range of columns, or both. The parts of all ranks cover the tensor;
-  where they overlap (a key head that several ranks need, replicated tensors), they hold the same bytes.
-- Outside of the layers a tensor has the checkpoint's shape on every rank: senders and checkers of weights
-  need not know of ranks. Rows that a rank does not hold are taken and dropped.
+  where they overlap, they hold the same bytes.
+- Outside of the layers a tensor has the checkpoint's shape on every rank. Rows that a rank does not hold are
+  taken and dropped.
 - A size that does not divide is refused by the name of its field, but for the vocabulary, of which the last
   rank may have less.
 """
@@ -30,7 +30,6 @@ class Window:
 
     @classmethod
     def whole(cls, total: int) -> "Window":
-        """Return the window of all rows."""
         return cls(0, total, total)
 
     @property
@@ -46,18 +45,14 @@ class Window:
         return Window(self.start * factor, self.stop * factor, self.total * factor)
 
     def in_blocks(self, size: int) -> "Window":
-        """Return the blocks of ``size`` that make up the window; it begins with one, and ends with one or at
-        the end.
-        """
+        """Return the blocks of ``size`` that make up the window."""
         return Window(self.start // size, -(-self.stop // size), -(-self.total // size))
 
     def fits_blocks(self, size: int) -> bool:
-        """Return True if its borders are borders of blocks."""
         return self.start % size == 0 and (self.stop % size == 0 or self.stop == self.total)
 
 
 def as_window(size: int | Window) -> Window:
-    """Return a window; a plain size is whole."""
     return size if isinstance(size, Window) else Window.whole(size)
 
 
@@ -74,8 +69,7 @@ def stacked(windows: Sequence[Window]) -> tuple[Window, ...]:
 
 
 def even(total: int, parallel: TensorParallel, field: str) -> Window:
-    """Return this rank's part of ``total``, the same size on each rank; ``field`` is the config's name for
-    it.
+    """Return this rank's part of ``total``, as large as the others'; ``field`` is the config's name for it.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide it.
@@ -99,7 +93,6 @@ def rounded_up(total: int, parallel: TensorParallel, field: str) -> Window:
 
 
 def per_rank(total: int, parallel: TensorParallel) -> int:
-    """Return every rank's share, rounded up."""
     return -(-total // parallel.size)
 
 
@@ -123,11 +116,7 @@ def head_windows(num_heads: int, num_kv_heads: int, parallel: TensorParallel) ->
 
 
 def require_borders(module: str, field: str, window: Window, block: int) -> None:
-    """Refuse windows whose borders cut a block of an FP8 weight.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL.
-    """
+    """Refuse windows whose borders cut a block of an FP8 weight (UNSUPPORTED_MODEL)."""
     if not window.fits_blocks(block):
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
@@ -179,7 +168,6 @@ class ShardedSlot(WeightSlot):
         return self._inner.fills(dtype)
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """Write; rows of other ranks change nothing."""
         changed = not compare
         for part, first in self._held(rows, start):
             changed |= self._inner.update(part, first, compare=compare)
@@ -193,9 +181,6 @@ class ShardedSlot(WeightSlot):
         return any(self._inner.differs(part, first) for part, first in self._held(rows, start))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return this rank's part of rows ``[start, stop)``, as :attr:`owned` and :attr:`owned_columns`
-        say.
-        """
         first, last = (self._held_before(row) for row in slice(start, stop).indices(self.shape[0])[:2])
         return self._inner.read(first, max(first, last))
 
@@ -215,9 +200,7 @@ class ShardedSlot(WeightSlot):
 
 
 def sharded(slot: WeightSlot, rows: Window | Sequence[Window], columns: Window | None = None) -> WeightSlot:
-    """Return ``slot``, of the part that this rank holds, as one of the whole tensor; itself if that is all of
-    it.
-    """
+    """Return ``slot``, of the part that this rank holds, as one of the whole tensor."""
     rows = (rows,) if isinstance(rows, Window) else rows
     if columns is not None and columns.is_whole:
         columns = None

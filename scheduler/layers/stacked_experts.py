@@ -5,10 +5,8 @@ Invariants:
   the other layout: [experts, in, out], with alternating columns of gate and up.
 - With several ranks each holds a part of the width, and a slot reads that part alone: neither rows nor a
   range of columns.
-- A piece is some whole experts; each is transposed and written by itself, so one expert's weight is the
-  largest transient.
-- Weights in MXFP4 (:mod:`.mxfp4`) go through the same slots of experts, untransposed: their rows are the
-  product's output.
+- A piece is some whole experts; each is transposed and written by itself.
+- Weights in MXFP4 (:mod:`.mxfp4`) go through the same slots of experts, untransposed.
 """
 
 from collections.abc import Sequence
@@ -27,14 +25,12 @@ def by_turns(parts: int, x: Tensor) -> list[Tensor]:
 
 
 class StackedSlot(WeightSlot):
-    """``weight`` [experts, in, out] of all experts of a layer, or the same in MXFP4 if groups of values
-    divide ``in``.
-    """
+    """``weight`` [experts, in, out] of a layer's experts, or the same in MXFP4 if groups divide ``in``."""
 
     __slots__ = ("_pair", "_parts")
 
     def __init__(self, name: str, parameter: str, experts: Sequence[Sequence[WeightSlot]]) -> None:
-        """``experts``: for each expert, the slots [n, in] that its columns belong to in turn."""
+        """Take for each expert the slots [n, in] that its columns belong to in turn."""
         outputs = sum(slot.shape[0] for slot in experts[0])
         shape = len(experts), experts[0][0].shape[1], outputs
         super().__init__(name, parameter, shape, experts[0][0].dtype)
@@ -47,7 +43,6 @@ class StackedSlot(WeightSlot):
 
     @property
     def halves(self) -> tuple[HalfSlot, ...]:
-        """Blocks and scales of MXFP4."""
         return () if self._pair is None else (self._pair.blocks, self._pair.scales)
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
@@ -88,8 +83,6 @@ class StackedSlot(WeightSlot):
 
 
 class _Rows:
-    """The same experts, each as [out, in]."""
-
     def __init__(self, experts: Sequence[Sequence[WeightSlot]]) -> None:
         self._parts = experts
 

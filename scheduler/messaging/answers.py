@@ -2,15 +2,13 @@
 
 Invariants:
 - A message id is new once. Afterwards it is under way, answered with a stored answer, or answered and
-  *forgotten* (the answer is no longer stored). A retry under a forgotten id is refused. Forgotten ids are
-  remembered for at least :data:`REMEMBERED_IDS` later ids.
-- Stored answers lie encoded in two rings of fixed size, written at start: they never make memory grow. Later
-  answers overwrite the oldest. The ring for commands is apart, so that the last :data:`STORED_ANSWERS` of
-  them are stored whatever is generated.
+  *forgotten*: a retry is refused then. Forgotten ids are remembered for at least :data:`REMEMBERED_IDS` later
+  ids.
+- Stored answers lie encoded in two rings of fixed size, written at start, and never make memory grow. The
+  ring for commands is apart, so that the last :data:`STORED_ANSWERS` of them are stored whatever is
+  generated.
 - Answers of exchanges under way are kept outside the rings, ``limit_bytes`` at most; beyond, the largest
-  exchange drops its own.
-- An exchange under way that has dropped answers is *lost*: it goes on for those who wait for it, and nobody
-  can attach to it.
+  exchange drops its own and is *lost*: it goes on for those who wait for it, and nobody can attach to it.
 - Results that their client may not have read are *kept*: they can be fetched by rid while they are stored,
   for ``window_s`` seconds after that client left, or until a new generation uses the rid.
 """
@@ -39,18 +37,15 @@ from ...io_struct import (
 logger = logging.getLogger(__name__)
 
 SampleResult = GenerateReqOutput | GenerateImagesReqOutput
-"""The terminal result of one sample."""
 
 STORED_ANSWERS = 1024
 COMMAND_ANSWER_BYTES = 1024
-"""Maximum bytes of a record in the ring for commands; a pause takes 240. Larger ones are stored like results.
-"""
+"""Most bytes of a record in the ring for commands; a pause takes 240. Larger ones are stored like results."""
 REMEMBERED_IDS = 1 << 15
 _REMEMBERED_RIDS = 1 << 14
 _PER_BUCKET, _WAYS = 4, 16
 """Shape of the tables of ids: on average four remembered ids fall into a bucket, rarely over sixteen."""
 _FORGOTTEN = 0
-"""Place of an answer that was never stored."""
 _LENGTH_BYTES = 8
 
 
@@ -61,14 +56,14 @@ class Exchange:
     message_ids: list[str]
     clients: list[bytes]
     remaining: int = 1
-    """Number of answers to come; a generation has one per sample."""
+    """Answers to come; a generation has one per sample."""
     answers: list[list[bytes | memoryview]] = field(default_factory=list)
     """Frames of each answer."""
     nbytes: int = 0
     is_lost: bool = False
     """True if the answers so far took too much memory and were dropped."""
     rid: str = ""
-    """Id of the generation; empty for a command."""
+    """Empty for a command."""
     generation: bytes = b""
     """Digest of the generate request without its message id."""
 
@@ -83,18 +78,14 @@ class _Record(msgspec.Struct, array_like=True):
     rid: str
     generation: bytes
     done_at: float
-    """Monotonic time at which the last answer was added."""
+    """Monotonic time of the last answer."""
     answers: list[list[bytes]]
 
 
 class Answers:
-    """Exchanges under way, and stored answers of finished ones."""
-
     def __init__(self, window_s: float, limit_bytes: int) -> None:
-        """
-        Args:
-            window_s: seconds that results of clients that left can be fetched, as far as memory allows.
-            limit_bytes: size of the ring for results and large answers.
+        """``window_s``: seconds that results of clients that left can be fetched; ``limit_bytes``: of the
+        large ring.
         """
         self._window_s = window_s
         self._limit_bytes = limit_bytes
@@ -109,15 +100,11 @@ class Answers:
         self._left: dict[bytes, float] = {}
         """Monotonic times at which clients left, within ``window_s``; oldest first."""
         self.nbytes = sum(each.nbytes for each in (*self._rings, self._ids, self._rids))
-        """Memory allocated at start, in bytes."""
 
     def attach(
         self, client: bytes, message_id: str, frame: bytes, buffers: Sequence[memoryview] = ()
     ) -> list[Message] | None:
-        """Register a message, or attach a retry of it.
-
-        Args:
-            buffers: frames behind ``frame`` that belong to the request.
+        """Register a message, or attach a retry of it; ``buffers`` are frames that belong to the request.
 
         Returns:
             Answers so far of a retry, whose ``client`` will get the later ones; None if the id is new.
@@ -144,16 +131,12 @@ class Answers:
         return _decoded(record.answers)
 
     def get(self, message_id: str) -> Exchange | None:
-        """Return the exchange of a message, or None if it is not under way."""
         known = self._exchanges.get(message_id)
         return None if known is None else known[1]
 
     def join(self, client: bytes, message_id: str, exchange: Exchange) -> list[Message]:
-        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; return its answers so
+        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; return the answers so
         far.
-
-        Raises:
-            CaesuraError: ``answer_forgotten``.
         """
         answers = self._wait(client, exchange, exchange.message_ids[0])
         body, _ = self._exchanges[message_id]
@@ -178,16 +161,14 @@ class Answers:
             self._lose(max(self._begun, key=lambda each: each.nbytes))
 
     def begin_generation(self, message_id: str, rid: str, generation: bytes, *, samples: int) -> None:
-        """Record that the just attached ``message_id`` begins generation ``rid`` of ``samples`` samples."""
+        """Record that the just attached ``message_id`` begins generation ``rid``."""
         _, exchange = self._exchanges[message_id]
         exchange.rid, exchange.generation, exchange.remaining = rid, generation, samples
         self._rids.discard(rid)
 
     def kept(self, rid: str, generation: bytes | None = None) -> list[SampleResult]:
-        """Return the kept results of ``rid``, by sample index.
-
-        Args:
-            generation: digest of the request whose results are wanted, or None for any.
+        """Return the kept results of ``rid``, by sample index; ``generation`` is the digest of a request that
+        wants them.
         """
         place = self._rids.find(rid) if self._left else None
         record = None if place is None else self._read(place)
@@ -212,7 +193,6 @@ class Answers:
             del self._left[oldest]
 
     def awaited_by(self) -> set[bytes]:
-        """Return all clients that wait for an answer."""
         return {client for _, exchange in self._exchanges.values() for client in exchange.clients}
 
     def is_awaited(self, message_id: str) -> bool:
@@ -221,7 +201,6 @@ class Answers:
         return exchange is not None and bool(exchange.clients)
 
     def leave(self, client: bytes, message_ids: Iterable[str]) -> None:
-        """Record that ``client`` is gone and no longer waits for the answers to ``message_ids``."""
         for message_id in message_ids:
             exchange = self.get(message_id)
             if exchange is not None and client in exchange.clients:
@@ -255,7 +234,6 @@ class Answers:
         return _FORGOTTEN if start is None else len(self._rings) * start + number
 
     def _read(self, place: int) -> _Record | None:
-        """Return the record at ``place``, or None if it was overwritten or never stored."""
         start, number = divmod(place, len(self._rings))
         found = self._rings[number].read(start)
         return None if found is None else msgspec.msgpack.decode(found, type=_Record)
@@ -269,7 +247,6 @@ class Answers:
             self._rids.set(exchange.rid, place)
 
     def _lose(self, exchange: Exchange) -> None:
-        """Drop the answers of an exchange, however many are still to come."""
         self._begun.pop(exchange, None)
         self._begun_bytes -= exchange.nbytes
         exchange.answers, exchange.nbytes, exchange.is_lost = [], 0, True
@@ -287,7 +264,6 @@ class _Ring:
         self._end = nbytes
 
     def append(self, record: bytes) -> int | None:
-        """Append ``record``; return where it begins, or None if the ring is too small."""
         nbytes = _LENGTH_BYTES + len(record)
         if nbytes > self.nbytes:
             return None
@@ -300,7 +276,6 @@ class _Ring:
         return start
 
     def read(self, start: int) -> memoryview | None:
-        """Return the record that begins at ``start``, or None if it was overwritten."""
         if not start or start < self._end - self.nbytes:
             return None
         at, view = start % self.nbytes, memoryview(self._bytes)
@@ -324,7 +299,6 @@ class PlaceTable:
         self.nbytes = 16 * entries + self._buckets
 
     def set(self, name: Hashable, place: int) -> None:
-        """Remember that ``name`` is at ``place``."""
         key, found = self._lookup(name)
         if found is None:
             bucket = key % self._buckets
@@ -333,12 +307,10 @@ class PlaceTable:
         self._keys[found], self._places[found] = key, place
 
     def find(self, name: Hashable) -> int | None:
-        """Return the place of ``name``, or None if it is not remembered."""
         _, found = self._lookup(name)
         return None if found is None else self._places[found]
 
     def discard(self, name: Hashable) -> None:
-        """Remove ``name``."""
         _, found = self._lookup(name)
         if found is not None:
             self._keys[found] = 0
@@ -359,7 +331,6 @@ def results_in(answer: Message) -> Sequence[SampleResult]:
 
 
 def _decoded(answers: Sequence[Sequence[bytes | memoryview]]) -> list[Message]:
-    """Decode the frames of messages."""
     messages: list[Message] = []
     for header, *buffers in answers:
         message = decode_reply(header)

@@ -1,13 +1,12 @@
-"""Decides which clients may connect, and how many: a background thread, which answers in milliseconds even
-during long steps.
+"""Decides which clients may connect, and how many, in a thread that answers even during long steps.
 
 Invariants:
-- With keys, ZeroMQ uses a connection only after this thread has accepted its key (:class:`Handshakes`). The
-  authorized keys are read for each handshake, so added and removed files take effect without a restart.
-- The endpoint is shut before the process runs out of descriptors, and opened again when enough are free.
-  Without descriptors ZeroMQ would abort the process, or keep a core busy with retries.
-- ZeroMQ's I/O thread cannot get ahead of this one: it waits once about 1,000 accepted connections have not
-  been looked at.
+- With keys, ZeroMQ uses a connection only after this thread has accepted its key (:class:`Handshakes`). Keys
+  are read for each handshake, so added and removed files take effect without a restart.
+- The endpoint is shut before the process runs out of descriptors, and opened again when enough are free:
+  without descriptors ZeroMQ would abort the process, or keep a core busy with retries.
+- ZeroMQ's I/O thread cannot get ahead: it waits once about 1,000 accepted connections have not been looked
+  at.
 - The thread reads every event that ZeroMQ reports until it is told to stop; no exception ends it.
 """
 
@@ -33,31 +32,26 @@ HANDSHAKE_MS = 10_000
 HEARTBEAT_MS = 10_000
 """Milliseconds between ZeroMQ's heartbeats to a silent peer, over tcp."""
 DEAD_PEER_MS = 60_000
-"""Milliseconds after which a silent peer counts as gone, over tcp; the peer applies the same to the engine.
-"""
+"""Milliseconds after which a silent peer counts as gone, over tcp, and the engine for it."""
 MAX_RESERVE = 1536
-"""Descriptors that connections leave free, or half of the process's limit if that is less. ZeroMQ can accept
-fewer before this thread has looked: 1,002, when it waits for room in the pipe of its events, and the backlog
-of the endpoint.
+"""Descriptors that connections leave free, or half of the limit if that is less. More than ZeroMQ can accept
+before this thread has looked: 1,002, and the backlog of the endpoint.
 """
 RECHECK_MS = 1000
-"""Milliseconds between checks whether a shut endpoint can be opened."""
+"""Milliseconds between checks of a shut endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The engine's key pair, and the place of its clients' public keys."""
+    """The engine's key pair, and the file or folder of its clients' public keys."""
 
     own: KeyPair
     authorized: Path
-    """File of public keys, or folder of such files."""
 
     @classmethod
     def read(cls, secret_key_file: str | None, authorized_clients: str | None) -> "ServerKeys | None":
-        """Read the keys; return None if neither option is set.
-
-        Raises:
-            CaesuraError: ``invalid_request`` if only one option is set, or if a file is not readable.
+        """Read the keys; None if neither option is set. Raise ``invalid_request`` for one alone or an
+        unreadable file.
         """
         if secret_key_file is None and authorized_clients is None:
             return None
@@ -74,12 +68,11 @@ class ServerKeys:
         return keys
 
     def clients(self) -> frozenset[bytes]:
-        """Read the public keys that may connect."""
         return read_public_keys(self.authorized, "curve_authorized_clients")
 
 
 class Access:
-    """Starts and stops the access thread, which runs from before the bind until after the last send."""
+    """The access thread, which runs from before the bind until after the last send."""
 
     def __init__(
         self,
@@ -111,7 +104,7 @@ class Access:
         self._thread.start()
 
     def close(self) -> None:
-        """Close ``router``; its last event ends the thread: no client is accepted afterwards. Idempotent."""
+        """Close ``router``; its last event ends the thread. Idempotent."""
         # Disable_monitor would wait with the GIL for an I/O thread that waits for this thread
         self._router.close()
         self._thread.join()
@@ -135,7 +128,7 @@ class Access:
             each.close()
 
     def _process_events(self) -> bool:
-        """Count accepted connections from ZeroMQ's monitor events; return False after the last event."""
+        """Count accepted connections; return False after the monitor's last event."""
         self._descriptor_guard.note_accepted(0)
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())["event"]

@@ -1,11 +1,10 @@
 """The queue of commands: they run one at a time in the order of arrival, and are advanced between steps.
 
 Invariants:
-- Each command is an :data:`Operation` generator. A command that waits for the engine to change *steps aside*:
-  the next command runs, and this one is checked in every tick. When it has work again it goes to the head of
-  the queue, behind a command there that has begun: one command works at a time.
-- A command that must not begin yet (it would change weights that are being sent) keeps its place, and so do
-  those behind it.
+- Each command is an :data:`Operation`. One that waits for the engine to change *steps aside*: the next
+  command runs, and this one is checked in every tick. When it has work again it goes to the head of the
+  queue, behind a command there that has begun: one command works at a time.
+- A command that must not begin yet (it would change weights that are being sent) holds back those behind it.
 - Every command gets exactly one answer. After a failure the device cache is emptied before the answer is
   sent.
 """
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_COMMANDS = 1024
-"""Maximum number of commands that are queued, under way or have stepped aside."""
+"""Most commands that are queued, under way or have stepped aside."""
 
 _EXCLUSIVE = (
     BeginWeightUpdateReqInput,
@@ -47,16 +46,12 @@ _EXCLUSIVE = (
 
 @dataclass(slots=True)
 class _PendingCommand:
-    """Command without an answer yet, and its operation."""
-
     message: ControlRequest
     operation: Operation
     has_begun: bool = False
 
 
 class CommandQueue:
-    """Starts, advances and answers commands."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._queue: deque[_PendingCommand] = deque()
@@ -65,7 +60,6 @@ class CommandQueue:
 
     @property
     def is_busy(self) -> bool:
-        """True if any command is queued, under way or has stepped aside."""
         return bool(self._queue or self._stepped_aside)
 
     @property
@@ -75,16 +69,12 @@ class CommandQueue:
 
     @property
     def has_stepped_aside(self) -> bool:
-        """True if a command has stepped aside: it waits for the engine to change, or for its deadline."""
+        """True if a command waits for the engine to change, or for its deadline."""
         return bool(self._stepped_aside)
 
     @property
     def defers_lease(self) -> bool:
-        """True if the pause lease must not expire now: its owner waits for a pending command, or any has
-        begun.
-
-        A command that has begun is not interrupted, whoever sent it.
-        """
+        """True if the pause lease must not expire now: its owner waits for a command, or any has begun."""
         engine = self._engine
         if self._queue and self._queue[0].has_begun:
             return True
@@ -95,15 +85,11 @@ class CommandQueue:
         )
 
     def message_ids(self) -> list[str]:
-        """Return the message ids of all unanswered commands."""
         return [command.message.id for command in (*self._queue, *self._stepped_aside)]
 
     def add(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> None:
-        """Queue a command; it does nothing before its turn.
-
-        Raises:
-            CaesuraError: ``queue_full``; ``busy`` if another exclusive command is queued; what its function
-                refuses at once.
+        """Queue a command. Raise ``queue_full``, ``busy`` for two exclusive ones, or what its function
+        refuses at once.
         """
         self._refuse_when_full()
         if isinstance(message, _EXCLUSIVE):

@@ -31,10 +31,10 @@ from ...io_struct import (
     Message,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
+    Request,
     ScoreReqInput,
     ShutdownReqInput,
     ShutdownReqOutput,
-    ToScheduler,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
     decode_request,
@@ -97,7 +97,7 @@ class Dispatcher:
             send(client, answer, message.id)
 
     def score(self) -> None:
-        """Run scoring for one slice; scoring and commands do not wait for each other."""
+        """Run scoring for one slice."""
         engine = self._engine
         if engine.scoring is not None:
             for answer in engine.scoring.advance():
@@ -119,18 +119,16 @@ class Dispatcher:
             engine.sessions.client_gone(client)
 
     def refuse_rest(self, message: str, code: ErrorCode) -> None:
-        """Answer every pending command and score with this error."""
         engine = self._engine
         for answer in engine.scoring.end(message, code) if engine.scoring is not None else ():
             engine.replies.answer(answer.id, answer)
         engine.commands.refuse_rest(message, code)
 
     def _known(
-        self, client: bytes, message: ToScheduler, frame: bytes, buffers: list[memoryview]
+        self, client: bytes, message: Request, frame: bytes, buffers: list[memoryview]
     ) -> list[Message] | None:
-        """Return the answers that ``message`` gets before it is started, or None if it must be started.
-
-        These are the answer to a query, the stored answers of a retry, or an error.
+        """Return what ``message`` gets without being started: the answer to a query, stored answers, an
+        error; else None.
         """
         engine = self._engine
         try:
@@ -151,7 +149,7 @@ class Dispatcher:
         engine.device_cache.after_failure(type(message).__name__)
         return [answer]
 
-    def _begin(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
+    def _begin(self, client: bytes, message: Request, buffers: list[memoryview]) -> None:
         """Start what ``message`` asks for, or answer with the error."""
         engine = self._engine
         try:
@@ -175,7 +173,7 @@ class Dispatcher:
         engine.replies.answer(message.id, answer)
 
 
-def _decode(header: bytes, buffers: list[memoryview]) -> ToScheduler:
+def _decode(header: bytes, buffers: list[memoryview]) -> Request:
     message = decode_request(header)
     if buffers and not isinstance(message, UpdateWeightsFromTensorReqInput | GenerateImagesReqInput):
         raise CaesuraError(
@@ -210,7 +208,7 @@ def _shut_down(engine: "Engine", message: ShutdownReqInput) -> ShutdownReqOutput
 
 
 def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | ErrorReply:
-    """Accept every client with the same major version, whatever its minor version; refuse the others."""
+    """Accept every client with the same major version."""
     major, minor = WIRE_VERSION
     logger.debug("hello from %s: wire %d.%d", message.client or "?", message.wire_major, message.wire_minor)
     if message.wire_major != major:

@@ -5,9 +5,8 @@ Invariants:
   bind on the same path would succeed and take over the traffic.
 - ipc paths fit ``sockaddr_un`` (107 bytes) and never replace a file that is not a socket.
 - tcp binds loopback addresses only, unless clients must authenticate with keys.
-- A shut endpoint accepts no new connections and keeps those that it has. ZeroMQ has no such state: unbinding
-  closes every connection of the address. Therefore an ipc socket is renamed, and a tcp listener drops
-  connection requests.
+- A shut endpoint accepts no new connections and keeps those that it has. ZeroMQ has no such state: an ipc
+  socket is renamed, and a tcp listener drops connection requests.
 """
 
 import contextlib
@@ -33,14 +32,8 @@ _BPF_RET = 0x06
 
 
 class Endpoint:
-    """Checked and locked address that binds a socket, and shuts and opens."""
-
     def __init__(self, address: str, *, has_keys: bool) -> None:
-        """Check ``address`` and, for ipc, take its lock.
-
-        Raises:
-            CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
-        """
+        """Check ``address`` and, for ipc, take its lock; raise ``endpoint_in_use`` or ``invalid_request``."""
         self.address = address
         """The configured address, and after the bind the one that ZeroMQ reports."""
         self._lock: int | None = None
@@ -55,11 +48,7 @@ class Endpoint:
             self._lock = _locked_path(address)
 
     def bind(self, router: "zmq.Socket[bytes]") -> None:
-        """Bind ``router`` to this address.
-
-        Raises:
-            CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
-        """
+        """Bind ``router``; raise ``endpoint_in_use`` or ``invalid_request``."""
         router.setsockopt(zmq.BACKLOG, LISTEN_BACKLOG)
         router.setsockopt(zmq.IPV6, int("[" in self.address))
         if self._listener is not None:
@@ -96,7 +85,7 @@ class Endpoint:
         self._is_shut = False
 
     def close(self) -> None:
-        """Release the address, after the socket that was bound to it was closed. Idempotent."""
+        """Release the address, after its socket was closed. Idempotent."""
         if self._path is not None:  # ZeroMQ does not unlink it; it is ours while we hold the lock
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path + (SHUT_SUFFIX if self._is_shut else ""))
@@ -156,7 +145,7 @@ def _remove_shut_socket(path: str) -> None:
 
 
 def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
-    """Return host and port of a tcp address; refuse a host beyond loopback unless clients must have keys."""
+    """Return host and port; refuse a host beyond loopback unless clients must have keys."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):  # ZeroMQ takes 99999 modulo 65536
         raise _bad_endpoint(endpoint, f"needs a port from 0 (any free one) to {MAX_PORT}")
@@ -177,9 +166,7 @@ def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
 
 
 def _listener(endpoint: str, host: str, port: int) -> socket.socket:
-    """Return a listening socket. ZeroMQ gets a duplicate; the engine keeps its own to set the filter that
-    drops connections.
-    """
+    """Return a listening socket, of which ZeroMQ gets a duplicate; the engine's own sets the filter."""
     family = socket.AF_INET6 if "[" in host else socket.AF_INET
     try:
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=LISTEN_BACKLOG)

@@ -1,10 +1,9 @@
 """Generations as clients see them: start, retry, abort, fetching results, and clients that leave.
 
 Invariants:
-- One message id has one effect (``answers.py``). A retry under a new message id, with the same rid and body,
-  attaches to the live generation, or gets its kept results.
-- A generation is aborted when no client waits for it any more. Its results so far are kept and can be fetched
-  by rid.
+- A retry under a new message id, with the same rid and body, attaches to the live generation, or gets its
+  kept results.
+- A generation is aborted when no client waits for it any more; its results so far are kept.
 """
 
 import hashlib
@@ -37,12 +36,8 @@ Generate = GenerateReqInput | GenerateImagesReqInput
 
 
 def generate(engine: "Engine", client: bytes, message: Generate, buffers: list[memoryview]) -> None:
-    """Start a generation, or attach ``message`` to the generation that it repeats.
-
-    Raises:
-        CaesuraError: ``duplicate_rid``, ``shutting_down``, ``paused``, ``weights_poisoned``,
-            ``weights_invalid``, ``epoch_behind``; what the engine's ``admit`` refuses. Nothing has changed
-            then.
+    """Start a generation, or attach ``message`` to the generation that it repeats; nothing has changed if
+    this raises.
     """
     rid, body = message.rid if message.rid is not None else message.id, _body_of(message, buffers)
     if not isinstance(message, engine.request_type):
@@ -85,7 +80,6 @@ def _join(engine: "Engine", client: bytes, message: Generate, rid: str, body: by
 
 
 def abort(engine: "Engine", message: AbortReq) -> AbortReqOutput:
-    """Abort the samples that ``message`` names."""
     if message.abort_all:
         return AbortReqOutput(id=message.id, aborted=engine.outputs.abort_all("Aborted"))
     if message.rid is None:
@@ -99,7 +93,6 @@ def abort(engine: "Engine", message: AbortReq) -> AbortReqOutput:
 
 
 def fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutput:
-    """Return the kept results of a rid, and the number of its live samples."""
     live = len(engine.live.samples(message.rid))
     kept = engine.answers.kept(message.rid)
     if any(isinstance(result, GenerateImagesReqOutput) for result in kept):

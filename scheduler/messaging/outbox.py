@@ -1,9 +1,8 @@
 """Collects the output of a step per client, and sends it as at most one message per client and step.
 
 Invariants:
-- If the message of one client cannot be built or sent, the other clients get theirs without delay. The
-  message is tried :data:`MAX_SENDS` times. After that each result is sent alone, and a result that cannot be
-  sent is replaced by an error.
+- If the message of one client cannot be built or sent, the others get theirs. It is tried :data:`MAX_SENDS`
+  times; then each result is sent alone, and one that cannot be sent is replaced by an error.
 - A client's tokens and terminal results of a step are sent in one message, the tokens first. Results of
   images are sent alone.
 """
@@ -32,15 +31,12 @@ from .stream_details import TokenDetails, details_of
 logger = logging.getLogger(__name__)
 
 MAX_SENDS = 3
-"""Attempts to send the results of a client in one message."""
 
 Result = GenerateReqOutput | GenerateImagesReqOutput
 Send = Callable[[bytes, Any], None]
 
 
 class _ClientOutput:
-    """Output for one client that has not been sent yet."""
-
     __slots__ = (
         "attempts", "counts", "details", "finished", "indices", "logprobs", "rids", "starts",
         "token_ids_logprobs", "tokens", "top",
@@ -77,8 +73,6 @@ class _ClientOutput:
 
 
 class Outbox:
-    """Collects outputs and passes them to ``send``."""
-
     def __init__(self, send: Send, *, one_by_one: bool = False) -> None:
         """``one_by_one``: each result is a message of its own, whose frames are its tensors."""
         self._send = send
@@ -87,7 +81,6 @@ class Outbox:
 
     @property
     def has_undelivered(self) -> bool:
-        """True if any output has not been sent yet."""
         return bool(self._outputs)
 
     def add_tokens(
@@ -116,7 +109,6 @@ class Outbox:
             output.details.append(TokenDetails.of(request, start, of_raw, of_sampled))
 
     def add_result(self, client: bytes, result: Result) -> None:
-        """Add the terminal result of a request."""
         self._outputs[client].finished.append(result)
 
     def deliver(self, step: int) -> None:
@@ -138,7 +130,7 @@ class Outbox:
             del self._outputs[client]
 
     def _deliver_one_by_one(self, client: bytes, output: _ClientOutput, step: int) -> None:
-        """Send every result in a message of its own; replace one that cannot be sent by an error."""
+        """Send every result in a message of its own, or an error in its place."""
         for result in output.finished:
             try:
                 self._send(client, self._alone(result, step))
@@ -156,7 +148,6 @@ class Outbox:
 
 
 def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
-    """Join the rows of a delta, one per token; return None if no row has logprobs."""
     if not any(rows):
         return None
     return DeltaLogprobs(

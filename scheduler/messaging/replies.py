@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
 from ..observability.throughput import SampleTotals
 from ..runtime.guard import checked, defect
-from ..scheduling.live_requests import LiveSample
+from ..scheduling.waiting_queue import LiveSample
 from .answers import SampleResult
 
 if TYPE_CHECKING:
@@ -21,12 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class Replies:
-    """Sends and stores answers."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self.samples = SampleTotals()
-        """Statistics of all finished samples."""
 
     def answer(self, message_id: str, answer: Message) -> None:
         """Send the last answer to a message, to every client that waits for it, and store it."""
@@ -41,9 +38,7 @@ class Replies:
         engine.answers.add(exchange, answer)
 
     def finished(self, request: LiveSample, result: SampleResult) -> None:
-        """Store the result of a sample, and send it to clients that attached; its own client gets it by the
-        outbox.
-        """
+        """Store the result of a sample; send it to clients that attached, its own gets it by the outbox."""
         engine = self._engine
         self.samples.count(result)
         exchange = engine.answers.get(request.message_id)
@@ -56,7 +51,6 @@ class Replies:
                 self.send_answer(client, answer, request.message_id)
 
     def result(self, result: SampleResult) -> Message:
-        """Return an answer that is or contains ``result``."""
         if isinstance(result, GenerateReqOutput):
             return BatchTokenOutput(step=self._engine.state.step, finished=[result])
         return result
@@ -77,8 +71,7 @@ class Replies:
     def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
         """Send ``answer``, or an error if it cannot be sent; return what was sent.
 
-        Args:
-            message_id: the message that it answers, or None for the ``id`` of the answer.
+        ``message_id`` is the message that it answers, if that is not the answer's ``id``.
         """
         engine = self._engine
         try:

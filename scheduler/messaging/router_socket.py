@@ -2,15 +2,13 @@
 
 Invariants:
 - A send never blocks and never drops a message silently: a message for a client whose pipe is full waits in
-  that client's queue, in order.
-- A client's queue is bounded (``send_queues.py``); a client that leaves more than that unread counts as gone.
-- Receiving is bounded per tick, in messages and in frames. The rest of a message of many frames is read in
-  the next ticks.
-- A message with too many frames or bytes is refused, and its rest is read and dropped. A client that sends
-  several of them counts as gone, and its later messages are dropped.
-- A slow client does not delay the others: its waiting messages are merged and encoded once, however often a
-  send is tried.
-- ``endpoint.py`` decides what may be bound, ``client_access.py`` who may connect.
+  that client's queue, in order. A client that leaves more than its bound unread counts as gone
+  (``send_queues.py``).
+- Receiving is bounded per tick, in messages and in frames; the rest of a long message is read in the next
+  ticks.
+- A message with too many frames or bytes is refused, and its rest dropped. A client that sends several of
+  them counts as gone, and its later messages are dropped.
+- A slow client does not delay the others: its waiting messages are merged and encoded once.
 """
 
 import contextlib
@@ -34,7 +32,7 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_MARK = 1000
 """Messages per client that ZeroMQ queues before the client's own queue is used."""
 RECEIVE_HIGH_WATER_MARK = 8192
-"""Messages of one client that ZeroMQ receives ahead of the loop before it applies back-pressure."""
+"""Messages of one client that ZeroMQ receives ahead of the loop."""
 LINGER_S = 1.0
 """Seconds that closing waits for slow clients to take their last messages."""
 MESSAGES_PER_DRAIN = 512
@@ -54,21 +52,15 @@ class Router:
     def __init__(
         self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
     ) -> None:
-        """Bind ``endpoint``.
+        """Bind ``endpoint``, or raise ``endpoint_in_use`` or ``invalid_request``.
 
-        Args:
-            on_gone: called with a client when a send fails because it has left.
-            keys: clients with an authorized key may connect, or every process that can open the socket if
-                None.
-
-        Raises:
-            CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
+        ``on_gone`` is called with a client when a send fails because it has left. Without ``keys`` every
+        process that can open the socket may connect.
         """
         self._on_gone = on_gone
         self._backlogs = Backlogs()
         self._incoming: _Incoming | None = None
         self._offenders: OrderedDict[bytes, int] = OrderedDict()
-        """Number of over-long messages by client."""
         self._cleanup = contextlib.ExitStack()
         try:
             self._endpoint = Endpoint(endpoint, has_keys=keys is not None)
@@ -95,7 +87,6 @@ class Router:
 
     @property
     def has_backlog(self) -> bool:
-        """True if any client's queue is not empty."""
         return bool(self._backlogs)
 
     def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
@@ -195,7 +186,6 @@ class Router:
             self._drop_client(each)
 
     def retry(self) -> None:
-        """Try to send the messages that wait in the queues."""
         for client, backlog in self._backlogs.items():
             while (frames := backlog.head()) is not None and self._offer(client, frames):
                 if client not in self._backlogs:
@@ -224,7 +214,7 @@ class Router:
         self._cleanup.close()
 
     def _offer(self, client: bytes, frames: Frames) -> bool:
-        """Try to send; return False if the client's pipe is full. A message to a client that is gone counts
+        """Try to send; return False if the client's pipe is full. What goes to a client that is gone counts
         as sent.
         """
         try:
@@ -244,15 +234,11 @@ class Router:
 
 @dataclass(slots=True)
 class _Incoming:
-    """Message of several frames that is being read."""
-
     client: bytes
     header: bytes
     buffers: list[memoryview] = field(default_factory=list)
     nbytes: int = 0
-    """Total bytes of the buffers."""
     is_refused: bool = False
-    """True if the remaining frames are read and dropped."""
 
     def add(self, buffer: memoryview) -> None:
         self.buffers.append(buffer)
@@ -260,5 +246,4 @@ class _Incoming:
 
     @property
     def is_too_long(self) -> bool:
-        """True if it has more frames or bytes than a message may have."""
         return len(self.buffers) >= MAX_FRAMES or self.nbytes + len(self.header) > MAX_MESSAGE_BYTES

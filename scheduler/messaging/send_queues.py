@@ -5,8 +5,7 @@ Invariants:
 - Order is kept: encoded frames first, then the *open* token outputs, into which later ones merge. An encoded
   frame is never encoded again.
 - Stream deltas beyond :data:`MAX_PENDING_DELTA_TOKENS` are dropped, because the terminal result contains all
-  tokens. Replies and terminal results are never dropped. Instead a client with too many counts as gone:
-  :meth:`Backlogs.append` returns it.
+  tokens. Replies and results are never dropped; a client with too many counts as gone.
 - A result counts from the moment it waits, merged or not, with an estimate of its memory.
 """
 
@@ -28,13 +27,13 @@ from ...io_struct import (
 from .stream_details import details_bytes, merge_details
 
 MAX_PENDING_DELTA_TOKENS = 1 << 16
-"""Maximum tokens of deltas per client; further ones are dropped, which leaves a gap in ``starts``."""
+"""Most tokens of deltas per client; further ones are dropped, which leaves a gap in ``starts``."""
 MAX_PENDING_MESSAGES = 1 << 16
-"""Maximum unread replies and results per client; one with more counts as gone."""
+"""Most unread replies and results per client; one with more counts as gone."""
 MAX_PENDING_BYTES = 256 << 20
-"""Maximum bytes of replies, results and deltas per client; one with more counts as gone."""
+"""Most bytes of replies, results and deltas per client; one with more counts as gone."""
 MAX_ALL_PENDING_BYTES = 1 << 30
-"""Maximum bytes of all clients together; beyond it, the client with the most counts as gone."""
+"""Most bytes of all clients together; beyond it, the client with the most counts as gone."""
 SEAL_BYTES = 4 << 20
 """Bytes at which open token outputs are encoded, so that encoding one message never takes long."""
 _ROW_BYTES = 64  # of a delta's row beside its columns: a reference to the rid, and its share of the lists
@@ -42,30 +41,22 @@ _RESULT_BYTES = 1536  # of a result's fields beside its arrays
 
 
 Frames = Sequence[bytes | memoryview]
-"""Header, and the frames behind it."""
 
 
 def frames_of(message: Message) -> Frames:
-    """Return ``message`` as it is sent."""
     header = encode_reply(message)
     return (header, *message.buffers) if isinstance(message, FramedMessage) else (header,)
 
 
 @dataclass(slots=True)
 class Load:
-    """Amount of waiting messages."""
-
     messages: int = 0
-    """Number of replies and terminal results."""
     nbytes: int = 0
 
 
 class Backlogs:
-    """Queues of all clients that have not taken everything."""
-
     def __init__(self) -> None:
         self.load = Load()
-        """Load of all queues together."""
         self._queues: dict[bytes, Backlog] = {}
 
     def __len__(self) -> int:
@@ -97,7 +88,6 @@ class Backlogs:
         return self._over(client)
 
     def forget(self, client: bytes) -> None:
-        """Drop the queue of ``client``, if it has one."""
         queue = self._queues.pop(client, None)
         if queue is not None:
             queue.drop()
@@ -112,10 +102,10 @@ class Backlogs:
 
 
 class Backlog:
-    """Queue of one client, in order: encoded frames, then the open token outputs."""
+    """Queue of one client: encoded frames, then the open token outputs."""
 
     def __init__(self, total: Load) -> None:
-        """Begin empty; ``total`` is the load of all queues together, which this queue updates."""
+        """``total`` is the load of all queues together, which this one updates."""
         self.load = Load()
         self._total = total
         self._frames: deque[_Encoded] = deque()
@@ -159,7 +149,7 @@ class Backlog:
         self._delta_tokens -= message.delta_tokens
 
     def drop(self) -> None:
-        """Subtract everything that is left from the loads, because the queue is dropped."""
+        """Subtract what is left from the loads."""
         self._charge(-self.load.messages, -self.load.nbytes)
 
     def _push(self, message: "_Encoded") -> None:
@@ -214,25 +204,21 @@ class Backlog:
 class _Encoded:
     frames: Frames
     messages: int
-    """Number of replies or results."""
     delta_tokens: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all frames."""
         return sum(map(len, self.frames))
 
 
 @dataclass(slots=True)
 class _OpenDelta:
-    """Size of the open deltas."""
-
     tokens: int = 0
     nbytes: int = 0
 
 
 def result_bytes(result: GenerateReqOutput) -> int:
-    """Return the estimated bytes of keeping ``result``."""
+    """Estimate the bytes of keeping ``result``."""
     arrays = (
         result.output_ids,
         result.output_logprobs,
@@ -254,7 +240,7 @@ def result_bytes(result: GenerateReqOutput) -> int:
 
 
 def delta_bytes(delta: StreamDelta) -> int:
-    """Return the estimated bytes of keeping ``delta``."""
+    """Estimate the bytes of keeping ``delta``."""
     further = sum(
         len(each.ks) + len(each.ids) + len(each.logprobs)
         for each in (delta.top, delta.token_ids)
@@ -267,9 +253,9 @@ def delta_bytes(delta: StreamDelta) -> int:
 
 
 def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
-    """Merge deltas into one, with a row for each contiguous run of a sample's tokens.
+    """Merge deltas into one, with a row for each contiguous run of a sample's tokens; None if no row is left.
 
-    Samples in ``ended`` are left out, because their terminal result follows. Return None if no row is left.
+    Samples in ``ended`` are left out, because their terminal result follows.
     """
     numbers: dict[tuple[str, int], int] = {}
     indices = np.concatenate([np.frombuffer(delta.indices, "<i4") for delta in deltas])

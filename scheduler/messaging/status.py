@@ -1,7 +1,5 @@
-"""Builds the status reply: one consistent snapshot of the engine.
-
-Invariants: the snapshot is taken between two steps; it has no side effect (it empties no cache, synchronises
-no stream and generates no token).
+"""Builds the status reply: a snapshot between two steps, without side effects (no cache is emptied, no stream
+synchronised).
 """
 
 import os
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage, StageStatus
-from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
+from ..memory.device_memory import DeviceMemoryReading, get_available_memory
 from ..runtime.config import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
-    """Return the reply to status request ``message_id``."""
     state, steps, now, last = engine.state, engine.steps, monotonic(), engine.scheduler.last_step_at
     return GetStatusReqOutput(
         id=message_id,
@@ -111,7 +108,7 @@ def _kv(engine: "Engine") -> KVUsage:
 
 def _memory(engine: "Engine") -> DeviceMemory:
     reading = DeviceMemoryReading.of(engine.device_module)
-    each = [available_memory_if_known(engine.config.device)]
+    each = [get_available_memory(engine.config.device)]
     each += [rank.available for rank in engine.executor.status()]
     known = [size for size in each if size is not None]
     return DeviceMemory(

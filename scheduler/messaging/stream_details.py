@@ -1,5 +1,5 @@
-"""What a stream says of its tokens beyond ids and log-probabilities (``stream_details``): made per token,
-merged per message.
+"""``stream_details``: what a stream says of its tokens beyond ids and logprobs, made per token, merged per
+message.
 
 Invariant: a column has one entry per token of its delta, in the order of the tokens; entries of rows that did
 not ask are -1 or NaN.
@@ -13,7 +13,7 @@ import numpy as np
 
 from ...io_struct import DeltaDetails, DeltaWeights, SamplingMask, StreamDelta
 from ..scheduling.request import Request
-from ..scheduling.sampling_masks import joined_masks
+from ..scheduling.sampling import joined_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,6 @@ def _each_mask(details: DeltaDetails | None, count: int) -> list[np.ndarray | No
 
 
 def details_bytes(details: DeltaDetails | None) -> int:
-    """Return the estimated bytes of keeping ``details``."""
     if details is None:
         return 0
     mask = details.sampling_mask

@@ -45,7 +45,6 @@ class ModelConfig:
     """Shape of a decoder-only model."""
 
     architecture: str
-    """Architecture by the name in config.json, such as ``LlamaForCausalLM``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -58,13 +57,10 @@ class ModelConfig:
     """Rotary parameters of every layer; those with a window have ``local_rope`` if it is there."""
     local_rope: RopeParameters | None
     rotary_dim: int
-    """Number of rotated elements of a head, the first ones."""
     windows: tuple[int | None, ...]
     """Positions that a token sees in each layer, itself included; None means all before it."""
     qk_norm: bool
-    """Queries and keys are normalised, in an architecture whose config says so."""
     attention_scale: float
-    """Factor of the scores of every layer."""
     max_position_embeddings: int
     """Context length, in tokens."""
     tie_word_embeddings: bool
@@ -75,21 +71,16 @@ class ModelConfig:
     dtype: torch.dtype
     """Dtype of the checkpoint; float32 if it does not say."""
     fp8: Fp8Blocks | None = None
-    """Storage of projections, or None if they are not quantised."""
     mla: MlaConfig | None = None
-    """Latent attention, or None with grouped-query attention."""
     num_mtp_layers: int = 0
     """Number of ignored layers behind the others, for multi-token prediction."""
     moe: MoeConfig | None = None
-    """Experts, or None if every layer is dense."""
     delta: DeltaConfig | None = None
-    """Linear attention, or None if every layer attends to KV."""
     transformers_config: str | None = None
     """The whole config as canonical JSON if transformers' modules compute the model, or None."""
 
     @property
     def ropes(self) -> tuple[RopeParameters, ...]:
-        """Rotary parameters of each layer."""
         local = self.local_rope or self.rope
         return tuple(self.rope if window is None else local for window in self.windows)
 
@@ -99,12 +90,11 @@ ModelBackend = Literal["auto", "native", "transformers"]
 
 
 def load_model_config(path: str | Path, backend: ModelBackend = "native") -> ModelConfig:
-    """Read the config.json (and generation_config.json, if any) in folder ``path``, or their language model's
-    part.
+    """Read config.json (and generation_config.json, if any) in folder ``path``, or a language model's part.
 
     Raises:
-        CaesuraError: CHECKPOINT_ERROR, config.json is missing or not valid; UNSUPPORTED_MODEL, with the
-            fields, it asks for something that the forward does not do.
+        CaesuraError: CHECKPOINT_ERROR, config.json is missing or invalid; UNSUPPORTED_MODEL, with fields, it
+            asks for something that the forward does not do.
     """
     folder = Path(path)
     require_folder(folder)
@@ -146,7 +136,6 @@ def _parse_by_transformers(config: dict[str, Any], generation: dict[str, Any], s
 
 
 def _of_transformers() -> ModuleType:
-    """Import the module that reads configs by transformers: it imports transformers, and this module."""
     return import_module(".transformers_backend.config", package=__package__)
 
 
@@ -161,7 +150,6 @@ def _elsewhere(folder: Path) -> str:
 def parse_model_config(
     config: dict[str, Any], generation: dict[str, Any] | None = None, *, source: str = "config.json"
 ) -> ModelConfig:
-    """Parse decoded JSON; ``source`` is its name in errors."""
     architecture = _architecture(config)
     family = families()[architecture]
     config = {**family.absent, **config}

@@ -2,8 +2,7 @@
 
 Invariants:
 - A window as wide as the context is none, and neither is one that the config's own switch has turned off.
-- Both spellings are read: a list of layer types with parameters for each (transformers 5), and its
-  predecessors.
+- A list of layer types with parameters for each (transformers 5) is read, and so are its predecessors.
 """
 
 from typing import Any
@@ -19,7 +18,6 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def refused_attention(config: dict[str, Any], family: Family) -> list[str]:
-    """Return attention fields that ask for something that the forward does not do."""
     found = [] if _known_types(config, family) else ["layer_types"]
     return found + _refused_rope(config, family)
 
@@ -69,7 +67,6 @@ def _slides(config: dict[str, Any], reader: ConfigReader, family: Family, num_la
 
 
 def rope_source(config: dict[str, Any]) -> str:
-    """Return the field that has the rotary parameters."""
     return "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
 
 
@@ -115,7 +112,6 @@ def parse_ropes(
 
 
 def rotary_dim(config: dict[str, Any], reader: ConfigReader, family: Family, head_dim: int) -> int:
-    """Return the number of rotated elements of a head."""
     if family.partial_rotary is None:
         return head_dim
     parameters: dict[str, Any] = config.get(rope_source(config)) or {}

@@ -15,8 +15,6 @@ LINEAR_ATTENTION = "linear_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
-    """Linear-attention layers of a hybrid, and their sizes."""
-
     layers: tuple[bool, ...]
     """True for each layer with linear attention; the others' is full."""
     key_heads: int
@@ -28,7 +26,6 @@ class DeltaConfig:
 
 
 def parse_delta(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> DeltaConfig:
-    """Parse a Qwen3-Next or Qwen3.5 config; absent fields have transformers' defaults."""
     types = config.get("layer_types")
     if types is None:
         every = reader.count("full_attention_interval", 4)

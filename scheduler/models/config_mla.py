@@ -27,24 +27,19 @@ _V3: dict[str, tuple[object, ...]] = {"scoring_func": ("sigmoid",), "topk_method
 
 @dataclass(frozen=True, kw_only=True)
 class MlaConfig(LatentShape):
-    """Multi-head latent attention."""
-
     softmax_scale: float
     """Factor of the scores, YaRN's included."""
 
     @property
     def qk_head_dim(self) -> int:
-        """Number of elements of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def latent_width(self) -> int:
-        """Number of elements of a token in a layer's KV."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 def parse_mla(config: dict[str, Any], reader: ConfigReader, rope: dict[str, Any]) -> MlaConfig:
-    """Parse a DeepSeek config with rotary parameters ``rope``."""
     nope, rotated = reader.count("qk_nope_head_dim", 128), reader.count("qk_rope_head_dim", 64)
     interleave = config.get("rope_interleave")
     null = "q_lora_rank" in config and config["q_lora_rank"] is None
@@ -62,9 +57,7 @@ def parse_mla(config: dict[str, Any], reader: ConfigReader, rope: dict[str, Any]
 def parse_yarn(
     rope: dict[str, Any], reader: ConfigReader, theta: float, context: int | None
 ) -> RopeParameters:
-    """Parse YaRN with DeepSeek's two factors; ``context`` is the length used if the original one is not
-    named.
-    """
+    """Parse YaRN with DeepSeek's two factors; ``context`` stands for an original length that is not named."""
     attention_factor = rope.get("attention_factor")
     if attention_factor is not None:
         attention_factor = reader.positive(rope, "attention_factor")
@@ -135,7 +128,6 @@ def parse_deepseek_v3_moe(config: dict[str, Any], reader: ConfigReader, num_laye
 
 
 def parse_glm4_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Parse ``Glm4MoeForCausalLM``: DeepSeek V3's routing, with defaults of its own."""
     defaults = {
         "n_routed_experts": 128,
         "moe_intermediate_size": 1408,
@@ -148,17 +140,14 @@ def parse_glm4_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int
 
 
 def parse_num_mtp_layers(config: dict[str, Any], reader: ConfigReader) -> int:
-    """Return the number of ignored layers of multi-token prediction in the checkpoint; 0 if absent."""
     return reader.count_or_zero("num_nextn_predict_layers", 0)
 
 
 def refused_by_v2(config: dict[str, Any]) -> list[str]:
-    """Return fields of a DeepSeek V2 config that ask for something that the forward does not do."""
     return _refused(config, _V2)
 
 
 def refused_by_v3(config: dict[str, Any]) -> list[str]:
-    """Return the same for V3."""
     return _refused(config, _V3)
 
 
@@ -180,7 +169,6 @@ def _sparse_layers(
 
 
 def _checked(moe: MoeConfig, reader: ConfigReader) -> MoeConfig:
-    """Refuse numbers that contradict each other."""
     in_group = moe.num_experts // moe.num_groups
     if moe.num_experts % moe.num_groups or (moe.group_score == "top2" and in_group < 2):
         raise reader.invalid("n_group", f"= {moe.num_groups} for n_routed_experts = {moe.num_experts}")

@@ -13,14 +13,9 @@ from .config_reader import ConfigReader
 
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig:
-    """Experts of a model, and how a token's are chosen."""
-
     num_experts: int
-    """Number of routed experts of a layer."""
     top_k: int
-    """Number of experts per token."""
     intermediate_size: int
-    """Width of one expert."""
     normalize: bool
     """Weights of the chosen experts are divided by their sum."""
     sparse_layers: tuple[bool, ...]
@@ -32,21 +27,16 @@ class MoeConfig:
     grouped: bool = False
     """Routing by groups, in float32; the fields below are about that."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Function from router logits to scores."""
     num_groups: int = 1
-    """Number of groups of neighbouring experts, of equal size."""
     top_groups: int = 1
-    """Number of groups from which experts are chosen."""
     group_score: Literal["max", "top2"] = "max"
     """Score of a group: the best in it, or the sum of its two best."""
     routed_scale: float = 1.0
-    """Factor of the weights of the chosen experts."""
     score_bias: bool = False
     """A learnt bias is added to scores for the choice, and not for the weights."""
 
 
 def parse_qwen3_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Parse ``Qwen3MoeForCausalLM``; absent fields have transformers' defaults, here and below."""
     experts, top_k = _experts(config, reader, 128, 8)
     return MoeConfig(
         num_experts=experts,
@@ -58,7 +48,6 @@ def parse_qwen3_moe(config: dict[str, Any], reader: ConfigReader, num_layers: in
 
 
 def parse_qwen2_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Parse ``Qwen2MoeForCausalLM``: routed experts, and shared ones with a gate."""
     experts, top_k = _experts(config, reader, 60, 4)
     return MoeConfig(
         num_experts=experts,
@@ -72,7 +61,6 @@ def parse_qwen2_moe(config: dict[str, Any], reader: ConfigReader, num_layers: in
 
 
 def parse_qwen3_next(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Parse ``Qwen3NextForCausalLM``: the parts of Qwen2-MoE."""
     experts, top_k = _experts(config, reader, 512, 10)
     return MoeConfig(
         num_experts=experts,
@@ -86,7 +74,6 @@ def parse_qwen3_next(config: dict[str, Any], reader: ConfigReader, num_layers: i
 
 
 def parse_qwen3_5_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Parse ``Qwen3_5MoeForCausalLM``: the same in every layer, weights always divided by their sum."""
     experts, top_k = _experts(config, reader, 256, 8)
     return MoeConfig(
         num_experts=experts,
@@ -104,16 +91,13 @@ def parse_mixtral(config: dict[str, Any], reader: ConfigReader, num_layers: int)
 
 
 def parse_gpt_oss(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Parse ``GptOssForCausalLM``: a softmax over the chosen logits is one over all, divided by the chosen
-    ones' sum.
-    """
+    """Parse gpt-oss: a softmax over the chosen logits is one over all, divided by the chosen ones' sum."""
     return _all_layers(config, reader, num_layers, 128, 4)
 
 
 def _all_layers(
     config: dict[str, Any], reader: ConfigReader, num_layers: int, num_experts: int, most: int
 ) -> MoeConfig:
-    """Return experts in every layer, of the width that dense blocks would have."""
     experts, top_k = _experts(config, reader, num_experts, most)
     return MoeConfig(
         num_experts=experts,
@@ -125,7 +109,6 @@ def _all_layers(
 
 
 def _experts(config: dict[str, Any], reader: ConfigReader, absent: int, top_absent: int) -> tuple[int, int]:
-    """Return the number of experts, and the number per token."""
     experts, top_k = _num_experts(config, reader, absent), reader.count("num_experts_per_tok", top_absent)
     if top_k > experts:
         raise reader.invalid("num_experts_per_tok", f"= {top_k} of {experts} experts")
@@ -141,7 +124,6 @@ def _qwen_layers(config: dict[str, Any], reader: ConfigReader, num_layers: int) 
 
 
 def _num_experts(config: dict[str, Any], reader: ConfigReader, absent: int) -> int:
-    """Return ``num_experts`` (transformers 4) or ``num_local_experts`` (transformers 5)."""
     counts = {
         name: reader.count(name)
         for name in ("num_experts", "num_local_experts")

@@ -26,14 +26,11 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 class ConfigReader:
-    """Typed access to one config; an invalid value is a CHECKPOINT_ERROR that names it."""
-
     def __init__(self, config: dict[str, Any], source: str) -> None:
         self._config = config
         self._source = source
 
     def with_defaults(self, defaults: dict[str, Any]) -> "ConfigReader":
-        """Return a reader with defaults for absent fields."""
         return ConfigReader({**defaults, **self._config}, self._source)
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -41,16 +38,13 @@ class ConfigReader:
         return self.integer(self._config.get(name), name, default)
 
     def integer(self, value: object, name: str, default: int | None = None) -> int:
-        """Return ``value`` of field ``name`` as a positive integer; null gives ``default``, or an error
-        without one.
-        """
+        """Return ``value`` as a positive integer; null gives ``default``, or an error without one."""
         value, most = default if value is None else value, _MAX_COUNTS.get(name, MAX_COUNT)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self.invalid(name, f"= {value!r:.40} is not a positive integer of at most {most}")
         return value
 
     def count_or_zero(self, name: str, absent: int) -> int:
-        """Return an integer that may be 0, as null does; ``absent`` if the config lacks it."""
         value = self._config.get(name, absent)
         return 0 if value is None or value == 0 else self.integer(value, name)
 
@@ -59,9 +53,7 @@ class ConfigReader:
         return self.count(name, null if name in self._config or absent is None else absent)
 
     def positive(self, where: dict[str, Any], name: str, default: float | None = None) -> float:
-        """Return a positive number in ``where``, of a usable size; absent or null gives ``default``, or an
-        error without.
-        """
+        """Return a positive number of a usable size; absent or null gives ``default``, if there is one."""
         value = where.get(name)
         if value is None:
             value = default
@@ -71,5 +63,4 @@ class ConfigReader:
         return float(value)
 
     def invalid(self, field: str, reason: str) -> CaesuraError:
-        """Return the error for ``field``."""
         return checkpoint_error(self._source, f"is not valid: {field} {reason}")

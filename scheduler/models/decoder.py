@@ -25,36 +25,28 @@ from ..layers.moe import RoutedExperts
 from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
+from .base import CausalLM
 from .config import ModelConfig
 from .fused_decoder import FusedDecoder
-from .layered import LayeredModel
 from .multimodal import is_vision_tensor
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Name of buffers in old checkpoints that follow from the config."""
+"""Buffers of old checkpoints that follow from the config."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variants:
-    """Variants of the skeleton; the defaults are Llama's."""
-
     norm_from_one: bool = False
-    """The factors of norms are ``1 + weight``."""
     norms_behind: bool = False
-    """Attention and feed-forward block have a norm behind them, too, before they are added to the residual
-    stream.
-    """
+    """Both blocks have a norm behind them, too, before they are added to the residual stream."""
     embedding_scale: float = 1.0
-    """Factor of embeddings."""
 
 
 LLAMA = Variants()
 
 
 class AttentionBlock(Layer, Protocol):
-    """A layer's attention: projections around the backend's."""
-
     @property
     def form(self) -> AttentionForm | None:
         """Attention form over KV, or None if the block has a state per sequence instead."""
@@ -66,8 +58,6 @@ class AttentionBlock(Layer, Protocol):
 
 
 class FeedForward(Layer, Protocol):
-    """A layer's feed-forward block, dense or with experts."""
-
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden], in fresh memory."""
         ...
@@ -115,9 +105,7 @@ class DecoderLayer:
         rotary: tuple[Tensor, Tensor],
         backend: AttentionBackend,
     ) -> Tensor:
-        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update, not yet
-        added.
-        """
+        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update."""
         x = self.input_norm.forward(residual) if update is None else self.input_norm.add(update, residual)
         x = self.attention.forward(x, *rotary, backend)
         if self.norms_behind is None:
@@ -127,13 +115,10 @@ class DecoderLayer:
         return behind_mlp.forward(x)
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the parts that own parameters."""
         return (self.input_norm, self.attention, self.mlp_norm, self.mlp, *(self.norms_behind or ()))
 
 
-class DecoderForCausalLM(LayeredModel):
-    """A decoder-only language model; see :class:`~.base.CausalLM` for the contract."""
-
+class DecoderForCausalLM(CausalLM):
     def __init__(
         self,
         config: ModelConfig,
@@ -144,10 +129,7 @@ class DecoderForCausalLM(LayeredModel):
         routing: RoutedExperts | None = None,
         variants: Variants = LLAMA,
     ) -> None:
-        """Args:
-        attention, mlp: the blocks, one per layer.
-        routing: record of the experts that the ``mlp`` choose, or None without experts.
-        """
+        """``attention``, ``mlp``: one block per layer; ``routing``: record of their experts, or None."""
         self.config = config
         self.routing = routing
         vocab, hidden = config.vocab_size, config.hidden_size
@@ -182,6 +164,8 @@ class DecoderForCausalLM(LayeredModel):
         self._rotary = [rotary[rope] for rope in config.ropes]
         self._logits = LogitsProcessor(project, vocab, place=place)
         self._kernel = FusedDecoder.of(config, self._layers, self._norm, place)
+        self.in_one_call = self._kernel is not None
+        self.forms = [block.form for block in attention if block.form is not None]
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         if self._kernel is not None and backend.paged is not None:
@@ -217,17 +201,11 @@ class DecoderForCausalLM(LayeredModel):
             return residual[:0]
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
 
-    @property
-    def in_one_call(self) -> bool:
-        return self._kernel is not None
-
-    @property
-    def forms(self) -> Sequence[AttentionForm]:
-        forms = (layer.attention.form for layer in self._layers)
-        return [form for form in forms if form is not None]
-
     def logits(self, hidden: Tensor) -> Tensor | None:
         return self._logits.forward(hidden)
+
+    def check(self) -> None:
+        pass  # its modules are the engine's own
 
     def is_skipped(self, name: str) -> bool:
         """Return True for rotary buffers, multi-token prediction, copies of tied heads, and vision towers."""
@@ -241,7 +219,6 @@ class DecoderForCausalLM(LayeredModel):
         return _ROTARY_BUFFER.fullmatch(name) is not None
 
     def owners(self) -> Iterator[Layer]:
-        """Yield embedding, layers, norm and head; a tied head owns nothing."""
         yield self._embed
         for layer in self._layers:
             yield from layer.layers()
@@ -251,7 +228,6 @@ class DecoderForCausalLM(LayeredModel):
 
 
 def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:
-    """Return grouped-query attention for every layer, with the config's windows."""
     return [
         Attention(
             f"layers.{i}.attention",
@@ -266,7 +242,6 @@ def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement
 
 
 def dense_mlp(config: ModelConfig, place: Placement, *, bend: Bend = "silu") -> list[GatedMLP]:
-    """Return the gated block for every layer."""
     return [
         GatedMLP(
             f"layers.{i}.mlp",
@@ -290,7 +265,6 @@ def attention_shape(
     sinks: bool = False,
     gated: bool = False,
 ) -> AttentionShape:
-    """Return the config's attention sizes with an architecture's variants."""
     return AttentionShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,

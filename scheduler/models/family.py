@@ -10,15 +10,12 @@ from .config_reader import ConfigReader
 
 
 def nothing_refused(config: dict[str, Any]) -> list[str]:
-    """Refuse nothing."""
     return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture. A model file lists its own in ``FAMILIES``, by the name in config.json, which is that
-    of its class.
-    """
+    """One architecture, in its model file's ``FAMILIES`` by its name in config.json, which is its class's."""
 
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of fields that published configs leave out, and that no field below stands for."""
@@ -29,12 +26,11 @@ class Family:
     attention_bias: bool | None = None
     """Value fixed by the architecture, or None if the config decides."""
     window: Literal["ignored", "always", "switched", "upper_layers"] = "ignored"
-    """Use of ``sliding_window``: never, whenever it is set, with ``use_sliding_window``, or with that from
-    layer ``max_window_layers`` on. If it is used, ``layer_types`` names the layers if it is there.
+    """Use of ``sliding_window``: never, if it is set, with ``use_sliding_window``, or with that from layer
+    ``max_window_layers`` on. If it is used, ``layer_types`` names the layers if it is there.
     """
     full_every: int | None = None
-    """Without ``layer_types``, every N-th layer uses full attention; N is this value or
-    ``sliding_window_pattern``.
+    """Without ``layer_types``, every N-th layer uses full attention; N is this or ``sliding_window_pattern``.
     """
     theta: float = 10_000.0
     """Default base of the rotary embedding."""
@@ -45,9 +41,7 @@ class Family:
     qk_norm: str | None = None
     """Field that says whether queries and keys are normalised, or None if the model file knows."""
     partial_rotary: float | None = None
-    """Default of ``partial_rotary_factor``, the rotated share of a head; None means that always all of it is
-    rotated.
-    """
+    """Default of ``partial_rotary_factor``, the rotated share of a head; None rotates always all of it."""
     query_scalar: float | None = None
     """Default of ``query_pre_attn_scalar``, by whose root scores are divided; None means the head size."""
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))

@@ -30,8 +30,6 @@ Packed = dict[str, Any]
 
 
 class FusedDecoder:
-    """The kernel for one model."""
-
     def __init__(self, kernel: DecoderKernel, experts: Sequence[bool]) -> None:
         """``experts``: True for each layer with experts."""
         self.kernel, self._experts = kernel, any(experts)
@@ -40,9 +38,7 @@ class FusedDecoder:
     def of(
         cls, config: ModelConfig, layers: Sequence["DecoderLayer"], last_norm: RMSNorm, place: Placement
     ) -> "FusedDecoder | None":
-        """Return the fused decoder, or None without compiled kernels, or if one of the layers or the ranks do
-        not fit.
-        """
+        """Return the fused decoder; None without kernels, or if a layer or the ranks do not fit."""
         ranks = place.parallel
         if best("decoder", place.device, place.dtype) == TORCH or (ranks.size > 1 and ranks.compiled is None):
             return None
@@ -68,13 +64,9 @@ class FusedDecoder:
         step: PagedStep,
         routing: RoutedExperts | None,
     ) -> Tensor:
-        """Return hidden states of the sampled tokens, [S, hidden], after the final norm, valid until the next
-        call.
+        """Return normalised hidden states of the sampled tokens, [S, hidden], valid until the next call.
 
-        Args:
-            embedded: [T, hidden]; overwritten.
-            angles: angles of each layer.
-            routing: record of the experts, or None without experts.
+        ``embedded`` [T, hidden] is overwritten; ``angles`` are those of each layer.
         """
         record = None
         if routing is not None and self._experts:
@@ -120,7 +112,6 @@ def _shape_of(config: ModelConfig, layer: "DecoderLayer", place: Placement) -> L
 
 
 def _eps_of(layer: "DecoderLayer") -> float | None:
-    """Return the epsilon of the norms of heads, or of latents."""
     attention = layer.attention
     if isinstance(attention, LatentAttention):
         return LATENT_EPS
@@ -128,7 +119,6 @@ def _eps_of(layer: "DecoderLayer") -> float | None:
 
 
 def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind] | None:
-    """Return a layer's arguments, or None for another kind of layer or storage."""
     attention, block, form = _of_attention(layer.attention), _of_block(layer.mlp), layer.attention.form
     if attention is None or block is None or form is None:
         return None
@@ -143,7 +133,6 @@ def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind] | None:
 
 
 def _of_linear(name: str, linear: Linear) -> Packed | None:
-    """Return its weight and scales, or None if it is stored otherwise."""
     return None if linear.packed is None else {name: linear.packed, f"{name}_scales": linear.scales}
 
 

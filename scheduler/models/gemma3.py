@@ -30,9 +30,7 @@ FAMILIES = {
 
 
 class Gemma3ForCausalLM(DecoderForCausalLM):
-    """Layers with a window, and a base of their own, between those that see everything; norms on both sides
-    of a block.
-    """
+    """Windows, with a base of their own, in most layers; norms on both sides of a block."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         bias = config.attention_bias

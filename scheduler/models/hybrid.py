@@ -12,7 +12,6 @@ from .config import ModelConfig
 from .decoder import AttentionBlock, DecoderForCausalLM, FeedForward, Variants
 
 _NEXT_TOKENS = "mtp."
-"""Checkpoint name of the ignored layers of multi-token prediction."""
 
 
 def state_shape(config: ModelConfig) -> StateShape:
@@ -31,12 +30,7 @@ def state_shape(config: ModelConfig) -> StateShape:
 def hybrid_attention(
     config: ModelConfig, shape: AttentionShape, place: Placement, *, by_key_head: bool
 ) -> list[AttentionBlock]:
-    """Return the block of every layer; those with KV and those with a state are counted apart, as their pools
-    are.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
-    """
+    """Return the block of every layer; those with KV and those with a state are counted apart."""
     assert config.delta is not None
     delta = DeltaShape(
         hidden_size=config.hidden_size,
@@ -74,5 +68,4 @@ class HybridForCausalLM(DecoderForCausalLM):
         super().__init__(config, attention, mlp, place=place, routing=routing, variants=variants)
 
     def is_skipped(self, name: str) -> bool:
-        """Return True also for layers of multi-token prediction."""
         return name.startswith(_NEXT_TOKENS) or super().is_skipped(name)

@@ -1,11 +1,9 @@
 """The language model of a multimodal checkpoint: its config, and the names of its tensors.
 
 Invariants:
-- The language model is served as from a checkpoint of its own: text alone goes in. Vision towers and
-  projectors are ignored by name.
-- Its tensors are known by the names of a checkpoint of its own; those of the multimodal one are accepted as
-  well, in both forms (``model.language_model.layers`` by transformers 5, ``language_model.model.layers``
-  before).
+- Text alone goes in. Vision towers and projectors are ignored by name.
+- Tensors are known by the names of a checkpoint of its own. Those of the multimodal one are accepted as well:
+  ``model.language_model.layers`` (transformers 5) and ``language_model.model.layers`` (before).
 """
 
 from typing import Any
@@ -18,12 +16,10 @@ LANGUAGE_MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
-"""Language model of each multimodal architecture."""
 
 _OF_ALL = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
 """Fields at the top level of a multimodal config that override the language model's."""
 _MODULES = ("modules_to_not_convert", "ignored_layers")
-"""Lists of modules in a ``quantization_config``."""
 _SPELLED = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -34,11 +30,7 @@ _MULTIMODAL = frozenset(LANGUAGE_MODELS.values())
 
 
 def language_config(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the config of the language model in ``config``, which may be one itself.
-
-    Raises:
-        CaesuraError: CHECKPOINT_ERROR, there is none in it.
-    """
+    """Return the config of the language model in ``config``; CHECKPOINT_ERROR if there is none."""
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if not isinstance(architecture, str):
@@ -57,7 +49,6 @@ def language_config(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _with_own_names(architecture: str, quantized: dict[str, Any]) -> dict[str, Any]:
-    """Return ``quantized`` with own names of the modules in its lists."""
     return {
         name: [own_name(architecture, module) if isinstance(module, str) else module for module in value]
         if name in _MODULES and isinstance(value, list)

@@ -34,10 +34,7 @@ def is_mxfp4(config: dict[str, Any]) -> bool:
 
 
 def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = False) -> Fp8Blocks | None:
-    """Return the storage of weights that stay quantised, or None.
-
-    Args:
-        mxfp4: the architecture reads experts in MXFP4.
+    """Return the storage of weights that stay quantised, or None; ``mxfp4``: experts in MXFP4 can be read.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL with the fields, as ``quantization_config.…``.

@@ -1,6 +1,4 @@
-"""Qwen3-Next and Qwen3.5, text only (Qwen Team, 2025): linear attention in most layers, gated full attention
-in the others.
-"""
+"""Qwen3-Next and Qwen3.5, text only (Qwen Team, 2025): mostly linear attention, some layers of gated full."""
 
 from ..layers.parameters import Placement
 from .config import ModelConfig

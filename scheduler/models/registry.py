@@ -1,10 +1,8 @@
 """Architecture name to model.
 
 Invariants:
-- Every file of this package that has ``FAMILIES`` is an architecture, or several; no other list of them
-  exists.
-- Nothing of ``transformers_backend/`` is imported before a model that it computes, since it imports
-  transformers.
+- Files of this package that have ``FAMILIES`` are the architectures; no other list of them exists.
+- ``transformers_backend/`` is imported with a model that it computes: it imports transformers.
 """
 
 import pkgutil
@@ -37,7 +35,6 @@ def _modules() -> Mapping[str, ModuleType]:
 
 
 def families() -> Mapping[str, Family]:
-    """Return every architecture that there is a file for, by its name in config.json."""
     return {name: module.FAMILIES[name] for name, module in _modules().items()}
 
 
@@ -64,8 +61,7 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
 def build_model(
     config: "ModelConfig", dtype: torch.dtype, device: torch.device, parallel: TensorParallel = SINGLE
 ) -> "CausalLM":
-    """Allocate a model of this config, or this rank's shard of it; its weights have no values until they are
-    loaded.
+    """Allocate a model of this config, or this rank's shard of it; it has no values until it is loaded.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, the ranks cannot divide it.

@@ -1,4 +1,4 @@
-"""Feed-forward blocks of models with experts: routers, routed experts and shared experts of each layer."""
+"""Feed-forward blocks of models with experts."""
 
 from dataclasses import dataclass, field
 
@@ -34,9 +34,7 @@ def sparse_mlp(
 ) -> tuple[list[FeedForward], RoutedExperts]:
     """Return the block of every layer, and the record of the experts that they choose.
 
-    Args:
-        bias: routers and experts have biases.
-        bend: activation of the experts' gates.
+    ``bias``: routers and experts have biases; ``bend``: activation of the experts' gates.
     """
     moe = config.moe
     assert moe is not None, "an architecture with experts has a config of them"

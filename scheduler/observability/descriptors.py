@@ -10,13 +10,13 @@ import resource
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 1 << 20
-"""Highest limit to set, even if more is allowed: some libraries iterate up to the limit."""
+"""Highest limit to set: some libraries iterate up to the limit."""
 NEAR = 0.8
 """Fraction of the limit at which the warning is logged."""
 
 
 def raise_limit() -> int:
-    """Raise the soft limit as far as allowed; returns it."""
+    """Raise the soft limit as far as allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -32,7 +32,6 @@ class DescriptorCheck:
         self._told = False
 
     def __call__(self) -> None:
-        """Check the number; cheap enough for every few seconds."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         used = len(os.listdir("/proc/self/fd"))
         near = limit != resource.RLIM_INFINITY and used >= NEAR * limit

@@ -34,13 +34,12 @@ SAMPLE_S = 5.0
 """Seconds between two samples while steps run."""
 STEADY_BYTES = 1 << 20
 DETAIL_BYTES = 96
-"""Maximum length of a detail in UTF-8; longer ones are cut."""
+"""Most bytes of a detail in UTF-8; longer ones are cut."""
 
 _TAGS = MemoryByTag.__struct_fields__
 _CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
 _AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
-"""Causes whose reading must take microseconds, since generation waits for it, unless the cache was emptied
-for them.
+"""Causes whose reading must take microseconds, since generation waits for it, unless the cache was emptied.
 """
 _NONE = np.iinfo(np.int64).min
 _EVENT = np.dtype(
@@ -64,13 +63,12 @@ class OwnBytes(NamedTuple):
     derived: int = 0
     """Tensors that layers derive; part of the weights' memory."""
     graphs: int = 0
-    """Captured graphs."""
     answers: int = 0
-    """Allocated at start for stored answers; 0 on accelerators, where host memory does not count."""
+    """Stored answers; 0 on accelerators, where host memory does not count."""
 
 
 class MemoryGauges:
-    """Reads the memory in total and by tag. Created before large allocations: what is in use then counts as
+    """Reads the memory in total and by tag. Created before large allocations: what is in use then is
     ``runtime``.
     """
 
@@ -80,7 +78,6 @@ class MemoryGauges:
         residency: ComponentResidencyManager,
         own: "Callable[[], OwnBytes]" = lambda: OwnBytes(),
     ) -> None:
-        """``own`` returns what only the engine knows."""
         self._module = device_module
         self._residency = residency
         self._own = own
@@ -88,11 +85,10 @@ class MemoryGauges:
         self._occupied = (0, 0, 0)
 
     def __call__(self, thorough: bool = True) -> tuple[DeviceMemoryReading, MemoryByTag]:
-        """Reserved and allocated bytes, and the reserved ones by tag.
+        """Return reserved and allocated bytes, and the reserved ones by tag.
 
         With ``thorough`` False, components count as in the last thorough reading: on the CPU the kernel walks
-        all pages of a mapping, which takes up to a millisecond per gigabyte. Pages touched since count as
-        ``other``.
+        all pages of a mapping, up to a millisecond per gigabyte. Pages touched since count as ``other``.
         """
         reading, own = DeviceMemoryReading.of(self._module), self._own()
         if thorough:
@@ -126,14 +122,11 @@ class MemoryGauges:
         return reading, MemoryByTag(**sizes, other=rest)
 
     def describe(self) -> str:
-        """For a log line."""
         reading = DeviceMemoryReading.of(self._module)
         return f"reserved {reading.reserved / 2**20:.1f} MiB, allocated {reading.allocated / 2**20:.1f} MiB"
 
 
 class MemoryHistory:
-    """The events of one engine."""
-
     def __init__(
         self,
         read: Callable[[bool], tuple[DeviceMemoryReading, MemoryByTag]],
@@ -142,12 +135,8 @@ class MemoryHistory:
         events: int = EVENTS,
         stretches: int = STRETCHES,
     ) -> None:
-        """
-        Args:
-            read: reads the memory, thoroughly or not.
-            where: returns the number of started steps, and the weights epoch.
-            events: events that are kept.
-            stretches: summaries that are kept.
+        """``read`` reads the memory, thoroughly or not; ``where`` returns the started steps and the weights
+        epoch.
         """
         self._where = where
         self._read = read
@@ -163,11 +152,8 @@ class MemoryHistory:
         self._epoch = time() - monotonic()
 
     def note(self, cause: MemoryCause, detail: str = "", *, returned: int | None = None) -> None:
-        """Record an event.
-
-        Args:
-            detail: for people; cut at :data:`DETAIL_BYTES`.
-            returned: bytes returned by emptying the cache. None means that it was not emptied.
+        """Record an event; ``returned`` are the bytes that emptying the cache has returned, if it was
+        emptied.
         """
         now = monotonic()
         thorough = cause not in _AWAITED or returned is not None
@@ -198,19 +184,18 @@ class MemoryHistory:
 
     @property
     def by_tag(self) -> MemoryByTag | None:
-        """Reserved memory by tag at the last event. None means that there was none yet."""
+        """Reserved memory by tag at the last event, if there was one."""
         last = self._ring[(self._seq - 1) % len(self._ring)]
         return MemoryByTag(**{tag: int(last[tag]) for tag in _TAGS}) if self._seq else None
 
     def answer(self, request: GetMemoryHistoryReqInput) -> GetMemoryHistoryReqOutput:
-        """Return the reply to ``request``."""
         events, more = self.events(request.after, request.limit)
         return GetMemoryHistoryReqOutput(
             id=request.id, events=events, more=more, older=self.older(request.after)
         )
 
     def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
-        """At most ``limit`` events with a number above ``after``, oldest first, and whether there are newer
+        """Return at most ``limit`` events after number ``after``, oldest first, and whether there are newer
         ones.
         """
         if after >= self._seq:
@@ -221,7 +206,7 @@ class MemoryHistory:
         return [_event(row) for row in rows.tolist()], last < self._seq
 
     def older(self, after: int) -> list[MemoryStretch]:
-        """Summaries of the time before the oldest kept event, unless ``after`` is later."""
+        """Return summaries of the time before the oldest kept event, unless ``after`` is later."""
         return self._older.list() if after < self._oldest - 1 else []
 
     @property
@@ -258,8 +243,8 @@ class MemoryHistory:
 
 
 class _Stretches:
-    """Summarised events. When the table is full, neighbours are merged, and later stretches hold twice as
-    many events.
+    """Summarised events. When the table is full, neighbours are merged, and later ones hold twice as many
+    events.
     """
 
     def __init__(self, count: int) -> None:
@@ -304,7 +289,6 @@ def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _event(row: tuple[Any, ...]) -> MemoryEvent:
-    """Return a row of the ring, as ``tolist`` gives it."""
     seq, step, epoch, reserved, allocated, returned, residual, *tags, at, until, cause, detail = row
     return MemoryEvent(
         seq=seq,

@@ -1,8 +1,7 @@
 """Wall time per named stage of a longer operation, and of the engine as a whole.
 
 Invariants: stages never synchronise a device, so on an accelerator they time the host's part; the time of a
-stage that raises counts; stages may nest, and then both count in full (seconds are not exclusive). Memory per
-stage is bounded.
+stage that raises counts; stages may nest, and then both count in full. Memory per stage is bounded.
 """
 
 import logging
@@ -27,11 +26,10 @@ class StageTotal:
     seconds: float = 0.0
     longest: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """The last runs."""
 
     @property
     def median(self) -> float:
-        """Of the last :data:`RECENT` runs; 0.0 if there was none."""
+        """Median of the last :data:`RECENT` runs; 0.0 if there was none."""
         return median(self.recent) if self.recent else 0.0
 
 
@@ -66,11 +64,10 @@ class StageProfiler:
         log: bool = False,
         describe_memory: Callable[[], str] | None = None,
     ) -> None:
-        """
-        Args:
-            parent: also counts every run, as ``prefix`` + name. None means no parent.
-            log: log a line at INFO at the start and the end of each stage.
-            describe_memory: describes the memory, without side effects; appended to the second line at DEBUG.
+        """``parent`` also counts every run, as ``prefix`` + name; ``log`` logs the start and end of each
+        stage.
+
+        ``describe_memory``, without side effects, is appended to the second line at DEBUG.
         """
         self._totals: dict[str, StageTotal] = {}
         self._parent = parent
@@ -117,12 +114,12 @@ class StageProfiler:
             self._parent.record(self._prefix + name, seconds)
 
     def seconds(self, name: str) -> float:
-        """Time spent in ``name``; 0.0 if it never ran."""
+        """Return the time spent in ``name``."""
         total = self._totals.get(name)
         return 0.0 if total is None else total.seconds
 
     def totals(self) -> dict[str, StageTotal]:
-        """Every stage in the order of its first run, as a copy."""
+        """Return every stage in the order of its first run, as a copy."""
         return {
             name: StageTotal(total.count, total.seconds, total.longest, total.recent.copy())
             for name, total in self._totals.items()
@@ -138,7 +135,6 @@ class StageProfiler:
             mine.recent.extend(total.recent)
 
     def reset(self) -> None:
-        """Remove all runs."""
         self._totals.clear()
 
     def _log_end(self, name: str, seconds: float) -> None:

@@ -1,13 +1,11 @@
 """A trace of steps by torch's profiler, written as a file for trace viewers.
 
 Invariants:
-- Nothing is installed in the engine while no trace is recorded: a recording counts steps by
-  :meth:`StageProfiler.call_at_ends`.
+- Nothing is installed in the engine while no trace is recorded.
 - The profiler is started and stopped in the loop's thread, which executes the steps; the file is written by
   another thread, under a temporary name, and appears when it is complete.
 - What torch's profiler imports when it first starts, seconds of it, is imported by another thread before.
-- A trace ends at its last step whoever is there to hear of it, and what it holds in memory is bounded by its
-  steps.
+- A trace ends at its last step whoever is there to hear of it, so what it holds in memory is bounded.
 """
 
 import logging
@@ -40,13 +38,7 @@ class StepTrace:
     def __init__(
         self, stages: StageProfiler, folder: str | None, device: str, wake: Callable[[], None]
     ) -> None:
-        """
-        Args:
-            folder: what files are written under. None means a new private folder, made when it is first
-                needed.
-            device: the engine's device.
-            wake: wakes the loop from another thread.
-        """
+        """``folder`` None: a new private folder, made when it is first needed. ``wake`` wakes the loop."""
         self._stages = stages
         self._folder = folder
         self._on_gpu = torch.device(device).type != "cpu"
@@ -55,7 +47,7 @@ class StepTrace:
         self._recording: profile | None = None
         self._writing: Task[None] | None = None
         self.path: Path | None = None
-        """The file of the last trace that was started. None means that there was none."""
+        """The file of the last trace that was started."""
         self.steps = 0
         """Number of its steps so far."""
         self._limit = 0
@@ -63,18 +55,14 @@ class StepTrace:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the profiler can start at once; begins to load it."""
+        """True if the profiler can start at once; begins to load it."""
         if self._loading is None:
             self._loading = Task(partial(import_module, IMPORTED_BY_START), self._wake)
         return self._loading.done
 
     @property
     def is_written(self) -> bool:
-        """Whether the file of the last trace is complete.
-
-        Raises:
-            CaesuraError: ``internal``, it could not be written.
-        """
+        """True if the file of the last trace is complete; raises ``internal`` if it could not be written."""
         if self._recording is not None or self._writing is None or not self._writing.done:
             return False
         try:
@@ -84,11 +72,10 @@ class StepTrace:
         return True
 
     def start(self, request: StartProfileReqInput, step: int) -> int:
-        """Record the steps after ``step``; returns how many at most.
+        """Record the steps after ``step``; return how many at most.
 
         Raises:
-            CaesuraError: ``busy``, another trace is recorded or written; ``invalid_request``, a folder that
-                is not permitted.
+            CaesuraError: ``busy``, another trace is recorded or written; ``invalid_request``.
         """
         if self._recording is not None or (self._writing is not None and not self._writing.done):
             raise CaesuraError(ErrorCode.BUSY, f"the trace {self.path} is still being recorded or written")
@@ -141,18 +128,13 @@ class StepTrace:
             recording.stop()
 
     def _count(self, stage: str) -> None:
-        """Count an ended stage; the last step ends the trace."""
         if stage in STEPS:
             self.steps += 1
             if self.steps == self._limit:
                 self.stop()
 
     def _permitted(self, wanted: str | None) -> Path:
-        """Return the folder ``wanted``, which exists then.
-
-        Raises:
-            CaesuraError: ``invalid_request``, it does not lie under the engine's folder, or cannot be made.
-        """
+        """Return the folder ``wanted``, which exists then and lies under the engine's own."""
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="profiles-")
         root = os.path.realpath(self._folder)

@@ -25,7 +25,7 @@ READ_S = 1.0
 """Seconds between two readings of the counters."""
 _LEAST_READ_S = 0.1
 WINDOW_S = 5.0
-"""What :meth:`Throughput.generated_per_s` looks back on."""
+"""Seconds that :meth:`Throughput.generated_per_s` looks back on."""
 
 
 class Counters(NamedTuple):
@@ -39,7 +39,6 @@ class Counters(NamedTuple):
     cached_tokens: int
     """Those of them that came from the prefix cache."""
     paused_s: float
-    """Seconds that the engine was paused."""
     running: int
     waiting: int
     kv_held: int
@@ -51,7 +50,6 @@ class Counters(NamedTuple):
 
 
 def counters(engine: "Engine") -> Counters:
-    """Read the counters of ``engine``."""
     state, batcher, kv = engine.state, engine.batcher, engine.cache.usage()
     return Counters(
         generated_tokens=engine.outputs.generated_tokens,
@@ -80,7 +78,7 @@ class Throughput:
     def __init__(
         self, read: Callable[[], Counters], is_working: Callable[[], bool], log_interval_s: float
     ) -> None:
-        """``is_working`` says whether steps run; ``log_interval_s`` 0: no lines are logged."""
+        """``is_working`` tells whether steps run; with ``log_interval_s`` 0 no lines are logged."""
         self._read = read
         self._is_working = is_working
         self._log_interval_s = log_interval_s
@@ -91,9 +89,7 @@ class Throughput:
         """Where the next line begins; None: no work since the last one."""
 
     def generated_per_s(self) -> float:
-        """Tokens generated per second in the last :data:`WINDOW_S`, or since the work began if that was
-        later.
-        """
+        """Return tokens per second in the last :data:`WINDOW_S`, or since the work began."""
         now = monotonic()
         recent = [reading for reading in self._readings if now - reading.at <= WINDOW_S]
         if not recent and self._readings and self._is_working():  # steps take longer than the window
@@ -104,7 +100,7 @@ class Throughput:
         return tokens / (now - recent[0].at)
 
     def due(self) -> float | None:
-        """When :meth:`act` is due, on the monotonic clock; None if there is nothing to do."""
+        """Return when :meth:`act` is due, on the monotonic clock; None if there is nothing to do."""
         if self._is_working():
             return self._next
         return None if self._logged is None else self._logged.at + self._log_interval_s
@@ -138,7 +134,6 @@ def line(before: Counters, now: Counters, seconds: float) -> str:
 
 
 def _image_rates(before: Counters, now: Counters, seconds: float) -> str:
-    """Return the load of an image engine in words: it has no KV and no tokens."""
     return f"denoised {(now.generated_tokens - before.generated_tokens) / seconds:.1f} steps/s"
 
 
@@ -154,8 +149,6 @@ def _token_rates(before: Counters, now: Counters, seconds: float) -> str:
 
 
 class SampleTotals:
-    """Histograms over finished samples."""
-
     def __init__(self) -> None:
         self._queue = Histogram(SECONDS)
         self._latency = Histogram(SECONDS)

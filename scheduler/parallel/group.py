@@ -3,11 +3,10 @@
 Invariants:
 - All ranks call the same collectives in the same order, with tensors of the same shape and dtype.
 - A sum is taken element by element in the order of ranks, in float32, and rounded once: every rank has the
-  same bits, and an element's do not depend on how many other elements there are. Only a group on NCCL leaves
-  the order to its library.
-- Nothing waits for ever: a rank that is gone, that has given up (:meth:`TensorParallel.abort`) or that is
-  later than the group's timeout raises :class:`RankLostError` in all others, and from then on at every
-  collective. Tensors that the failed collective was to fill hold nothing of use then.
+  same bits, and an element's do not depend on how many other elements there are. Only NCCL chooses the order.
+- Nothing waits for ever: a rank that is gone, has given up (:meth:`TensorParallel.abort`) or is later than
+  the timeout raises :class:`RankLostError` in all others, from then on at every collective. Tensors that the
+  failed collective was to fill hold nothing of use.
 - One rank alone is :data:`SINGLE`, whose collectives do nothing; layers do not even call them.
 
 Shaped after Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): a product split by outputs is followed by
@@ -34,9 +33,7 @@ class TensorParallel(Protocol):
     def size(self) -> int: ...
 
     @property
-    def compiled(self) -> Collective | None:
-        """Sum that compiled kernels call, or None where layers must be computed part by part."""
-        ...
+    def compiled(self) -> Collective | None: ...
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace ``x``, contiguous, by the sum of all ranks' ``x``."""
@@ -46,8 +43,8 @@ class TensorParallel(Protocol):
         """Return [T, w] of every rank as [T, size * w], in the order of ranks.
 
         Args:
-            out: [T, n] with n <= size * w, contiguous, where the first n columns go; what is cut off is
-                padding of the last ranks. Without it the result is fresh memory.
+            out: [T, n] with n <= size * w, contiguous, for the first n columns; the rest is padding of the
+                last ranks. Without it the result is fresh memory.
         """
         ...
 
@@ -55,9 +52,7 @@ class TensorParallel(Protocol):
         """Replace ``x``, contiguous, by that of rank ``source``."""
         ...
 
-    def barrier(self) -> None:
-        """Return when every rank is here."""
-        ...
+    def barrier(self) -> None: ...
 
     def abort(self) -> None:
         """Give up, and tell whoever waits for this rank, now or later. Never wait; safe in any thread."""
@@ -68,13 +63,11 @@ class TensorParallel(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group and free what it holds; never waits. Nothing else is called afterwards."""
+        """Leave the group and free what it holds; never waits."""
         ...
 
 
 class _Single:
-    """One rank alone."""
-
     rank, size = 0, 1
     compiled: Collective | None = None
 

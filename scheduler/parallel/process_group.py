@@ -1,17 +1,15 @@
 """Ranks on several hosts, or with an accelerator each: collectives by the backends of torch.distributed.
 
 Invariants:
-- A backend is used bare, without torch's registry of process groups: it needs no default group and leaves no
-  global state.
+- A backend is used bare, without torch's registry of process groups: it leaves no global state.
 - gloo only carries bytes: sums are taken here, in the order of ranks, so they have the bits of those over
   shared memory. NCCL sums by itself: all ranks get the same bits, which may depend on the number of elements.
 - Ranks that would compute otherwise than rank 0 (other kernels, another torch) are refused when the group
   forms: each rank samples for itself, and a single other bit could make it sample another token.
-- A gloo backend ends with its last reference, which closes its connections, and that is how the others are
-  told: whoever gives up or fails lets go of it. Where another thread is within a collective of it, it ends
-  when that does.
+- A gloo backend ends with its last reference, which closes its connections and so tells the others: whoever
+  gives up or fails lets go of it.
 - On the CPU a collective that cannot end raises. On an accelerator it is enqueued, and nobody waits for it:
-  who notices that a rank is gone calls :meth:`ProcessGroup.abort`, which ends what is enqueued.
+  who notices that a rank is gone calls :meth:`ProcessGroup.abort`.
 
 NCCL's way is written against torch 2.13 and has not been run on several GPUs.
 """
@@ -37,7 +35,6 @@ _NCCL_IN_TORCH = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""Read whenever a process group is made."""
 
 
 class ProcessGroup:
@@ -48,11 +45,7 @@ class ProcessGroup:
     def __init__(
         self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Enter by the store that the ranks find each other by; with NCCL, before every rank is here.
-
-        Raises:
-            RankLostError: not all of them came in time.
-        """
+        """Enter by the store of :func:`listen`. Raises RankLostError if not all ranks came in time."""
         self.rank, self.size = rank, size
         self._store, self._device = store, device
         self._timeout = timedelta(seconds=timeout_s)
@@ -116,7 +109,6 @@ class ProcessGroup:
             raise RankLostError(self.rank, None, str(error)) from error
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """Return every rank's ``x`` as [ranks, ...]."""
         parts = x.new_empty((self.size, *x.shape))
         if x.device.type == "cuda":
             self._end(self._live()._allgather_base(_as_bytes(parts), _as_bytes(x)))
@@ -138,8 +130,7 @@ class ProcessGroup:
 def listen(host: str, port: int, size: int, timeout_s: float = TIMEOUT_S) -> tuple[Store, str]:
     """Return rank 0's store, by which the ranks find each other, and its address ``host:port``.
 
-    By itself torch listens on all addresses of the host, so it is given a socket that listens at ``host``
-    alone.
+    torch would listen on all addresses, so it is given a socket that listens at ``host`` alone.
     """
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server((host, port), family=family, backlog=size)
@@ -164,10 +155,7 @@ def join(
     dtype: torch.dtype,
     timeout_s: float = TIMEOUT_S,
 ) -> ProcessGroup:
-    """Enter a group, by the store of :func:`listen` (rank 0) or its address.
-
-    Args:
-        dtype: what the model computes in.
+    """Enter a group that computes in ``dtype``, by the store of :func:`listen` (rank 0) or its address.
 
     Raises:
         RankLostError: rank 0 is not there, or not all ranks came in time.

@@ -2,9 +2,6 @@
 
 Invariants: rank 0 makes the memory and hands out its address; nobody enters :func:`join` for longer than the
 timeout. The memory has no name, so nothing is left of a group whatever ends its ranks.
-
-Sums take some tens of microseconds where gloo over loopback takes a millisecond
-(``benchmarks/collectives.py`` measures both).
 """
 
 import os
@@ -17,7 +14,7 @@ from ..kernels import native
 from ..kernels.collectives import MAX_RANKS, Collective, create
 
 TIMEOUT_S = 600.0
-"""Longest wait for a rank that lives, in seconds: it may still be loading weights that it has been sent."""
+"""Longest wait for a rank that lives, in seconds: it may still be loading weights."""
 
 
 class SharedMemoryGroup:
@@ -66,9 +63,7 @@ def summed(parts: Tensor) -> Tensor:
 
 
 def found(size: int) -> tuple[int, str]:
-    """Make memory for ``size`` ranks; return the descriptor and the address by which :func:`join` enters.
-
-    The address is good as long as the descriptor is open in this process, and for processes of the same user.
+    """Make memory for ``size`` ranks; return its descriptor, and its address while that is open.
 
     Raises:
         CaesuraError: ``unsupported``, there are no compiled kernels, or too many ranks.

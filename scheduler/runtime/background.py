@@ -1,10 +1,8 @@
 """Background threads for work that may block, and how they wake the loop.
 
 Invariants:
-- The loop never waits for a thread. It takes the items that are ready, and sleeps in ``poll`` until a message
-  arrives or a thread wakes it.
-- A thread never touches engine state: it fills its own buffers and hands them over, at most ``ahead`` at a
-  time.
+- The loop never waits for a thread: it takes the items that are ready, and threads wake its ``poll``.
+- A thread never touches engine state: it hands over buffers of its own, at most ``ahead`` at a time.
 - A cancelled thread hands over nothing more, however long its blocking call still takes.
 """
 
@@ -31,7 +29,7 @@ class Wakeup:
         self._lock = threading.Lock()
 
     def set(self) -> None:
-        """Wake the loop; any thread may call this. No effect after :meth:`close`."""
+        """Wake the loop, from any thread. No effect after :meth:`close`."""
         with (
             self._lock,
             contextlib.suppress(BlockingIOError),
@@ -40,12 +38,11 @@ class Wakeup:
                 os.write(self._writer, b"!")
 
     def clear(self) -> None:
-        """Reset the descriptor; the loop calls this before it looks for results."""
+        """Reset the descriptor; called before the loop looks for results."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 65536)
 
     def close(self) -> None:
-        """Close both ends. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -54,8 +51,8 @@ class Wakeup:
 
 
 class Worker:
-    """Thread that runs callables in order. It is reused for gloo, which keeps memory for every thread that
-    calls it.
+    """Thread that runs callables in order; reused for gloo, which keeps memory for every thread that calls
+    it.
     """
 
     def __init__(self) -> None:
@@ -67,7 +64,6 @@ class Worker:
         self._queue.put(work)
 
     def close(self) -> None:
-        """End the thread after everything submitted before."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -89,12 +85,9 @@ class Task(Generic[Item]):
         *,
         submit: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """Begin the call in the thread of ``submit``, for example a :class:`Worker`'s, or in a new one if it
-        is None.
-        """
+        """Begin the call in the thread of ``submit`` (a :class:`Worker`'s), or in a new one."""
         began = monotonic()
         self.seconds = 0.0
-        """Duration of the call, or 0 until it has ended."""
         self._outcome: tuple[Item] | BaseException | None = None
 
         def run() -> None:
@@ -109,7 +102,6 @@ class Task(Generic[Item]):
 
     @property
     def done(self) -> bool:
-        """True if the call has ended, with a result or an error."""
         return self._outcome is not None
 
     def result(self) -> Item:
@@ -121,10 +113,10 @@ class Task(Generic[Item]):
 
 
 class Feed(Generic[Item]):
-    """Runs an iterator in a thread; the loop takes its items without waiting.
+    """Iterator that runs in a thread, at most ``ahead`` items ahead of the loop, which takes them without
+    waiting.
 
-    The iterator is at most ``ahead`` items ahead of the loop. It goes on when the loop has *released* an
-    earlier item, whose buffers may then be reused.
+    It goes on when the loop has *released* an earlier item, whose buffers may then be reused.
     """
 
     def __init__(
@@ -135,7 +127,6 @@ class Feed(Generic[Item]):
         ahead: int = 1,
         submit: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
-        """Begin in the thread of ``submit``: a new one, or that of a :class:`Worker`."""
         self._items = items
         self._wake = wake
         self._room = threading.Semaphore(ahead)
@@ -152,14 +143,11 @@ class Feed(Generic[Item]):
 
     @property
     def is_running(self) -> bool:
-        """True if the thread runs; after :meth:`cancel` it runs until its blocking call returns."""
+        """True if the thread runs; after :meth:`cancel`, until its blocking call returns."""
         return not self._ended
 
     def take(self) -> Item | None:
-        """Return the next item, or None if none is ready or the iterator has ended.
-
-        After the last item, raise what the iterator raised.
-        """
+        """Return the next item, or None if none is ready; after the last, raise what the iterator raised."""
         ended = self._ended  # read before the queue, so that an item added in between is not missed
         if self._ready:
             return self._ready.popleft()
@@ -173,7 +161,6 @@ class Feed(Generic[Item]):
         self._room.release()
 
     def cancel(self) -> None:
-        """Stop the thread; no more items are taken."""
         self._cancelled.set()
         self._room.release()
 

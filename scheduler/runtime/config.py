@@ -1,8 +1,7 @@
 """Engine configuration: one frozen value, checked once, passed explicitly.
 
-Invariants: nothing mutates a configuration; :meth:`EngineConfig.resolve` returns a new value in which every
-"None: decide for me" has been decided; an impossible value is refused by field name before anything is
-allocated.
+Invariants: :meth:`EngineConfig.resolve` returns a new value in which everything is decided; an impossible
+value is refused by field name before anything is allocated.
 """
 
 import os
@@ -28,29 +27,24 @@ PIPELINE_RESULT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much an engine does at once."""
+    """How much an engine does at once: the options of these names, decided."""
 
     rows: int
-    """``max_running_requests``"""
     chunk_tokens: int
-    """``chunked_prefill_size``"""
     kv_fraction: float
-    """``kv_memory_fraction``"""
 
 
 _NOT_SERVED = ("mps",)
 """Kinds of devices whose modules in torch lack what a step needs."""
 _PIPELINE_SIZES = Sizes(16, 512, 0.5)
-"""Sizes of image pipelines, whose rows are thousands of tokens each."""
 _CPU_SIZES = Sizes(256, 512, 0.5)
 _ACCELERATOR_SIZES = (
     (60, Sizes(1024, 8192, 0.85)),
     (30, Sizes(512, 4096, 0.85)),
     (0, Sizes(256, 2048, 0.8)),
 )
-"""Sizes of accelerators with at least so many GB. A decode step of a large card is limited by the weights
-that it reads, up to far more rows than a CPU computes at once, and a chunk pays for the launches of its step.
-A small card also needs memory for the results of a step, the logits above all.
+"""Sizes by least memory in GB. A large card's decode step is limited by the weights that it reads, and a
+chunk pays for its launches; a small card also needs memory for the logits of a step.
 """
 
 
@@ -289,9 +283,7 @@ class EngineConfig:
         )
 
     def resolve(self) -> "EngineConfig":
-        """Return a copy in which device, endpoint, depth, threads and sizes are decided; create the
-        endpoint's directory.
-        """
+        """Return a copy in which everything is decided; create the endpoint's directory."""
         device = self.device
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -327,9 +319,7 @@ class EngineConfig:
 
 
 def _with_index(device: str) -> str:
-    """Return ``cuda`` as ``cuda:0``, or whichever is current: streams and process groups belong to one
-    device.
-    """
+    """Return ``cuda`` with the current index: streams and process groups belong to one device."""
     kind = torch.device(device)
     current = getattr(torch.get_device_module(kind), "current_device", None)
     if kind.type == "cpu" or ":" in device or current is None:
@@ -345,7 +335,6 @@ def _usual_sizes(device: str) -> Sizes:
 
 
 def _total_memory(device: str) -> int:
-    """Return the bytes of an accelerator, or 0 if it does not report them."""
     memory = getattr(torch.get_device_module(torch.device(device)), "mem_get_info", None)
     return 0 if memory is None else int(memory(torch.device(device))[1])
 

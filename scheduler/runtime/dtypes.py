@@ -1,7 +1,4 @@
-"""torch's dtypes by the names that others have for them.
-
-Invariant: names come from one table, that of ``transfer/safetensors.py``; this module only adds torch to it.
-"""
+"""torch's dtypes by the names of the one table that has them, that of ``transfer/safetensors.py``."""
 
 import torch
 
@@ -13,9 +10,8 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dt
 SHORT_NAMES = {
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16",
 }  # fmt: skip
-"""Further names of dtypes, of people and of other engines."""
+"""Names that people and other engines use."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""Names in safetensors and on the wire by dtype."""
 
 
 def torch_name(dtype: torch.dtype) -> str:

@@ -3,8 +3,8 @@
 Invariants:
 - The endpoint is bound before anything is allocated, so a second engine on the same endpoint fails first.
 - If a part cannot be built, everything that was built before is released.
-- A part takes the engine and reads other parts when it works, not when it is built, so the order below is
-  only that of memory and of what a constructor needs at once.
+- A part reads other parts when it works, not when it is built, so the order below is only that of memory and
+  of what a constructor needs at once.
 """
 
 import secrets
@@ -22,7 +22,7 @@ from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..execution.build import MakeRunner, build_runner
 from ..executor.executor import Executor
-from ..memory.device_cache import DeviceCache
+from ..memory.device_memory import DeviceCache
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager
 from ..messaging.answers import Answers
@@ -69,7 +69,7 @@ class Engine:
 
         Args:
             config: the resolved configuration.
-            shutdown: decides when the loop ends, or None if only a shutdown message ends it.
+            shutdown: None if only a shutdown message ends the loop.
             make_runner: builds the runner of a language model's steps, or None for :func:`build_runner`.
         """
         assert config.endpoint is not None
@@ -97,7 +97,7 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Release the endpoint, stop the background threads, and release memory. Idempotent."""
+        """Release endpoint, threads and memory. Idempotent."""
         self._cleanup.close()
 
     def _own(self, part: _Part) -> _Part:
@@ -106,7 +106,7 @@ class Engine:
         return part
 
     def _build_memory(self) -> None:
-        """Build what is there before the model: its memory, the other ranks, and its initial state."""
+        """Build what is there before the model."""
         config = self.config
         self.weights_file = self._own(WeightsFile(config))
         self.device_module = device_module_for(config.device)
@@ -134,7 +134,6 @@ class Engine:
         self.replies = Replies(self)
 
     def _build_steps(self, make_runner: MakeRunner) -> None:
-        """Build the parts that depend on what a step is."""
         self.steps = steps = _steps(self, make_runner)
         self.loaded, self.model, self.loader = steps.loaded, steps.loaded.model, steps.loaded.loader
         self.weights_bytes, self.derived_bytes = steps.loaded.weights_bytes, steps.loaded.derived_bytes
@@ -153,7 +152,6 @@ class Engine:
         )
 
     def _build_control(self) -> None:
-        """Build what carries out messages."""
         config, device, wake = self.config, self.loaded.device, self.wakeup.set
         self.write_stream = write_stream_of(device, self.runner.on_stream)
         self.process_groups = self._own(
@@ -165,7 +163,7 @@ class Engine:
         self.parameter_server: ParameterServerUpdates = self._own(ParameterServerUpdates(self))
         self.sending: WeightSending = WeightSending(self)
         self.checksums: dict[str, str] = {}
-        """Checksums of the weights checker's snapshot, by tensor; empty before the first."""
+        """The weights checker's snapshot, by tensor; empty before the first."""
         self.trace = self._own(StepTrace(self.stages, config.profile_dir, config.device, wake))
         self.scoring = None if self.steps.reference is None else Scoring(self, self.steps.reference)
         self.answers = Answers(config.result_ttl_s, config.result_bytes or 0)
@@ -192,7 +190,6 @@ def _executor(config: EngineConfig) -> Executor:
 
 
 def _steps(engine: Engine, make_runner: MakeRunner) -> Steps:
-    """Build the steps of the model in the configuration's folder."""
     if not is_pipeline(engine.config.model_path):
         return token_steps(engine, make_runner)
     try:

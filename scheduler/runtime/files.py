@@ -1,8 +1,5 @@
-"""Safe reading of files from untrusted paths.
-
-Invariants:
-- Opening never blocks, neither on a FIFO nor on a device. Only regular files are read.
-- Reads are bounded, whatever size the file reports and even if it grows meanwhile.
+"""Safe reading of files from untrusted paths: opening never blocks (FIFOs, devices), only regular files are
+read, and reads are bounded even if the file grows meanwhile.
 """
 
 import os
@@ -14,11 +11,10 @@ from ...io_struct import CaesuraError, ErrorCode
 
 PIPELINE_INDEX = "model_index.json"
 MAX_REASON = 1000
-"""Maximum characters of an error's reason, which may quote the file's contents."""
+"""Most characters of an error's reason, which may quote the file."""
 
 
 def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
-    """Return a ``checkpoint_error`` for ``path``."""
     if len(reason) > MAX_REASON:
         reason = reason[:MAX_REASON] + " …"
     return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path}: {reason}", path=str(path), reason=reason)
@@ -49,14 +45,11 @@ def _hub_id(path: str) -> str | None:
 
 
 def is_pipeline(folder: str | Path) -> bool:
-    """Return True if ``folder`` is an image pipeline of diffusers rather than a language model."""
     return os.path.lexists(os.path.join(folder, PIPELINE_INDEX))
 
 
 def open_regular(path: str | Path) -> int:
-    """Open the regular file ``path`` for reading and return the descriptor; raise ``checkpoint_error`` if it
-    cannot be.
-    """
+    """Open the regular file ``path`` for reading; raise ``checkpoint_error`` if that is not possible."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, ValueError) as error:
@@ -69,7 +62,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_small(path: str | Path, limit: int) -> bytes:
-    """Return the contents of the regular file ``path``; raise ``checkpoint_error`` beyond ``limit`` bytes."""
+    """Return the contents of a regular file; raise ``checkpoint_error`` beyond ``limit`` bytes."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size

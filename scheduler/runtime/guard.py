@@ -1,11 +1,7 @@
-"""Contains unforeseen exceptions: they are logged and answered, and end neither the loop nor the requests of
-other clients.
+"""Contains unforeseen exceptions: they are logged and answered, and end neither the loop nor other requests.
 
-Invariants:
-- Everything that the loop does for a message or a timer runs in :meth:`Guard.run`, which catches its
-  exceptions.
-- Steps are not guarded here: ``step_recovery.py`` knows which requests they contain. If the recovery itself
-  fails, it is unknown which requests hold KV. Then the loop ends and answers every request with an error.
+Everything that the loop does for a message or a timer runs in :meth:`Guard.run`. Steps do not:
+``step_recovery.py`` knows their requests, and if the recovery itself fails, the loop ends.
 """
 
 import logging
@@ -20,9 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineEndsError(BaseException):
-    """The engine cannot go on: the loop ends, and every waiting client is answered with ``error``.
-
-    It is not an ``Exception``, so no step, command or timer recovers from it.
+    """The loop must end, and every waiting client gets ``error``. Not an ``Exception``: nothing recovers from
+    it.
     """
 
     def __init__(self, error: CaesuraError) -> None:
@@ -31,7 +26,7 @@ class EngineEndsError(BaseException):
 
 
 class Guard:
-    """Runs actions whose exceptions must not end the loop, and counts these exceptions."""
+    """Runs actions whose exceptions must not end the loop, and counts these."""
 
     def __init__(self, fatal: tuple[type[Exception], ...] = ()) -> None:
         """Do not catch the types ``fatal``: an engine that checks itself must stop at a failed check."""
@@ -63,7 +58,7 @@ def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
 
 
 def checked(answer: object) -> Message:
-    """Return ``answer``, or raise if it is not a message: a handler may return anything."""
+    """Return ``answer``, or raise if a handler has returned anything else than a message."""
     if not isinstance(answer, Message):
         raise TypeError(f"a handler has returned {type(answer).__name__}, which is not a message")
     return answer

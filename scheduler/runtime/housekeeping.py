@@ -1,9 +1,6 @@
-"""What the loop does by the clock: keepalives, expiries, readings of the load, warnings, the emptying of an
-idle engine.
+"""What the loop does by the clock: keepalives, expiries, load, warnings, the emptying of an idle engine.
 
-Invariants:
-- A timer is set only while something can become due, so an engine that has nothing to do is not woken.
-- Actions run in the loop's thread, between two steps, under the guard of :class:`~.timers.Timers`.
+A timer is set only while something can become due, so an engine that has nothing to do is not woken.
 """
 
 import logging
@@ -25,8 +22,7 @@ logger = logging.getLogger(__name__)
 HOLD_OFF_S = 1.0
 """Seconds until a failed timer is due again."""
 KEEPALIVE_S = 2.0
-"""Seconds between keepalives to clients that wait for an answer or have a session open, which also shows
-which of them are gone, and between checks of the owners of mapped shared memory.
+"""Seconds between keepalives to clients that wait or have a session open, which reveal those that are gone.
 """
 LONG_PAUSE_S = 60.0
 """Seconds after which a pause without a lease is warned of, once: only a command ends it."""
@@ -34,10 +30,9 @@ LONG_PAUSE_S = 60.0
 
 @dataclass(slots=True)
 class Timer:
-    """Action that is due from a point in time on, until it has been done."""
+    """Action that is due from a moment on, until it has been done."""
 
     what: str
-    """Name of the action, for the log."""
     due: Callable[[], float | None]
     """Returns the monotonic due time, or None if the timer is not set."""
     act: Callable[[], object]
@@ -53,12 +48,10 @@ class Timers:
         self._timers = timers
 
     def next_due(self) -> float | None:
-        """Return the monotonic due time of the first timer, or None if none is set."""
         moments = [max(due, timer.not_before) for timer in self._timers if (due := timer.due()) is not None]
         return min(moments, default=None)
 
     def fire(self, now: float) -> None:
-        """Run the actions that are due at ``now``."""
         for timer in self._timers:
             due = timer.due()
             if due is None or due > now or timer.not_before > now:
@@ -76,7 +69,7 @@ class Housekeeping:
         self._warned_of: float | None = None
         """:attr:`EngineState.unleased_since` of the pause that was warned of."""
         self.next_keepalive = 0.0
-        """Monotonic time at which the next keepalives are due if anybody waits."""
+        """Monotonic time of the next keepalives if anybody waits."""
         self.timers = Timers(
             engine.guard,
             (
@@ -90,18 +83,17 @@ class Housekeeping:
         )
 
     def busy(self) -> None:
-        """End the idle period, if there is one: the loop has work."""
+        """End the idle period: the loop has work."""
         self._idle_since = None
 
     def idle(self, now: float) -> None:
-        """Begin an idle period at ``now``, unless one has begun: the loop has nothing to do."""
+        """Begin an idle period, unless one has begun: the loop has nothing to do."""
         if self._engine.state.generation != "running":
             self._idle_since = None  # continue decides whether to empty the device cache of a paused engine
         elif self._idle_since is None:
             self._idle_since = now
 
     def step_completed(self) -> None:
-        """Sample the memory that a step took, once its output was processed."""
         self._engine.history.sample()
 
     def _keepalive_due(self) -> float | None:

@@ -1,7 +1,4 @@
-"""What libraries read from the environment once, when they are loaded: set before anything imports torch.
-
-Invariant: values that the user has set are kept.
-"""
+"""Settings that libraries read from the environment when they are loaded, before anything imports torch."""
 
 import os
 

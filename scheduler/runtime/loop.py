@@ -2,11 +2,9 @@
 its output, send.
 
 Invariants:
-- The loop survives whatever a client sends or omits (I11), errors of timers (both run under ``guard.py``),
-  and steps that fail (``step_recovery.py``). If it fails all the same, every live request still gets its
-  terminal message.
-- The loop blocks in ``poll`` whenever there is nothing to run, also while paused: an idle or paused engine
-  uses no CPU.
+- The loop survives whatever a client sends or omits (I11), errors of timers, and steps that fail. If it fails
+  all the same, every live request still gets its terminal message.
+- The loop blocks in ``poll`` whenever there is nothing to run: an idle or paused engine uses no CPU.
 - At pipeline depth 0 a step's output is processed in the tick that launched it; at depth 1 in the next tick,
   while the device computes the next step. The step in flight is passed from tick to tick and not stored.
 - A launch that raises counts as a step whose output is a :class:`Failure`. It is processed in order, after
@@ -32,11 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAITING_POLL_S = 0.005
-"""Seconds between checks of commands that have stepped aside when nothing else happens."""
+"""Seconds between checks of commands that have stepped aside."""
 MAX_POLL_S = 3600.0
-"""Longest sleep in seconds: poll takes 32 bits of milliseconds, and deadlines may be infinite."""
+"""Longest sleep: poll takes 32 bits of milliseconds, and deadlines may be infinite."""
 BACKLOG_POLL_S = 0.005
-"""Seconds between attempts to send unsent output when nothing else happens."""
+"""Seconds between attempts to send unsent output."""
 
 
 @dataclass(slots=True)
@@ -44,7 +42,6 @@ class Step:
     """A launched step."""
 
     number: int
-    """Number of the launch, from 1."""
     batch: Any
     output: Any
     """What the runner returned, whose ``fetch`` waits for the results; or a :class:`Failure`."""
@@ -52,19 +49,16 @@ class Step:
 
     @property
     def has_failed(self) -> bool:
-        """True if the launch raised."""
         return isinstance(self.output, Failure)
 
 
 class Scheduler:
-    """The engine's main loop."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._depth = engine.steps.pipeline_depth
         self._heard = engine.executor.heard
         self.last_step_at: float | None = None
-        """Monotonic time at which the last step's output came, or None before the first."""
+        """Monotonic time of the last step's output, or None before the first."""
         self._poller = zmq.Poller()
         self._poller.register(engine.router.socket, zmq.POLLIN)
         for fd in (engine.wakeup.fd, *engine.shutdown.fds, *engine.executor.heard):
@@ -91,7 +85,7 @@ class Scheduler:
         self._answer_everything(ending, failed=False)
 
     def _answer_everything(self, error: CaesuraError, *, failed: bool) -> None:
-        """Answer every live request and pending command; an error in one action does not skip the next."""
+        """Answer every live request and pending command; no error skips what follows."""
         engine = self._engine
         run = engine.guard.run
         finish = engine.outputs.fail if failed else engine.outputs.abort
@@ -101,7 +95,6 @@ class Scheduler:
             run("sending the last results", engine.outbox.deliver, engine.state.step)
 
     def _must_drain(self, in_flight: Step | None) -> bool:
-        """Return True if the shutdown still waits for requests, commands or unsent output."""
         engine = self._engine
         busy = in_flight is not None or engine.live or engine.outbox.has_undelivered
         return engine.shutdown.is_draining and bool(busy or engine.dispatcher.has_unanswered)
@@ -124,9 +117,7 @@ class Scheduler:
         return in_flight
 
     def _receive(self, timeout_s: float | None) -> None:
-        """Wait up to ``timeout_s`` for an event (None means without limit), receive messages, and fire
-        timers.
-        """
+        """Wait up to ``timeout_s`` (None: without limit), receive messages, and fire timers."""
         engine = self._engine
         blocks = timeout_s != 0
         if blocks:
@@ -160,7 +151,6 @@ class Scheduler:
             engine.guard.run("handling a message", engine.dispatcher.handle, client, header, buffers)
 
     def _timeout(self, in_flight: Step | None) -> float | None:
-        """Return the seconds to block in ``poll``: 0 if there is work, None if no timer is set."""
         engine = self._engine
         runnable = engine.state.may_execute and engine.batcher.has_work
         if in_flight is not None or runnable or engine.dispatcher.wants_tick:
@@ -199,7 +189,6 @@ class Scheduler:
         return Step(number, batch, output, launched_at)
 
     def _process_output(self, step: Step) -> Failure | None:
-        """Process the output of a step; return the failure if its results are lost."""
         engine = self._engine
         if isinstance(step.output, Failure):
             return step.output
@@ -221,9 +210,7 @@ class Scheduler:
         return None
 
     def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:
-        """Recover from the loss of a step's results; ``later`` was launched after it and is rolled back with
-        it.
-        """
+        """Recover from a step whose results are lost; ``later``, launched after it, is rolled back too."""
         if later is not None and not isinstance(later.output, Failure):
             with suppress(Exception):  # its results are dropped; it must only have left the device
                 later.output.fetch()

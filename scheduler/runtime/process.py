@@ -3,9 +3,8 @@
 Invariants:
 - The launcher receives exactly one line on the ready descriptor: that the engine serves, or why it does not.
 - A signal, a shutdown message, the launcher's death and a failed loop all have the same effect: every live
-  request gets its terminal message, one log line gives the reason, and the process exits. ``shutdown.py``
-  decides when.
-- The process always ends: the watchdog ends a loop or a shutdown that hangs (``runtime/watchdog.py``).
+  request gets its terminal message, one log line gives the reason, and the process exits.
+- The process always ends: the watchdog ends a loop or a shutdown that hangs.
 - The engine never runs without one of its threads: if one fails, the engine ends.
 """
 
@@ -38,7 +37,7 @@ from .watchdog import Watchdog, exit_within
 logger = logging.getLogger(__name__)
 
 END_S = 30.0
-"""Seconds that the cleanup after the loop may take: last messages, process groups, files."""
+"""Seconds that the cleanup after the loop may take."""
 
 
 def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> int:
@@ -46,7 +45,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
 
     Args:
         ready_fd: receives one JSON line, ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code",
-            …}``, or None if nobody reads it.
+            …}``.
         lifeline_fd: ends the process when it becomes readable, because its other end is closed.
     """
     faulthandler.enable()  # prints a traceback if a library crashes
@@ -64,7 +63,6 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
 def _run(
     config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None, cleanup: contextlib.ExitStack
 ) -> int:
-    """Do the work of :func:`run`; ``cleanup`` gets what must be undone at the end."""
     started = time.monotonic()
     signals = StopSignals(lambda: exit_within(END_S))
     name_fatal_signals(_last_words)
@@ -89,7 +87,6 @@ def _run(
 
 
 def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:
-    """Serve until the engine ends; return the exit status."""
     failed: list[str] = []
 
     def thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -119,7 +116,6 @@ def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int
 
 
 def _last_words(reason: str) -> None:
-    """Log the last line of an engine that a signal ends at once."""
     logger.critical("the engine ends: %s", reason)
     log.flush()
 
@@ -168,12 +164,11 @@ def _refused(field: str, value: object, error: Exception) -> CaesuraError:
 
 
 def refusal(error: CaesuraError) -> dict[str, Any]:
-    """Return the ready line of an engine that cannot start."""
     return {"ready": False, "code": error.code, "message": error.message, "detail": error.detail}
 
 
 def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
-    """Write the ready line and close the descriptor, unless it is None or the launcher has ended."""
+    """Write the ready line and close the descriptor."""
     if ready_fd is None:
         return
     with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:

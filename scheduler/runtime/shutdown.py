@@ -1,13 +1,12 @@
 """Shutdown of the engine: whether it is requested, by whom, and how long requests may go on.
 
 Invariants:
-- The first shutdown request decides the mode, or else the configuration does: ``abort`` ends every request in
-  the next tick; ``drain`` lets live requests go on until a deadline and refuses new ones.
+- The first request decides the mode, or else the configuration does: ``abort`` ends every request in the next
+  tick; ``drain`` lets live requests go on until a deadline and refuses new ones.
 - A later request can only shorten the time. A signal during the shutdown ends it at once; after that, a
-  further signal has its default action and kills the process.
-- The launcher's death ends the engine at once, so that the engine does not outlive its launcher.
-- A signal that ends the process is named in a last line first, but for those that no process can handle
-  (SIGKILL) and those of a crash, whose stacks ``faulthandler`` prints.
+  further signal has its default action and kills the process. The launcher's death ends the engine at once.
+- A signal that ends the process is named in a last line first, but for SIGKILL and those of a crash, whose
+  stacks ``faulthandler`` prints.
 """
 
 import contextlib
@@ -39,8 +38,6 @@ _WATCH_S = 0.1
 
 
 class Shutdown:
-    """The requested shutdown, if any, and its deadline."""
-
     def __init__(
         self,
         *,
@@ -49,17 +46,15 @@ class Shutdown:
         signal_fd: int | None = None,
         lifeline_fd: int | None = None,
     ) -> None:
-        """
-        Args:
-            drain: default of requests that do not set it.
-            drain_timeout_s: default of requests that do not set it.
-            signal_fd: yields one byte per signal, its number.
-            lifeline_fd: becomes readable when the launcher dies.
+        """Take ``drain`` and its timeout as defaults.
+
+        ``signal_fd`` yields one byte per signal, its number; ``lifeline_fd`` becomes readable when the
+        launcher dies.
         """
         self.requested = False
         """True if the loop must end, after draining if that was requested."""
         self.reason = ""
-        """Reason of the request that decided the deadline, for the log."""
+        """Reason of the request that decided the deadline."""
         self.fds = tuple(fd for fd in (signal_fd, lifeline_fd) if fd is not None)
         self._drain = drain
         self._drain_timeout_s = drain_timeout_s
@@ -69,12 +64,11 @@ class Shutdown:
 
     @property
     def left_s(self) -> float:
-        """Seconds that live requests may still go on, 0 if they must end now."""
+        """Seconds that live requests may still go on."""
         return max(0.0, self._deadline - monotonic())
 
     @property
     def is_draining(self) -> bool:
-        """True if the engine is shutting down while live requests go on."""
         return self.requested and self.left_s > 0
 
     def request(self, reason: str, *, drain: bool | None = None, timeout_s: float | None = None) -> None:
@@ -86,7 +80,6 @@ class Shutdown:
             self.requested, self.reason, self._deadline = True, reason, deadline
 
     def on_readable(self, fd: int) -> None:
-        """Handle one of :attr:`fds`, which is readable."""
         if fd != self._signal_fd:
             self.request(f"its launcher (pid {self._launcher}) has ended", drain=False)
             return
@@ -95,7 +88,6 @@ class Shutdown:
                 self.request(f"signal {signal.Signals(number).name}", drain=False if self.requested else None)
 
     def refuse_work(self) -> None:
-        """Raise ``shutting_down`` if the shutdown is requested."""
         if self.requested:
             raise CaesuraError(
                 ErrorCode.SHUTTING_DOWN, "the engine is shutting down and accepts no new requests"
@@ -111,11 +103,7 @@ class StartInterruptedError(BaseException):
 
 
 def end_on_stop_signals() -> None:
-    """Let a stop signal end the process at once, with a line on stderr, until :class:`StopSignals` takes
-    over.
-
-    This covers the seconds that the imports take.
-    """
+    """Let a stop signal end the process at once, with a line on stderr, while it imports."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         status = 128 + number
@@ -129,11 +117,9 @@ def end_on_stop_signals() -> None:
 
 
 def name_fatal_signals(say: Callable[[str], None]) -> None:
-    """Call ``say`` with a text before one of :data:`FATAL_SIGNALS` ends the process as it would have done
-    anyway.
+    """Call ``say`` before one of :data:`FATAL_SIGNALS` ends the process as it would have done anyway.
 
-    A signal that is ignored or has a handler is left alone. Process 1, the first of a container, is not ended
-    by any of them.
+    A signal that is ignored or has a handler is left alone, and process 1 is not ended by any of them.
     """
     if os.getpid() == 1:
         return
@@ -175,7 +161,7 @@ class StopSignals:
             signal.signal(number, self._on_signal)
         writer.detach()
         self.fd = reader.detach()
-        """Descriptor that yields one byte per signal."""
+        """Yields one byte per signal."""
         peek = socket.socket(fileno=os.dup(self.fd))
         threading.Thread(target=self._watch, args=[peek], name="start-signals", daemon=True).start()
 
@@ -183,8 +169,8 @@ class StopSignals:
         """Repeat a signal that had no effect, and limit the end, until the engine serves or its start is
         interrupted.
 
-        The interpreter can begin to wait for a lock, or call a library that does, just after it has looked
-        for signals. Only another signal interrupts that.
+        The interpreter can begin to wait for a lock just after it has looked for signals; only another one
+        interrupts it.
         """
         main, limited = threading.main_thread().ident or 0, False
         with peek:
@@ -200,9 +186,7 @@ class StopSignals:
                     signal.pthread_kill(main, number)
 
     def serving(self) -> None:
-        """Stop raising at signals: the loop handles them by :attr:`fd`, or the process ends since its start
-        failed.
-        """
+        """Stop raising at signals: the loop handles them by :attr:`fd`, or the start has failed."""
         self._serving = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

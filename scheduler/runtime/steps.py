@@ -1,15 +1,12 @@
 """What computes an engine's steps, and how it is built for a language model.
 
-Invariants:
-- :class:`Steps` is all that differs between kinds of engines: the socket, the commands, the loop and memory
-  are the same.
-- What can be released is allocated while the steps are built (``execution/build.py``).
+:class:`Steps` is all that differs between kinds of engines. What can be released is allocated while the steps
+are built (``execution/build.py``).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ...io_struct import GenerateReqInput, Message
@@ -27,13 +24,10 @@ from ..execution.model_runner import ModelRunner
 from ..messaging.outbox import Outbox
 from ..scheduling.batcher import Batcher
 from ..scheduling.chunking import ChunkSizer
-from ..scheduling.live_requests import LiveRequests
-from ..scheduling.output_processor import OutputProcessor
-from ..scheduling.outputs import Outputs
+from ..scheduling.outputs import OutputProcessor, Outputs
 from ..scheduling.request import Request, RequestTable
 from ..scheduling.step_recovery import Recovery, restore_tokens
-from ..scheduling.stepping import StepBatcher, StepRunner
-from ..scheduling.waiting_queue import WaitingQueue, admit
+from ..scheduling.waiting_queue import LiveRequests, WaitingQueue, admit
 from ..scoring.reference import load_reference
 from ..scoring.scoring import ReferenceModel
 from ..weights.loaded_model import LoadedWeights
@@ -41,34 +35,31 @@ from ..weights.transports.disk import OpenFolder, open_fitting
 from .config import PAGE_SIZE
 
 if TYPE_CHECKING:
+    from ..execution.forward import Runner
+    from ..images.batcher import ImageBatcher
     from ..images.prompt_cache import PromptCache
+    from ..images.runner import ImageRunner
     from .engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The parts that compute steps, of a language model or of an image pipeline.
-
-    Only these know what a batch, an output and a sample are. The loop hands batches and outputs from one to
-    the next.
+    """The parts that know what a batch, an output and a sample are; the loop hands these from one to the
+    next.
     """
 
     loaded: LoadedWeights
     open_folder: OpenFolder
     reference: ReferenceModel | None = None
-    runner: StepRunner
+    runner: "Runner | ImageRunner"
     graphs: DecodeGraphs | None = None
     request_type: type[Message]
-    """The message that asks for samples."""
     admit: Callable[[Any, list[memoryview], bytes, int], list[Any]]
-    """Makes the samples of a message, its buffers, its client and the number of samples that wait; changes no
-    state.
-    """
+    """Makes the samples of a message, its buffers, its client and the number of samples that wait."""
     live: LiveRequests[Any]
     waiting: WaitingQueue[Any]
-    batcher: StepBatcher
+    batcher: "Batcher | ImageBatcher"
     prompts: "PromptCache | None" = None
-    """Encoded prompts that are kept, or None where prompts are kept as KV alone."""
     outputs: Outputs[Any]
     outbox: Outbox
     recovery: Recovery
@@ -81,12 +72,11 @@ class Steps:
     kv_bytes_per_token: int = 0
     routing_bytes_per_token: int = 0
     latent_bytes_per_pixel: float | None = None
-    """Bytes of latents per pixel of an image, or None for a language model."""
+    """None for a language model."""
     pipeline_depth: int = 0
 
 
 def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
-    """Build the steps of a language model, over paged KV."""
     config, residency, executor = engine.config, engine.residency, engine.executor
     reference = load_reference(config, residency)
     folder, stamp = engine.initial_weights.folder, engine.state.stamp
@@ -118,9 +108,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     )
     live: LiveRequests[Request] = LiveRequests()
     outbox = Outbox(engine.router.send)
-    outputs = OutputProcessor(
-        table, batcher, waiting, live, outbox, on_finished=engine.replies.finished, stamp=stamp
-    )
+    outputs = OutputProcessor(engine, batcher, live, outbox)
     recovery = Recovery(
         batcher, outputs, engine.device_cache, restore=partial(restore_tokens, batcher, runner)
     )
@@ -132,7 +120,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         graphs=own.graphs if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,
         admit=lambda message, _, client, waiting: admit(
-            message, client=client, limits=limits, waiting=waiting, now=monotonic()
+            message, client=client, limits=limits, waiting=waiting
         ),
         live=live,
         waiting=waiting,

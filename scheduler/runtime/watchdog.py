@@ -5,12 +5,10 @@ Invariants:
   count.
 - After half of the timeout the stacks of all threads are printed to stderr; after all of it the process exits
   with :data:`EXIT_HUNG`, a status that no other exit has.
-- Both happen even if a C call holds the GIL forever. Therefore the watchdog thread keeps postponing
-  faulthandler's thread (C, needs no GIL; its own exit has status 1) and a kernel timer, at whose expiry glibc
-  calls ``_exit``. If the GIL is free, the watchdog thread logs a message before.
+- Both happen even if a C call holds the GIL forever: the watchdog thread keeps postponing faulthandler's
+  thread (C; its own exit has status 1) and a kernel timer, at whose expiry glibc calls ``_exit``.
 
-Time during which a process is stopped (SIGSTOP, a frozen cgroup) counts; time of a suspended machine does
-not.
+Time while the process is stopped (SIGSTOP, a frozen cgroup) counts; that of a suspended machine does not.
 """
 
 import contextlib
@@ -30,13 +28,13 @@ from ...process.contract import EXIT_HUNG
 logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-"""Maximum seconds between two checks."""
+"""Most seconds between two checks."""
 _DUMP_S = 0.5
 """Time to print stacks before the process exits."""
 LONGEST_S = 1e9
 """Longest timeout in seconds (32 years); a longer one, inf included, means none."""
 LOOKS = 8
-"""Minimum number of checks within one timeout."""
+"""Least number of checks within one timeout."""
 
 _SIGEV_THREAD = 2
 _CLOCK_MONOTONIC = 1
@@ -47,17 +45,16 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.ticked = False
-        """True after a tick; the watchdog clears it at every check."""
+        """True after a tick; cleared by every check."""
         self.asleep = False
-        """True while the loop is blocked in ``poll`` because there is nothing to do."""
+        """True while the loop is blocked in ``poll``."""
         self.long: str | None = None
         """Operation that is declared as long, or None."""
         self.on_change: Callable[[], None] = lambda: None
-        """Function that the watchdog sets, called after :attr:`long` has changed."""
+        """Set by the watchdog; called after :attr:`long` has changed."""
 
     @property
     def is_due(self) -> bool:
-        """True if the loop is expected to tick."""
         return not (self.asleep or self.long)
 
     @contextlib.contextmanager
@@ -99,7 +96,6 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching. Idempotent."""
         self._closed.set()
         with self._lock:
             if self._backstop is not None:
@@ -163,15 +159,12 @@ class Backstop:
             faulthandler.dump_traceback_later(dump_s, exit=False, file=self._stderr)
 
     def disarm(self) -> None:
-        """Cancel both."""
         self._timer.set(0.0)
         if self._stderr is not None:
             faulthandler.cancel_dump_traceback_later()
 
 
 class _SigEvent(ctypes.Structure):
-    """``struct sigevent`` of Linux on 64-bit machines."""
-
     _fields_ = (
         ("value", ctypes.c_void_p),
         ("signo", ctypes.c_int),
@@ -183,7 +176,7 @@ class _SigEvent(ctypes.Structure):
 
 
 class _TimerSpec(ctypes.Structure):
-    """``struct itimerspec``: interval, then time left, each in seconds and nanoseconds."""
+    """``struct itimerspec``: interval and time left, each in seconds and nanoseconds."""
 
     _fields_ = (("interval", ctypes.c_long * 2), ("left", ctypes.c_long * 2))
 
@@ -209,7 +202,7 @@ class _ExitTimer:
 
 
 def exit_within(seconds: float) -> None:
-    """Exit with :data:`EXIT_HUNG` after ``seconds``, whatever happens, with a last log line if possible."""
+    """Exit with :data:`EXIT_HUNG` after ``seconds``, whatever happens."""
 
     def end() -> None:
         sleep(seconds + _DUMP_S)

@@ -1,13 +1,11 @@
 """Schedules the tokens of the next step: continuous batching with chunked prefill and preemption.
 
 One step mixes all decoding requests (one token each) with as many prompt tokens as
-:class:`~.chunking.ChunkSizer` allows. This keeps a step short whatever the prompts are, and a pause as well,
-because a pause waits for the step.
+:class:`~.chunking.ChunkSizer` allows, which keeps it short whatever the prompts are, and so a pause.
 
 Invariants:
-- A request gets KV pages for all of its known tokens when it starts. Afterwards it asks for one page at a
-  time, when it crosses a page boundary. A request that cannot get its page preempts the request that started
-  last.
+- A request gets KV pages for all of its known tokens when it starts, and one more whenever it crosses a page
+  border. One that cannot get its page preempts the request that started last.
 - The oldest request always advances: admission refuses a request that could not run alone on an empty engine.
 - A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is
   deferred.
@@ -31,18 +29,16 @@ from ..execution.forward import ForwardBatch
 from ..runtime.config import PAGE_SIZE
 from .chunking import ChunkSizer
 from .request import Phase, Request, RequestTable
-from .sampling_inputs import InputSpan, input_spans, input_tokens, sampling_batch
+from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
 from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
 
 logger = logging.getLogger(__name__)
 
 LOOK_AHEAD = 128
-"""Queued requests that one start looks at; this bounds the work when many of them wait for a shared prefix.
-"""
+"""Queued requests that one start looks at, when many of them wait for a shared prefix."""
 PAGES_PER_SKIPPED_REQUEST = 2
-"""Free pages that a start must leave for each request it skips, one for the unshared end of its prompt,
-one to grow.
+"""Free pages that a start leaves for each request it skips: for the unshared end of its prompt, and to grow.
 """
 
 
@@ -86,7 +82,7 @@ class Batcher:
         self.waiting = waiting
         self.num_retractions = 0
         self.prompt_tokens = 0
-        """Prompt tokens of all requests that have started, since the engine's start."""
+        """Prompt tokens of all requests that have started."""
         self.cached_tokens = 0
         """Those of ``prompt_tokens`` that came from the prefix cache."""
         self._chunk_sizer = chunks
@@ -97,7 +93,7 @@ class Batcher:
         self._active: list[Request] = []  # in start order: the last one is preempted first
         self._prefilling: list[Request] = []
         self._prefixes_in_progress: Counter[int] = Counter()
-        """Number of running requests, by prompt key, that compute a prefix which others wait to share."""
+        """Running requests, by prompt key, that compute a prefix which others wait to share."""
         self._starting: Request | None = None
         """The request that :meth:`_start` works on; it stays set if that raises."""
         self._decode_slots: np.ndarray | None = (
@@ -119,12 +115,11 @@ class Batcher:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens that steps have computed since the engine's start."""
+        """Prompt tokens that steps have computed."""
         return self._chunk_sizer.prompt_tokens
 
     @property
     def images(self) -> None:
-        """None, as tokens are made here."""
         return None
 
     @property
@@ -134,18 +129,14 @@ class Batcher:
 
     @property
     def in_flight(self) -> bool:
-        """True while a launched step is neither completed nor rolled back."""
         return bool(self.table.inflight.any())
 
     @property
     def has_work(self) -> bool:
-        """True if :meth:`schedule` may return a batch."""
         return bool(self._active) or len(self.waiting) > 0
 
     def schedule(self) -> ScheduledBatch | None:
-        """Build the next step; None if there is nothing to run, or if a step in flight must be completed
-        first.
-        """
+        """Build the next step; None if nothing can run, or a step in flight must be completed first."""
         self._starting = None
         if restarted := self._restarted_chunks():
             return self._build(np.empty(0, np.int64), restarted)
@@ -160,9 +151,7 @@ class Batcher:
         return self._build(decode, chunks)
 
     def complete_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Complete a step that took ``seconds``: run the releases that waited for it, and share its new
-        prefixes.
-        """
+        """Complete a step that took ``seconds``: run the releases that waited for it, share new prefixes."""
         self._chunk_sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
         self._chunk_sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
@@ -181,8 +170,7 @@ class Batcher:
         """Roll back a step whose results are lost, so that its tokens are scheduled again.
 
         With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies
-        beyond ``scheduled``; the step that computes these tokens again overwrites it. Requests may have lost
-        their state: :meth:`restart_states`.
+        beyond ``scheduled`` and is overwritten. Requests may have lost their state: :meth:`restart_states`.
         """
         table = self.table
         self._states.rolled_back(batch.slots)
@@ -205,9 +193,8 @@ class Batcher:
     def halve(self, batch: ScheduledBatch) -> bool:
         """Limit steps to half the tokens of ``batch``, which ran out of memory and was rolled back.
 
-        Returns:
-            False, with no other limit, if ``batch`` is a single token, as was a step of its request that
-            failed no earlier before.
+        Return False, with no other limit, if ``batch`` is a single token and an earlier step failed at the
+        same one.
         """
         requests = self.requests_of(batch)
         if batch.num_tokens == 1 and requests:
@@ -221,26 +208,22 @@ class Batcher:
         return True
 
     def restart_states(self) -> None:
-        """Requeue the requests whose states were lost by steps that were rolled back: their tokens are
-        computed again.
-        """
+        """Requeue the requests whose states were lost by steps that were rolled back."""
         for request in self._active[::-1]:
             if request.kv is not None and request.kv.state is not None and request.kv.state.lost:
                 self._requeue(request, keep_prefix=True)
                 request.restarted = len(request.evicted.tokens) > 0
 
     def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``(slots, tokens)`` [n]: the last sampled token of each decoding request. No step may be
-        in flight.
-        """
+        """Return ``(slots, last tokens)`` [n] of the decoding requests. No step may be in flight."""
         slots = np.asarray([r.slot for r in self._active if r.phase is Phase.DECODE], np.int64)
         return slots, self.table.tokens[slots, self.table.length[slots] - 1]
 
     def schedule_failure_candidates(self) -> list[Request]:
         """Return the requests to fail when :meth:`schedule` raises again and again.
 
-        This is the request that was being started, if there was one; otherwise all requests with KV; without
-        any, the first one in the queue.
+        This is the request that was being started; else all requests with KV; else the first one in the
+        queue.
         """
         starting = self._starting
         if starting is not None and starting.phase is Phase.WAITING:
@@ -248,25 +231,19 @@ class Batcher:
         return self._active.copy() or self.waiting.head()
 
     def requests_of(self, batch: ScheduledBatch) -> list[Request]:
-        """Return the requests whose rows are in ``batch``."""
         rows = (self.table.by_slot[slot] for slot in batch.slots)
         return [request for request in rows if request is not None]
 
     def routed_experts(self, request: Request) -> np.ndarray | None:
-        """See :meth:`~.request.RequestTable.routed_experts`."""
         return self.table.routed_experts(request, self._routing)
 
     def retire(self, request: Request, *, keep_prefix: bool = True) -> None:
-        """Release the slot and KV of a finished request, after the step in flight if that uses them.
-
-        Args:
-            keep_prefix: donate its KV to the prefix cache; False after a failed step.
-        """
+        """Release the slot and KV of a finished request, after the step in flight if that uses them."""
         self._remove(request)
         self._release(request, keep_prefix=keep_prefix)
 
     def retract_all(self) -> int:
-        """Retract every running request: free its KV and requeue it in order. No step may be in flight."""
+        """Free the KV of every running request and requeue it in order. No step may be in flight."""
         requests = self._active[::-1]
         for request in requests:
             self._requeue(request, keep_prefix=False)
@@ -276,9 +253,8 @@ class Batcher:
         """Requeue all requests in prefill after a weight commit, so that all of their KV comes from the new
         weights.
 
-        This includes requests that recompute their KV after a retraction. Prompt log-probabilities must come
-        from the weights that sample the first token. A waiting request without output tokens therefore drops
-        the ones it has.
+        Prompt log-probabilities must come from the weights that sample the first token, so waiting requests
+        without output drop the ones they have.
         """
         unfinished = list(self._prefilling)
         for request in reversed(unfinished):
@@ -289,19 +265,18 @@ class Batcher:
         return len(unfinished)
 
     def mark_stale(self) -> None:
-        """Mark the KV of the running requests as computed by older weights, after a weight commit."""
+        """Mark the KV of the running requests as computed by older weights."""
         for request in self._active:
             self.table.stale_kv[request.slot] = True
 
     def _run_deferred_releases(self, *, kv_is_valid: bool) -> None:
-        """Release the finished requests whose step in flight has ended."""
         deferred, self._deferred_releases = self._deferred_releases, []
         for request, keep_prefix in deferred:
             self._release(request, keep_prefix=keep_prefix and kv_is_valid)
 
     def _release_prefix_waiters(self, request: Request) -> None:
-        """Allow requests with the same prompt to start: ``request`` no longer computes a prefix that they
-        wait for.
+        """Let requests with the same prompt start: ``request`` no longer computes a prefix that they wait
+        for.
         """
         if request.computes_shared_prefix:
             request.computes_shared_prefix = False
@@ -310,17 +285,13 @@ class Batcher:
                 del self._prefixes_in_progress[request.prompt_key]
 
     def _rotate_decode_rows(self, decode: np.ndarray) -> np.ndarray:
-        """Return the rows ``decode``, cut to the step's token limit; those left out come first in the next
-        steps.
-        """
+        """Cut the rows to the step's token limit; those left out come first in the next steps."""
         limit = self._chunk_sizer.limit
         fits = limit is None or len(decode) <= limit
         return decode if fits else np.roll(decode, -self._decode_offset)[:limit]
 
     def _ready_decode_slots(self) -> np.ndarray:
-        """Return the slots that need one more token; if the last allowed token is in flight, a slot needs
-        none.
-        """
+        """Return the slots that need one more token, beyond a last allowed one that is in flight."""
         if self._decode_slots is None:
             slots = [r.slot for r in self._active if r.phase is Phase.DECODE]
             self._decode_slots = np.asarray(slots, np.int64)
@@ -331,8 +302,7 @@ class Batcher:
     def _extend_decode_pages(self, decode: np.ndarray) -> bool:
         """Allocate KV for the next token of each row, preempting the youngest requests when pages run out.
 
-        Returns:
-            False if a preemption is needed and a step in flight must be completed first.
+        Return False if a preemption is needed and a step in flight must be completed first.
         """
         table = self.table
         for slot in decode[table.scheduled[decode] % PAGE_SIZE == 0]:
@@ -404,9 +374,7 @@ class Batcher:
         return chunks
 
     def _prefill_chunks(self, budget: int) -> list[tuple[Request, int]]:
-        """Return ``(request, prompt tokens)`` for at most ``budget`` tokens: requests in prefill first,
-        then new ones.
-        """
+        """Return ``(request, prompt tokens)`` for at most ``budget`` tokens, new requests last."""
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
             if budget == 0:
@@ -429,9 +397,7 @@ class Batcher:
         return taken
 
     def _may_start(self, request: Request) -> bool:
-        """Return False while a running request computes a prefix that ``request`` could share in a step or
-        two.
-        """
+        """Return False while a running request computes a prefix that ``request`` could share."""
         return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:
@@ -442,13 +408,10 @@ class Batcher:
         return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
 
     def _start(self, request: Request, num_skipped: int) -> bool:
-        """Bind ``request`` to a slot, with KV pages for all of its known tokens.
+        """Bind ``request`` to a slot, with KV pages for all of its known tokens, if there are enough free
+        ones.
 
-        Args:
-            num_skipped: earlier requests that still wait for a shared prefix; pages are left free for them.
-
-        Returns:
-            False, with nothing changed, if there are not enough free pages now.
+        Pages are left free for ``num_skipped`` earlier requests that wait for a shared prefix.
         """
         self._starting = request
         started = self._bind(request, num_skipped)
@@ -557,7 +520,6 @@ class Batcher:
         return batch
 
     def _mark_in_flight(self, batch: ScheduledBatch, ends: np.ndarray) -> None:
-        """Mark ``batch`` as in flight; it computes its rows up to the positions ``ends``."""
         self.table.scheduled[batch.slots] = ends
         self.table.inflight[batch.slots] += 1
         for request in batch.completed:

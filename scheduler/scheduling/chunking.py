@@ -1,16 +1,15 @@
 """Limits the tokens of a step, so that steps (and pauses, which wait for a step) stay short and fit into
 memory.
 
-Time: a step is modelled as ``base + cost * prompt tokens``. *base* is the time of steps without prompt
-tokens; *cost* is the time per prompt token beyond it. Both are running averages of measurements.
+Time: a step is modelled as ``base + cost * prompt tokens``: *base* is the time of steps without prompt
+tokens, *cost* the time per prompt token beyond it, both running averages.
 
 Memory: when a step runs out of memory, the token limit (decoding rows plus prompt tokens) is halved until a
-step succeeds. After ``patience`` good steps of about the limit's size the limit is doubled again. The
-patience doubles if the larger limit fails, and returns to its minimum if it succeeds. A lasting shortage
-therefore costs few failed steps, and a short one is forgotten soon.
+step succeeds. After ``patience`` good steps of about the limit's size it is doubled again. The patience
+doubles if the larger limit fails, and returns to its minimum if it succeeds.
 
-Invariants: a budget is a whole number of pages, at least one, at most ``largest``; under a memory limit it
-may be any number of tokens. Measured times decide only how prompts are cut, never which requests run.
+Invariants: a budget is a whole number of pages, at least one, at most ``largest``; under a memory limit any
+number of tokens. Measured times decide only how prompts are cut, never which requests run.
 """
 
 from ..runtime.config import PAGE_SIZE
@@ -26,10 +25,8 @@ PATIENCE, MOST_PATIENCE = 16, 128
 class ChunkSizer:
     """Turns measured steps into the next step's budget of prompt tokens.
 
-    Attributes:
-        prompt_tokens: prompt tokens of all measured steps, computed again after a retraction or not.
-        limit: most tokens of a step (decode and prefill), at least 1, after a step ran out of memory; else
-        None.
+    ``prompt_tokens`` are those of all measured steps. ``limit`` is the most tokens of a step after one ran
+    out of memory, else None.
     """
 
     def __init__(self, largest: int, target_s: float) -> None:
@@ -51,9 +48,7 @@ class ChunkSizer:
         return budget if self.limit is None else max(min(budget, self.limit - num_decode), 0)
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
-        """Record that a step with ``prompt_tokens`` prompt tokens (and any number of decoding rows) took
-        ``seconds``.
-        """
+        """Record how long a step with ``prompt_tokens`` prompt tokens took."""
         if prompt_tokens == 0:
             self._base_s += _WEIGHT * (seconds - self._base_s)
             return
@@ -62,7 +57,7 @@ class ChunkSizer:
         self._cost_s = cost if self._cost_s is None else self._cost_s + _WEIGHT * (cost - self._cost_s)
 
     def halve(self, tokens: int) -> None:
-        """Record that a step of ``tokens`` tokens ran out of memory: limit the next steps to half of that."""
+        """Record that a step of ``tokens`` tokens ran out of memory: limit the next ones to half of that."""
         if self.limit is None:
             self._too_large, self._patience = tokens, PATIENCE
         elif self._has_grown:

@@ -2,11 +2,11 @@
 
 Invariants:
 - A :class:`Request` is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by
-  ``output_processor.py``.
+  ``Outputs.finish``.
 - A request is bound to a slot if and only if it holds KV. While it is bound, its tokens are in the table's
   row, otherwise in its own arrays. ``bind`` and ``evict`` move them.
-- Per-step work on running requests is array work on :class:`RequestTable`; Python touches a request only when
-  it arrives, starts, ends, is retracted, or gets a new weight-version span.
+- Per-step work is array work on :class:`RequestTable`; Python touches a request only when it arrives, starts,
+  ends, is retracted, or gets a new weight-version span.
 - ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens.
   Between steps at pipeline depth 0, ``length == scheduled + 1`` for every decoding row.
 """
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...io_struct import GREEDY_BELOW, MAX_SAMPLING_MASK, GenerateReqInput, SamplingParams, WeightVersionSpan
-from .sampling_extras import LogprobRecord, SamplingExtras
-from .sampling_masks import SamplingMaskRecord
+from .sampling import LogprobRecord, SamplingExtras, SamplingMaskRecord
 
 if TYPE_CHECKING:
     from ..cache.manager import RequestKV
@@ -49,21 +48,17 @@ class WeightStamp:
     epoch: int
     version: str
     incarnation: str = ""
-    """Identifies this start of the engine; the same in all its stamps."""
+    """Identifies this start of the engine."""
 
 
 @dataclass(slots=True)
 class OutputArrays:
-    """Per-token results of one sample; the arrays have the same length."""
+    """Per-token results of one sample; int32 tokens, the others float32 and meaningful where requested."""
 
     tokens: np.ndarray
-    """int32"""
     logprobs: np.ndarray
-    """float32"""
     raw: np.ndarray
-    """float32; meaningful only where requested."""
     sampled: np.ndarray
-    """float32; meaningful only where requested."""
 
     @staticmethod
     def empty() -> "OutputArrays":
@@ -85,7 +80,7 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int
-    """Number of tokens (prompt plus output) at which the request finishes."""
+    """Tokens (prompt plus output) at which it finishes."""
     stop_ids: tuple[int, ...]
     salt: str
     stream: bool
@@ -96,7 +91,7 @@ class Request:
     prompt_key: int
     """Hash of salt and prompt, equal for all samples of one generation."""
     routed_from: int | None = None
-    """First position whose routed experts are returned; None if the request did not ask for them."""
+    """First position whose routed experts are returned, or None."""
     early_stops: tuple[int, ...] = ()
     """Stop token ids that must not be sampled before ``min_new_tokens``."""
     continued: int = 0
@@ -114,19 +109,17 @@ class Request:
     computes_shared_prefix: bool = False
     """It is computing prompt pages that waiting requests with the same prompt will share."""
     routed: np.ndarray | None = None
-    """Routed experts from ``routed_from`` on, saved at the last retraction; None if there are none."""
+    """Routed experts from ``routed_from`` on, saved at the last retraction."""
     restarted: bool = False
     """It decoded, has lost its states with a failed step, and does not decode again yet."""
 
     # Written by step_recovery.py.
     failed_alone_at: int | None = None
-    """Tokens computed when a step of only its next token ran out of memory; None if that never happened."""
+    """Tokens computed when a step of only its next token ran out of memory."""
 
-    # Written by output_processor.py, evict and bind.
+    # Written by outputs.py, evict and bind.
     record: LogprobRecord | None = None
-    """Log-probabilities beyond those of the sampled tokens; None if the request asked for none."""
     masks: SamplingMaskRecord | None = None
-    """The tokens that each output token was sampled from; None if the request did not ask for them."""
     evicted: OutputArrays = field(default_factory=OutputArrays.empty)
     spans: list[tuple[WeightStamp, bool, int]] = field(default_factory=list)
     """(stamp, stale_kv, first output token)"""
@@ -161,9 +154,7 @@ def make_requests(
     eos_token_ids: tuple[int, ...],
     arrival: float,
 ) -> list[Request]:
-    """Return the ``n`` requests of an admitted message, one per sample; sample ``i`` has the noise stream
-    ``(seed, i)``.
-    """
+    """Return one request per sample; sample ``i`` has the noise stream ``(seed, i)``."""
     params = message.sampling_params
     prompt = np.asarray(message.input_ids, np.int32)
     stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos else eos_token_ids)
@@ -189,7 +180,7 @@ def make_requests(
             routed_from=message.routed_experts_start_len if message.return_routed_experts else None,
             early_stops=(*params.stop_token_ids, *eos_token_ids),
             record=LogprobRecord.of(message),
-            masks=SamplingMaskRecord.of(message),
+            masks=SamplingMaskRecord() if message.return_sampling_mask else None,
             continued=message.continued_tokens,
             details=message.stream_details,
         )
@@ -200,8 +191,8 @@ def make_requests(
 class RequestTable:
     """Running requests as arrays, one row ("slot") per request.
 
-    Rows are virtual memory until they are touched, and low slots are reused first. The resident size
-    therefore follows the longest contexts that really occurred, not ``slots * context_len``.
+    Rows are virtual memory until they are touched, and low slots are reused first: the resident size follows
+    the longest contexts that occurred, not ``slots * context_len``.
     """
 
     def __init__(self, slots: int, context_len: int, page_size: int, vocab_size: int) -> None:
@@ -260,9 +251,7 @@ class RequestTable:
         prompt_len = len(request.prompt)
         # These two allocate memory and may raise, so they come first, while nothing has been moved.
         self._set_stop_ids(slot, request.stop_ids)
-        masked = request.masks is not None
-        self.extras.bind(slot, params, request.early_stops, prompt_len, request.record, masked=masked)
-        self.extras.output_start[slot] = prompt_len - request.continued
+        self.extras.bind(slot, request)
         length = prompt_len + len(evicted.tokens)
         request.slot = slot
         self.by_slot[slot] = request
@@ -278,7 +267,7 @@ class RequestTable:
         greedy = params.temperature < GREEDY_BELOW
         self.greedy[slot] = greedy
         self.temperature[slot] = 1.0 if greedy else params.temperature
-        most = min(self.vocab_size, MAX_SAMPLING_MASK) if masked else self.vocab_size
+        most = self.vocab_size if request.masks is None else min(self.vocab_size, MAX_SAMPLING_MASK)
         self.top_k[slot] = most if params.top_k <= 0 else min(params.top_k, most)
         self.top_p[slot] = params.top_p
         self.filtered[slot] = not greedy and (
@@ -292,9 +281,7 @@ class RequestTable:
         self.stale_kv[slot] = False
         self.inflight[slot] = 0
         self.live[slot] = True
-        self.stamp[
-            slot
-        ] = -1  # makes output_processor.py compare with the last span before it opens a new one
+        self.stamp[slot] = -1  # outputs.py then compares with the last span before it opens a new one
 
     def release(self, request: Request) -> None:
         """Release the slot; the caller has copied the outputs or does not need them."""
@@ -311,9 +298,7 @@ class RequestTable:
         self.release(request)
 
     def outputs(self, request: Request) -> OutputArrays:
-        """Return the outputs of ``request`` so far: a copy of its row while it is bound, else its own
-        arrays.
-        """
+        """Return the outputs so far: a copy of the row while bound, else the request's own arrays."""
         slot = request.slot
         if slot == NO_SLOT:
             return request.evicted
@@ -328,9 +313,9 @@ class RequestTable:
     def routed_experts(self, request: Request, routing: "RoutingPool | None") -> np.ndarray | None:
         """Return expert ids of positions [routed_from, known tokens - 1), as [rows, layers, top_k].
 
-        None if ``request`` did not ask for them. Each position is recorded once: recomputation after a
-        retraction does not change its experts. Recording begins with the first sampled token. Before that
-        there are no rows, because the whole prompt may still be computed again under other weights.
+        Each position is recorded once: recomputation after a retraction does not change its experts. Before
+        the first sampled token there are no rows, because the whole prompt may still be computed again under
+        other weights.
         """
         if routing is None or request.routed_from is None:
             return None

@@ -1,21 +1,19 @@
 """Recovery from a failed step: which requests end, and which tokens are computed again.
 
-A step may fail while it is built, launched or fetched, or while its output is processed. There are two kinds
-of failure. Out of memory is no request's fault: the step is rolled back, and its tokens or samples are
-computed again in steps of half the size (decoding rows first, prompts later if both do not fit). Only a step
-of a single one that fails twice ends its request. Any other failure ends the requests of its step.
+A step may fail while it is built, launched or fetched, or while its output is processed. Out of memory is no
+request's fault: the step is rolled back, and computed again in steps of half the size (decoding rows first).
+Only a step of a single token or sample that fails twice ends its request. Any other failure ends the requests
+of its step.
 
 Invariants:
 - A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV
   slots, and its noise is a function of position, so it samples the same tokens.
-- Of a model with states per sequence, requests whose state the step has overwritten start again from the last
-  one that was kept for a prefix of theirs (``states.py`` says which steps overwrite), and before others
-  decode on.
+- Requests whose linear-attention state the step has overwritten start again from the last one that was kept
+  for a prefix of theirs, and before others decode on.
 - A step that was launched after a failed one is rolled back with it, because its decoding rows read the
   failed step's tokens. Its requests go on.
-- Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one
-  before, and a single token is tried twice. After any other failure there is no second attempt. Building a
-  step is tried :data:`MAX_BUILDS` times.
+- Attempts are bounded: after an out-of-memory failure each has at most half the tokens of the one before, and
+  a single token is tried twice. Building a step is tried :data:`MAX_BUILDS` times.
 - The device cache is emptied once per failure, when nothing refers to the step's tensors any more.
 """
 
@@ -23,38 +21,33 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...io_struct import ErrorCode, StepFailures
 from ..execution.forward import Runner
-from ..memory.device_cache import DeviceCache
-from ..memory.device_memory import is_out_of_memory
-from .batcher import Batcher
+from ..memory.device_memory import DeviceCache, is_out_of_memory
 from .outputs import Outputs
-from .stepping import StepBatcher
+
+if TYPE_CHECKING:
+    from ..images.batcher import ImageBatcher
+    from .batcher import Batcher
 
 logger = logging.getLogger(__name__)
 
 MAX_BUILDS = 3
-"""Attempts to build a step before the requests fail that may cause it
-(:meth:`Batcher.schedule_failure_candidates`).
-"""
+"""Attempts to build a step before the requests fail that may cause it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The message of an exception. The exception itself is not kept, because its traceback keeps the step's
-    tensors alive.
-    """
+    """An exception's message; the exception itself would keep the step's tensors alive."""
 
     message: str
     out_of_memory: bool
 
     @classmethod
     def of(cls, error: Exception, step: int) -> "Failure":
-        """Return the failure of step number ``step``. Log ``error``, with its traceback unless memory ran
-        out.
-        """
+        """Return the failure of step number ``step``; log it, with its traceback unless memory ran out."""
         failure = cls(f"{type(error).__name__}: {error}", is_out_of_memory(error))
         if failure.out_of_memory:
             logger.warning("step %d ran out of memory: %s", step, failure.message)
@@ -64,11 +57,9 @@ class Failure:
 
 
 class Recovery:
-    """Restores a consistent state after a failed step, and counts failures."""
-
     def __init__(
         self,
-        batcher: StepBatcher,
+        batcher: "Batcher | ImageBatcher",
         outputs: Outputs[Any],
         device_cache: DeviceCache,
         *,
@@ -83,7 +74,6 @@ class Recovery:
         self._failed_builds = 0
 
     def counts(self) -> StepFailures:
-        """Return the failures since start, for status."""
         return StepFailures(
             failed=self._failed,
             retried=self._retried,
@@ -92,7 +82,6 @@ class Recovery:
         )
 
     def step_built(self) -> None:
-        """Record that building a step succeeded, or that there was nothing to build."""
         self._failed_builds = 0
 
     def build_failed(self, failure: Failure) -> None:
@@ -105,9 +94,8 @@ class Recovery:
         self._device_cache.after_failure(failure.message)
 
     def step_failed(self, batch: Any, failure: Failure, later: Any | None) -> None:
-        """Roll back ``batch``, whose results are lost, and ``later``, which was launched after it.
-
-        The device is done with both.
+        """Roll back ``batch``, whose results are lost, and ``later``, launched after it; the device is done
+        with both.
         """
         self._failed += 1
         if later is not None:
@@ -144,8 +132,8 @@ class Recovery:
             self._outputs.fail(requests, f"the step failed: {failure.message}")
 
 
-def restore_tokens(batcher: Batcher, runner: Runner) -> None:
-    """Restore the states and the last tokens that steps have overwritten which were rolled back."""
+def restore_tokens(batcher: "Batcher", runner: Runner) -> None:
+    """Restore the states and last tokens that rolled back steps have overwritten."""
     batcher.restart_states()
     slots, tokens = batcher.last_tokens()
     if not len(slots):

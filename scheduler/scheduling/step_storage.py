@@ -6,12 +6,11 @@ Invariants:
 - A step is the only writer of its rows' states. The row that it ends in is its request's own.
 - Steps of decoding rows alone overwrite these: twice the memory would pass through the processor otherwise.
   Where such a step is lost, its requests are queued again (:meth:`~.batcher.Batcher.restart_states`).
-- Steps that are likelier to run out of memory leave the states before them as they were, as far as there are
-  rows: those with prompt tokens if rows are free, and all while memory is known to be short, by giving up
-  kept states.
+- Steps that are likelier to run out of memory leave the states before them, as far as there are rows: those
+  with prompt tokens if rows are free, and all while memory is known to be short, by giving up kept states.
 - A state is kept for later prefixes at the last page border that a row passes in a step, but of a prompt no
-  later than the last border that another request with the same prompt could share; and at the end of what was
-  cached of the prompt without a state, so that the next request that shares only that much finds one.
+  later than the last border that another request with it could share; and at the end of what was cached of
+  the prompt without a state, so that the next request that shares only that much finds one.
 """
 
 import numpy as np
@@ -34,8 +33,7 @@ class WindowedSteps:
     def places(
         self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, page_table: np.ndarray
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return ``ForwardBatch``'s ``window_slots`` (int64 [T]) and ``window_table`` (int32), or None where
-        there are none.
+        """Return ``ForwardBatch``'s ``window_slots`` (int64 [T]) and ``window_table`` (int32), or None.
 
         The rows ``slots`` compute positions [starts, ends).
         """
@@ -78,9 +76,7 @@ class LinearStateSteps:
         *,
         memory_is_short: bool,
     ) -> StateStep | None:
-        """Return the states of a step whose rows ``slots`` compute positions [starts, ends); the first
-        decode.
-        """
+        """Return the states of a step whose rows ``slots`` compute [starts, ends), decoding ones first."""
         if self._states is None:
             return None
         kvs = [_kv(self._table, slot) for slot in slots.tolist()]

@@ -7,8 +7,7 @@ Invariants:
 - Every accepted message gets exactly one answer, with as many log-probabilities per sequence as it asked for.
 - Scoring holds the loop for one layer, or for a few rows of the output head, at a time. Prompts are cut so
   that a layer takes at most :data:`SLICE_S`. The loop does not wait for an asynchronous device.
-- Logits never exist for all tokens at once: the output head and what follows process a few rows at a time, in
-  memory of fixed size.
+- Logits exist for a few rows at a time only, in memory of fixed size.
 - Sequences are computed in the order of arrival, several in one forward if they fit. At most the first one is
   partly computed, so a pool with pages for the longest sequence is enough.
 """
@@ -39,7 +38,6 @@ from ..cache.allocator import PageAllocator
 from ..execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import streams_of
-from ..memory.residency import ComponentUse
 from ..memory.workspace import Workspace
 from ..models.base import CausalLM
 from ..runtime.config import PAGE_SIZE
@@ -54,15 +52,11 @@ logger = logging.getLogger(__name__)
 SLICE_S = 0.025
 """Longest time that scoring runs before the loop receives messages again; one layer may take longer."""
 
-WEIGHTS = ComponentUse(name="reference", memory_intensive=True)
-PAGES = ComponentUse(name="reference_kv")
+WEIGHTS, PAGES = "reference", "reference_kv"
 """The components that a chunk uses, by the names under which they are registered."""
 
-_REQUEST = "score"
 _ROWS = 16
-"""The output head processes a multiple of this many rows. Fewer are hardly faster, since all of its weights
-are read anyway.
-"""
+"""The output head processes a multiple of this many rows; fewer are hardly faster."""
 _ROW_BYTES_CPU = 10 << 20
 _ROW_BYTES = 128 << 20
 """Bytes of float32 logits that exist at a time; :data:`_ROWS` rows are allowed even if they need more."""
@@ -72,20 +66,15 @@ _Ids = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Message:
-    """A message under way."""
-
     id: str
     temperature: float
     logprobs: list[npt.NDArray[np.float32]]
     """One array per sequence, for its tokens from ``start`` on; filled in as they are computed."""
     unfinished: int = 0
-    """Number of unfinished sequences."""
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence of a message."""
-
     message: _Message
     ids: _Ids
     start: int
@@ -140,14 +129,13 @@ class Scoring:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is queued, under way or to be answered."""
         return bool(self._work is not None or self._queue or self._answers)
 
     def accept(self, message: ScoreReqInput) -> None:
         """Queue all sequences of a message, or none.
 
         Raises:
-            CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full`` or
+            CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full``,
                 ``memory_released``.
         """
         self._engine.state.require_resident("weights")
@@ -174,7 +162,7 @@ class Scoring:
         self._answer_if_complete(job)
 
     def advance(self) -> list[ScoreReqOutput | ErrorReply]:
-        """Compute for one slice; returns the answers that are ready."""
+        """Compute for one slice; return the answers that are ready."""
         engine = self._engine
         started, self.waits = perf_counter(), False
         if "weights" in engine.state.released:
@@ -206,21 +194,19 @@ class Scoring:
         return answers
 
     def status(self) -> ReferenceStatus:
-        """Return the reference's part of the engine's status."""
         engine = self._engine
         return ReferenceStatus(
             model_path=self._reference.model_path,
             residency=self._reference.residency,
-            weights=engine.residency.nbytes(WEIGHTS.name),
-            device_bytes=engine.residency.device_bytes(WEIGHTS.name),
+            weights=engine.residency.nbytes(WEIGHTS),
+            device_bytes=engine.residency.device_bytes(WEIGHTS),
             pending_sequences=len(self._queue),
             scored_tokens=self._scored_tokens,
         )
 
     def _serve(self) -> Generator[None, None, None]:
-        """Compute until the queue is empty, as one request of the residency manager, one stage per chunk."""
+        """Compute until the queue is empty, a chunk at a time; then let the reference leave the device."""
         engine = self._engine
-        engine.residency.begin_request(_REQUEST)
         while self._queue:
             chunk, failure = self._plan(), None
             try:
@@ -234,7 +220,7 @@ class Scoring:
                 engine.device_cache.after_failure(failure.message)
         failure_message = ""
         try:
-            yield from engine.residency.finish_request(_REQUEST)
+            yield from engine.residency.leave([WEIGHTS, PAGES])
         except (OSError, RuntimeError) as error:
             failure_message = f"the reference could not leave the device: {error}"
             logger.error("the reference could not leave the device", exc_info=error)
@@ -260,9 +246,8 @@ class Scoring:
 
     def _compute(self, chunk: list["_Span"]) -> Generator[None, None, None]:
         engine = self._engine
-        uses = (WEIGHTS, PAGES)
-        yield from engine.residency.before_stage(_REQUEST, uses)
-        at_layer, _ = [engine.residency.use(_REQUEST, use) for use in uses]
+        yield from engine.residency.bring([WEIGHTS, PAGES])
+        at_layer, _ = engine.residency.use(WEIGHTS), engine.residency.use(PAGES)
         batch, targets = _batch(chunk, self._reference.device)
         self._reference.backend.plan(batch)
         steps = self._reference.model.forward_by_layer(batch, self._reference.backend)
@@ -280,14 +265,12 @@ class Scoring:
             yield
         self._chunks.observe(len(batch.input_ids), slowest)
         out = yield from self._logprobs(hidden, targets, _scales(chunk, self._reference.device))
-        for use in uses:
-            yield from engine.residency.finish_use(use)
         yield from self._wait_for_device()
         self._record(chunk, out.cpu().numpy())
 
     def _logprobs(self, hidden: Tensor, targets: Tensor, scales: Tensor) -> Generator[None, None, Tensor]:
-        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden], float32 [S]; logits are divided
-        by ``scales`` [S].
+        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden]; logits are divided by ``scales``
+        [S].
         """
         model, device = self._reference.model, self._reference.device
         vocab_size = model.config.vocab_size
@@ -414,9 +397,7 @@ def _check(message: ScoreReqInput, limits: ReferenceModel, pool_pages: int) -> N
 
 
 def _failure(error: Exception) -> CaesuraError:
-    """Return the error to answer after ``error``: a copy without the traceback, which would keep tensors
-    alive.
-    """
+    """Return the error to answer: a copy without the traceback, which would keep tensors alive."""
     logger.error("scoring failed", exc_info=error)
     if isinstance(error, CaesuraError):
         return CaesuraError(error.code, error.message, **error.detail)

@@ -15,7 +15,6 @@ from torch import Tensor
 from .tracer import Affine, Call, Trace, Value, leaves, mapped
 
 TOKENS = "tokens"
-"""Argument T of a compiled function."""
 EFFECTS = frozenset({"attend", "experts", "layer"})
 """Kinds of calls that do something beside their results."""
 _IN_PLACE: dict[Any, Any] = {
@@ -26,7 +25,7 @@ _IN_PLACE: dict[Any, Any] = {
 _LITERALS = (bool, int, float, str, type(None), type(Ellipsis))
 
 Makers = dict[Value, tuple[int, Call]]
-"""By value: the place of the call that makes it, and that call."""
+"""Place of the call that makes each value, and that call."""
 
 
 def tidy(trace: Trace) -> None:
@@ -40,7 +39,6 @@ def tidy(trace: Trace) -> None:
 
 
 def drop_unused(trace: Trace) -> None:
-    """Leave out calls whose results nobody takes."""
     needed, kept = {trace.out}, []
     for call in reversed(trace.calls):
         if call.mutates or call.kind in EFFECTS or any(out in needed for out in call.outs):
@@ -66,7 +64,6 @@ def fold_constants(trace: Trace, tensors: Mapping[Value, Tensor], weights: Itera
 
 
 def replace(trace: Trace, values: Mapping[Value, Any]) -> None:
-    """Have every call, and the result, take others in the place of ``values``."""
     if not values:
         return
 
@@ -125,7 +122,6 @@ def _merge_views(trace: Trace) -> None:
 
 
 def _merge_equal(trace: Trace) -> None:
-    """Take the first result of equal calls of torch."""
     first: dict[Any, Call] = {}
     same: dict[Value, Value] = {}
 
@@ -148,7 +144,6 @@ def _merge_equal(trace: Trace) -> None:
 
 
 def takers_of(trace: Trace) -> dict[Value, list[Call]]:
-    """Return the calls that take each value."""
     takers: dict[Value, list[Call]] = {}
     for call in trace.calls:
         for value in dict.fromkeys(call.inputs()):
@@ -157,14 +152,11 @@ def takers_of(trace: Trace) -> dict[Value, list[Call]]:
 
 
 def makers_of(trace: Trace) -> Makers:
-    """Return the call that makes each value."""
     return {out: (place, call) for place, call in enumerate(trace.calls) for out in call.outs}
 
 
 def slice_of(makers: Makers, outs: Iterable[Value], borders: set[Value]) -> tuple[list[Call], set[Value]]:
-    """Return the calls that make ``outs`` from ``borders`` and inputs, in order, and which of these they
-    take.
-    """
+    """Return the calls that make ``outs`` from ``borders`` and inputs, and those of both they take."""
     wanted: dict[int, Call] = {}
     begin: set[Value] = set()
     waiting = list(outs)
@@ -234,8 +226,7 @@ def compiled(
     stops: bool = False,
     constants: Mapping[int, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function of ``inputs`` and T that makes the calls and returns ``outs``, one as it is, several
-    as a tuple.
+    """Return a function of ``inputs`` and T that makes the calls and returns ``outs``, one as it is.
 
     Args:
         stops: make a generator, which yields each layer's number before the layer's calls.

@@ -38,8 +38,6 @@ class Affine:
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A tensor that a call makes, or an input."""
-
     name: str
     shape: tuple[int | Affine, ...] = ()
     dtype: torch.dtype | None = None
@@ -49,35 +47,26 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call. Arguments hold :class:`Value`, :class:`Affine`, tensors of the model, and anything that never
-    changes.
-    """
+    """One call; arguments are :class:`Value`, :class:`Affine`, the model's tensors and constants."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: list[Value]
     several: bool = False
-    """The call returns a sequence."""
     mutates: bool = False
-    """The call writes to an argument."""
     reshapes: bool = False
     """The one result is the first argument, or its memory in another shape, both contiguous."""
     kind: str = ""
-    """Kind of a part of the engine: ``product``, ``norm``, ``attend``, ``layer`` (a stop before one) and so
-    on.
-    """
+    """Part of the engine: ``product``, ``norm``, ``attend``, ``layer`` (a stop before one) and so on."""
     detail: Any = None
 
     def inputs(self) -> list[Value]:
-        """Return the values among the arguments."""
         return [each for each in leaves((self.args, self.kwargs)) if isinstance(each, Value)]
 
 
 @dataclass(slots=True)
 class Trace:
-    """Calls in their order."""
-
     inputs: list[Value]
     calls: list[Call]
     out: Value
@@ -126,23 +115,14 @@ class Tracer(TorchFunctionMode):
         detail: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Note a call of a part of the engine, and return ``like()``, a tensor of its form, in place of its
-        result.
-
-        Args:
-            like: None for a call without a result.
-        """
+        """Note a call of a part of the engine; return ``like()``, if there is one, for its result."""
         with torch._C.DisableTorchFunction():
             made = [] if like is None else [like()]
         self._note(Call(target, args, kwargs, [], kind=kind, detail=detail), made)
         return made[0] if made else None
 
     def trace(self, out: Tensor) -> Trace:
-        """Return the calls so far as a function that returns ``out``.
-
-        Raises:
-            NotTraceableError: no call has made it.
-        """
+        """Return the calls so far as a function of ``out``; NotTraceableError: no call has made it."""
         value = self._values.get(id(out))
         if value is None:
             raise NotTraceableError("its result is not made by a function of torch")
@@ -164,7 +144,7 @@ class Tracer(TorchFunctionMode):
 
 
 def merge(traces: Sequence[Trace], sizes: Sequence[int]) -> Trace:
-    """Return one trace that serves every number of tokens, of those of one function for ``sizes``.
+    """Return one trace for every number of tokens, of those of one function for ``sizes``.
 
     Raises:
         NotTraceableError: calls differ in more than integers that are linear in the number of tokens.
@@ -178,8 +158,6 @@ def merge(traces: Sequence[Trace], sizes: Sequence[int]) -> Trace:
 
 
 class _Merger:
-    """Merges what several traces have in one place."""
-
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._values: dict[str, Value] = {}
@@ -232,9 +210,7 @@ def _linear(found: Sequence[int], sizes: Sequence[int]) -> int | Affine:
 
 
 def mapped(change: Callable[[Any], Any], structure: Any) -> Any:
-    """Return ``structure`` with other leaves: what its tuples, lists, dicts and slices hold, from left to
-    right.
-    """
+    """Return ``structure`` with other leaves: what tuples, lists, dicts and slices hold, in order."""
     if isinstance(structure, dict):
         return {name: mapped(change, each) for name, each in structure.items()}
     if isinstance(structure, slice):
@@ -246,7 +222,6 @@ def mapped(change: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def leaves(structure: Any) -> list[Any]:
-    """Return what the tuples, lists, dicts and slices of ``structure`` hold, from left to right."""
     found: list[Any] = []
     mapped(found.append, structure)
     return found

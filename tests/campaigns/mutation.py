@@ -79,7 +79,7 @@ MODULES = {
         (f"{_MEMORY}residency.py", f"{_MEMORY}residency_strategies.py"),
         _loop("occupation"),
     ),
-    "scheduler/scheduling/output_processor.py": (
+    "scheduler/scheduling/outputs.py": (
         _loop("result_figures accidents scripted_loop"),
         _loop("failures input_logprobs routing guard"),
     ),

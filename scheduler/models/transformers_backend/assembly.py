@@ -2,11 +2,9 @@
 
 Invariants:
 - Linear layers, embeddings, the head and gated experts become the engine's layers; every other parameter
-  (norms, routers, sinks) gets engine storage that the module's own code reads. Nothing of a module is left on
-  the meta device.
+  (norms, routers, sinks) gets engine storage that the module's own code reads. Nothing stays meta.
 - Each checkpoint tensor has one slot; parts of one product are neighbours in one parameter.
-- Engine names begin with ``layers.N.`` for what belongs to decoder layer N, whatever the architecture calls
-  it.
+- Engine names of decoder layer N begin with ``layers.N.``, whatever the architecture calls it.
 """
 
 from collections.abc import Iterator
@@ -36,12 +34,9 @@ class Assembled:
     """None if the module computes its logits itself."""
     routing: RoutedExperts | None = None
     torch_experts: bool = False
-    """Some experts are computed by the module's own code."""
 
 
 class _Plain:
-    """A parameter that the module's own code reads; a ``Layer``."""
-
     def __init__(self, parameter: Parameter, slots: list[WeightSlot]) -> None:
         self._parameter, self._slots = parameter, slots
 
@@ -65,11 +60,7 @@ class Assembler:
         self._result = Assembled()
 
     def assemble(self) -> Assembled:
-        """Replace, allocate, and say which layers there are.
-
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, a checkpoint's tensor has no place.
-        """
+        """Replace and allocate; CaesuraError UNSUPPORTED_MODEL if a checkpoint's tensor has no place."""
         self._replace_embeddings()
         self._replace_experts()
         self._replace_products()
@@ -108,7 +99,6 @@ class Assembler:
         return module if self._checkpoint_module(path, module) is not None else None
 
     def _checkpoint_module(self, path: str, module: nn.Module) -> str | None:
-        """Return the checkpoint's name of a module whose parameters it has unchanged, or None."""
         found = set()
         for name, parameter in module.named_parameters(recurse=False):
             names = self._by_parameter.get(f"{path}.{name}", [])

@@ -21,7 +21,6 @@ from ...execution.forward import AttentionBackend
 from ...kernels.attention_form import AttentionForm, HeadNorms
 
 IMPLEMENTATION = "caesura"
-"""Name in transformers' table of attention functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +36,7 @@ _step: ContextVar[_Step] = ContextVar("step")
 
 @contextmanager
 def attending(backend: AttentionBackend, forms: Sequence[AttentionForm], head_size: int) -> Iterator[None]:
-    """Within the block, in this thread, modules attend through ``backend``, whose step is planned.
-
-    Args:
-        forms: of each layer.
-        head_size: of the pool's keys and values.
-    """
+    """Have modules of this thread attend through ``backend``, whose step is planned, within the block."""
     outer = _step.set(_Step(backend, forms, head_size))
     try:
         yield
@@ -59,7 +53,7 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks: query [1, H, T, D], key and value [1, KV, T, D or V] to [1, T, H, V].
+    """Attend: query [1, H, T, D], key and value [1, KV, T, D or V] to [1, T, H, V].
 
     Scale, window and the rest are those of the layer's form: no call differs from the one that was probed.
     """
@@ -92,11 +86,10 @@ def attend_fused(
     norm: HeadNorms | None,
     form: AttentionForm,
 ) -> Tensor:
-    """Head norms, rotation and attention of a layer, [T, query heads * head size].
+    """Return head norms, rotation and attention of a layer, [T, query heads * head size].
 
     Args:
-        qkv: [T, heads * head size]: queries, keys and values; overwritten.
-        heads: of all three.
+        qkv: [T, heads * head size]: queries, keys and values; overwritten. ``heads`` is that of all three.
         cos, sin: [T, 1, rotated size / 2].
     """
     assert backend.fused is not None

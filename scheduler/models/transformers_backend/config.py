@@ -1,5 +1,4 @@
-"""A config.json as transformers reads it: the architecture's own config class, and what the engine takes from
-it.
+"""A config.json as transformers reads it, and what the engine takes from it.
 
 Invariants:
 - What every config class can refuse is refused before a module is built: remote code, encoders, quantised
@@ -46,18 +45,15 @@ _ROTARY = (
 """Numbers of rotary parameters that config classes do not check."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 FAILURES = (*FOREIGN_FAILURES, StrictDataclassError)
-"""Errors that config classes and modules raise for values that they do not take."""
 
 
 def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """Do what :func:`~..config.parse_model_config` does, by the config class that transformers has.
 
-    What no config need say of attention, :mod:`.probe` finds out once there is a module, which does norms and
-    rotation itself.
+    :mod:`.probe` finds the rest once there is a module, which does norms and rotation itself.
 
     Raises:
-        CaesuraError: CHECKPOINT_ERROR, the config class does not take it; UNSUPPORTED_MODEL, it cannot be
-            served.
+        CaesuraError: CHECKPOINT_ERROR, the class does not take it; UNSUPPORTED_MODEL, it cannot be served.
     """
     kind = model_class(config)
     if not kind._supports_attention_backend:
@@ -104,11 +100,7 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
 
 
 def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
-    """Return the class that config.json names.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, transformers has none of a causal language model by that name.
-    """
+    """Return the class that config.json names; UNSUPPORTED_MODEL if it is no causal language model there."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -124,7 +116,6 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Return a config object of transformers, equal to the one that ``config`` was read from."""
     assert config.transformers_config is not None
     kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
     return _from_dict(kind, msgspec.json.decode(config.transformers_config))

@@ -1,10 +1,8 @@
-"""Experts of transformers' modules: computed by the engine's layer where that does the same, else by the
-module.
+"""Experts of transformers' modules, computed by the engine's layer where it does the same.
 
 Invariants:
 - The engine's layer stands in for experts that are gated by SiLU, without biases, whose checkpoints have a
-  tensor for each expert and projection; every other kind is computed as transformers does, with its
-  parameters as they are.
+  tensor for each expert and projection. Every other kind is computed by the module.
 - What a router chose is recorded before it is computed with, where every layer's choice has the same form.
 """
 
@@ -21,7 +19,6 @@ from ...layers.parameters import Parameter, Placement, WeightSlot
 from .names import Part
 
 IMPLEMENTATION = "caesura"
-"""Name in transformers' table of experts functions."""
 
 
 class Computed:
@@ -56,7 +53,7 @@ class NamedExperts:
     """The engine's experts under the names of a checkpoint that calls them otherwise; a ``Layer``."""
 
     def __init__(self, experts: Experts, names: list[str]) -> None:
-        """``names`` are those of each slot of ``experts``, in their order."""
+        """``names``: those of each slot of ``experts``, in their order."""
         self._experts, self._names = experts, names
 
     def parameters(self) -> Iterator[Parameter]:
@@ -71,8 +68,7 @@ class NamedExperts:
 def checkpoint_names(module: nn.Module, path: str, parts: dict[str, Part]) -> list[str] | None:
     """Return the checkpoint's names of gate, up and down of each expert, in the order of the slots.
 
-    Returns:
-        None if the engine's layer does not compute what ``module`` does, or checkpoints have other tensors.
+    None if the engine's layer does not compute what ``module`` does, or checkpoints have other tensors.
     """
     if not _is_silu_gated(module):
         return None
@@ -110,6 +106,5 @@ def _is_silu_gated(module: nn.Module) -> bool:
 
 
 def engine_experts(module: nn.Module, name: str, path: str, place: Placement) -> Experts:
-    """Return the engine's layer in the sizes of ``module``."""
     count, hidden, width = getattr(module, "down_proj").shape  # noqa: B009
     return Experts(name, path, count, hidden, width, place=place)

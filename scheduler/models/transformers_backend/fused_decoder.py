@@ -22,19 +22,12 @@ _Layer = tuple[LayerTensors, LayerKind, FusedAttention]
 
 
 class _OtherCallsError(Exception):
-    """The calls are not those of the kernel's layers."""
+    pass
 
 
 class FusedDecoder:
-    """A decoder whose layers one kernel computes."""
-
     def __init__(self, trace: Trace, sizes: Sizes) -> None:
-        """``trace``: with kernels in the place of norms, gates and attention.
-
-        Raises:
-            _OtherCallsError: a call is another one than a layer has.
-            ValueError: the kernel does not take a tensor.
-        """
+        """``trace`` has kernels for norms, gates and attention; ValueError: the kernel refuses it."""
         chain = _Chain(trace)
         last, stream = chain.norm(trace.out)
         layers: list[_Layer] = []
@@ -85,7 +78,6 @@ class FusedDecoder:
 
 
 def fused_decoder(trace: Trace, sizes: Sizes) -> FusedDecoder | None:
-    """Return the decoder as one kernel, or None if its calls are others."""
     try:
         return FusedDecoder(trace, sizes)
     except (_OtherCallsError, ValueError):
@@ -93,8 +85,6 @@ def fused_decoder(trace: Trace, sizes: Sizes) -> FusedDecoder | None:
 
 
 class _Chain:
-    """Follows hidden states from the end of a trace to its beginning."""
-
     def __init__(self, trace: Trace) -> None:
         self.norms: list[Norm] = []
         self._makers = {out: call for call in trace.calls for out in call.outs}
@@ -139,7 +129,6 @@ class _Chain:
         return (tensors, LayerKind(intermediate=size, bend=gate.detail, attention=kind), attention), before
 
     def norm(self, value: Value) -> tuple[Norm, Value]:
-        """Return the norm that made a value, and of what."""
         made = self._made(value, "norm")
         self.norms.append(made.detail)
         return made.detail, self._source(made.args[0])
@@ -152,7 +141,6 @@ class _Chain:
         return made.detail, made.args[0]
 
     def _made(self, value: Value, kind: str | None = None) -> Call:
-        """Return the call that made a value, views aside."""
         made = self._makers[self._source(value)]
         _require(kind is None or made.kind == kind)
         return made

@@ -1,5 +1,4 @@
-"""Kernels of the engine in the place of what a traced decoder calls between its products, where they compute
-the same.
+"""Kernels of the engine in the place of what a traced decoder calls between its products.
 
 Between two products, or between a product and attention, a decoder's calls are a function of the product and,
 with rotary embeddings, of positions. Such a function is run on random values and compared with a kernel: a
@@ -11,8 +10,7 @@ Invariants:
   between give other values, and the calls stay.
 - Weights of norms are random in the comparison, so what holds there holds for those of the moment.
 - What a kernel overwrites is taken by no other call.
-- Rotary tables are computed in blocks of one size, so no bit of a position depends on which others share a
-  step.
+- Rotary tables grow by blocks of one size, so no bit of a position depends on which others share a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,26 +37,20 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of attention, the same in all layers."""
-
     heads: int
     kv_heads: int
     head_size: int
 
     @property
     def all_heads(self) -> int:
-        """Number of heads of queries, keys and values."""
         return self.heads + 2 * self.kv_heads
 
 
 @dataclass(slots=True, eq=False)
 class RopeTable:
-    """Cosines and sines of one rotation, by position."""
-
     compute: Callable[..., Any]
     """Function of positions [T] and T: cosines and sines, a row of ``width`` elements for each."""
     values: tuple[Value, Value]
-    """The cosines and sines of the trace."""
     width: int
     half: int
     """Elements of a row that are taken, its first."""
@@ -87,8 +79,6 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class FusedAttention:
-    """Detail of a call of :func:`~.attention.attend_fused`, of kind ``fused``."""
-
     layer: int
     rope: RopeTable
     norm: HeadNorms | None
@@ -132,7 +122,7 @@ def fuse_attention(trace: Trace, sizes: Sizes, dtype: torch.dtype) -> list[RopeT
     """Have the attention's kernel take products as they are, where heads are rotated, behind norms or not.
 
     Returns:
-        The tables whose rows the kernel's calls take, as further inputs of the trace.
+        Tables whose rows the kernel's calls take, as further inputs of the trace.
     """
     matcher = _AttentionMatcher(trace, sizes, dtype)
     fused: dict[Value, Value] = {}
@@ -153,8 +143,6 @@ def fuse_attention(trace: Trace, sizes: Sizes, dtype: torch.dtype) -> list[RopeT
 
 
 class _AttentionMatcher:
-    """Compares each attention of a trace with the kernel."""
-
     def __init__(self, trace: Trace, sizes: Sizes, dtype: torch.dtype) -> None:
         self.tables: list[RopeTable] = []
         self._makers, self._sizes, self._dtype = makers_of(trace), sizes, dtype
@@ -208,7 +196,6 @@ class _AttentionMatcher:
         angles: Sequence[Value],
         norm: HeadNorms | None,
     ) -> RopeTable | None:
-        """Return the table with which the kernel makes the same of a product, or None."""
         sizes, dtype = self._sizes, self._dtype
         width = _row_size(angles[0])
         if width is None or width != _row_size(angles[1]) or any(each.dtype != dtype for each in angles):
@@ -251,7 +238,6 @@ class _AttentionMatcher:
     def _by_kernel(
         self, x: Tensor, angles: tuple[Tensor, Tensor], norm: HeadNorms | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [T, heads, head size] that the kernel makes of a product."""
         sizes, tokens = self._sizes, x.shape[0]
         pages = torch.zeros((2, 1, sizes.kv_heads, PAGE_SIZE, sizes.head_size), dtype=x.dtype)
         qkv = x.clone().view(tokens, sizes.all_heads, sizes.head_size)
@@ -262,16 +248,13 @@ class _AttentionMatcher:
 
 
 def _head_norms(q: Norm, k: Norm, size: int) -> HeadNorms | None:
-    """Return both as the kernel takes them, or None if they differ in more than their weights or are of other
-    sizes.
-    """
     if (q.eps, q.from_one) != (k.eps, k.from_one) or not q.weight.shape == k.weight.shape == (size,):
         return None
     return HeadNorms(q.weight, k.weight, q.eps, q.from_one)
 
 
 def _row_size(value: Value) -> int | None:
-    """Return the elements of a row of a value that has one for each token, or None."""
+    """Return the elements of a row of a value that has one row for each token, or None."""
     if len(value.shape) < 2 or value.shape[-2] != Affine(1, 0) or any(each != 1 for each in value.shape[:-2]):
         return None
     return value.shape[-1] if isinstance(value.shape[-1], int) else None

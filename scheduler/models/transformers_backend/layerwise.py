@@ -1,10 +1,10 @@
 """A decoder's forward with stops between its layers, by the model's own code around them.
 
-The decoder runs three times in parts: with layers that only note what they are called with, then each layer
-alone, then with layers that hand on the last one's result, which leaves what follows them (the norm).
+The decoder runs with layers that only note what they are called with; then each layer runs alone; then the
+decoder runs with layers that hand on the last one's result, which leaves what follows them (the norm).
 
-Invariant: what a layer is called with beside the hidden states follows from token ids and positions alone;
-the check at load compares with the forward that does not stop.
+Invariant: what a layer is called with beside the hidden states follows from token ids and positions alone.
+The check at load compares with the forward that does not stop.
 """
 
 import copy
@@ -17,8 +17,6 @@ from .probe import Probe
 
 
 class _Layer(nn.Module):
-    """Stands for a decoder layer."""
-
     def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
         super().__init__()
         # Not registered: it is asked for its attributes only.
@@ -28,7 +26,6 @@ class _Layer(nn.Module):
         self.result: Tensor | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
-        """Return :attr:`result` if there is one, else the input."""
         if self.result is None:
             self.called = args, options
             self.first = hidden
@@ -43,8 +40,6 @@ class _Layer(nn.Module):
 
 
 class LayerByLayer:
-    """One decoder, layer by layer."""
-
     def __init__(self, decoder: nn.Module, probe: Probe) -> None:
         self._real = probe.layers
         self._noting = [_Layer(layer, probe.returns_tuple) for layer in self._real]
@@ -57,9 +52,7 @@ class LayerByLayer:
         }
 
     def steps(self, input_ids: Tensor, positions: Tensor) -> Generator[int, None, Tensor]:
-        """Yield each layer's number before it is computed; return the hidden states of all tokens, [T,
-        hidden].
-        """
+        """Yield each layer's number before it is computed; return all hidden states, [T, hidden]."""
         self._run(input_ids, positions, None)
         hidden = self._noting[0].first
         calls = [layer.called for layer in self._noting]

@@ -1,15 +1,12 @@
-"""Any causal language model of transformers as a :class:`~..base.CausalLM`: its own modules over paged KV and
-engine weights.
+"""Any causal language model of transformers: its own modules over paged KV and engine weights.
 
 Invariants:
 - What computes a hidden state is the trainer's own code, but for products, embeddings, experts and attention,
   and on a CPU for what compiled kernels are shown to compute the same (:mod:`.norms`, :mod:`.fusion`).
-- On a CPU the modules' calls are traced when the model is built, and repeated without them
-  (:mod:`.traced_decoder`).
+- On a CPU the modules' calls are traced when the model is built, and repeated without them.
 - All requests of a step are one row [1, T] with the positions of each; nothing but attention looks across
   tokens, which the check at load (:mod:`.self_check`) shows for the weights that are served.
-- Logits are what the model's own forward makes of a hidden state (soft caps, scales), with the head's product
-  in between.
+- Logits are what the model's own forward makes of a hidden state (soft caps, scales).
 """
 
 import copy
@@ -26,8 +23,8 @@ from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels.attention_form import AttentionForm
 from ...layers.logits_processor import LogitsProcessor
 from ...layers.parameters import Layer, Placement
+from ..base import CausalLM
 from ..config import ModelConfig
-from ..layered import LayeredModel
 from ..multimodal import is_vision_tensor
 from .assembly import Assembler
 from .attention import attending
@@ -41,8 +38,6 @@ from .traced_decoder import traced_decoder, traced_head
 
 @dataclass
 class _DecoderOutput(ModelOutput):
-    """A decoder's output with every field that some head looks at."""
-
     last_hidden_state: Tensor | None = None
     past_key_values: Any = None
     hidden_states: Any = None
@@ -51,15 +46,9 @@ class _DecoderOutput(ModelOutput):
     router_logits: Any = None
 
 
-class TransformersForCausalLM(LayeredModel):
-    """See :class:`~..base.CausalLM` for the contract."""
-
+class TransformersForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        """Build the module, and give it the engine's parameters.
-
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, the architecture asks for what cannot be done, which is named.
-        """
+        """Build the module over the engine's parameters; UNSUPPORTED_MODEL names what cannot be done."""
         module = build(config, place.dtype)
         decoder = module.get_decoder()
         path = next((name for name, each in module.named_modules() if each is decoder), "")
@@ -93,10 +82,10 @@ class TransformersForCausalLM(LayeredModel):
         self._logits = LogitsProcessor(self._project, config.vocab_size, place=place)
         self._by_layer = LayerByLayer(decoder, seen)
         self.traced = traced_decoder(module, decoder, seen, self.forms, place.dtype, place.device)
+        self.in_one_call = self.traced is not None and self.traced.in_one_call is not None
         self._skipped = _skipped(module)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        """Return hidden states of the sampled tokens, [S, hidden], after the final norm."""
         if self.traced is not None:
             return self.traced.sampled(batch, backend)
         with attending(backend, self.forms, self.config.head_dim):
@@ -104,9 +93,7 @@ class TransformersForCausalLM(LayeredModel):
         return hidden.index_select(0, batch.sample_tokens)
 
     def hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return hidden states of all tokens, int64 [T] to [T, hidden], by the attention that the module has
-        now.
-        """
+        """Return hidden states [T, hidden] of all tokens, by the attention that the module has now."""
         out = self.decoder(
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
         )
@@ -116,7 +103,6 @@ class TransformersForCausalLM(LayeredModel):
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
-        """Compute :meth:`forward`, stopping before each layer."""
         if self.traced is not None:
             found: Tensor = yield from self.traced.by_layer(batch, backend)
             return found
@@ -130,15 +116,7 @@ class TransformersForCausalLM(LayeredModel):
                 return hidden.index_select(0, batch.sample_tokens)
             yield number
 
-    @property
-    def in_one_call(self) -> bool:
-        """A compiled kernel computes all layers at once, where the step's attention is compiled, too."""
-        return self.traced is not None and self.traced.in_one_call is not None
-
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return logits [S, vocab], valid until the next call, of hidden states [S, hidden]; None in a dummy
-        run.
-        """
         return self._logits.forward(hidden)
 
     def _project(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -154,11 +132,6 @@ class TransformersForCausalLM(LayeredModel):
         return logits if logits.data_ptr() == out.data_ptr() else out.copy_(logits)
 
     def check(self) -> None:
-        """Compare with transformers' own attention; the weights are loaded.
-
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, hidden states differ.
-        """
         check(self)
 
     def is_skipped(self, name: str) -> bool:
@@ -166,7 +139,6 @@ class TransformersForCausalLM(LayeredModel):
         return self._skipped.search(name) is not None or is_vision_tensor(self.config.architecture, name)
 
     def owners(self) -> Iterator[Layer]:
-        """Yield the layers that took the place of the module's parts."""
         yield from self._layers
 
 

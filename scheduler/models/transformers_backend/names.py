@@ -1,13 +1,12 @@
 """Which part of which parameter of a transformers module each checkpoint tensor is.
 
 transformers 5 keeps some weights in another form than checkpoints do (experts stacked in one parameter,
-modules renamed) and converts them where it loads and saves. What it would save is asked of it here, on the
-meta device, and each answer is traced back to the memory that it is a part of.
+modules renamed). What it would save is asked of it on the meta device, and each answer is traced back to
+the memory that it is a part of.
 
 Invariants:
 - Names and shapes are those that ``save_pretrained`` writes.
-- A checkpoint tensor is a contiguous part of one parameter; anything else, a concatenation of several for
-  instance, is refused by name.
+- A checkpoint tensor is a contiguous part of one parameter; anything else is refused by name.
 """
 
 from collections.abc import Mapping
@@ -30,17 +29,14 @@ class Part:
     parameter: str
     shape: tuple[int, ...]
     offset: int
-    """Offset in elements, from the parameter's first."""
+    """Elements from the parameter's first."""
 
     def of(self, data: Tensor) -> Tensor:
-        """Return the part of ``data``, the parameter's contiguous storage."""
         return data.view(-1)[self.offset :][: prod(self.shape)].view(self.shape)
 
 
 class _WithoutCopies(TorchDispatchMode):
-    """Copies are their originals: a conversion makes its results contiguous, and they would no longer be
-    views.
-    """
+    """Copies are their originals: a conversion makes its results contiguous, and they would not be views."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -51,7 +47,7 @@ class _WithoutCopies(TorchDispatchMode):
 
 
 def checkpoint_parts(module: PreTrainedModel) -> dict[str, Part]:
-    """Of a module on the meta device: every tensor of its checkpoints, by name there; a tied one once.
+    """Return every tensor of a meta module's checkpoints by name, a tied one once.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, a checkpoint tensor is no part of one parameter.

@@ -1,10 +1,8 @@
-"""Modules of transformers that a compiled kernel stands in for, each shown to compute the same before it
-does.
+"""Norms of transformers that a compiled kernel stands in for, each shown to compute the same before it does.
 
 Invariants:
 - A module and its kernel are compared on random inputs of several sizes, with random weights in the place of
-  the module's, in the model's dtype: what holds there holds for the weights of the moment. They agree to a
-  few units in the last place of a value, or the module stays.
+  the module's, in the model's dtype. They agree to a few units in the last place, or the module stays.
 - What a module is called decides nothing: a norm that subtracts the mean, or does anything else, differs.
 """
 
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...kernels.dispatch import Elementwise
+from ...kernels import Elementwise
 from .probe import FOREIGN_FAILURES
 
 _ROWS = 5
@@ -28,8 +26,6 @@ _NAMES = ("variance_epsilon", "eps", "epsilon", "rms_norm_eps")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """A root-mean-square norm by a kernel."""
-
     compute: Callable[..., Tensor]
     weight: Tensor
     """[size]"""
@@ -39,11 +35,10 @@ class Norm:
 
 
 def close(found: Tensor, expected: Tensor, *, cancels: bool = False) -> bool:
-    """Whether two tensors of a dtype that kernels compute in have the same form, and values that agree within
-    rounding.
+    """Return True if two tensors have the same form, and values that agree within rounding.
 
-    Beside that of a value itself, there is what float32 loses where a row's values of any size cancel; with
-    ``cancels`` values of the tensors' dtype do.
+    Beside a value's own rounding, float32 loses what values of a row of any size cancel; with ``cancels`` the
+    tensors' dtype does.
     """
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         return False
@@ -61,7 +56,6 @@ def _precision(dtype: torch.dtype) -> float:
 def proven_norms(
     decoder: nn.Module, dtype: torch.dtype, device: torch.device, kernels: Elementwise
 ) -> dict[nn.Module, Norm]:
-    """Return the norms of a decoder that ``kernels`` compute as well; ``dtype`` is the model's."""
     found: dict[nn.Module, Norm] = {}
     known: dict[Any, bool | None] = {}
     for module in decoder.modules():
@@ -81,7 +75,6 @@ def proven_norms(
 
 
 def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[int, float] | None:
-    """Return size and epsilon of what may be a norm with one weight, or None."""
     own = dict(module.named_parameters(recurse=False))
     if any(True for _ in module.children()) or own.keys() != {"weight"} or module._buffers:
         return None
@@ -95,7 +88,7 @@ def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[int, float] | Non
 def _from_one(
     module: nn.Module, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Elementwise
 ) -> bool | None:
-    """Return the form in which the kernel has the module's results, or None for neither."""
+    """Return the kernel's ``from_one`` that has the module's results, or None for neither."""
     generator = torch.Generator().manual_seed(size)
 
     def random(*shape: int) -> Tensor:

@@ -1,8 +1,7 @@
 """What a transformers module asks of attention and experts, seen in one forward on the meta device.
 
-Nothing is computed, so a model of any size takes milliseconds. A function that only notes its arguments
-stands for attention, another one for the masks; what arrives as an attention's mask tells which mask the
-model meant for it.
+Nothing is computed, so a model of any size takes milliseconds. Functions that only note their arguments stand
+for attention and for masks; an attention's mask tells which one the model meant for it.
 
 Invariants:
 - An attention whose mask is neither causal nor a window that its keyword arguments tell as well is refused by
@@ -28,13 +27,11 @@ _TOKENS = 7
 FOREIGN_FAILURES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors that code of models raises which was not made for this."""
+"""Errors of other code that models raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """One call of attention."""
-
     layer: int
     num_heads: int
     num_kv_heads: int
@@ -50,16 +47,12 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """One call of experts."""
-
     module: str
     top_k: int
 
 
 @dataclass(slots=True)
 class Probe:
-    """Calls of one forward."""
-
     attended: list[Attended] = field(default_factory=list)
     routed: list[Routed] = field(default_factory=list)
     products: list[list[str]] = field(default_factory=list)
@@ -68,13 +61,10 @@ class Probe:
     paths: list[str] = field(default_factory=list)
     """Names of the layers in the module."""
     returns_tuple: bool = False
-    """Decoder layers return tuples."""
 
 
 @dataclass(slots=True)
 class _Notes:
-    """Notes of one forward."""
-
     names: dict[nn.Module, str]
     architecture: str
     probe: Probe = field(default_factory=Probe)
@@ -82,7 +72,7 @@ class _Notes:
     """Masks by identity, each with its window, and True if it is plainly causal."""
     inputs: list[tuple[str, Tensor]] = field(default_factory=list)
     attending: dict[int, str] = field(default_factory=dict)
-    """The module that attends in each layer."""
+    """Module that attends in each layer."""
     return_tuples: set[nn.Module] = field(default_factory=set)
 
 
@@ -210,7 +200,6 @@ def _attend(
 
 
 def _parameter(notes: _Notes, where: str, tensor: Tensor) -> str:
-    """Return the name of the parameter that a tensor is."""
     for module, path in notes.names.items():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter is tensor:
@@ -241,7 +230,6 @@ def _refused(notes: _Notes, reason: str) -> CaesuraError:
 
 
 def refused(architecture: str, reason: str) -> CaesuraError:
-    """Return the error of an architecture that cannot be served through transformers."""
     return CaesuraError(
         ErrorCode.UNSUPPORTED_MODEL,
         f"{architecture} cannot be served through transformers: {reason}",

@@ -1,10 +1,8 @@
-"""The modules that stand in a transformers model for its linear layers and embeddings, over the engine's own
-matrices.
+"""Modules that stand in a transformers model for linear layers and embeddings, over the engine's matrices.
 
 Invariants:
-- What a module here has as ``weight`` is an empty tensor, for code that asks a weight for its dtype or
-  device.
-- Weights are the engine's (``layers/``), packed where kernels are compiled; a module here owns none.
+- A module's ``weight`` here is an empty tensor, for code that asks a weight for its dtype or device.
+  Weights are the engine's, packed where kernels are compiled.
 - Parts of one product are told by the tensor that they are called with: whoever comes first computes all of
   them, the others take theirs. A part that is called with another tensor is computed with it, so the result
   never depends on the grouping.
@@ -22,8 +20,6 @@ from ...layers.parameters import Placement
 
 
 class Product(nn.Module):
-    """A linear layer that is a product of its own."""
-
     def __init__(self, linear: Linear, place: Placement) -> None:
         super().__init__()
         self.linear = linear
@@ -35,17 +31,13 @@ class Product(nn.Module):
 
 
 class SharedProduct:
-    """One product whose parts several linear layers are."""
-
     def __init__(self, linear: Linear, parts: list[int]) -> None:
-        """``parts``: output features of each, in order."""
         self.linear = linear
         self.parts = parts
         self._x: Tensor | None = None
         self._parts_left: dict[int, Tensor] = {}
 
     def part(self, number: int, x: Tensor) -> Tensor:
-        """Return the output features of one part, [..., part]."""
         left = self._parts_left
         if self._x is not x or number not in left:
             y = self.linear.forward(x.reshape(-1, self.linear.in_features)).view(*x.shape[:-1], -1)
@@ -58,8 +50,6 @@ class SharedProduct:
 
 
 class PartOfProduct(nn.Module):
-    """A linear layer that is a part of a merged product."""
-
     def __init__(
         self, shared: SharedProduct, number: int, in_features: int, out_features: int, place: Placement
     ) -> None:
@@ -69,15 +59,14 @@ class PartOfProduct(nn.Module):
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out] of [..., in]: a view if another part has been computed with ``x``."""
         return self.shared.part(self.number, x)
 
 
 class GatheredEmbedding(nn.Embedding):
     """A token embedding that gathers from the engine's table.
 
-    A class of transformers that does more than gather (Gemma scales what it has gathered) is kept:
-    :func:`gather_by` puts this class between it and ``nn.Embedding``.
+    A class that does more (Gemma scales what it has gathered) is kept: :func:`gather_by` puts this
+    class between it and ``nn.Embedding``.
     """
 
     table: Embedding
@@ -100,8 +89,6 @@ def _nothing(place: Placement) -> Tensor:
 
 
 class Head(nn.Module):
-    """The output head: writes logits where its caller wants them."""
-
     def __init__(
         self, project: Callable[[Tensor, Tensor], Tensor], vocab_size: int, place: Placement
     ) -> None:
@@ -127,6 +114,5 @@ class Given(nn.Module):
         self.hidden: Tensor | None = None
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Return the decoder's output, with :attr:`hidden` as its last hidden state."""
         assert self.hidden is not None
         return self._make_output(self.hidden)

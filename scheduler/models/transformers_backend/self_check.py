@@ -1,16 +1,13 @@
-"""The check at load: packed requests over pages against a plain forward of each by transformers' own
-attention.
+"""The check at load: packed requests over pages against a plain forward of each by transformers' attention.
 
 That a class says its attention goes through transformers' interface does not show that nothing else looks
-across tokens (convolutions, recurrent states) or that a second step goes on where the first ended. So three
-requests of random tokens are computed both ways, with the weights that are served: one of them in two chunks,
-one with a decode step. Where kernels are compiled, a decoder is computed otherwise over them
-(:mod:`.traced_decoder`), and all of it once more.
+across tokens (convolutions, recurrent states). So three requests of random tokens are computed both ways, by
+served weights: one in two chunks, one with a decode step. Where kernels are compiled, all of it is
+done once more over them.
 
 Invariants:
-- A model that differs is refused with the figures; its weights decide, so a state that weights switch off is
-  served.
-- Nothing of the engine's pools is touched: the check has pages of its own, which are gone when it returns.
+- A model that differs is refused with the figures; a state that its weights switch off is served.
+- Nothing of the engine's pools is touched: the check has pages of its own.
 """
 
 import logging
@@ -39,17 +36,12 @@ _STEPS = (((0, 9), (0, 13), (0, 4)), ((4, 5), (13, 21)))
 """First and end of the tokens of each step; the second step decodes request 2 and goes on with request 1."""
 _ROWS = ((0, 1, 2), (2, 1))
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Norm of a token's difference over that of its hidden state; a leak gives about 1, rounding a tenth of
-these.
+"""Norm of a token's difference over that of its hidden state; a leak gives 1, rounding a tenth of these.
 """
 
 
 def check(model: "TransformersForCausalLM") -> None:
-    """Compare, with the weights that are loaded.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, hidden states differ.
-    """
+    """Compare with the weights that are loaded; CaesuraError UNSUPPORTED_MODEL if hidden states differ."""
     generator = torch.Generator().manual_seed(0)
     vocab = model.config.vocab_size
     requests = [torch.randint(0, vocab, (length,), generator=generator) for length in _LENGTHS]
@@ -98,7 +90,6 @@ def _plain(model: "TransformersForCausalLM", tokens: Tensor) -> Tensor:
 
 
 def _backends(model: "TransformersForCausalLM") -> list[type[SdpaBackend] | type[PagedCpuBackend]]:
-    """Return the backend of torch's operations and, where it serves, the compiled one."""
     if best("attention", model.device, model.dtype) == TORCH or model.device.type != "cpu":
         return [SdpaBackend]
     return [SdpaBackend, PagedCpuBackend]

@@ -1,5 +1,4 @@
-"""A transformers model without weights: built on the meta device, its buffers computed, its parameters for
-others to place.
+"""A transformers model without weights, built on the meta device; its parameters are for others to place.
 
 Invariants:
 - No parameter of the module is ever given memory here: a model of any size is built in milliseconds.
@@ -65,9 +64,7 @@ def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
 
 
 def _fix_frequencies(module: Any) -> None:
-    """Rotary types whose frequencies follow the longest position of a batch: no context here is longer than
-    the first set of frequencies serves, and to look would make the host wait.
-    """
+    """Fix frequencies that follow a batch's longest position: the first set serves every context here."""
     kind = getattr(module, "rope_type", None)
     if kind is not None:  # what a forward on the meta device has left for the second set
         for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
@@ -91,9 +88,7 @@ def stored_tensors(module: PreTrainedModel) -> Iterator[tuple[str, nn.Module, st
 
 
 def float32_names(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Return the names of tensors that stay float32 in a model of ``dtype``, as transformers loads them, or
-    None.
-    """
+    """Return names of tensors that transformers keeps in float32 in a model of ``dtype``, or None."""
     kept = set(module._keep_in_fp32_modules_strict or ()) if dtype != torch.float32 else set()
     if dtype == torch.float16:
         kept |= set(module._keep_in_fp32_modules or ())

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...execution.forward import AttentionBackend, ForwardBatch
+from ...kernels import elementwise_for
 from ...kernels.attention_form import AttentionForm
-from ...kernels.dispatch import elementwise_for
 from ...tracing.passes import compiled, tidy, write_in_place
 from ...tracing.tracer import NotTraceableError, Trace
 from .fused_decoder import fused_decoder
@@ -38,7 +38,6 @@ class _Program:
         self.trace, self._tables = trace, tables
 
     def arguments(self, batch: ForwardBatch, backend: AttentionBackend) -> list[Any]:
-        """Return what both functions are called with."""
         positions, tables = batch.positions, self._tables
         longest = max(batch.kv_lens_host) if tables else 0
         found = [each for table in tables for each in table.rows(positions, longest)]
@@ -46,12 +45,10 @@ class _Program:
 
     @cached_property
     def run(self) -> Callable[..., Tensor]:
-        """Function that returns hidden states of all tokens, [T, hidden]."""
         return self._compiled(stops=False)
 
     @cached_property
     def run_by_layer(self) -> Callable[..., Generator[int, None, Tensor]]:
-        """:attr:`run` as a generator that stops before each layer."""
         return self._compiled(stops=True)
 
     def _compiled(self, *, stops: bool) -> Callable[..., Any]:
@@ -60,8 +57,6 @@ class _Program:
 
 
 class TracedDecoder:
-    """A decoder's calls, and the kernels that take the place of some."""
-
     def __init__(self, trace: Trace, sizes: Sizes, dtype: torch.dtype, *, kernels: bool) -> None:
         """``kernels``: compiled ones serve the model's dtype."""
         tidy(trace)
@@ -69,7 +64,7 @@ class TracedDecoder:
             fuse_gates(trace, dtype)
         self.plain = _Program(trace, ())
         self.fused: _Program | None = None
-        """The program whose attention takes products as they are, or None."""
+        """Program whose attention takes products as they are, or None."""
         self.in_one_call = None
         if kernels:
             fused = Trace(trace.inputs, [replace(call) for call in trace.calls], trace.out)
@@ -79,14 +74,12 @@ class TracedDecoder:
                 self.in_one_call = fused_decoder(fused, sizes)
 
     def sampled(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        """Return hidden states of the sampled tokens, [S, hidden], valid until the next call."""
         if self.in_one_call is not None and backend.paged is not None:
             return self.in_one_call.sampled(batch, backend)
         program = self._serving(backend)
         return program.run(*program.arguments(batch, backend)).index_select(0, batch.sample_tokens)
 
     def by_layer(self, batch: ForwardBatch, backend: AttentionBackend) -> Generator[int, None, Tensor]:
-        """Compute :meth:`sampled`, stopping before each layer."""
         program = self._serving(backend)
         hidden = yield from program.run_by_layer(*program.arguments(batch, backend))
         return hidden.index_select(0, batch.sample_tokens)
@@ -103,9 +96,7 @@ def traced_decoder(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TracedDecoder | None:
-    """Return ``decoder``, a part of ``module`` with its parameters in their places, traced; None if it cannot
-    be.
-    """
+    """Return ``decoder``, a part of ``module`` with its parameters in place, traced; None if it cannot be."""
     if device.type != "cpu":
         return None  # graphs record there
     first = probe.attended[0]
@@ -123,10 +114,9 @@ def traced_decoder(
 def traced_head(
     headed: Any, given: Given, head: Head | None, dtype: torch.dtype, device: torch.device, hidden_size: int
 ) -> Callable[..., Tensor] | None:
-    """Return what makes logits [S, vocab] of hidden states [S, hidden], memory for them, and S; None if it
-    cannot be traced.
+    """Return a function of hidden states, memory for logits, and S that returns logits, maybe elsewhere.
 
-    What it returns may be other memory.
+    None if the head cannot be traced.
     """
     if device.type != "cpu" or head is None:
         return None

@@ -39,16 +39,9 @@ def trace_decoder(
     head_size: int,
     device: torch.device,
 ) -> Trace:
-    """Return the calls of ``decoder``, a part of ``module``: a function of token ids, positions and the
-    backend.
+    """Return the calls of ``decoder``, a part of ``module``, given token ids, positions and the backend.
 
-    Args:
-        norms: modules that a kernel stands in for.
-        forms: form of each layer's attention.
-        head_size: size of the pool's keys and values.
-
-    Raises:
-        NotTraceableError: no list of calls repeats what it does.
+    ``norms`` are the modules that a kernel stands in for. NotTraceableError if no list of calls repeats it.
     """
 
     def inputs(size: int) -> dict[str, Tensor]:
@@ -73,12 +66,7 @@ def trace_decoder(
 
 
 def trace_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden_size: int) -> Trace:
-    """Return the calls of ``headed``, whose decoder is ``given``, that make logits of hidden states in memory
-    for them.
-
-    Raises:
-        NotTraceableError: no list of calls repeats what it does.
-    """
+    """Return the calls of ``headed``, whose decoder is ``given``, from hidden states and memory to logits."""
 
     def inputs(size: int) -> dict[str, Tensor]:
         widths = {"hidden": hidden_size, "out": head.out_features}
@@ -117,8 +105,6 @@ def _trace(inputs: Callable[[int], dict[str, Tensor]], run: Callable[..., Tensor
 
 
 class _Parts:
-    """Notes calls of the engine's parts in place of making them."""
-
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._merged: dict[SharedProduct, tuple[Tensor, tuple[Tensor, ...]]] = {}
@@ -182,7 +168,6 @@ def _parts_noted(
     norms: dict[nn.Module, Norm],
     attention: Callable[..., Tensor],
 ) -> Iterator[None]:
-    """Within the block, parts of the engine are noted where modules call them."""
     config: Any = module.config
     parts = _Parts(tracer)
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve.context import ServeOptions
 from caesura.client.serve.sglang.updates import allowed_path
 from caesura.io_struct import GenerateReqInput, GetStatusReqInput, Message, Request
-from caesura.io_struct.ranks import RankStatus
+from caesura.io_struct.control import RankStatus
 
 
 class Moody:

@@ -15,18 +15,14 @@ from support.multimodal_checkpoints import WHOLE, as_before_version_5, make_mult
 
 from caesura.client import InvalidRequest, TimedOut
 from caesura.client.trainer import (
-    Await,
-    Run,
-    Send,
     SharedBucket,
     SharedBuckets,
     SharedTensors,
+    buckets,
     checkpoint_tensors,
-    ipc_steps,
     steps,
-    tensor_steps,
 )
-from caesura.client.trainer.buckets import buckets
+from caesura.client.trainer.steps import Await, Run, Send, ipc_steps, tensor_steps
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,

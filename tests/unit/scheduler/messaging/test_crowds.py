@@ -17,6 +17,8 @@ from caesura.io_struct import GetStatusReqInput
 from caesura.scheduler.messaging.client_access import MAX_RESERVE
 from caesura.scheduler.messaging.endpoint import LISTEN_BACKLOG
 
+pytestmark = pytest.mark.slow  # thousands of connections take seconds
+
 LIMIT = 1024
 ENOUGH = 2 * MAX_RESERVE
 CHILD = Path(__file__).parents[3] / "support" / "crowded_router.py"
