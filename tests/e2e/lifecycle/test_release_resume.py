@@ -1,6 +1,5 @@
 """Release and resume in a process of its own: the system's count falls and comes back, and so do the tokens."""
 
-import asyncio
 import re
 
 import psutil
@@ -9,7 +8,7 @@ from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.http_serve import served
 
-from caesura.client import AsyncControlClient, ControlClient, SamplingParams, launch_scheduler
+from caesura.client import ControlClient, SamplingParams, launch_scheduler
 from caesura.client.exceptions import EngineError, MemoryReleased
 
 MIB = 1 << 20
@@ -97,20 +96,6 @@ def test_over_http(engine, other_model, asks):
         body = {"model_path": str(other_model), "torch_empty_cache": asks}
         server.ok("/update_weights_from_disk", body)
         assert emptied(engine, "update_commit") is asks
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_from_the_asyncio_client(engine, other_model, asks):
-    async def cycle() -> None:
-        async with AsyncControlClient(engine.endpoint) as client:
-            await client.pause("abort")
-            report = await client.continue_generation(torch_empty_cache=asks)
-            assert (report.freed is not None) is asks
-            await client.update_weights_from_disk(other_model, torch_empty_cache=asks)
-
-    asyncio.run(cycle())
-    assert emptied(engine, "continue") is asks
-    assert emptied(engine, "update_commit") is asks
 
 
 @pytest.mark.parametrize("asks", [True, False])

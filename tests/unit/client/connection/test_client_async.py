@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from support.fake_scheduler import FakeScheduler, answer, delta, finished, results, rid_of
+from support.fake_scheduler import FakeScheduler, answer, delta, finished, results, rid_of, silent
 from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
@@ -25,15 +25,6 @@ from caesura.io_struct import (
     GenerateReqInput,
     UpdateWeightsFromIPCReqInput,
 )
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
-def silent(request):
-    return []
 
 
 def run(endpoint, body, handler=answer):

@@ -283,16 +283,16 @@ THREADS = 6
 
 
 @pytest.fixture
-def tokenizer(tmp_path):
+def folder(tmp_path):
     make_byte_level(tmp_path, vocab_size=400)
     return tmp_path
 
 
-def test_calls_of_other_threads_end_with_the_client(tokenizer):
+def test_calls_of_other_threads_end_with_the_client(folder):
     with ThreadPoolExecutor(THREADS) as pool:
         for number in range(20):
-            with FakeScheduler(f"ipc://{tokenizer}/s{number}", lambda request: []) as fake:
-                client = TextClient(fake.endpoint, str(tokenizer))
+            with FakeScheduler(f"ipc://{folder}/s{number}", lambda request: []) as fake:
+                client = TextClient(fake.endpoint, str(folder))
                 waiting = [pool.submit(lambda c=client: next(c.stream("abc"))) for _ in range(THREADS)]
                 eventually(lambda f=fake: f.requests.qsize() >= THREADS)
                 client.close()
@@ -301,10 +301,10 @@ def test_calls_of_other_threads_end_with_the_client(tokenizer):
                         each.result()
 
 
-def test_a_stream_that_the_loops_own_thread_collects_holds_up_nothing(tokenizer):
+def test_a_stream_that_the_loops_own_thread_collects_holds_up_nothing(folder):
     with (
-        FakeScheduler(f"ipc://{tokenizer}/s") as fake,
-        TextClient(fake.endpoint, str(tokenizer)) as client,
+        FakeScheduler(f"ipc://{folder}/s") as fake,
+        TextClient(fake.endpoint, str(folder)) as client,
     ):
         stream = client.stream("abc")
         next(stream)
