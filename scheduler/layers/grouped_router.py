@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, TRITON, best
+from ..kernels import TORCH, TRITON, best, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import GroupRouting, choosable
-from ..kernels.dispatch import triton_experts_for
 from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
 
@@ -66,7 +65,7 @@ class GroupedRouter:
         self._bias: Parameter | None = None
         if bias:
             self._bias = Parameter(f"{name}.bias", (num_experts,), torch.float32, place.device)
-        self._triton = triton_experts_for(place.device, place.dtype)
+        self._triton = triton_for("experts", place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """Map [T, hidden] to ids, int64 [T, k], and weights, float32 [T, k]; ids go to ``record``, too."""
@@ -83,7 +82,7 @@ class GroupedRouter:
             ids, weights = self._choose(logits)
             record.copy_(ids)
             return ids, weights
-        return self._triton.route(
+        found: tuple[Tensor, Tensor] = self._triton.route(
             logits,
             self.top_k,
             normalize=self.normalize,
@@ -95,6 +94,7 @@ class GroupedRouter:
             group_score=self._group_score,
             record=record,
         )
+        return found
 
     def _logits(self, x: Tensor) -> Tensor:
         weight = self._matrix.parameter.data

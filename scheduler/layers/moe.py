@@ -10,10 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import TORCH, TRITON, best, elementwise
+from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import GroupRouting
-from ..kernels.dispatch import triton_experts_for
 from .experts import Experts
 from .linear import Linear
 from .mlp import GatedMLP
@@ -61,13 +60,16 @@ class TopKRouter(CompositeLayer):
         self.top_k, self.normalize = top_k, normalize
         self.in_groups: GroupRouting | None = None
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
-        self._triton = triton_experts_for(place.device, place.dtype)
+        self._triton = triton_for("experts", place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
         logits = self._logits.forward(x)
         if self._triton is not None:
-            return self._triton.route(logits, self.top_k, normalize=self.normalize, record=record)
+            found: tuple[Tensor, Tensor] = self._triton.route(
+                logits, self.top_k, normalize=self.normalize, record=record
+            )
+            return found
         if self._compiled:
             ids, weights = kernel.route(logits, self.top_k, normalize=self.normalize)
         else:
