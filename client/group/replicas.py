@@ -278,7 +278,8 @@ class ReplicaFleet(Fleet):
             self.lease = None
             logger.warning("the pause's lease expired after %.1f s: %s", lease.seconds, lease.action)
             if lease.action == "abort":
-                self.dispatcher.abort(self.dispatcher.flows.values())
+                for flow in list(self.dispatcher.flows.values()):
+                    flow.abort()
             elif lease.action == "continue":
                 # Half an update ends with its sender: replicas that have some of it are brought back as after
                 # any failure.
