@@ -72,7 +72,6 @@ class Dispatcher:
         """Why requests need not wait while no member serves, or None if they wait."""
         self._patience_s = patience_s
         self.flows: dict[str, Flow] = {}
-        """Generations in flight, by rid."""
         self._frames: dict[str, tuple[bytes, Flow]] = {}
         self._images: dict[str, tuple[Member, int]] = {}
         self._process = Process("client")
@@ -91,7 +90,6 @@ class Dispatcher:
         return len(self.flows)
 
     def require_own_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
         self._process.require()
 
     def require_open(self) -> None:
@@ -137,7 +135,6 @@ class Dispatcher:
     def start_images(
         self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
     ) -> ImageGeneration[Result]:
-        """Start images on the least loaded member."""
         self.require_open()
         member = self._least_loaded()
         generation = member.client.channel.start_images(request, buffers)
@@ -267,8 +264,6 @@ class Dispatcher:
 
     @staticmethod
     def _count(member: Member, answer: Result, work: int) -> None:
-        """Count ``work`` as load of ``member`` until ``answer`` is there."""
-
         def done(_: Result) -> None:
             member.load -= work
 

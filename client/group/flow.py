@@ -78,7 +78,6 @@ class _Attempt:
         self.rid = request.rid or request.id
         self.bases = {sample.index: sample.part.copy() for sample in samples}
         self.left = set(self.bases)
-        """Samples that have not ended here."""
         self.given_up = False
         self.tail: TokenDelta | None = None
         """Last tokens of a sample, without details: the result that follows names their weights."""
@@ -159,7 +158,6 @@ class Flow:
         self.refused_by: dict[str, EngineError] = {}
         """Members that had no room for it, since the last one that took a part of it."""
         self.moves = 0
-        """Number of times that a sample of it was continued on another engine."""
         self.request = request
         self._samples = {
             index: _Sample(index, Part())
@@ -170,7 +168,6 @@ class Flow:
 
     @property
     def waits(self) -> bool:
-        """True if a sample waits for a member."""
         return not self.generation.waiter.done() and any(self._waiting())
 
     @property
@@ -188,7 +185,6 @@ class Flow:
                 self._start(member, samples)
 
     def leave(self, member: Member) -> None:
-        """Give up on ``member``; its samples wait for another one."""
         for attempt in [each for each in self._attempts if each.member is member]:
             lost = sorted(attempt.left)
             attempt.give_up()
@@ -232,7 +228,6 @@ class Flow:
             self.drop()
 
     def on_tokens(self, delta: TokenDelta, member: Member) -> None:
-        """Deliver new tokens of one sample, at their place in the whole output."""
         sample = self._samples[delta.index]
         if delta.details is not None:
             sample.part.add(delta, member.group_epoch)

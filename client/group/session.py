@@ -73,7 +73,6 @@ class FleetUpdateFailed(EngineError):  # noqa: N818  (as the errors of one engin
             break
 
     def still_serve(self, members: Iterable[Member]) -> None:
-        """Record the members that serve the weights of before."""
         self.serving = self.detail["serving"] = [member.name for member in members]
 
 
@@ -135,8 +134,6 @@ async def everywhere(
 
 
 class Session:
-    """An update of several members, from ``begin`` to its commit or abort."""
-
     def __init__(self, *, verify: Verify, session_id: str | None = None) -> None:
         self.id = session_id or new_id()
         self.committing = False
@@ -208,7 +205,6 @@ class Session:
         return answers
 
     async def abort(self) -> None:
-        """End it everywhere without a commit."""
         await everywhere(
             self.members,
             lambda member: member.client.end_weight_update(commit=False, session_id=self.id),
