@@ -290,16 +290,14 @@ class WeightSender:
     ) -> list[Any]:
         from ..trainer import WeightUpdateGroup
 
-        endpoints = [member.address.endpoint for member in members]
-        if self._group is None or [client.endpoint for client in self._clients] != endpoints:
-            self.close()
+        if self._group is None:
             for member in members:
                 address = member.address
                 client = ControlClient(address.endpoint, owner=self._owner, **address.keys)
                 self._clients.append(client)
             self._group = WeightUpdateGroup.create(
                 self._clients,
-                master_address=own_address(endpoints),
+                master_address=own_address([member.address.endpoint for member in members]),
                 group_name=f"fleet-{self._owner}"[:128],
                 timeout_s=min(60.0, max(1.0, timeout)),
             )
