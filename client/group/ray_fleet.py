@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import ray
 import zmq
@@ -23,12 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...process import private_directory
 from ...process.curve import SECRET_SUFFIX, key_file
 from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
-from .dispatcher import DEFAULT_PATIENCE_S
-from .fleet import KEEPALIVE_TIMEOUT_S, LEASE_S, LOOK_INTERVAL_S, Fleet
+from .fleet import Fleet, FleetOptions
 from .members import EngineAddress, Member
 from .ray_actor import EngineActor, Replica
-from .recovery import Adopt
-from .session import Verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,16 +76,10 @@ class RolloutFleet(Fleet):
         *,
         placement: Placement | Mapping[str, Any] | None = None,
         engine_options: Mapping[str, Any] | None = None,
-        owner: str | None = None,
-        verify: Verify = "counts",
-        patience_s: float | None = DEFAULT_PATIENCE_S,
-        keepalive_timeout: float | None = KEEPALIVE_TIMEOUT_S,
-        look_interval_s: float = LOOK_INTERVAL_S,
         start_timeout: float = START_S,
         listen: Literal["auto", "tcp"] = "auto",
-        lease_s: float | None = LEASE_S,
         name: str | None = None,
-        adopt: Adopt = False,
+        **options: Unpack[FleetOptions],
     ) -> None:
         """
         Args:
@@ -100,23 +91,14 @@ class RolloutFleet(Fleet):
                 keys. ``tcp``: all do.
             name: name of the fleet on the cluster; its engines then outlive this process, and listen on
                 ``tcp://``.
-            adopt: take over the engines that a fleet of that name has left behind, and start the missing
-                ones.
 
-        The other arguments are those of :class:`Fleet`.
+        ``options`` are those of :class:`Fleet`; ``adopt`` takes over the engines that a fleet of that name
+        has left behind, and starts the missing ones.
         """
         if replicas < 1:
             raise InvalidRequest(f"replicas = {replicas} must be at least 1", field="replicas")
-        super().__init__(
-            owner=owner,
-            verify=verify,
-            patience_s=patience_s,
-            keepalive_timeout=keepalive_timeout,
-            look_interval_s=look_interval_s,
-            lease_s=lease_s,
-            adopt=adopt,
-        )
-        if adopt and name is None:
+        super().__init__(**options)
+        if self._adopt and name is None:
             raise InvalidRequest("adopt=True finds engines by the fleet's name: give it", field="name")
         self._name = name
         self._model = os.path.abspath(model)
@@ -133,6 +115,7 @@ class RolloutFleet(Fleet):
 
     @property
     def replicas(self) -> int:
+        """Number of replicas, serving or not."""
         return len(self._slots)
 
     async def open(self) -> Self:

@@ -28,6 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -39,10 +40,10 @@ from ...io_struct import CaesuraError
 from ...io_struct.field_errors import unknown_name
 from ...process import private_directory
 from ...process.contract import EXIT_HUNG
+from ..connection.blocking import SchedulerClient
 from ..connection.curve import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
 from ..connection.options import LONGEST_S, seconds
-from ..connection.scheduler_client import SchedulerClient
 from ..exceptions import EngineDied, TimedOut, error_for
 
 logger = logging.getLogger(__name__)
@@ -155,11 +156,8 @@ class Child:
         self._log_path = log_path
         self.expected = False
         """True once this process has asked the child to end, so that the end is not logged."""
-        self._logs_end = False
         self._tail = b""
-        self._listener: weakref.WeakMethod[Any] | None = None
-        self._lock = threading.Lock()
-        self._exited = threading.Event()
+        self._exited: Future[int] = Future()
         try:
             log = None if log_path is None else _Log(log_path, command)
         except OSError:
@@ -219,22 +217,19 @@ class Child:
 
     def report_exit_to(self, listener: "weakref.WeakMethod[Any]") -> None:
         """Call ``listener(reason)`` when the process has ended, at once if it has already."""
-        with self._lock:
-            self._listener = listener
-            exited = self._exited.is_set()
-        if exited:
-            self._report()
+
+        def report(_: object) -> None:
+            if (told := listener()) is not None:
+                told(self._exit_reason("while it was in use"))
+
+        self._exited.add_done_callback(report)
 
     def log_end(self) -> None:
         """Log the end of the process, with a warning where it failed; nothing if it was asked for here."""
-        with self._lock:
-            self._logs_end = True
-            exited = self._exited.is_set()
-        if exited:
-            self._log_exit()
+        self._exited.add_done_callback(self._log_exit)
 
     def wait(self, timeout: float) -> bool:
-        return self._exited.wait(min(timeout, threading.TIMEOUT_MAX))
+        return not wait([self._exited], min(timeout, threading.TIMEOUT_MAX)).not_done
 
     def end(self) -> None:
         """Terminate, kill if need be, close the pipes and remove the directory."""
@@ -276,27 +271,15 @@ class Child:
         return line
 
     def _watch(self) -> None:
-        self.process.wait()
-        with self._lock:
-            self._exited.set()
-            logs_end = self._logs_end
-        self._report()
-        if logs_end:
-            self._log_exit()
+        self._exited.set_result(self.process.wait())
 
-    def _log_exit(self) -> None:
+    def _log_exit(self, ended: Future[int]) -> None:
         if self.expected:
             return
-        last = self.last_line()
-        level = logging.WARNING if self.process.returncode else logging.INFO
-        how = how_it_ended(self.process.returncode)
+        last, status = self.last_line(), ended.result()
+        level = logging.WARNING if status else logging.INFO
         text = "the scheduler process (pid %d) %s%s"
-        logger.log(level, text, self.process.pid, how, last and f", last line: {last}")
-
-    def _report(self) -> None:
-        listener = self._listener() if self._listener is not None else None
-        if listener is not None:
-            listener(self._exit_reason("while it was in use"))
+        logger.log(level, text, self.process.pid, how_it_ended(status), last and f", last line: {last}")
 
     def last_line(self) -> str:
         """Return the last line that an ended process has written to stderr, or an empty string."""
