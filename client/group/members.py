@@ -48,6 +48,7 @@ class EngineAddress:
 
     @staticmethod
     def of(given: "EngineAddress | str") -> "EngineAddress":
+        """Return the address itself, or that of an endpoint without keys."""
         return EngineAddress(given) if isinstance(given, str) else given
 
 

@@ -73,6 +73,7 @@ class FleetUpdateFailed(EngineError):  # noqa: N818  (as the errors of one engin
             break
 
     def still_serve(self, members: Iterable[Member]) -> None:
+        """Record the members that serve the weights of before."""
         self.serving = self.detail["serving"] = [member.name for member in members]
 
 
