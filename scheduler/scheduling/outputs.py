@@ -53,11 +53,11 @@ class Outputs(ABC, Generic[SampleT]):
 
     @abstractmethod
     def record(self, batch: Any, output: Any) -> None:
-        """Record the output of a step, and finish the samples that end."""
+        pass
 
     @abstractmethod
     def _result(self, sample: SampleT, reason: FinishReason) -> Any:
-        """Return the terminal result, with all that was made and asked for."""
+        pass
 
     @abstractmethod
     def _lost_result(self, sample: SampleT, reason: FinishReason) -> Any:
@@ -68,7 +68,6 @@ class Outputs(ABC, Generic[SampleT]):
         """Release what a finished sample holds; ``waited``: it was in the queue."""
 
     def set_stamp(self, stamp: WeightStamp) -> None:
-        """Have what is made from now on carry ``stamp``: weights were committed."""
         self._stamp = stamp
 
     def finish(self, sample: SampleT, reason: FinishReason, *, keep_prefix: bool = True) -> None:

@@ -43,8 +43,6 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightStamp:
-    """Identifies the weights that sample a token; every commit makes a new stamp."""
-
     epoch: int
     version: str
     incarnation: str = ""
@@ -80,7 +78,6 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int
-    """Tokens (prompt plus output) at which it finishes."""
     stop_ids: tuple[int, ...]
     salt: str
     stream: bool
@@ -238,7 +235,6 @@ class RequestTable:
         return len(self._free)
 
     def take_slot(self) -> int:
-        """Take the lowest free slot. There must be one."""
         return heapq.heappop(self._free)
 
     def give_back_slot(self, slot: int) -> None:
@@ -284,7 +280,6 @@ class RequestTable:
         self.stamp[slot] = -1  # outputs.py then compares with the last span before it opens a new one
 
     def release(self, request: Request) -> None:
-        """Release the slot; the caller has copied the outputs or does not need them."""
         slot = request.slot
         self.by_slot[slot] = None
         self.live[slot] = False
@@ -293,7 +288,6 @@ class RequestTable:
         self.give_back_slot(slot)
 
     def evict(self, request: Request) -> None:
-        """Copy the outputs out of the row and release the slot."""
         request.evicted = self.outputs(request)
         self.release(request)
 

@@ -25,6 +25,8 @@ from ..execution.forward import InputTokens, SamplingBatch, SpecialRows
 from ..execution.sampler import noise
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .request import Request, RequestTable
 
 MAX_MASK_BYTES = 16 << 20
@@ -54,7 +56,6 @@ class LogprobRecord:
 
     @property
     def wants_outputs(self) -> bool:
-        """True if extra log-probabilities are wanted at each sampled position."""
         return self.top > 0 or len(self.token_ids) > 0
 
     @property
@@ -163,15 +164,19 @@ class SamplingMaskRecord:
         """Return the token ids of one output position, int32, ascending."""
         return self._positions[position]
 
-    def wire(self, count: int) -> SamplingMask:
+    def wire(self, count: int) -> SamplingMask | None:
         assert count <= len(self._positions), f"{len(self._positions)} masks, {count} tokens"
         return joined_masks(self._positions[:count])
 
 
-def joined_masks(positions: list[np.ndarray]) -> SamplingMask:
+def joined_masks(positions: "Sequence[np.ndarray | None]") -> SamplingMask | None:
+    """Return one mask for each of ``positions``, empty where it is None; None if nobody asked for any."""
+    if positions and all(ids is None for ids in positions):
+        return None
+    known = [np.empty(0, "<i4") if ids is None else ids for ids in positions]
     offsets = np.zeros(len(positions) + 1, "<i4")
-    np.cumsum([len(ids) for ids in positions], out=offsets[1:])
-    ids = np.concatenate([np.empty(0, "<i4"), *positions]).tobytes()
+    np.cumsum([len(ids) for ids in known], out=offsets[1:])
+    ids = np.concatenate([np.empty(0, "<i4"), *known]).tobytes()
     return SamplingMask(ids=ids, offsets=offsets.tobytes())
 
 
