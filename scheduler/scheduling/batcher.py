@@ -504,7 +504,7 @@ class Batcher:
         self._mark_in_flight(batch, ends)
         self._states.launched(slots, starts)
         if forward.sampling.special is not None:
-            table.extras.counted[sample_slots] = ends[samples] + 1
+            table.sampling.counted[sample_slots] = ends[samples] + 1
         return batch
 
     def _mark_in_flight(self, batch: ScheduledBatch, ends: np.ndarray) -> None:

@@ -194,7 +194,7 @@ class OutputProcessor(Outputs[Request]):
                 "request %s: logits are not finite (weights epoch %d)", request.rid, self._stamp.epoch
             )
             message = "the model's logits are not finite: check the weights"
-            if self._table.extras.special[slot]:
+            if self._table.sampling.special[slot]:
                 params = request.params
                 message = (
                     f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, "
@@ -230,7 +230,7 @@ class OutputProcessor(Outputs[Request]):
             else:
                 reason = FinishReason(type="length", length=request.limit - len(request.prompt))
             self.finish(request, reason)
-        for slot in slots[table.extras.masked[slots]]:
+        for slot in slots[table.sampling.masked[slots]]:
             request = table.by_slot[slot]
             if request is not None and request.masks is not None and request.masks.nbytes > MAX_MASK_BYTES:
                 limit = f"its sampling masks take more than {MAX_MASK_BYTES} bytes"
