@@ -1,7 +1,7 @@
 """``SchedulerClient`` and ``ControlClient``: the asyncio clients, for any number of threads.
 
-Invariants: every method is that of the asyncio client, whose coroutine is carried out by one step: it never
-suspends, since everything that it waits for blocks its thread. Only what iterates is written here again.
+Invariant: methods are the asyncio client's coroutines, carried out by one step: they never suspend, since
+everything that they wait for blocks its thread. Only what iterates is written again.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class _HeldClient(AsyncSchedulerClient):
 def blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[Any, P], R]:
-    """Return a method of the asyncio client, or of its handle, as one of ours."""
+    """Return a method of the asyncio client, or of its handle, as a blocking one."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,10 +52,9 @@ def blocking(
 class ControlClient:
     """A connection to one engine for trainers' commands, for any number of threads.
 
-    Methods, arguments and errors are those of :class:`AsyncControlClient`, without ``await``; they raise
-    :class:`TimedOut` after ``timeout`` seconds. ``owner`` is the owner token of commands that are not given
-    another; these commands renew the lease of its pause. The other keywords are those of
-    :class:`~caesura.client.connection.options.ConnectionOptions`.
+    Methods, arguments and errors are those of :class:`AsyncControlClient`, without ``await``. ``owner`` is
+    the owner token of commands that are not given another; these commands renew the lease of its pause. The
+    other keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
     """
 
     def __init__(
@@ -153,8 +152,8 @@ class ControlClient:
 
 
 class GenerationHandle:
-    """One submitted prompt. Iterating yields the tokens as :class:`TokenDelta` (all at once unless it
-    streams). Methods are those of :class:`AsyncGenerationHandle`.
+    """One submitted prompt; iterating yields :class:`TokenDelta` (all at once unless it streams). Methods are
+    those of :class:`AsyncGenerationHandle`.
     """
 
     def __init__(

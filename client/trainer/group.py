@@ -3,13 +3,10 @@
 Invariants:
 - The trainer never waits for a broadcast that an engine does not receive: the refusal arrives over the
   engine's socket and ends the wait.
-- After a failed broadcast the ranks are out of step. The group is then dead on both sides; close it and
-  create another.
-- Tensors are sent whole and as bytes, so any dtype works. Buckets are filled one at a time, in one buffer
-  that is reused.
+- After a failed broadcast the group is dead on both sides; close it and create another.
+- Tensors are sent whole and as bytes, so any dtype works. One buffer is filled with one bucket at a time.
 
-The group is an ordinary one of torch.distributed (``transfer/process_group.py``). A group that a trainer has
-made itself works as well (:meth:`WeightUpdateGroup.__init__`).
+The group is an ordinary one of torch.distributed; one that a trainer has made itself works as well.
 """
 
 import contextlib
@@ -164,11 +161,7 @@ class WeightUpdateGroup:
     ) -> Steps:
         """Yield all messages of one update, and its broadcasts.
 
-        More than one bucket makes a session of its own, unless the options name one: the update is then all
-        or nothing.
-
-        Args:
-            options: fields of ``WeightUpdateOptions``.
+        More than one bucket makes a session of its own, all or nothing, unless the options name one.
         """
         if self._dead is not None:
             raise self._error(self._dead)
@@ -231,13 +224,9 @@ class WeightUpdateGroup:
         self.close()
 
     def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
-        """Broadcast ``part`` for calls that somebody else makes.
+        """Broadcast ``part`` for calls that somebody else makes; GroupError if the group is dead.
 
-        Args:
-            answered: returns True when an engine takes no more of it.
-
-        Raises:
-            GroupError: it failed, and the group is dead.
+        ``answered`` returns True when an engine takes no more of it.
         """
         if self._dead is None:
             self._send(part, load_format, answered)
@@ -327,12 +316,7 @@ class WeightUpdateGroup:
 
 
 def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
-    """Return ``backend``, or the best one that this process and all engines have.
-
-    Raises:
-        InvalidRequest: these are no clients, or no backend.
-        Unsupported: this process has no device for it.
-    """
+    """Return ``backend``, or the best one that this process and all engines have."""
     if not isinstance(clients, Sequence):
         raise InvalidRequest(
             f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
@@ -354,7 +338,6 @@ class _Tickets:
         self.futures = futures
 
     def done(self) -> bool:
-        """Return True if one of them failed, or all have answered."""
         return any(f.done() and f.exception() is not None for f in self.futures) or all(
             f.done() for f in self.futures
         )

@@ -43,8 +43,8 @@ from ..execution.forward import ForwardBatch, SamplingBatch
 from ..execution.staging import StepLimits
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import device_module_for, streams_of
+from ..memory.host_copy import exhaust
 from ..memory.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy, ResidentStrategy, Strategy
-from ..memory.residency import ComponentUse
 from ..memory.workspace import Workspace
 from ..models.base import CausalLM
 from ..runtime.config import PAGE_SIZE
@@ -59,11 +59,9 @@ logger = logging.getLogger(__name__)
 SLICE_S = 0.025
 """Longest time that scoring runs before the loop receives messages again; one layer may take longer."""
 
-WEIGHTS = ComponentUse(name="reference", memory_intensive=True)
-PAGES = ComponentUse(name="reference_kv")
+WEIGHTS, PAGES = "reference", "reference_kv"
 """The components that a chunk uses, by the names under which they are registered."""
 
-_REQUEST = "score"
 _ROWS = 16
 """The output head processes a multiple of this many rows; fewer are hardly faster."""
 _ROW_BYTES_CPU = 10 << 20
@@ -110,10 +108,10 @@ class Scoring:
         self._engine = engine
         config, residency = engine.config, engine.residency
         self._model_path = model_path
-        for use, strategy in zip((WEIGHTS, PAGES), _STRATEGIES[config.reference_residency]):
-            residency.register(use.name, strategy, tag="weights")
-        residency.begin_request("load_reference", warm_up=True)
-        with residency.component(WEIGHTS.name):
+        weights, pages = _STRATEGIES[config.reference_residency]
+        residency.register(WEIGHTS, weights, memory_intensive=True)
+        residency.register(PAGES, pages)
+        with residency.component(WEIGHTS):
             loaded = load_model(replace(config, model_path=model_path, context_len=None))
         if loaded.config.delta is not None:
             raise CaesuraError(
@@ -122,13 +120,13 @@ class Scoring:
                 "state per sequence, which scoring does not have",
                 fields=["architectures"],
             )
-        residency.divide(WEIGHTS.name, _layers(loaded.model))
+        residency.divide(WEIGHTS, _layers(loaded.model))
         if config.deterministic:
             require_deterministic(loaded)
         self.model, self._device = loaded.model, loaded.device
         self._context_len = longest_context(config, loaded)
         num_pages = 1 + pages_for(config.reference_pool_tokens or self._context_len)  # page 0 is scratch
-        with residency.component(PAGES.name):
+        with residency.component(PAGES):
             pool = make_pool(loaded, num_pages)
         chunk_tokens = config.sizes.chunk_tokens
         limits = StepLimits.of(
@@ -137,12 +135,9 @@ class Scoring:
         self.max_rows = limits.rows
         """Sequences in one forward."""
         self._backend = build_backend(config, loaded, pool, limits)
-        for use in (WEIGHTS, PAGES):
-            residency.use("load_reference", use)
-            for _ in residency.finish_use(use):
-                pass
-        for _ in residency.finish_request("load_reference"):
-            pass
+        for name in (WEIGHTS, PAGES):
+            residency.use(name)
+        exhaust(residency.leave([WEIGHTS, PAGES]))
         module = device_module_for(loaded.device)
         if hasattr(module, "synchronize"):  # loading used another stream than steps do
             module.synchronize()
@@ -254,16 +249,15 @@ class Scoring:
         return ReferenceStatus(
             model_path=self._model_path,
             residency=engine.config.reference_residency,
-            weights=engine.residency.nbytes(WEIGHTS.name),
-            device_bytes=engine.residency.device_bytes(WEIGHTS.name),
+            weights=engine.residency.nbytes(WEIGHTS),
+            device_bytes=engine.residency.device_bytes(WEIGHTS),
             pending_sequences=len(self._queue),
             scored_tokens=self._scored_tokens,
         )
 
     def _serve(self) -> Generator[None, None, None]:
-        """Compute until the queue is empty, as one request of the residency manager, one stage per chunk."""
+        """Compute until the queue is empty, a chunk at a time; then let the reference leave the device."""
         engine = self._engine
-        engine.residency.begin_request(_REQUEST)
         while self._queue:
             chunk, failure = self._plan(), None
             try:
@@ -274,7 +268,7 @@ class Scoring:
                 self._fail({span.sequence.message.id for span in chunk}, failure)
                 engine.device_cache.after_failure(failure.message)
         try:
-            yield from engine.residency.finish_request(_REQUEST)
+            yield from engine.residency.leave([WEIGHTS, PAGES])
         except (OSError, RuntimeError) as error:
             message = f"the reference could not leave the device: {error}"
             logger.error("the reference could not leave the device", exc_info=error)
@@ -301,9 +295,8 @@ class Scoring:
 
     def _compute(self, chunk: list["_Span"]) -> Generator[None, None, None]:
         engine = self._engine
-        uses = (WEIGHTS, PAGES)
-        yield from engine.residency.before_stage(_REQUEST, uses)
-        at_layer, _ = [engine.residency.use(_REQUEST, use) for use in uses]
+        yield from engine.residency.bring([WEIGHTS, PAGES])
+        at_layer, _ = engine.residency.use(WEIGHTS), engine.residency.use(PAGES)
         batch, targets = _batch(chunk, self._device)
         self._backend.plan(batch)
         steps = self.model.forward_by_layer(batch, self._backend)
@@ -321,8 +314,6 @@ class Scoring:
             yield
         self._chunks.observe(len(batch.input_ids), slowest)
         out = yield from self._logprobs(hidden, targets, _scales(chunk, self._device))
-        for use in uses:
-            yield from engine.residency.finish_use(use)
         yield from self._wait_for_device()
         self._record(chunk, out.cpu().numpy())
 
