@@ -12,7 +12,7 @@ import pytest
 from caesura.client.connection.images import ImageOutput, ImageTensor
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve.context import FrontEnd, ServeOptions
-from caesura.client.serve.pictures import LONGEST, LastImage, png_of
+from caesura.client.serve.pages.document import LONGEST, LastImage, png_of
 from caesura.client.serve.sglang import rollout
 from caesura.io_struct import FinishReason
 
