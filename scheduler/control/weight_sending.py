@@ -37,7 +37,7 @@ from ..runtime.dtypes import NAMES
 from ..weights.components import chosen
 from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
-from ..weights.transports.batches import Batch, batches_of, nbytes_of
+from ..weights.transports.broadcasts import Batch, batches_of, nbytes_of
 from .operations import Operation, Wait, waiting
 
 if TYPE_CHECKING:
@@ -88,9 +88,8 @@ class WeightSending:
         if engine.executor.workers:
             require_placeable(slots[spec.name] for batch in batches for spec in batch)
         total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), engine.state.stamp
-        transmission = engine.process_groups.transmit(
-            request.group_name, max(map(nbytes_of, batches), default=0)
-        )
+        group = engine.process_groups.find(request.group_name)
+        transmission = group.transmit(max(map(nbytes_of, batches), default=0))
         with contextlib.closing(transmission), self._reading():
             for batch in batches:
                 while (buffer := transmission.room()) is None:

@@ -11,7 +11,7 @@ from caesura.io_struct import (
     TensorSpec,
     UpdateWeightsFromDistributedReqInput,
 )
-from caesura.scheduler.weights.transports.batches import batches_of, nbytes_of
+from caesura.scheduler.weights.transports.broadcasts import batches_of, nbytes_of
 
 SIZES = st.lists(st.integers(0, 40), max_size=30)
 
