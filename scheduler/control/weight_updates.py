@@ -53,7 +53,7 @@ from ..weights.reading import require_finite
 from ..weights.source import BufferSource, WeightPiece, WeightSource
 from ..weights.transports.disk import DiskSource
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import pieces_of, uploader_of
+from ..weights.upload import pieces_of
 from .idle import barrier, held_kind, pending
 from .operations import Operation, Wait, waiting
 from .pause_ownership import Sender
@@ -71,7 +71,6 @@ class WeightUpdates:
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
-        self._uploader = uploader_of(engine.write_stream, engine.loaded.device)
         self._progress: tuple[WeightSource, float] | None = None
         self._workspace = Workspace()
         self._maps = SharedMemoryMaps(engine.config.device)
@@ -288,8 +287,8 @@ class WeightUpdates:
     ) -> Generator[Wait, None, None]:
         engine = self._engine
         kept = _component(source) in engine.model.kept_components  # written on the host
-        uploader = None if kept else self._uploader
-        own = pieces_of(source, engine.loader, uploader, engine.config.load_bucket_bytes)
+        stream = None if kept else engine.write_stream
+        own = pieces_of(source, engine.loader, stream, engine.config.load_bucket_bytes)
         with contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces:
             try:
                 self._progress = source, monotonic()

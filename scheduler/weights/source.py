@@ -17,7 +17,7 @@ from ..runtime.dtypes import DTYPES
 
 
 class NamedSpec(Protocol):
-    """Description of a tensor before it comes: io_struct's TensorSpec, or a checkpoint's StoredTensor."""
+    """Description of a tensor before it comes: io_struct's TensorSpec, or safetensors' TensorEntry."""
 
     @property
     def name(self) -> str: ...

@@ -229,9 +229,10 @@ class Group:
             self._make_room(slot, max((plan.nbytes for plan in plans[slot::2]), default=0))
         self._worker = self._worker or Worker()
         written = [None if stream is None else stream.mark() for _ in (0, 1)]
-        buffers = [self._buffers[slot] for slot in (0, 1)]
         limit = timedelta(seconds=timeout_s)
-        items = broadcasts(self._backend, plans, buffers, written, stream, limit, relay)
+        items = broadcasts(
+            self._backend, plans, [self._buffers[0], self._buffers[1]], written, stream, limit, relay
+        )
         feed = Feed(items, self._wake, ahead=2, submit=self._worker.submit)
         if relay is not None:  # a buffer may be kept that long by what is relayed from it
             timeout_s += relay.timeout_s
