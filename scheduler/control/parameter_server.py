@@ -10,6 +10,7 @@ replies.
 """
 
 from collections.abc import Generator
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -19,17 +20,8 @@ from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEng
 from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
-from ..weights.components import chosen
-from ..weights.source import BufferSource, SharedMemory
-from ..weights.transports.checkpoint_engine import (
-    Bucket,
-    Closing,
-    Conversation,
-    Ending,
-    Failed,
-    Opening,
-    Turn,
-)
+from ..weights.source import BufferSource, SharedMemory, chosen
+from ..weights.transports.checkpoint_engine import Conversation, Marker, Opening, Turn
 from ..weights.transports.ipc import SharedMemoryMaps
 from .operations import Operation, Wait
 from .pause_ownership import Sender
@@ -110,8 +102,8 @@ class ParameterServerUpdates:
             yield Wait.THREAD
             if session is not None:
                 self._engine.sessions.require_open(session)
-        if isinstance(turn, Failed):
-            raise turn.error
+        if isinstance(turn, CaesuraError):
+            raise turn
         return turn
 
     def _load_all(
@@ -122,16 +114,23 @@ class ParameterServerUpdates:
         session: Session,
         stages: StageProfiler,
     ) -> Generator[Wait, None, None]:
-        turn, tensors = opening, 0
+        engine, tensors = self._engine, 0
+        component = chosen(engine.model.components, session.component)
         assert isinstance(opening, Opening)
+        start, end = opening.start, opening.start + opening.nbytes
+        place = SharedMemory(opening.handle, start, opening.nbytes)
         memory.view(opening.handle)  # a bad handle must fail now, before the first bucket
-        while not isinstance(turn, Ending):
+        turn: Turn = opening
+        while turn is not Marker.ENDING:
             feed.release()
             turn = yield from self._next(feed, session)
-            if isinstance(turn, Bucket):
-                yield from self._load(turn, opening, memory, session, stages)
-                tensors += len(turn.specs)
-            elif isinstance(turn, Closing):
+            if isinstance(turn, list):
+                buffer = memory.view(opening.handle)[start:end]
+                source = partial(BufferSource, _NAME, turn, [buffer], place)
+                checked, _ = engine.updates.check(source, session, component)
+                yield from engine.updates.write(checked, session, stages)
+                tensors += len(turn)
+            elif turn is Marker.CLOSING:
                 if not tensors:
                     raise CaesuraError(
                         ErrorCode.INVALID_REQUEST,
@@ -140,21 +139,3 @@ class ParameterServerUpdates:
                         value=0,
                     )
                 memory.close()
-
-    def _load(
-        self,
-        bucket: Bucket,
-        opening: Opening,
-        memory: SharedMemoryMaps,
-        session: Session,
-        stages: StageProfiler,
-    ) -> Generator[Wait, None, None]:
-        engine = self._engine
-        buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
-        memory_of = SharedMemory(opening.handle, opening.start, opening.nbytes)
-        source, _ = engine.updates.check(
-            lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of),
-            session,
-            chosen(engine.model.components, session.component),
-        )
-        yield from engine.updates.write(source, session, stages)

@@ -34,9 +34,9 @@ from ...io_struct import (
 )
 from ..layers.parameters import WeightSlot
 from ..runtime.dtypes import NAMES
-from ..weights.components import chosen
 from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
+from ..weights.source import chosen
 from ..weights.transports.broadcasts import Batch, batches_of, nbytes_of
 from .operations import Operation, Wait, waiting
 

@@ -47,10 +47,17 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..scheduling.request import WeightStamp
-from ..weights.components import ComponentSource, chosen, in_component, renamed
 from ..weights.loader import END, LoadCounts, write_some
 from ..weights.reading import require_finite
-from ..weights.source import BufferSource, WeightPiece, WeightSource
+from ..weights.source import (
+    BufferSource,
+    ComponentSource,
+    WeightPiece,
+    WeightSource,
+    chosen,
+    in_component,
+    renamed,
+)
 from ..weights.transports.disk import DiskSource
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of

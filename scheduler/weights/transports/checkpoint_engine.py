@@ -27,6 +27,7 @@ On a host without accelerators the buffer is a memfd, described as by ``SharedMe
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from time import monotonic
 
 import msgspec
@@ -61,31 +62,17 @@ class Opening:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors that lie in the buffer now."""
+class Marker(Enum):
+    """A message without contents."""
 
-    specs: list[TensorSpec]
-
-
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """The buffer is to be let go."""
+    CLOSING = "the buffer is to be let go"
+    ENDING = "everything has come; to be answered after the commit"
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Everything has come; to be answered after the commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The server was silent, gave up, or sent what cannot be read."""
-
-    error: CaesuraError
-
-
-Turn = Opening | Bucket | Closing | Ending | Failed
+Turn = Opening | list[TensorSpec] | Marker | CaesuraError
+"""A message of the server: its buffer, the tensors that lie in the buffer now, or a marker. The error says
+that it was silent, gave up, or sent what cannot be read.
+"""
 
 
 class _Refusing(Exception):  # noqa: N818  a jump to that state, not an error of its own
@@ -139,7 +126,7 @@ class Conversation:
                 yield from self._protocol(socket)
             except CaesuraError as error:
                 self._refusal = self._refusal or error.message
-                yield Failed(error)
+                yield error
                 self._refuse_all(socket)
             except _Refusing:
                 self._refuse_all(socket)
@@ -162,13 +149,13 @@ class Conversation:
         yield opening_of(self._hear(socket), self._device_uuid)
         self._consent(socket)
         while (message := self._hear(socket)) is not None:
-            yield Bucket(specs_of(message))
+            yield specs_of(message)
             self._consent(socket)
-        yield Closing()
+        yield Marker.CLOSING
         self._consent(socket)
         if self._hear(socket) is not None:
             raise _malformed("something follows the first None that is not another one")
-        yield Ending()
+        yield Marker.ENDING
         self._consent(socket)
 
     def _hear(self, socket: zmq.Socket[bytes]) -> object:
