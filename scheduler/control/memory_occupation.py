@@ -31,8 +31,7 @@ from ...io_struct import (
     ResumeMemoryOccupationReqOutput,
 )
 from ..memory.residency import MEMORY_TAGS
-from .idle import barrier, is_idle, pending
-from .operations import SLICE_S, Operation, Wait, waiting
+from .operations import SLICE_S, Operation, Wait, barrier, is_idle, pending, waiting
 from .pause_ownership import Sender
 
 if TYPE_CHECKING:

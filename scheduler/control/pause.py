@@ -20,8 +20,7 @@ from ...io_struct import (
 )
 from ..memory.device_memory import EmptyCacheReport
 from ..runtime.config import PAGE_SIZE
-from .idle import barrier, held_kind, is_idle, pending
-from .operations import Operation, Wait
+from .operations import Operation, Wait, barrier, held_kind, is_idle, pending
 from .pause_ownership import Sender
 
 if TYPE_CHECKING:

@@ -61,8 +61,7 @@ from ..weights.source import (
 from ..weights.transports.disk import DiskSource
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of
-from .idle import barrier, held_kind, pending
-from .operations import Operation, Wait, waiting
+from .operations import Operation, Wait, barrier, held_kind, pending, waiting
 from .pause_ownership import Sender
 from .weight_sessions import Route, Session
 

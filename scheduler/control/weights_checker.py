@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
 from ..weights.reading import checksums, garbage
-from .idle import barrier
-from .operations import Operation, Wait, waiting
+from .operations import Operation, Wait, barrier, waiting
 from .pause_ownership import Sender
 
 if TYPE_CHECKING:
