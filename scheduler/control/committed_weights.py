@@ -3,15 +3,11 @@
 - I12: an epoch names one state of the weights, across restarts, full disks and owners that die.
 - The record is written before a commit is acknowledged and before a token is sampled under it. Just before
   the commit, one byte of the old record is overwritten in place, which needs no space on the disk: it marks
-  the record as superseded until the new one replaces it. A commit that cannot be marked is refused. One that
-  is marked and not recorded stands, and its reply says so.
-- A start that does not know which weights were committed last begins invalid, above every epoch that was
-  given out: after a superseded record at :data:`_UNRECORDED` more, after a file that is no record at the
-  number of milliseconds since 1970.
-- The file is replaced atomically. A background thread calls fsync, which matters only if the host loses
-  power.
-- A folder is loaded again only if its files are those that were committed.
-- Only one engine writes a file at a time, which a lock file ensures.
+  the record as superseded until the new one replaces it, atomically. A commit that cannot be marked is
+  refused. One that is marked and not recorded stands, and its reply says so.
+- A start that does not know which weights were committed last, or whose folder has other files now, begins
+  invalid, above every epoch that was given out.
+- fsync, in a thread, matters only if the host loses power. A lock file ensures that one engine writes a file.
 """
 
 import contextlib

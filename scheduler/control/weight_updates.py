@@ -1,22 +1,16 @@
 """Weight updates: receive, check, stop steps, write and commit, the same for every transport.
 
-Life of a session (``weight_sessions.py`` decides who may join, commit and end it):
-
     open --call--> open, written --end(commit), continue, flush, every parameter written--> none, committed
                                  --end(abort), failure, deadline--> none, POISONED
     open, nothing written --end(abort), deadline--> none, VALID as before
 
-- Everything that can be checked before the first byte is written is checked before it: session, headers,
-  sizes, names, shapes, dtypes, rows, config, and whether a flush is possible. A refused call changes neither
-  the weights nor any request.
-- I5: no step is launched between the first written byte and the commit; a failure in between leaves the
-  weights POISONED.
+- Everything that can be checked before the first byte is written is checked before it. A refused call changes
+  neither the weights nor any request.
+- I5: no step is launched between the first written byte and the commit; a failure in between poisons.
 - I7: bytes are written in place, casts are those of a cold load, derived tensors are computed once, at
   commit.
-- I12: the record of the state file is marked as superseded before the epoch changes, so that no restart gives
-  that epoch to other weights.
-- No epoch or label changes, and nothing serves the new weights, before everything that can refuse a commit
-  has passed on every rank.
+- I12: the record of the state file is superseded before the epoch changes, and everything that can refuse a
+  commit has passed on every rank before that.
 - Loading and checking yield every few milliseconds (or once per piece, if that takes longer), so status and
   abort are answered meanwhile. The commit of an engine of one rank without ``check_finite`` does not yield.
 """

@@ -2,13 +2,12 @@
 they move.
 
 - Values are saved once, when a unit first leaves the device; afterwards leaving only drops what the device
-  holds. Who changes them later (:meth:`OffloadableComponent.write`) writes the copy, too, so a unit that is
-  away need not come for it. Scratch memory (``preserve=False``) is never saved and comes back as zeros.
+  holds. Who changes them later writes the copy, too. Scratch memory (``preserve=False``) is never saved and
+  comes back as zeros.
 - A unit is on the device as a whole, or not at all: when its way there or back is interrupted, it is not.
-- Tensors keep their identity, and every view made of them keeps working; addresses stay or change as the
-  storage behind them says (``storage.py``).
-- What uses a unit runs on the stream that is current in :meth:`OffloadUnit.ready`, and memory is taken and
-  dropped on that stream, too, so that the allocator may reuse it in the stream's order.
+- Tensors keep their identity, and every view made of them keeps working.
+- Memory is taken, used and dropped on the stream that is current in :meth:`OffloadUnit.ready`, so that the
+  allocator may reuse it in the stream's order.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -2,13 +2,8 @@
 
 - Joining, receiving and leaving happen in threads, each with a deadline; the loop never waits for one.
 - A broadcast that was entered must end: what is refused never enters one, and what is broken off leaves the
-  group dead.
-- Per group two buffers are kept between calls: one is received into while the other is written from. On a
-  device with streams events order the two.
-- What blocks without a timeout of its own (NCCL finding its ranks) is given up at ours: the group is dead,
-  its thread is left.
-- An engine that is rank 0 sends and receives nothing there; what it receives elsewhere it
-  can relay.
+  group dead. So does what blocks without a timeout of its own (NCCL finding its ranks); its thread is left.
+- An engine that is rank 0 sends and receives nothing there; what it receives elsewhere it can relay.
 """
 
 import contextlib
