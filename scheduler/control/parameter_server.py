@@ -21,7 +21,7 @@ from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
 from ..weights.source import BufferSource, SharedMemory, chosen
-from ..weights.transports.checkpoint_engine import Conversation, Marker, Opening, Turn
+from ..weights.transports.checkpoint_engine import Conversation, Marker, Turn
 from ..weights.transports.ipc import SharedMemoryMaps
 from .operations import Operation, Wait
 from .pause_ownership import Sender
@@ -116,17 +116,15 @@ class ParameterServerUpdates:
     ) -> Generator[Wait, None, None]:
         engine, tensors = self._engine, 0
         component = chosen(engine.model.components, session.component)
-        assert isinstance(opening, Opening)
-        start, end = opening.start, opening.start + opening.nbytes
-        place = SharedMemory(opening.handle, start, opening.nbytes)
+        assert isinstance(opening, SharedMemory)
         memory.view(opening.handle)  # a bad handle must fail now, before the first bucket
         turn: Turn = opening
         while turn is not Marker.ENDING:
             feed.release()
             turn = yield from self._next(feed, session)
             if isinstance(turn, list):
-                buffer = memory.view(opening.handle)[start:end]
-                source = partial(BufferSource, _NAME, turn, [buffer], place)
+                buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
+                source = partial(BufferSource, _NAME, turn, [buffer], opening)
                 checked, _ = engine.updates.check(source, session, component)
                 yield from engine.updates.write(checked, session, stages)
                 tensors += len(turn)

@@ -11,6 +11,7 @@ they move.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,28 +49,22 @@ class OffloadUnit:
         """
         if self.on_device:
             return
-        try:
+        with self._or_away():
             for storage in self._storages:
                 yield from storage.resume()
             if self._copy is not None:
                 yield from self._copy.load(self.tensors)
-        except BaseException:
-            self._give_back()
-            raise
         self.on_device = True
 
     def prefetch(self) -> None:
         """Begin to bring it; :meth:`ready` completes that. Raises as :meth:`bring`."""
         if self.on_device:
             return
-        try:
+        with self._or_away():
             for storage in self._storages:
                 exhaust(storage.resume())
             if self._copy is not None:
                 self._copy.prefetch(self.tensors)
-        except BaseException:
-            self._give_back()
-            raise
         self.on_device = self._coming = True
 
     def ready(self) -> None:
@@ -77,12 +72,9 @@ class OffloadUnit:
         if not self._coming:
             return
         self._coming = False
-        try:
+        with self._or_away():
             if self._copy is not None:
                 self._copy.wait()
-        except BaseException:
-            self._give_back()
-            raise
 
     def drop(self) -> Iterator[None]:
         """Take it off the device; save the values first where that has not been done."""
@@ -94,12 +86,9 @@ class OffloadUnit:
             yield from copy.save(self.tensors)
             self._copy = copy
         self.on_device = False
-        try:
+        with self._or_away():
             for storage in self._storages:
                 yield from storage.release()
-        except BaseException:
-            self._give_back()
-            raise
 
     def values(self, number: int) -> Tensor:
         """Return the values of one tensor to be read, wherever they are. They stay valid if they leave."""
@@ -124,10 +113,16 @@ class OffloadUnit:
             assert self._copy is not None, "its values are nowhere"
             self._copy.write(number, start, rows.to(tensor.dtype))
 
-    def _give_back(self) -> None:
-        self.on_device = False
-        for storage in self._storages:
-            exhaust(storage.release())
+    @contextmanager
+    def _or_away(self) -> Iterator[None]:
+        """Give all of its memory back if the block fails or is broken off."""
+        try:
+            yield
+        except BaseException:
+            self.on_device = False
+            for storage in self._storages:
+                exhaust(storage.release())
+            raise
 
 
 class OffloadableComponent:
