@@ -14,7 +14,6 @@ from caesura.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
-    encode,
 )
 from caesura.scheduler.execution import build
 from caesura.scheduler.runtime import engine
@@ -72,11 +71,7 @@ def test_every_transport_brings_the_weights_of_a_plain_start(
     elif transport == "tensor":
         (part,) = buckets(tensors_of(other_model), 1 << 26)
         specs, frames = as_frames(part)
-        message = UpdateWeightsFromTensorReqInput(specs=specs)
-        driver.client("main").send_multipart([encode(message), *frames])
-        driver._inbox.await_one_more()
-        driver.tick(50)
-        reply = driver.replies.pop(message.id)
+        reply = driver.call(UpdateWeightsFromTensorReqInput(specs=specs), buffers=frames)
     else:
         with SharedTensors(tensors_of(other_model)) as shared:
             reply = driver.call(UpdateWeightsFromIPCReqInput(handle=shared.memory.handle, specs=shared.specs))
