@@ -27,8 +27,8 @@ from ...io_struct import (
     ResumeMemoryOccupationReqOutput,
 )
 from ..memory.residency import MEMORY_TAGS
+from .engine_state import Sender
 from .operations import SLICE_S, Operation, Wait, barrier, is_idle, pending, waiting
-from .pause_ownership import Sender
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

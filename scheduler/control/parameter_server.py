@@ -23,8 +23,8 @@ from ..runtime.background import Feed
 from ..weights.source import BufferSource, SharedMemory, chosen
 from ..weights.transports.checkpoint_engine import Conversation, Marker, Turn
 from ..weights.transports.ipc import SharedMemoryMaps
+from .engine_state import Sender
 from .operations import Operation, Wait
-from .pause_ownership import Sender
 from .weight_sessions import Session
 
 if TYPE_CHECKING:

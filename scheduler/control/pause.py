@@ -20,8 +20,8 @@ from ...io_struct import (
 )
 from ..memory.device_memory import EmptyCacheReport
 from ..runtime.config import PAGE_SIZE
+from .engine_state import Sender
 from .operations import Operation, Wait, barrier, held_kind, is_idle, pending
-from .pause_ownership import Sender
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

@@ -26,7 +26,7 @@ from ...io_struct import (
 )
 from ..observability.stage_profiler import StageProfiler
 from ..weights.loader import LoadCounts
-from .pause_ownership import Sender
+from .engine_state import Sender
 
 logger = logging.getLogger(__name__)
 

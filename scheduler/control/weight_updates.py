@@ -55,8 +55,8 @@ from ..weights.source import (
 from ..weights.transports.disk import DiskSource
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of
+from .engine_state import Sender
 from .operations import Operation, Wait, barrier, held_kind, pending, waiting
-from .pause_ownership import Sender
 from .weight_sessions import Route, Session
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
 from ..weights.reading import checksums, garbage
+from .engine_state import Sender
 from .operations import Operation, Wait, barrier, waiting
-from .pause_ownership import Sender
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
