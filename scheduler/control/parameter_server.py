@@ -10,13 +10,12 @@ replies.
 """
 
 from collections.abc import Generator
-from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEngineReqInput
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec, UpdateWeightsFromCheckpointEngineReqInput
 from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
@@ -114,8 +113,7 @@ class ParameterServerUpdates:
         session: Session,
         stages: StageProfiler,
     ) -> Generator[Wait, None, None]:
-        engine, tensors = self._engine, 0
-        component = chosen(engine.model.components, session.component)
+        tensors = 0
         assert isinstance(opening, SharedMemory)
         memory.view(opening.handle)  # a bad handle must fail now, before the first bucket
         turn: Turn = opening
@@ -123,10 +121,7 @@ class ParameterServerUpdates:
             feed.release()
             turn = yield from self._next(feed, session)
             if isinstance(turn, list):
-                buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
-                source = partial(BufferSource, _NAME, turn, [buffer], opening)
-                checked, _ = engine.updates.check(source, session, component)
-                yield from engine.updates.write(checked, session, stages)
+                yield from self._load(turn, opening, memory, session, stages)
                 tensors += len(turn)
             elif turn is Marker.CLOSING:
                 if not tensors:
@@ -137,3 +132,21 @@ class ParameterServerUpdates:
                         value=0,
                     )
                 memory.close()
+
+    def _load(
+        self,
+        specs: list[TensorSpec],
+        place: SharedMemory,
+        memory: SharedMemoryMaps,
+        session: Session,
+        stages: StageProfiler,
+    ) -> Generator[Wait, None, None]:
+        """Write a bucket; nothing refers to the buffer when it has ended."""
+        engine = self._engine
+        buffer = memory.view(place.handle)[place.start : place.start + place.nbytes]
+        source, _ = engine.updates.check(
+            lambda: BufferSource(_NAME, specs, [buffer], place),
+            session,
+            chosen(engine.model.components, session.component),
+        )
+        yield from engine.updates.write(source, session, stages)
