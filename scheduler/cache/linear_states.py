@@ -1,6 +1,6 @@
 """The ledger of state rows: the row of each sequence, and those that are kept for prefixes.
 
-Layers with a state per sequence (``state_pool.py``) know a prefix by the state at its end and nothing else,
+Layers with a state per sequence (``pool.py``) know a prefix by the state at its end and nothing else,
 so a request can go on only from where a state was kept: at the end of a page of the KV ledger
 (``manager.py``), with which it goes. A row is
 

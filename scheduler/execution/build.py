@@ -16,9 +16,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from ..attention.backends import Shape, choose, make
 from ..attention.delta_rule import HybridBackend
 from ..cache.linear_states import StateRows
-from ..cache.pool import MHAPool, MLAPool
-from ..cache.routing import RoutingPool
-from ..cache.state_pool import StatePool, StateShape
+from ..cache.pool import MHAPool, MLAPool, RoutingPool, StatePool, StateShape
 from ..cache.window_pages import WindowPages, storage_pages
 from ..kernels import serving
 from ..memory.device_memory import MinReduce, get_available_memory

@@ -23,9 +23,9 @@ from ..memory.device_memory import DeviceCache
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager
 from ..messaging.answers import Answers, Replies
-from ..messaging.client_access import ServerKeys
 from ..messaging.command_queue import CommandQueue
 from ..messaging.dispatcher import Dispatcher
+from ..messaging.endpoint import ServerKeys
 from ..messaging.router_socket import Router
 from ..models.config import load_model_config
 from ..models.registry import require_ranks

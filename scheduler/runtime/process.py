@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import threading
 import time
 import traceback
@@ -26,7 +27,6 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...process import log, private_directory
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import use_device
-from ..observability.descriptors import DescriptorCheck, raise_limit
 from .config import EngineConfig
 from .engine import Engine, shutdown_of
 from .guard import EngineEndsError
@@ -35,6 +35,10 @@ from .watchdog import Watchdog, exit_within
 
 logger = logging.getLogger(__name__)
 
+MAX_DESCRIPTORS = 1 << 20
+"""Highest limit on open descriptors to set: some libraries iterate up to it."""
+NEAR = 0.8
+"""Fraction of the limit at which a warning is logged: libzmq ends the process when none is left."""
 END_S = 30.0
 """Seconds that the cleanup after the loop may take."""
 
@@ -170,3 +174,31 @@ def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
         json.dump(msgspec.to_builtins(line), pipe)
         pipe.write("\n")
+
+
+def raise_limit() -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+class DescriptorCheck:
+    """Warns once when many descriptors are open, and again after their number has been lower."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def __call__(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        used = len(os.listdir("/proc/self/fd"))
+        near = limit != resource.RLIM_INFINITY and used >= NEAR * limit
+        if near and not self._told:
+            logger.warning(
+                "%d of %d descriptors are open: near the limit (ulimit -n); beyond it the process ends",
+                used,
+                limit,
+            )
+        self._told = near

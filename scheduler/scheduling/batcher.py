@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ..cache.manager import CacheManager
-from ..cache.routing import RoutingPool
+from ..cache.pool import RoutingPool
 from ..execution.forward import ForwardBatch
 from ..runtime.config import PAGE_SIZE
 from .chunking import ChunkSizer
