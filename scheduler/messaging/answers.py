@@ -55,6 +55,9 @@ _PER_BUCKET, _WAYS = 4, 16
 _FORGOTTEN = 0
 _LENGTH_BYTES = 8
 
+Frames = Sequence[bytes | memoryview]
+"""Header, and the frames behind it."""
+
 
 @dataclass(slots=True, eq=False)
 class Exchange:
@@ -132,9 +135,7 @@ class Answers:
         return None if known is None else known[1]
 
     def join(self, client: bytes, message_id: str, exchange: Exchange) -> list[Message]:
-        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; return the answers so
-        far.
-        """
+        """Make the just attached ``message_id`` part of ``exchange``; return the answers so far."""
         answers = self._wait(client, exchange, exchange.message_ids[0])
         body, _ = self._exchanges[message_id]
         self._exchanges[message_id] = body, exchange
@@ -164,9 +165,7 @@ class Answers:
         self._rids.discard(rid)
 
     def kept(self, rid: str, generation: bytes | None = None) -> list[SampleResult]:
-        """Return the kept results of ``rid``, by sample index; ``generation`` is the digest of a request that
-        wants them.
-        """
+        """Return the kept results of ``rid``, by sample index, if ``generation`` is the request's digest."""
         place = self._rids.find(rid) if self._left else None
         record = None if place is None else self._read(place)
         if record is None or record.rid != rid or generation not in (None, record.generation):
@@ -174,10 +173,8 @@ class Answers:
         left_at = self._left.get(record.client)
         if left_at is None or left_at < record.done_at or left_at <= monotonic() - self._window_s:
             return []
-        results = {
-            result.index: result for answer in _decoded(record.answers) for result in results_in(answer)
-        }
-        return [results[index] for index in sorted(results)]
+        results = [result for answer in _decoded(record.answers) for result in results_in(answer)]
+        return sorted(results, key=lambda result: result.index)
 
     def keep_for(self, client: bytes) -> None:
         """Keep results that only ``client`` waited for: it has left and may not have read them."""
@@ -211,7 +208,7 @@ class Answers:
         return _decoded(exchange.answers)
 
     def _take(self, exchange: Exchange, answer: Message) -> None:
-        frames = [encode_reply(answer), *(answer.buffers if isinstance(answer, FramedMessage) else ())]
+        frames = list(frames_of(answer))
         nbytes = sum(map(len, frames))
         exchange.answers.append(frames)
         exchange.nbytes += nbytes
@@ -255,17 +252,19 @@ class Replies:
         self._engine = engine
         self.samples = SampleTotals()
 
-    def answer(self, message_id: str, answer: Message) -> None:
-        """Send the last answer to a message, to every client that waits for it, and store it."""
+    def answer(self, message_id: str, *answers: Message) -> None:
+        """Send the last answers to a message, to every client that waits for it, and store them."""
         engine = self._engine
         engine.outbox.deliver(engine.state.step)
         exchange = engine.answers.get(message_id)
         if exchange is None:
             return
-        for client in exchange.clients:
-            answer = self.send_answer(client, answer, message_id)
-        exchange.remaining = 1
-        engine.answers.add(exchange, answer)
+        exchange.remaining = len(answers)
+        for answer in answers:
+            sent = answer
+            for client in exchange.clients:
+                sent = self.send_answer(client, sent, message_id)
+            engine.answers.add(exchange, sent)
 
     def finished(self, request: LiveSample, result: SampleResult) -> None:
         engine = self._engine
@@ -283,19 +282,6 @@ class Replies:
         if isinstance(result, GenerateReqOutput):
             return BatchTokenOutput(step=self._engine.state.step, finished=[result])
         return result
-
-    def repeat(self, message_id: str, results: list[SampleResult]) -> None:
-        """Answer a message that repeats an earlier one under a new id with the results of that."""
-        engine = self._engine
-        exchange = engine.answers.get(message_id)
-        if exchange is None:
-            return
-        engine.outbox.deliver(engine.state.step)
-        exchange.remaining = len(results)
-        for answer in map(self.result, results):
-            for client in exchange.clients:
-                self.send_answer(client, answer, message_id)
-            engine.answers.add(exchange, answer)
 
     def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
         """Send ``answer`` to ``message_id`` (default: its ``id``), or else an error; return what was sent."""
@@ -382,6 +368,11 @@ class PlaceTable:
         return key, first + bucket.index(key) if key in bucket else None
 
 
+def frames_of(message: Message) -> Frames:
+    header = encode_reply(message)
+    return (header, *message.buffers) if isinstance(message, FramedMessage) else (header,)
+
+
 def results_in(answer: Message) -> Sequence[SampleResult]:
     if isinstance(answer, BatchTokenOutput):
         return answer.finished
@@ -402,7 +393,5 @@ def _require_same(message_id: str, known: bytes, body: bytes) -> None:
 
 
 def _forgotten(message_id: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.ANSWER_FORGOTTEN,
-        f"message {message_id} was answered before, and its answer is no longer stored",
-    )
+    reason = f"message {message_id} was answered before, and its answer is no longer stored"
+    return CaesuraError(ErrorCode.ANSWER_FORGOTTEN, reason)

@@ -177,11 +177,8 @@ class Dispatcher:
 def _decode(header: bytes, buffers: list[memoryview]) -> Request:
     message = decode_request(header)
     if buffers and not isinstance(message, UpdateWeightsFromTensorReqInput | GenerateImagesReqInput):
-        raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE,
-            f"{type(message).__name__} takes one frame, got {1 + len(buffers)}",
-            id=message.id,
-        )
+        reason = f"{type(message).__name__} takes one frame, got {1 + len(buffers)}"
+        raise CaesuraError(ErrorCode.MALFORMED_MESSAGE, reason, id=message.id)
     return message
 
 
@@ -209,13 +206,9 @@ def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[
     """
     rid, body = message.rid if message.rid is not None else message.id, _body_of(message, buffers)
     if not isinstance(message, engine.request_type):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"this engine takes {engine.request_type.__name__}, not {type(message).__name__}: a pipeline of "
-            "diffusers "
-            "makes images, any other model tokens",
-            field="type",
-        )
+        reason = f"this engine takes {engine.request_type.__name__}, not {type(message).__name__}: "
+        reason += "a pipeline of diffusers makes images, any other model tokens"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="type")
     if _join(engine, client, message, rid, body):
         return
     engine.shutdown.refuse_work()
@@ -244,7 +237,7 @@ def _join(engine: "Engine", client: bytes, message: Generate, rid: str, body: by
     samples = message.sampling_params.n if isinstance(message, GenerateReqInput) else message.n
     if len(kept) < samples or any(r.finish_reason.type == "abort" for r in kept):
         return False
-    engine.replies.repeat(message.id, kept)
+    engine.replies.answer(message.id, *map(engine.replies.result, kept))
     return True
 
 
@@ -252,9 +245,8 @@ def _abort(engine: "Engine", message: AbortReq) -> AbortReqOutput:
     if message.abort_all:
         return AbortReqOutput(id=message.id, aborted=engine.outputs.abort_all("Aborted"))
     if message.rid is None:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST, "abort needs a rid, or abort_all", field="rid", value=None
-        )
+        reason = "abort needs a rid, or abort_all"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="rid", value=None)
     samples = engine.live.samples(message.rid)
     if message.index is not None:
         samples = [sample for sample in samples if sample.index == message.index]
@@ -265,9 +257,8 @@ def _fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutp
     live = len(engine.live.samples(message.rid))
     kept = engine.answers.kept(message.rid)
     if any(isinstance(result, GenerateImagesReqOutput) for result in kept):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, "results of images are fetched by repeating the request", field="rid"
-        )
+        reason = "results of images are fetched by repeating the request"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="rid")
     tokens = [result for result in kept if isinstance(result, GenerateReqOutput)]
     return FetchResultReqOutput(id=message.id, results=tokens, live=live)
 
@@ -302,14 +293,11 @@ def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | E
     logger.debug("hello from %s: wire %d.%d", message.client or "?", message.wire_major, message.wire_minor)
     if message.wire_major != major:
         ours, theirs = f"{major}.{minor}", f"{message.wire_major}.{message.wire_minor}"
-        error = CaesuraError(
-            ErrorCode.VERSION_MISMATCH,
-            f"this engine (caesura {__version__}) speaks wire {ours}, the client "
-            f"({message.client or 'unknown'}) {theirs}",
-            engine=ours,
-            client=theirs,
+        reason = f"this engine (caesura {__version__}) speaks wire {ours}, the client "
+        reason += f"({message.client or 'unknown'}) {theirs}"
+        return CaesuraError(ErrorCode.VERSION_MISMATCH, reason, engine=ours, client=theirs).to_reply(
+            message.id
         )
-        return error.to_reply(message.id)
     return HelloReqOutput(
         id=message.id,
         wire_major=major,

@@ -140,11 +140,8 @@ def _locked_path(endpoint: str) -> int:
         _refuse_other_files(endpoint, path)
     except BlockingIOError as error:
         os.close(lock)
-        raise CaesuraError(
-            ErrorCode.ENDPOINT_IN_USE,
-            f"another scheduler owns {endpoint}: end it, or listen elsewhere",
-            endpoint=endpoint,
-        ) from error
+        reason = f"another scheduler owns {endpoint}: end it, or listen elsewhere"
+        raise CaesuraError(ErrorCode.ENDPOINT_IN_USE, reason, endpoint=endpoint) from error
     except CaesuraError:
         os.close(lock)
         raise
@@ -204,9 +201,8 @@ def _not_bound(endpoint: str, number: int | None, reason: str) -> CaesuraError:
 
 
 def _bad_endpoint(endpoint: str, reason: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"endpoint {endpoint!r}: {reason}", field="endpoint", value=endpoint
-    )
+    reason = f"endpoint {endpoint!r}: {reason}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="endpoint", value=endpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +219,10 @@ class ServerKeys:
             return None
         if secret_key_file is None or authorized_clients is None:
             missing = "curve_secret_key_file" if secret_key_file is None else "curve_authorized_clients"
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST,
-                f"{missing} is missing: curve_secret_key_file and curve_authorized_clients belong together",
-                field=missing,
-                value=None,
+            reason = (
+                f"{missing} is missing: curve_secret_key_file and curve_authorized_clients belong together"
             )
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=missing, value=None)
         keys = cls(read_key_pair(secret_key_file, "curve_secret_key_file"), Path(authorized_clients))
         keys.clients()
         return keys

@@ -21,13 +21,13 @@ from ...io_struct import (
     DeltaDetails,
     DeltaLogprobs,
     DeltaWeights,
-    FramedMessage,
     GenerateReqOutput,
     Message,
     StreamDelta,
     encode_reply,
 )
 from ..scheduling.sampling import joined_masks
+from .answers import Frames, frames_of
 
 MAX_PENDING_DELTA_TOKENS = 1 << 16
 """Most tokens of deltas per client; further ones are dropped, which leaves a gap in ``starts``."""
@@ -41,14 +41,6 @@ SEAL_BYTES = 4 << 20
 """Bytes at which open token outputs are encoded, so that encoding one message never takes long."""
 _ROW_BYTES = 64  # of a delta's row beside its columns: a reference to the rid, and its share of the lists
 _RESULT_BYTES = 1536  # of a result's fields beside its arrays
-
-
-Frames = Sequence[bytes | memoryview]
-
-
-def frames_of(message: Message) -> Frames:
-    header = encode_reply(message)
-    return (header, *message.buffers) if isinstance(message, FramedMessage) else (header,)
 
 
 @dataclass(slots=True)

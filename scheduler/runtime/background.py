@@ -20,31 +20,25 @@ class Wakeup:
     """Descriptor that threads make readable to wake the loop."""
 
     def __init__(self) -> None:
-        self.fd, self._writer = os.pipe()
-        for end in (self.fd, self._writer):
-            os.set_blocking(end, False)
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._lock = threading.Lock()
 
     def set(self) -> None:
         """Wake the loop, from any thread. No effect after :meth:`close`."""
-        with (
-            self._lock,
-            contextlib.suppress(BlockingIOError),
-        ):  # a full pipe is readable, so the loop wakes anyway
+        with self._lock:
             if not self._closed:
-                os.write(self._writer, b"!")
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 65536)
+            os.eventfd_read(self.fd)
 
     def close(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True
                 os.close(self.fd)
-                os.close(self._writer)
 
 
 class Worker:
@@ -78,7 +72,7 @@ class Task(Generic[Item]):
         work: Callable[[], Item],
         wake: Callable[[], None],
         *,
-        submit: Callable[[Callable[[], None]], None] | None = None,
+        submit: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
         began = monotonic()
         self.seconds = 0.0
@@ -92,7 +86,7 @@ class Task(Generic[Item]):
             self.seconds = monotonic() - began
             wake()
 
-        (submit or in_thread)(run)
+        submit(run)
 
     @property
     def done(self) -> bool:

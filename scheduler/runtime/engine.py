@@ -158,12 +158,8 @@ class Engine:
 def _executor(config: EngineConfig) -> Executor:
     if config.tp > 1:
         if is_pipeline(config.model_path):
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED,
-                f"tp = {config.tp}: image pipelines have one rank",
-                field="tp",
-                value=config.tp,
-            )
+            reason = f"tp = {config.tp}: image pipelines have one rank"
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="tp", value=config.tp)
         require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
     return Executor(config)
 
@@ -174,11 +170,10 @@ def _steps(engine: Engine, make_runner: MakeRunner) -> Steps:
     try:
         from .image_steps import image_steps  # needs diffusers, which is optional
     except ImportError as error:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"{error.name} is not installed, which image pipelines need: pip install 'caesura[diffusion]'",
-            field="model_path",
-        ) from error
+        reason = (
+            f"{error.name} is not installed, which image pipelines need: pip install 'caesura[diffusion]'"
+        )
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="model_path") from error
     return image_steps(engine)
 
 

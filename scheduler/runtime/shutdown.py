@@ -20,17 +20,11 @@ from types import FrameType
 from ...io_struct import CaesuraError, ErrorCode
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-FATAL_SIGNALS = (
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGVTALRM,
-    signal.SIGPROF,
-    signal.SIGXCPU,
-    signal.SIGIO,
-    signal.SIGPWR,
+FATAL_SIGNALS = tuple(
+    signal.Signals[f"SIG{name}"]
+    for name in ("QUIT", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "XCPU", "IO", "PWR")
 )
+"""Signals that the engine does not use and that end a process by default."""
 _WATCH_S = 0.1
 
 
@@ -80,9 +74,8 @@ class Shutdown:
 
     def refuse_work(self) -> None:
         if self.requested:
-            raise CaesuraError(
-                ErrorCode.SHUTTING_DOWN, "the engine is shutting down and accepts no new requests"
-            )
+            reason = "the engine is shutting down and accepts no new requests"
+            raise CaesuraError(ErrorCode.SHUTTING_DOWN, reason)
 
 
 class StartInterruptedError(BaseException):
