@@ -176,7 +176,7 @@ class Router:
             self._drop_client(each)
 
     def retry(self) -> None:
-        for client, backlog in self._backlogs.items():
+        for client, backlog in list(self._backlogs.items()):
             while (frames := backlog.head()) is not None and self._offer(client, frames):
                 if client not in self._backlogs:
                     break  # the send has found the client gone

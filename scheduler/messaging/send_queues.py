@@ -10,7 +10,7 @@ Invariants:
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -57,45 +57,34 @@ class Load:
         self.tokens += sign * other.tokens
 
 
-class Backlogs:
+class Backlogs(dict[bytes, "Backlog"]):
+    """Queues by client, of those that have not taken everything."""
+
     def __init__(self) -> None:
+        super().__init__()
         self.load = Load()
-        self._queues: dict[bytes, Backlog] = {}
-
-    def __len__(self) -> int:
-        return len(self._queues)
-
-    def __contains__(self, client: bytes) -> bool:
-        return client in self._queues
-
-    def __getitem__(self, client: bytes) -> "Backlog":
-        return self._queues[client]
-
-    def items(self) -> Iterator[tuple[bytes, "Backlog"]]:
-        """Iterate over a copy, because queues may be dropped meanwhile."""
-        yield from list(self._queues.items())
 
     def begin(self, client: bytes, frames: Frames) -> list[bytes]:
-        self._queues[client] = Backlog(self.load)
-        self._queues[client].put(frames, 1)
+        self[client] = Backlog(self.load)
+        self[client].put(frames, 1)
         return self._over(client)
 
     def append(self, client: bytes, message: Message) -> list[bytes]:
-        self._queues[client].append(message)
+        self[client].append(message)
         return self._over(client)
 
     def forget(self, client: bytes) -> None:
-        queue = self._queues.pop(client, None)
+        queue = self.pop(client, None)
         if queue is not None:
             queue.drop()
 
     def _over(self, client: bytes) -> list[bytes]:
         """Return the clients over a limit, which count as gone."""
-        load = self._queues[client].load
+        load = self[client].load
         if load.messages > MAX_PENDING_MESSAGES or load.nbytes > MAX_PENDING_BYTES:
             return [client]
         if self.load.nbytes > MAX_ALL_PENDING_BYTES:
-            return [max(self._queues, key=lambda each: self._queues[each].load.nbytes)]
+            return [max(self, key=lambda each: self[each].load.nbytes)]
         return []
 
 

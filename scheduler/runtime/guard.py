@@ -28,7 +28,6 @@ class EngineEndsError(BaseException):
 class Guard:
     def __init__(self, fatal: tuple[type[Exception], ...] = ()) -> None:
         """Do not catch the types ``fatal``: an engine that checks itself must stop at a failed check."""
-        self.failures = 0
         self._fatal = fatal
 
     def run(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
@@ -38,7 +37,6 @@ class Guard:
         except self._fatal:
             raise
         except Exception as error:
-            self.failures += 1
             logger.error("%s failed", what, exc_info=error)
             return False
         return True

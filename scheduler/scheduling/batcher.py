@@ -61,6 +61,8 @@ class ScheduledBatch:
 
 
 class Batcher:
+    images = None
+
     def __init__(
         self,
         table: RequestTable,
@@ -89,9 +91,7 @@ class Batcher:
         """Running requests, by prompt key, that compute a prefix which others wait to share."""
         self._starting: Request | None = None
         """The request that :meth:`_start` works on; it stays set if that raises."""
-        self._decode_slots: np.ndarray | None = (
-            None  # a cache, until requests join or leave the decoding rows
-        )
+        self._decode_slots: np.ndarray | None = None  # until requests join or leave the decoding rows
         self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
         self._deferred_releases: list[tuple[Request, bool]] = []
         """Finished requests whose slot a step in flight still uses; True if their KV may go to the prefix
@@ -109,10 +109,6 @@ class Batcher:
     @property
     def prefilled_tokens(self) -> int:
         return self._chunk_sizer.prompt_tokens
-
-    @property
-    def images(self) -> None:
-        return None
 
     @property
     def num_holding(self) -> int:
@@ -298,9 +294,8 @@ class Batcher:
             request = table.by_slot[slot]
             if request is None or request.kv is None:
                 continue  # preempted by an earlier row of this loop
-            while request.kv is not None and not self.cache.extend(
-                request.kv, int(table.scheduled[slot]) + 1
-            ):
+            needed = int(table.scheduled[slot]) + 1
+            while request.kv is not None and not self.cache.extend(request.kv, needed):
                 if self.in_flight:
                     return False
                 self._requeue(self._active[-1], keep_prefix=True)
@@ -493,26 +488,19 @@ class Batcher:
             forward=forward,
             slots=slots,
             sample_slots=sample_slots,
-            completed=[
-                request
-                for request, taken in chunks
-                if table.scheduled[request.slot] + taken == table.length[request.slot]
-            ],
+            completed=[chunks[row][0] for row in complete],
             num_tokens=len(positions),
             inputs=spans,
         )
-        self._mark_in_flight(batch, ends)
-        self._states.launched(slots, starts)
-        if forward.sampling.special is not None:
-            table.sampling.counted[sample_slots] = ends[samples] + 1
-        return batch
-
-    def _mark_in_flight(self, batch: ScheduledBatch, ends: np.ndarray) -> None:
-        self.table.scheduled[batch.slots] = ends
-        self.table.inflight[batch.slots] += 1
+        table.scheduled[slots] = ends
+        table.inflight[slots] += 1
         for request in batch.completed:
             request.phase = Phase.DECODE
             self._prefilling.remove(request)
             self._decode_slots = None
         if self._chunk_sizer.limit is not None:
-            self._decode_offset += batch.forward.num_decode
+            self._decode_offset += num_decode
+        self._states.launched(slots, starts)
+        if forward.sampling.special is not None:
+            table.sampling.counted[sample_slots] = ends[samples] + 1
+        return batch
