@@ -66,7 +66,6 @@ class StateRows:
         return self._allocator.total
 
     def usage(self) -> Usage:
-        """Return the rows by state, from counters; O(1)."""
         kept = len(self._oldest) + len(self._pins)
         return Usage(self._allocator.num_free, kept, self._held, self.total)
 

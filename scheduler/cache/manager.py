@@ -42,7 +42,6 @@ class RequestKV:
     """int32 row of the caller's page table, written in place; [0, num_pages) is valid."""
     num_pages: int
     num_shared: int
-    """Leading pages that the tree owns, locked through ``node``."""
     node: Node | None
     epoch: int
     stale: bool
@@ -114,9 +113,7 @@ class CacheManager:
         return self.states is None or self.states.available > 0
 
     def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
-        """Return the longest cached prefix that a request can go on from, and how many of its pages are
-        cached.
-        """
+        """Return the longest cached prefix to go on from, and how many of its pages are cached."""
         pages, node = self._tree.match(self.epoch, salt, tokens)
         cached = shareable = len(pages)
         for rooms in (self.windows, self.states):
@@ -299,7 +296,6 @@ class CacheManager:
                 )
 
     def _check_tree(self, nodes: list[Node]) -> None:
-        """Check that every lock belongs to an open request or a locked child, and unlocked nodes' epochs."""
         locks: dict[Node, int] = dict.fromkeys(nodes, 0)
         for kv in self._open:
             if kv.node is not None:

@@ -143,7 +143,6 @@ class MLAPool(_PagedPool):
         device: torch.device | str = "cpu",
         page_size: int = PAGE_SIZE,
     ) -> None:
-        """``width`` is kv_lora_rank + qk_rope_head_dim; ``num_pages`` counts the scratch page 0."""
         self.num_layers, self.num_pages, self.page_size, self.width = num_layers, num_pages, page_size, width
         self.window_pages = None
         super().__init__([(num_pages, page_size, width)] * num_layers, dtype, device)
@@ -181,7 +180,6 @@ class StateShape:
 
     @property
     def past(self) -> tuple[int, int]:
-        """Shape of the inputs of the convolution that a row keeps, oldest first."""
         return self.kernel - 1, self.channels
 
     def divided(self, ranks: int) -> "StateShape":
@@ -202,7 +200,6 @@ class StatePool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``num_rows`` counts the scratch row 0."""
         if min(num_layers, num_rows) < 1:
             raise ValueError(
                 f"every size of a state pool is at least 1, got {num_layers} layers of {num_rows} rows"
@@ -243,9 +240,7 @@ class RoutingPool:
         device_module: DeviceModule | None = None,
         page_size: int = PAGE_SIZE,
     ) -> None:
-        """``dtype`` is uint8 or int16; ``num_pages`` are the KV pool's; ``device_module`` makes the stream of
-        reads.
-        """
+        """``dtype`` is uint8 or int16; ``num_pages`` are the KV pool's, scratch included."""
         self.num_layers, self.top_k, self.dtype = num_layers, top_k, dtype
         self.numpy_dtype = np.dtype(torch_name(dtype))
         self._page_size = page_size
@@ -268,7 +263,6 @@ class RoutingPool:
         return self._pages.nbytes + self._staging.nbytes + self._index.nbytes
 
     def store(self, kv_slots: Tensor, rows: Tensor) -> None:
-        """Write ``rows`` [T, layers, top_k] to ``kv_slots`` (int64 [T]), which are distinct."""
         self._by_slot.index_copy_(0, kv_slots, rows)
 
     def read(self, pages: np.ndarray, start: int, end: int) -> np.ndarray:

@@ -27,9 +27,7 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class Node:
-    """A run of pages below ``parent``. Callers hold nodes as handles to lock and unlock; the tree writes
-    them.
-    """
+    """A run of pages below ``parent``, written by the tree; a handle to lock and unlock."""
 
     __slots__ = (
         "children",
@@ -65,8 +63,7 @@ class Inserted(NamedTuple):
     node: Node
     """Node that ends where the inserted run ends."""
     num_existing: int
-    """Leading pages of the run that the tree already had; the caller's duplicates of them stay the caller's.
-    """
+    """Leading pages that the tree already had; the caller keeps its duplicates."""
     existing: np.ndarray
     """int32 [num_existing]: the tree's own pages at those positions."""
 
@@ -167,9 +164,7 @@ class RadixTree:
         return (first if differ[first] else n) // self.page_size
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut ``node`` after ``num_pages``; return the upper part. ``node`` keeps the lower one and its
-        locks.
-        """
+        """Cut ``node`` after ``num_pages``; return the upper part. ``node`` keeps its locks."""
         cut = num_pages * self.page_size
         parent = node.parent
         assert parent is not None
@@ -291,7 +286,6 @@ class RadixTree:
         return pages
 
     def nodes(self) -> Iterator[Node]:
-        """Yield every node but the roots, locked ones of older epochs included, for integrity checks."""
         for root in self._roots.values():
             for node in _subtree(root):
                 if node.parent is not None:

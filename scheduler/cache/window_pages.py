@@ -48,7 +48,6 @@ class WindowPages:
         self._allocator = PageAllocator(num_storage)
 
     def first_seen(self, position: int) -> int:
-        """Return the first page of a row that the token at ``position`` sees."""
         return max(0, position - self.window + 1) // self._page_size
 
     def shareable(self, pages: np.ndarray) -> int:

@@ -61,8 +61,6 @@ Frames = Sequence[bytes | memoryview]
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One effect under way: messages that asked for it, clients that wait for it, and its answers so far."""
-
     message_ids: list[str]
     clients: list[bytes]
     remaining: int = 1
@@ -77,7 +75,6 @@ class Exchange:
 
 class _Record(msgspec.Struct, array_like=True):
     digests: dict[str, bytes]
-    """Digests of the messages by id."""
     client: bytes
     """The only client that waited for the results of a generation, or empty."""
     rid: str
@@ -88,9 +85,7 @@ class _Record(msgspec.Struct, array_like=True):
 
 class Answers:
     def __init__(self, window_s: float, limit_bytes: int) -> None:
-        """``window_s``: seconds that results of clients that left can be fetched; ``limit_bytes``: of the
-        large ring.
-        """
+        """Results of clients that left can be fetched for ``window_s``; ``limit_bytes`` is their ring's."""
         self._window_s = window_s
         self._limit_bytes = limit_bytes
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
@@ -135,7 +130,6 @@ class Answers:
         return None if known is None else known[1]
 
     def join(self, client: bytes, message_id: str, exchange: Exchange) -> list[Message]:
-        """Make the just attached ``message_id`` part of ``exchange``; return the answers so far."""
         answers = self._wait(client, exchange, exchange.message_ids[0])
         body, _ = self._exchanges[message_id]
         self._exchanges[message_id] = body, exchange
@@ -143,7 +137,6 @@ class Answers:
         return answers
 
     def add(self, exchange: Exchange, answer: Message) -> None:
-        """Add an answer to ``exchange``; the last one ends and stores it."""
         exchange.remaining -= 1
         place = _FORGOTTEN
         if not exchange.is_lost:
@@ -200,7 +193,6 @@ class Answers:
                 exchange.clients.remove(client)
 
     def _wait(self, client: bytes, exchange: Exchange, message_id: str) -> list[Message]:
-        """Let ``client`` wait for the answers to come; return those so far."""
         if exchange.is_lost:
             raise _forgotten(message_id)
         if client not in exchange.clients:
@@ -246,8 +238,6 @@ class Answers:
 
 
 class Replies:
-    """Sends answers to every client that waits for them, and stores them for retries."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self.samples = SampleTotals()
@@ -361,7 +351,6 @@ class PlaceTable:
             self._keys[found] = 0
 
     def _lookup(self, name: Hashable) -> tuple[int, int | None]:
-        """Return the key of ``name``, and the index of its entry or None."""
         key = hash(name) & (1 << 64) - 1 or 1
         first = key % self._buckets * _WAYS
         bucket = self._keys[first : first + _WAYS]

@@ -85,9 +85,7 @@ class CommandQueue:
         return [command.message.id for command in (*self._queue, *self._stepped_aside)]
 
     def add(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> None:
-        """Queue a command. Raise ``queue_full``, ``busy`` for two exclusive ones, or what its function
-        refuses at once.
-        """
+        """Queue a command, or raise ``queue_full``, ``busy``, or what its function refuses at once."""
         pending, limit = len(self._queue) + len(self._stepped_aside), MAX_PENDING_COMMANDS
         if pending >= limit:
             reason = f"{pending} commands are pending, the limit is {limit}"
@@ -99,7 +97,6 @@ class CommandQueue:
         self._queue.append(_PendingCommand(message, operation(self._engine, client, message, buffers)))
 
     def advance(self) -> None:
-        """Check the commands that have stepped aside, then run the queue for at most a slice."""
         for command in self._stepped_aside[:]:
             wait = self._advance_operation(command)
             if wait is not Wait.CHANGE:

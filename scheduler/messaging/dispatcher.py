@@ -74,7 +74,6 @@ class Dispatcher:
 
     @property
     def wants_tick(self) -> bool:
-        """True if a command or scoring can go on at once, so that the loop must not block."""
         scoring = self._engine.scoring
         scores = scoring is not None and scoring.has_work and not scoring.waits
         return scores or self._engine.commands.wants_tick
@@ -121,9 +120,7 @@ class Dispatcher:
                 engine.replies.answer(answer.id, answer)
 
     def client_gone(self, client: bytes) -> None:
-        """Record that a send to ``client`` has failed; :meth:`reap` does the rest, as steps may be processed
-        now.
-        """
+        """Record that a send has failed; :meth:`reap` does the rest, as steps may be processed now."""
         self._gone.append(client)
 
     def reap(self) -> None:
@@ -144,7 +141,6 @@ class Dispatcher:
     def _known(
         self, client: bytes, message: Request, frame: bytes, buffers: list[memoryview]
     ) -> list[Message] | None:
-        """Return the answer to a query, or the stored answers of a retry; None if ``message`` is new."""
         engine = self._engine
         if isinstance(message, ControlRequest):
             engine.state.renew_lease(message.owner)
@@ -201,9 +197,7 @@ Generate = GenerateReqInput | GenerateImagesReqInput
 
 
 def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[memoryview]) -> None:
-    """Start a generation, or attach ``message`` to the generation that it repeats; nothing has changed if
-    this raises.
-    """
+    """Start a generation, or attach ``message`` to the one that it repeats; all or nothing."""
     rid, body = message.rid if message.rid is not None else message.id, _body_of(message, buffers)
     if not isinstance(message, engine.request_type):
         reason = f"this engine takes {engine.request_type.__name__}, not {type(message).__name__}: "
@@ -264,7 +258,7 @@ def _fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutp
 
 
 def _client_gone(engine: "Engine", client: bytes) -> None:
-    """Abort the requests that only ``client`` waits for, keep their results, give others a new receiver."""
+    """Abort what only ``client`` waits for, keep the results, and give others a new receiver."""
     aborted = 0
     for request in engine.live.of_client(client):
         exchange = engine.answers.get(request.message_id)
@@ -280,7 +274,6 @@ def _client_gone(engine: "Engine", client: bytes) -> None:
 
 
 def _body_of(message: Generate, buffers: list[memoryview]) -> bytes:
-    """Return the digest of a request with its tensors, without its message id."""
     digest = hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16)
     for buffer in buffers:
         digest.update(buffer)
@@ -288,7 +281,6 @@ def _body_of(message: Generate, buffers: list[memoryview]) -> bytes:
 
 
 def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | ErrorReply:
-    """Accept every client with the same major version."""
     major, minor = WIRE_VERSION
     logger.debug("hello from %s: wire %d.%d", message.client or "?", message.wire_major, message.wire_minor)
     if message.wire_major != major:

@@ -51,9 +51,7 @@ HEARTBEAT_MS = 10_000
 DEAD_PEER_MS = 60_000
 """Milliseconds after which a silent peer counts as gone, over tcp, and the engine for it."""
 MAX_RESERVE = 1536
-"""Descriptors that connections leave free, or half of the limit if that is less. More than ZeroMQ can accept
-before this thread has looked: 1,002, and the backlog of the endpoint.
-"""
+"""Descriptors left free at most; more than ZeroMQ can accept unseen: 1,002, and the backlog."""
 RECHECK_MS = 1000
 
 
@@ -107,7 +105,6 @@ class Endpoint:
         self._is_shut = False
 
     def close(self) -> None:
-        """Release the address, after its socket was closed. Idempotent."""
         if self._path is not None:  # ZeroMQ does not unlink it; it is ours while we hold the lock
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path + (SHUT_SUFFIX if self._is_shut else ""))
@@ -121,7 +118,6 @@ class Endpoint:
 
 
 def _locked_path(endpoint: str) -> int:
-    """Check an ipc address and take its lock; return the descriptor that holds it."""
     path = endpoint.removeprefix("ipc://")
     if not endpoint.startswith("ipc://") or not os.path.isabs(path):
         raise _bad_endpoint(endpoint, "must be ipc:///absolute/path or tcp://address:port")
@@ -212,9 +208,7 @@ class ServerKeys:
 
     @classmethod
     def read(cls, secret_key_file: str | None, authorized_clients: str | None) -> "ServerKeys | None":
-        """Read the keys; None if neither option is set. Raise ``invalid_request`` for one alone or an
-        unreadable file.
-        """
+        """Read the keys; None if neither option is set. One alone is ``invalid_request``."""
         if secret_key_file is None and authorized_clients is None:
             return None
         if secret_key_file is None or authorized_clients is None:
@@ -239,7 +233,6 @@ class Access:
         endpoint: Endpoint,
         keys: ServerKeys | None,
     ) -> None:
-        """Prepare ``router``, which is not bound yet."""
         self._router = router
         self._endpoint = endpoint
         self._descriptor_guard = _DescriptorGuard(endpoint)

@@ -47,9 +47,7 @@ class TokenDetails:
 
     @staticmethod
     def of(request: Request, at: int, raw: float, sampled: float) -> "TokenDetails | None":
-        """Return details of the newest token of ``request``, output token ``at``, or None if it asked for
-        none.
-        """
+        """Return details of the newest token, output token ``at``, or None if not asked for."""
         if not request.details:
             return None
         stamp, stale, _ = request.spans[-1]
@@ -64,7 +62,6 @@ class TokenDetails:
 
 
 def _details_of(tokens: Sequence[TokenDetails | None]) -> DeltaDetails | None:
-    """Return the details of a delta whose rows have one token each, or None if nobody asked for them."""
     if not any(tokens):
         return None
     numbers: dict[DeltaWeights, int] = {}

@@ -47,9 +47,7 @@ class Router:
     def __init__(
         self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
     ) -> None:
-        """Bind ``endpoint``; ``on_gone`` is called with a client that has left. Without ``keys`` all may
-        connect.
-        """
+        """Bind ``endpoint``; ``on_gone`` gets clients that left. Without ``keys`` all may connect."""
         self._on_gone = on_gone
         self._backlogs = Backlogs()
         self._incoming: _Incoming | None = None
@@ -204,9 +202,7 @@ class Router:
         self._cleanup.close()
 
     def _offer(self, client: bytes, frames: Frames) -> bool:
-        """Try to send; return False if the client's pipe is full. What goes to a client that is gone counts
-        as sent.
-        """
+        """Try to send; return False if the client's pipe is full. A client that is gone takes all."""
         try:
             self.socket.send_multipart([client, *frames], zmq.NOBLOCK)
         except zmq.Again:

@@ -58,8 +58,6 @@ class Load:
 
 
 class Backlogs(dict[bytes, "Backlog"]):
-    """Queues by client, of those that have not taken everything."""
-
     def __init__(self) -> None:
         super().__init__()
         self.load = Load()
@@ -170,7 +168,6 @@ def result_bytes(result: GenerateReqOutput) -> int:
 
 
 def _array_bytes(value: object) -> int:
-    """Return the bytes of all arrays in a struct."""
     if isinstance(value, msgspec.Struct):
         return sum(_array_bytes(getattr(value, name)) for name in value.__struct_fields__)
     return len(value) if isinstance(value, bytes) else 0
@@ -226,7 +223,6 @@ def _merge_further(
     order: np.ndarray,
     first: np.ndarray,
 ) -> DeltaLogprobs | None:
-    """Return the extra logprobs of the rows ``order``, merged into runs that begin at entries ``first``."""
     if not any(further for _, further in deltas):
         return None
     ks = np.concatenate(
@@ -247,9 +243,7 @@ def _merge_further(
 
 
 def _merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDetails | None:
-    """Return details of the tokens ``places`` among those of all ``deltas``, or None if nobody asked for
-    them.
-    """
+    """Return details of the tokens ``places`` among those of all ``deltas``."""
     if not any(delta.details for delta in deltas):
         return None
     numbers: dict[DeltaWeights, int] = {}
@@ -277,7 +271,6 @@ def _merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDe
 
 
 def _each_mask(details: DeltaDetails | None, count: int) -> list[np.ndarray | None]:
-    """Return the mask of each of ``count`` tokens, None where nobody asked in their delta."""
     if details is None or details.sampling_mask is None:
         return [None] * count
     ids, offsets = (

@@ -112,7 +112,6 @@ class StepTrace:
         self._writing = Task(write, self._wake)
 
     def close(self) -> None:
-        """End a recording without writing it. Idempotent."""
         recording, self._recording = self._recording, None
         if recording is not None:
             self._stages.call_at_ends(None)

@@ -25,7 +25,6 @@ class Wakeup:
         self._lock = threading.Lock()
 
     def set(self) -> None:
-        """Wake the loop, from any thread. No effect after :meth:`close`."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.fd, 1)
@@ -42,9 +41,7 @@ class Wakeup:
 
 
 class Worker:
-    """Thread that runs callables in order; reused for gloo, which keeps memory for every thread that calls
-    it.
-    """
+    """Thread that runs callables in order; gloo keeps memory for every thread that calls it."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -93,7 +90,6 @@ class Task(Generic[Item]):
         return self._outcome is not None
 
     def result(self) -> Item:
-        """Return the value of the call, which is done, or raise what it raised."""
         assert self._outcome is not None
         if isinstance(self._outcome, BaseException):
             raise self._outcome

@@ -16,9 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineEndsError(BaseException):
-    """The loop must end, and every waiting client gets ``error``. Not an ``Exception``: nothing recovers from
-    it.
-    """
+    """The loop ends, and every waiting client gets ``error``; no ``Exception``, as nothing recovers."""
 
     def __init__(self, error: CaesuraError) -> None:
         super().__init__(error.message)
@@ -31,7 +29,6 @@ class Guard:
         self._fatal = fatal
 
     def run(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
-        """Call ``act(*arguments)``; log an exception as a failure of ``what`` and return False."""
         try:
             act(*arguments)
         except self._fatal:
@@ -54,7 +51,6 @@ def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
 
 
 def checked(answer: object) -> Message:
-    """Return ``answer``, or raise if a handler has returned anything else than a message."""
     if not isinstance(answer, Message):
         raise TypeError(f"a handler has returned {type(answer).__name__}, which is not a message")
     return answer

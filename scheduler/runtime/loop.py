@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAITING_POLL_S = 0.005
-"""Seconds between checks of commands that have stepped aside."""
 MAX_POLL_S = 3600.0
 """Longest sleep: poll takes 32 bits of milliseconds, and deadlines may be infinite."""
 BACKLOG_POLL_S = 0.005
@@ -109,7 +108,6 @@ class Scheduler:
         return in_flight
 
     def _receive(self, timeout_s: float | None) -> None:
-        """Wait up to ``timeout_s`` (None: without limit), receive messages, and fire timers."""
         engine = self._engine
         engine.heartbeat.asleep = timeout_s != 0
         timeout_ms = None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000)

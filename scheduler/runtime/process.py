@@ -186,8 +186,6 @@ def raise_limit() -> int:
 
 
 class DescriptorCheck:
-    """Warns once when many descriptors are open, and again after their number has been lower."""
-
     def __init__(self) -> None:
         self._told = False
 

@@ -57,7 +57,6 @@ class Shutdown:
         return self.requested and self.left_s > 0
 
     def request(self, reason: str, *, drain: bool | None = None, timeout_s: float | None = None) -> None:
-        """Request the shutdown; ``drain`` and ``timeout_s`` are as configured if they are None."""
         drain = self._drain if drain is None else drain
         limit = self._drain_timeout_s if timeout_s is None else timeout_s
         deadline = monotonic() + limit if drain else 0.0
@@ -79,8 +78,6 @@ class Shutdown:
 
 
 class StartInterruptedError(BaseException):
-    """A stop signal arrived before the engine served."""
-
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number

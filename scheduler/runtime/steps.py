@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The parts that know what a batch, an output and a sample are; the loop hands these from one to the
-    next.
-    """
-
     loaded: LoadedWeights
     open_folder: OpenFolder
     scoring: Scoring | None = None

@@ -40,7 +40,6 @@ class Heartbeat:
         self.ticked = False
         """True after a tick; cleared by every check."""
         self.asleep = False
-        """True while the loop is blocked in ``poll``."""
         self.long: str | None = None
         self.on_change: Callable[[], None] = lambda: None
 
@@ -152,8 +151,6 @@ class Backstop:
 
 
 class _ExitTimer:
-    """A POSIX timer whose expiry is ``_exit(EXIT_HUNG)``."""
-
     def __init__(self) -> None:
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
         if not hasattr(self._libc, "timer_create"):  # glibc before 2.34
@@ -165,7 +162,6 @@ class _ExitTimer:
             raise OSError(ctypes.get_errno(), "timer_create failed")
 
     def set(self, seconds: float) -> None:
-        """Exit in ``seconds``; 0 cancels it."""
         spec = struct.pack("@4l", 0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec
         if self._libc.timer_settime(self._id, 0, spec, None):
             raise OSError(ctypes.get_errno(), "timer_settime failed")

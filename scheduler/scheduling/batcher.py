@@ -38,8 +38,7 @@ logger = logging.getLogger(__name__)
 LOOK_AHEAD = 128
 """Queued requests that one start looks at, when many of them wait for a shared prefix."""
 PAGES_PER_SKIPPED_REQUEST = 2
-"""Free pages that a start leaves for each request it skips: for the unshared end of its prompt, and to grow.
-"""
+"""Free pages left for each skipped request: for the unshared end of its prompt, and to grow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,9 +93,7 @@ class Batcher:
         self._decode_slots: np.ndarray | None = None  # until requests join or leave the decoding rows
         self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
         self._deferred_releases: list[tuple[Request, bool]] = []
-        """Finished requests whose slot a step in flight still uses; True if their KV may go to the prefix
-        cache.
-        """
+        """Finished requests of a step in flight; True if their KV may go to the prefix cache."""
 
     @property
     def num_running(self) -> int:
@@ -112,7 +109,6 @@ class Batcher:
 
     @property
     def num_holding(self) -> int:
-        """Requests that hold KV, including finished ones whose release waits for a step in flight."""
         return len(self._active) + len(self._deferred_releases)
 
     @property
@@ -174,7 +170,6 @@ class Batcher:
 
     @property
     def step_limit(self) -> int | None:
-        """Most tokens of a step after one ran out of memory, or None."""
         return self._chunk_sizer.limit
 
     def halve(self, batch: ScheduledBatch) -> bool:
@@ -236,8 +231,7 @@ class Batcher:
         return len(requests)
 
     def restart_prefills(self) -> int:
-        """Requeue all requests in prefill after a weight commit, so that all of their KV comes from the new
-        weights.
+        """Requeue all requests in prefill after a weight commit: their KV comes from the new weights.
 
         Prompt log-probabilities must come from the weights that sample the first token, so waiting requests
         without output drop the ones they have.
@@ -260,9 +254,7 @@ class Batcher:
             self._release(request, keep_prefix=keep_prefix and kv_is_valid)
 
     def _release_prefix_waiters(self, request: Request) -> None:
-        """Let requests with the same prompt start: ``request`` no longer computes a prefix that they wait
-        for.
-        """
+        """Let requests with the same prompt start, which waited for the prefix of ``request``."""
         if request.computes_shared_prefix:
             request.computes_shared_prefix = False
             self._prefixes_in_progress[request.prompt_key] -= 1
@@ -270,7 +262,6 @@ class Batcher:
                 del self._prefixes_in_progress[request.prompt_key]
 
     def _rotate_decode_rows(self, decode: np.ndarray) -> np.ndarray:
-        """Cut the rows to the step's token limit; those left out come first in the next steps."""
         limit = self._chunk_sizer.limit
         fits = limit is None or len(decode) <= limit
         return decode if fits else np.roll(decode, -self._decode_offset)[:limit]
@@ -358,7 +349,6 @@ class Batcher:
         return chunks
 
     def _prefill_chunks(self, budget: int) -> list[tuple[Request, int]]:
-        """Return ``(request, prompt tokens)`` for at most ``budget`` tokens, new requests last."""
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
             if budget == 0:
@@ -384,7 +374,6 @@ class Batcher:
         return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:
-        """Return the number of full pages of its prompt that may come from the prefix cache."""
         if not self._share:
             return 0
         first = None if request.record is None else request.record.first_uncached

@@ -104,7 +104,6 @@ class LinearStateSteps:
     def _segments(
         self, states: StateRows, kv: RequestKV, start: int, end: int, first: int, known: int
     ) -> list[StateSegment]:
-        """Return the segments of a row that computes [start, end), the step's tokens from ``first`` on."""
         state = _state(kv)
         source: int | None = None
         if start:
