@@ -95,7 +95,8 @@ class StateRows:
             self._held += 1
             return RequestState(last, branch=branch)
         if source != NO_PAGE:
-            self._pin(source)
+            self._oldest.pop(source, None)
+            self._pins[source] += 1
         row = self._take()
         assert row is not None, "there is a row that is not the source's"
         return RequestState(row, source, branch)
@@ -187,15 +188,7 @@ class StateRows:
                 self._oldest[its] = None
 
     def _leave_source(self, state: RequestState) -> None:
-        if state.source != NO_PAGE:
-            self._unpin(state.source)
-            state.source = NO_PAGE
-
-    def _pin(self, page: int) -> None:
-        self._oldest.pop(page, None)
-        self._pins[page] += 1
-
-    def _unpin(self, page: int) -> None:
+        page, state.source = state.source, NO_PAGE
         if page == NO_PAGE:
             return
         self._pins[page] -= 1

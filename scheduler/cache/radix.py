@@ -241,14 +241,22 @@ class RadixTree:
             elif stamp != leaf.last_access:
                 heapq.heapreplace(self._heap, (leaf.last_access, leaf.serial, leaf))
             elif len(leaf.pages) > missing:
-                gone.append(self._trim(leaf, missing))
+                keep = len(leaf.pages) - missing
+                gone.append(leaf.pages[keep:].copy())
+                leaf.tokens = _owned(leaf.tokens[: keep * self.page_size])
+                leaf.pages = _owned(leaf.pages[:keep])
                 missing = 0
             else:
                 heapq.heappop(self._heap)
                 leaf.in_heap = False
                 gone.append(leaf.pages)
                 missing -= len(leaf.pages)
-                self._evict_leaf(leaf)
+                parent = leaf.parent
+                assert parent is not None
+                self._detach(leaf)
+                # A continuation stored through `after` does not touch the nodes above: age is handed up.
+                parent.last_access = max(parent.last_access, leaf.last_access)
+                self._offer(parent)
         pages = np.concatenate(gone) if gone else NO_PAGES
         self.num_evictable_pages -= len(pages)
         return pages
@@ -298,21 +306,6 @@ class RadixTree:
         if self._is_evictable(node) and not node.in_heap:
             node.in_heap = True
             heapq.heappush(self._heap, (node.last_access, node.serial, node))
-
-    def _trim(self, leaf: Node, num_pages: int) -> np.ndarray:
-        keep = len(leaf.pages) - num_pages
-        pages = leaf.pages[keep:].copy()
-        leaf.tokens = _owned(leaf.tokens[: keep * self.page_size])
-        leaf.pages = _owned(leaf.pages[:keep])
-        return pages
-
-    def _evict_leaf(self, leaf: Node) -> None:
-        parent = leaf.parent
-        assert parent is not None
-        self._detach(leaf)
-        # A continuation stored through `after` does not touch the nodes above it, so age is handed up here.
-        parent.last_access = max(parent.last_access, leaf.last_access)
-        self._offer(parent)
 
     def _detach(self, node: Node) -> None:
         parent = node.parent

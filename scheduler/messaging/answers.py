@@ -35,7 +35,7 @@ from ...io_struct import (
     encode_reply,
 )
 from ..observability.throughput import SampleTotals
-from ..runtime.guard import checked, defect
+from ..runtime.guard import defect
 from ..scheduling.waiting_queue import LiveSample
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Exchange:
     message_ids: list[str]
     clients: list[bytes]
     remaining: int = 1
-    answers: list[list[bytes | memoryview]] = field(default_factory=list)
+    answers: list[Frames] = field(default_factory=list)
     nbytes: int = 0
     is_lost: bool = False
     """True if the answers so far took too much memory and were dropped."""
@@ -141,13 +141,23 @@ class Answers:
         place = _FORGOTTEN
         if not exchange.is_lost:
             try:
-                self._take(exchange, answer)
+                frames = frames_of(answer)
+                nbytes = sum(map(len, frames))
+                exchange.answers.append(frames)
+                exchange.nbytes += nbytes
+                self._begun_bytes += nbytes
+                self._begun[exchange] = None
                 place = _FORGOTTEN if exchange.remaining else self._store(exchange)
             except (MemoryError, TypeError, ValueError):  # it cannot be encoded
                 logger.exception("an answer to message %s is not stored", exchange.message_ids[0])
                 self._lose(exchange)
         if exchange.remaining == 0:
-            self._end(exchange, place)
+            self._lose(exchange)
+            for message_id in exchange.message_ids:
+                del self._exchanges[message_id]
+                self._ids.set(message_id, place)
+            if exchange.rid:
+                self._rids.set(exchange.rid, place)
         while self._begun_bytes > self._limit_bytes:
             self._lose(max(self._begun, key=lambda each: each.nbytes))
 
@@ -182,10 +192,6 @@ class Answers:
     def awaited_by(self) -> set[bytes]:
         return {client for _, exchange in self._exchanges.values() for client in exchange.clients}
 
-    def is_awaited(self, message_id: str) -> bool:
-        exchange = self.get(message_id)
-        return exchange is not None and bool(exchange.clients)
-
     def leave(self, client: bytes, message_ids: Iterable[str]) -> None:
         for message_id in message_ids:
             exchange = self.get(message_id)
@@ -198,14 +204,6 @@ class Answers:
         if client not in exchange.clients:
             exchange.clients.append(client)
         return _decoded(exchange.answers)
-
-    def _take(self, exchange: Exchange, answer: Message) -> None:
-        frames = list(frames_of(answer))
-        nbytes = sum(map(len, frames))
-        exchange.answers.append(frames)
-        exchange.nbytes += nbytes
-        self._begun_bytes += nbytes
-        self._begun[exchange] = None
 
     def _store(self, exchange: Exchange) -> int:
         """Copy the answers to a ring; return their place, or :data:`_FORGOTTEN` if they are too large."""
@@ -222,14 +220,6 @@ class Answers:
         start, number = divmod(place, len(self._rings))
         found = self._rings[number].read(start)
         return None if found is None else msgspec.msgpack.decode(found, type=_Record)
-
-    def _end(self, exchange: Exchange, place: int) -> None:
-        self._lose(exchange)
-        for message_id in exchange.message_ids:
-            del self._exchanges[message_id]
-            self._ids.set(message_id, place)
-        if exchange.rid:
-            self._rids.set(exchange.rid, place)
 
     def _lose(self, exchange: Exchange) -> None:
         self._begun.pop(exchange, None)
@@ -277,7 +267,10 @@ class Replies:
         """Send ``answer`` to ``message_id`` (default: its ``id``), or else an error; return what was sent."""
         engine = self._engine
         try:
-            engine.router.send(client, checked(answer))
+            assert isinstance(answer, Message), (
+                f"a handler has returned a {type(answer).__name__}, not a message"
+            )
+            engine.router.send(client, answer)
         except Exception as error:  # noqa: BLE001  the answer cannot be encoded, or there is no memory for it
             answered = message_id if message_id is not None else str(getattr(answer, "id", ""))
             answer = defect("answering", answered, error)
@@ -368,7 +361,7 @@ def results_in(answer: Message) -> Sequence[SampleResult]:
     return [answer] if isinstance(answer, GenerateImagesReqOutput) else []
 
 
-def _decoded(answers: Sequence[Sequence[bytes | memoryview]]) -> list[Message]:
+def _decoded(answers: Sequence[Frames]) -> list[Message]:
     messages: list[Message] = []
     for header, *buffers in answers:
         message = decode_reply(header)

@@ -75,11 +75,9 @@ class CommandQueue:
         engine = self._engine
         if self._queue and self._queue[0].has_begun:
             return True
-        owner = engine.state.ownership.owner
-        return any(
-            command.message.owner == owner and engine.answers.is_awaited(command.message.id)
-            for command in (*self._queue, *self._stepped_aside)
-        )
+        owner, pending = engine.state.ownership.owner, (*self._queue, *self._stepped_aside)
+        exchanges = [engine.answers.get(each.message.id) for each in pending if each.message.owner == owner]
+        return any(exchange is not None and exchange.clients for exchange in exchanges)
 
     def message_ids(self) -> list[str]:
         return [command.message.id for command in (*self._queue, *self._stepped_aside)]

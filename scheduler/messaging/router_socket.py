@@ -56,25 +56,22 @@ class Router:
         try:
             self._endpoint = Endpoint(endpoint, has_keys=keys is not None)
             self._cleanup.callback(self._endpoint.close)
-            self._open(keys)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._cleanup.callback(context.term)
+            self.socket = context.socket(zmq.ROUTER)
+            self._cleanup.callback(self.socket.close)
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
+            self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+            self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self._access = Access(self.socket, context, self._endpoint, keys)
+            self._cleanup.callback(self._access.close)
+            self._endpoint.bind(self.socket)
         except BaseException:
             self._cleanup.close()
             raise
         self.endpoint = self._endpoint.address
-
-    def _open(self, keys: ServerKeys | None) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._cleanup.callback(context.term)
-        self.socket = context.socket(zmq.ROUTER)
-        self._cleanup.callback(self.socket.close)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
-        self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._access = Access(self.socket, context, self._endpoint, keys)
-        self._cleanup.callback(self._access.close)
-        self._endpoint.bind(self.socket)
 
     @property
     def has_backlog(self) -> bool:

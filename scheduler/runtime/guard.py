@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ...io_struct import CaesuraError, ErrorCode, ErrorReply, Message
+from ...io_struct import CaesuraError, ErrorCode, ErrorReply
 from ..memory.device_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,3 @@ def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
         traceback="".join(traceback.format_exception(error)),
     )
     return reply.to_reply(message_id)
-
-
-def checked(answer: object) -> Message:
-    if not isinstance(answer, Message):
-        raise TypeError(f"a handler has returned {type(answer).__name__}, which is not a message")
-    return answer

@@ -83,9 +83,6 @@ class Housekeeping:
         elif self._idle_since is None:
             self._idle_since = now
 
-    def step_completed(self) -> None:
-        self._engine.history.sample()
-
     def _keepalive_due(self) -> float | None:
         engine = self._engine
         waiting = engine.live or engine.dispatcher.has_unanswered or engine.sessions.client is not None

@@ -191,7 +191,7 @@ class Scheduler:
             with engine.recovery.output_processing(step.batch, step.number):
                 engine.batcher.complete_step(step.batch, self.last_step_at - began)
             engine.outbox.deliver(step.number)
-        engine.guard.run("sampling memory usage", engine.housekeeping.step_completed)
+        engine.guard.run("sampling memory usage", engine.history.sample)
         return None
 
     def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:
