@@ -14,10 +14,11 @@ Invariants:
   and *held* in the tree and locked, or a request's own. The three are counted apart, so that the equation can
   fail.
 - This is the only module that returns pages to the allocator.
-- Layers with a window have storage for some of the pages only (``window_pages.py``): those of every request's
-  range, from what its next token sees to what is scheduled. Pages and owners are the same for all layers.
+- Layers with a window have storage for some of the pages only (``layer_ledgers.py``): those of every
+  request's range, from what its next token sees to what is scheduled. Pages and owners are the same for all
+  layers.
 - Layers with a state per sequence have a row for every request, and rows for the ends of some pages
-  (``linear_states.py``): a prefix is shared up to such an end only.
+  (``layer_ledgers.py``): a prefix is shared up to such an end only.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a
   commit is stale, so that nothing of it is ever stored.
 - Calls with a closed :class:`RequestKV` raise :class:`LedgerError`.
@@ -29,9 +30,8 @@ import numpy as np
 
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator, Usage
-from .linear_states import RequestState, StateRows
+from .layer_ledgers import RequestState, StateRows, WindowPages
 from .radix import NO_PAGES, Node, RadixTree
-from .window_pages import WindowPages
 
 
 @dataclass(slots=True, eq=False)

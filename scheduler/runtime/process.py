@@ -50,41 +50,36 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
     process ends when ``lifeline_fd`` becomes readable, because its other end is closed.
     """
     faulthandler.enable()  # prints a traceback if a library crashes
+    started = time.monotonic()
     try:
         with contextlib.ExitStack() as cleanup:
-            return _run(config, ready_fd, lifeline_fd, cleanup)
+            signals = StopSignals(lambda: exit_within(END_S))
+            name_fatal_signals(_last_words)
+            shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
+            try:
+                engine = _start(config, shutdown, cleanup)
+                cleanup.callback(engine.close)
+            except CaesuraError as error:
+                signals.serving()  # a launcher ends this process as soon as it knows the reason
+                exit_within(END_S)
+                logger.error("the engine ends: cannot start: %s (exit status 1)", error)
+                tell(ready_fd, refusal(error))
+                return 1
+            signals.serving()
+            gc.freeze()  # what is there lives as long as the process, so full collections can skip it
+            took, threads = time.monotonic() - started, torch.get_num_threads()
+            logger.info(
+                "serving %s on %s after %.2f s (%d threads)",
+                config.model_path, engine.router.endpoint, took, threads,
+            )  # fmt: skip
+            tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
+            return _serve(engine, shutdown, config.watchdog_timeout_s)
     except StartInterruptedError as interrupted:
         status = 128 + interrupted.number
         logger.info("the engine ends: signal %s at start (exit status %d)", interrupted, status)
         return status
     finally:
         log.flush()
-
-
-def _run(
-    config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None, cleanup: contextlib.ExitStack
-) -> int:
-    started = time.monotonic()
-    signals = StopSignals(lambda: exit_within(END_S))
-    name_fatal_signals(_last_words)
-    shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
-    try:
-        engine = _start(config, shutdown, cleanup)
-        cleanup.callback(engine.close)
-        signals.serving()
-    except CaesuraError as error:
-        signals.serving()  # a launcher ends this process as soon as it knows the reason
-        exit_within(END_S)
-        logger.error("the engine ends: cannot start: %s (exit status 1)", error)
-        tell(ready_fd, refusal(error))
-        return 1
-    gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
-    logger.info(
-        "serving %s on %s after %.2f s (%d threads)",
-        config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
-    )  # fmt: skip
-    tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
-    return _serve(engine, shutdown, config.watchdog_timeout_s)
 
 
 def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:

@@ -69,7 +69,6 @@ class Batcher:
         waiting: WaitingQueue[Request],
         *,
         chunks: ChunkSizer,
-        share_prefixes: bool,
         routing: RoutingPool | None = None,
     ) -> None:
         """``routing`` stores the expert ids of computed tokens; None if the model has no experts."""
@@ -80,7 +79,6 @@ class Batcher:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._chunk_sizer = chunks
-        self._share = share_prefixes
         self._routing = routing
         self._windows = WindowedSteps(table, cache)
         self._states = LinearStateSteps(table, cache)
@@ -374,7 +372,7 @@ class Batcher:
         return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:
-        if not self._share:
+        if not self.cache.prefix_cache:
             return 0
         first = None if request.record is None else request.record.first_uncached
         return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
