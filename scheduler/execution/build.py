@@ -15,11 +15,8 @@ import torch
 from ...io_struct import CaesuraError, ErrorCode
 from ..attention.backends import Shape, choose, make
 from ..attention.delta_rule import HybridBackend
-from ..cache.linear_states import StateRows
-from ..cache.pool import MHAPool, MLAPool
-from ..cache.routing import RoutingPool
-from ..cache.state_pool import StatePool, StateShape
-from ..cache.window_pages import WindowPages, storage_pages
+from ..cache.layer_ledgers import StateRows, WindowPages, storage_pages
+from ..cache.pool import MHAPool, MLAPool, RoutingPool, StatePool, StateShape
 from ..kernels import serving
 from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for

@@ -38,7 +38,7 @@ from caesura.io_struct import (
     decode_reply,
     encode,
 )
-from caesura.scheduler.cache.routing import RoutingPool
+from caesura.scheduler.cache.pool import RoutingPool
 from caesura.scheduler.execution.forward import ForwardBatch, HostOutput
 from caesura.scheduler.execution.sampler import SamplerOutput
 from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig

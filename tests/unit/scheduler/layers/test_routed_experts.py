@@ -12,7 +12,7 @@ from caesura.client.connection.results import decode_output
 from caesura.client.exceptions import InternalError
 from caesura.io_struct import RoutedExperts
 from caesura.scheduler.cache import routing
-from caesura.scheduler.cache.routing import RoutingPool
+from caesura.scheduler.cache.pool import RoutingPool
 from caesura.scheduler.layers.moe import RoutedExperts as Record
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import ComponentResidencyManager

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from caesura.scheduler.observability import descriptors
-from caesura.scheduler.observability.descriptors import DescriptorCheck
+from caesura.scheduler.runtime.process import DescriptorCheck
 
 
 @pytest.mark.parametrize(
