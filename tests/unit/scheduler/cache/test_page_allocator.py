@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.properties import examples
 
 from caesura.scheduler.cache.allocator import LedgerError, PageAllocator
-from caesura.scheduler.cache.linear_states import NO_ROW, StateRows
+from caesura.scheduler.cache.layer_ledgers import NO_ROW, StateRows
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.execution.forward import KVPool
 from caesura.scheduler.memory.residency import ComponentResidencyManager
@@ -233,16 +233,16 @@ def test_initial_state_stays_until_a_step_has_read_it():
     rows.launched(state, from_start=False)
     assert rows.available == 1
     rows.open(NO_PAGES, 0)
-    assert rows.kept[3] == NO_ROW
+    assert rows.behind[3] == NO_ROW
     rows.close(other)
 
 
 def test_the_last_row_is_taken_over_with_what_it_holds():
     rows = kept(StateRows(10, 3), 3)
-    row = int(rows.kept[3])
+    row = int(rows.behind[3])
     other = rows.open(NO_PAGES, 0)
     state = rows.open(pages(3), 1)
-    assert (state.row, state.source, rows.kept[3]) == (row, 0, NO_ROW)
+    assert (state.row, state.source, rows.behind[3]) == (row, 0, NO_ROW)
     rows.check([other, state], pages(3))
     rows.close(state)
     rows.close(other)
@@ -304,7 +304,7 @@ def test_a_spare_row_is_no_other_request_s_last_and_may_cost_a_kept_state():
     assert state.spare != NO_ROW
     other = rows.open(NO_PAGES, 0)
     rows.reserve(other, take_kept=True)
-    assert (other.spare, rows.kept[3]) == (NO_ROW, NO_ROW)
+    assert (other.spare, rows.behind[3]) == (NO_ROW, NO_ROW)
     rows.unreserve(state)
     assert (state.spare, rows.usage()) == (NO_ROW, (1, 0, 2, 3))
     rows.check([state, other], NO_PAGES)
@@ -324,19 +324,19 @@ def test_a_promise_counts_when_its_step_has_been_completed():
     state = rows.open(NO_PAGES, 0)
     assert rows.promise(state, 1) == rows.promise(state, 1)
     rows.keep(state, pages(7, 8), 1, 0)
-    assert not rows.kept.any()
+    assert not rows.behind.any()
     rows.close(state)  # as after a step whose results are lost
     rows.keep(state, pages(7, 8), 2, 0)
-    assert not rows.kept.any()
+    assert not rows.behind.any()
     state = rows.open(NO_PAGES, 0)
     rows.promise(state, 0)
     rows.keep(state, pages(7, 8), 1, 0)
     rows.promise(state, 1)
     rows.keep(state, pages(7, 8), 2, 0)
-    assert rows.kept[[7, 8]].astype(bool).tolist() == [False, True], "of its own a request keeps the last"
+    assert rows.behind[[7, 8]].astype(bool).tolist() == [False, True], "of its own a request keeps the last"
     rows.replace(pages(7, 8), pages(7, 2))
     rows.forget(pages(8))
-    assert rows.kept[2] != NO_ROW
+    assert rows.behind[2] != NO_ROW
     rows.check([state], pages(2, 7))
     rows.close(state)
     rows.forget(pages(2, 7))
@@ -347,7 +347,7 @@ def test_a_promise_counts_when_its_step_has_been_completed():
     ("spoil", "found"),
     [
         (lambda rows, state: rows._allocator.allocate(1), "not exactly one thing"),
-        (lambda rows, state: rows.kept.__setitem__(5, rows.kept[3]), "not exactly one thing"),
+        (lambda rows, state: rows.behind.__setitem__(5, rows.behind[3]), "not exactly one thing"),
         (lambda rows, state: setattr(rows, "_held", 7), "counted 7"),
         (lambda rows, state: setattr(state, "source", 3), "pinned"),
         (lambda rows, state: None, "states of free pages"),

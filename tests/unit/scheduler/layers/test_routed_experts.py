@@ -13,7 +13,7 @@ from caesura.client.connection.results import decode_output
 from caesura.client.exceptions import InternalError
 from caesura.io_struct import RoutedExperts
 from caesura.scheduler.cache import routing
-from caesura.scheduler.cache.routing import RoutingPool
+from caesura.scheduler.cache.pool import RoutingPool
 from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.moe import RoutedExperts as Record

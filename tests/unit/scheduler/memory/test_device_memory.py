@@ -269,58 +269,51 @@ MEMINFO = (
 KB = 1024
 
 
-def test_machine_without_limits(tmp_path):
-    host = make_host(
-        tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a\n", "cgroup/a/memory.max": "max\n"}
-    )
-    assert host.mem_get_info() == (600 * KB, 1000 * KB)
+def limits(folder: str, most: int, used: int) -> dict[str, str]:
+    return {f"{folder}/memory.max": f"{most * KB}\n", f"{folder}/memory.current": f"{used * KB}\n"}
 
 
-def test_cgroup_v2_counts_inactive_page_cache_as_free(tmp_path):
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/pod/box\n",
-        "cgroup/pod/box/memory.max": f"{500 * KB}\n",
-        "cgroup/pod/box/memory.current": f"{300 * KB}\n",
-    }
-    assert make_host(tmp_path, files).mem_get_info() == (200 * KB, 500 * KB)
-    files["cgroup/pod/box/memory.stat"] = f"anon 5\ninactive_file {100 * KB}\nactive_file {50 * KB}\n"
-    assert make_host(tmp_path, files).mem_get_info() == (300 * KB, 500 * KB)
-
-
-def test_cgroup_v2_tightest_ancestor_wins(tmp_path):
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/pod/box\n",
-        "cgroup/pod/box/memory.max": f"{900 * KB}\n",
-        "cgroup/pod/box/memory.current": f"{100 * KB}\n",
-        "cgroup/pod/memory.max": f"{400 * KB}\n",
-        "cgroup/pod/memory.current": f"{390 * KB}\n",
-    }
-    assert make_host(tmp_path, files).mem_get_info() == (10 * KB, 400 * KB)
-
-
-def test_cgroup_inside_a_container_lies_at_the_root(tmp_path):
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/kubepods/pod1/box\n",
-        "cgroup/memory.max": f"{500 * KB}\n",
-        "cgroup/memory.current": f"{700 * KB}\n",
-    }
-    assert make_host(tmp_path, files).mem_get_info() == (0, 500 * KB)
-
-
-def test_cgroup_v1(tmp_path):
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n0::/unified\n",
-        "cgroup/memory/box/memory.limit_in_bytes": f"{500 * KB}\n",
-        "cgroup/memory/box/memory.usage_in_bytes": f"{300 * KB}\n",
-        "cgroup/memory/box/memory.stat": f"inactive_file 7\ntotal_inactive_file {20 * KB}\n",
-        "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "cgroup/memory/memory.usage_in_bytes": f"{800 * KB}\n",
-    }
-    assert make_host(tmp_path, files).mem_get_info() == (220 * KB, 500 * KB)
+@pytest.mark.parametrize(
+    ("cgroup", "files", "free", "total"),
+    [
+        pytest.param("0::/a\n", {"cgroup/a/memory.max": "max\n"}, 600, 1000, id="no limit"),
+        pytest.param("0::/pod/box\n", limits("cgroup/pod/box", 500, 300), 200, 500, id="v2"),
+        pytest.param(
+            "0::/pod/box\n",
+            limits("cgroup/pod/box", 500, 300)
+            | {"cgroup/pod/box/memory.stat": f"anon 5\ninactive_file {100 * KB}\nactive_file {50 * KB}\n"},
+            300,
+            500,
+            id="v2, inactive page cache is free",
+        ),
+        pytest.param(
+            "0::/pod/box\n",
+            limits("cgroup/pod/box", 900, 100) | limits("cgroup/pod", 400, 390),
+            10,
+            400,
+            id="v2, the tightest ancestor wins",
+        ),
+        pytest.param(
+            "0::/kubepods/pod1/box\n", limits("cgroup", 500, 700), 0, 500, id="at the root of a container"
+        ),
+        pytest.param(
+            "5:cpu,cpuacct:/x\n4:memory:/box\n0::/unified\n",
+            {
+                "cgroup/memory/box/memory.limit_in_bytes": f"{500 * KB}\n",
+                "cgroup/memory/box/memory.usage_in_bytes": f"{300 * KB}\n",
+                "cgroup/memory/box/memory.stat": f"inactive_file 7\ntotal_inactive_file {20 * KB}\n",
+                "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "cgroup/memory/memory.usage_in_bytes": f"{800 * KB}\n",
+            },
+            220,
+            500,
+            id="v1",
+        ),
+    ],
+)
+def test_free_memory_is_that_of_the_tightest_cgroup(tmp_path, cgroup, files, free, total):
+    host = make_host(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup, **files})
+    assert host.mem_get_info() == (free * KB, total * KB)
 
 
 def test_process_memory_by_kind(tmp_path):

@@ -10,7 +10,7 @@ from support.checkpoints import make_checkpoint
 from support.workspaces import memory_of
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.cache.window_pages import storage_pages
+from caesura.scheduler.cache.layer_ledgers import storage_pages
 from caesura.scheduler.execution import build
 from caesura.scheduler.execution.build import build_pool, kv_bytes_per_token, load_model, step_bytes
 from caesura.scheduler.memory.workspace import ALIGNMENT, Workspace
@@ -60,7 +60,7 @@ def test_layers_with_a_window_have_room_for_the_windows_of_all_requests(tmp_path
     assert pages_of(pool) == [most, 256, most]
     assert most < 64
     windows = build.build_windows(config, loaded, pool)
-    assert (windows.window, len(windows.storage)) == (20, 257)
+    assert (windows.window, len(windows.behind)) == (20, 257)
 
 
 def test_they_have_no_more_than_the_others(tmp_path):

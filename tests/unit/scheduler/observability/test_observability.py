@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from caesura.scheduler.observability import descriptors, stage_profiler
-from caesura.scheduler.observability.descriptors import DescriptorCheck
 from caesura.scheduler.observability.stage_profiler import StageProfiler, StageTotal
+from caesura.scheduler.runtime.process import DescriptorCheck
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import reading
 from caesura.scheduler.weights.reading import NonFinite, count_non_finite, find_non_finite, read_into
-from caesura.scheduler.weights.transports.batches import batches_of, nbytes_of
+from caesura.scheduler.weights.transports.broadcasts import batches_of, nbytes_of
 
 NAN, INF = float("nan"), float("inf")
 KV_UP = "model.layers.0.self_attn.kv_b_proj.weight"
