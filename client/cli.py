@@ -22,7 +22,7 @@ from ..io_struct import MAX_TRACE_STEPS, CaesuraError, Message
 from ..io_struct.control import MAX_DURATION_S
 from ..io_struct.field_errors import printable
 from .connection.blocking import SchedulerClient
-from .connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from .connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .exceptions import TimedOut
 from .keygen import keygen
 from .launch.launcher import engine_command, worker_command

@@ -27,9 +27,8 @@ from .connection import Generation, ImageGeneration
 from .fork import Process
 from .images import ImageOptions, ImagePlan, plan_images
 from .options import GenerateOptions, id_of, seconds
-from .prompts import Ids, Plan, Prompts, Sampling, collect, one_request, plan
+from .prompts import Ids, Plan, Prompts, Sampling, Scores, collect, one_request, plan
 from .results import GenerateOutput, TokenDelta, decode_output
-from .scoring import Scores
 
 
 class AsyncGenerationHandle:

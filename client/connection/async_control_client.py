@@ -10,16 +10,24 @@ Invariants:
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import NoSession, TimedOut, is_answer
+from ..exceptions import (
+    DeadlineExceeded,
+    EngineDied,
+    NoSession,
+    NotIdle,
+    NotOwner,
+    TimedOut,
+    WeightMismatch,
+    is_answer,
+)
 from .async_channel import Channel, LoopChannel, Result, run, wait_for
-from .figures import figures
 from .options import (
     ChannelOptions,
     CheckerAction,
@@ -35,9 +43,9 @@ from .options import (
     seconds,
     tags_of,
     this_process,
+    update_fields,
 )
-from .sessions import OpenSession
-from .why_waiting import explained, time_to_ask
+from .status import explained, figures, time_to_ask
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors, SharedBuckets, WeightUpdateGroup
@@ -564,3 +572,35 @@ class AsyncControlClient:
         if self._shared is None:
             self._shared = SharedBuckets()
         return self._shared
+
+
+_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
+"""Refusals of an ``end`` that leave its session open."""
+
+
+class OpenSession:
+    def __init__(self) -> None:
+        self.id: str | None = None
+        """None if no session of this client is open."""
+
+    def named(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of an update, with this session if the options name none; raises as
+        ``update_fields``.
+        """
+        return update_fields({"session_id": self.id, **options})
+
+    def ended(self, session_id: str | None) -> None:
+        """Forget the session of that id, which has ended."""
+        if session_id == self.id:
+            self.id = None
+
+    def failed(self, request: wire.Request, error: BaseException) -> None:
+        """Note that ``request`` got no reply but ``error``."""
+        if isinstance(error, EngineDied):
+            self.id = None
+        elif isinstance(request, wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput):
+            over = isinstance(request, wire.EndWeightUpdateReqInput) and is_answer(error)
+            if isinstance(error, NoSession | DeadlineExceeded) or (
+                over and not isinstance(error, _STILL_OPEN)
+            ):
+                self.ended(request.session_id)

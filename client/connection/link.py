@@ -17,6 +17,7 @@ process has exited or speaks another version).
 
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -37,9 +38,7 @@ from ...io_struct import (
     salvage_reply,
 )
 from ..exceptions import EngineDied, EngineError, VersionMismatch, raise_for
-from . import context
-from .curve import HANDSHAKE_FAILURES, configure, why_refused
-from .endpoints import check_endpoint, connect_to, nobody_at
+from .endpoints import HANDSHAKE_FAILURES, check_endpoint, configure, connect_to, nobody_at, why_refused
 from .options import ChannelOptions
 
 EXIT_GRACE_S = 1.0
@@ -150,7 +149,7 @@ class Link:
         """The engine was lost by a silence, and has not answered since."""
         self._unheard: str | None = None
         """Why the last handshake failed, if known. It outlives a next try that nobody answers in time."""
-        self._context = context.acquire()
+        self._context = acquire_context()
         self._patience: float | None = None
         """Until when what is held waits."""
         self._retry_at: float | None = None
@@ -161,7 +160,7 @@ class Link:
         try:
             self._open(connect=True)
         except BaseException:
-            context.release()
+            release_context()
             raise
 
     @property
@@ -224,7 +223,7 @@ class Link:
         try:
             self._close_sockets()
         finally:
-            context.release()
+            release_context()
 
     def _open(self, *, connect: bool) -> None:
         self._connected = self._disconnected = self._ready = False
@@ -485,3 +484,48 @@ def _mismatch(endpoint: str, engine: str) -> VersionMismatch:
         client=ours,
         engine=engine,
     )
+
+
+Context = zmq.Context["zmq.Socket[bytes]"]
+
+MAX_IO_THREADS = 4
+"""Maximum number of I/O threads, which move and encrypt the bytes of all connections; at most half of the
+cores.
+"""
+
+_lock = threading.Lock()
+_context: Context | None = None
+_users = 0
+_inherited: list[Context | None] = []
+"""Contexts of the parent, which must not be ended here."""
+
+
+def acquire_context() -> Context:
+    """Return the shared context, made if there is none; :func:`release_context` must follow."""
+    global _context, _users
+    with _lock:
+        if _context is None:
+            _context = zmq.Context(max(1, min(MAX_IO_THREADS, (os.cpu_count() or 1) // 2)))
+            _context.set(zmq.MAX_SOCKETS, _context.get(zmq.SOCKET_LIMIT))
+        _users += 1
+        return _context
+
+
+def release_context() -> None:
+    """Give up one use of the context, after its sockets were closed; the last one ends it."""
+    global _context, _users
+    with _lock:
+        _users -= 1
+        if _users == 0 and _context is not None:
+            _context.destroy(linger=0)  # term() would wait for ever for a socket that was left open
+            _context = None
+
+
+def _in_child() -> None:
+    global _context, _users
+    _inherited.append(_context)
+    _context, _users = None, 0
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child)

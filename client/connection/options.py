@@ -13,7 +13,7 @@ from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReq
 from ...io_struct.base import MAX_LABEL_LENGTH
 from ...io_struct.field_errors import nearest, one_of, shown
 from ..exceptions import InvalidRequest
-from .curve import ClientKeys, KeyOrFile
+from .endpoints import ClientKeys, KeyOrFile
 
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 DEFAULT_KEEPALIVE_TIMEOUT_S = 120.0

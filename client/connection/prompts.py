@@ -1,4 +1,4 @@
-"""From the arguments of ``generate`` to the requests on the wire.
+"""From the arguments of ``generate`` and ``score`` to the requests on the wire.
 
 Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``,
 ``name-1``, …), so that repeating the call with the same ``message_id`` repeats the same messages. The engine
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...io_struct import GenerateReqInput, SamplingParams
+from ...io_struct import GenerateReqInput, SamplingParams, ScoreReqInput, ScoreReqOutput
 from ...io_struct.field_errors import advice, field_error, nearest, one_of, other_name, shown
-from ..exceptions import InvalidRequest, TimedOut
+from ..exceptions import InternalError, InvalidRequest, TimedOut
 from .options import GenerateOptions, id_of
+from .results import read_floats
 
 _SAMPLING: dict[type, str] = {SamplingParams: "a SamplingParams", Mapping: "a dict"}
 _TOKENIZES = "tokenize it first, or give text to caesura.client.text.TextClient or `caesura serve`"
@@ -267,3 +268,45 @@ def _per_prompt(field: str, value: Any, kinds: dict[type, str], count: int) -> l
     if len(values) != count:
         raise InvalidRequest(f"{len(values)} {field} for {count} prompts", field=field, value=len(values))
     return values
+
+
+class Scores:
+    """A score request, and how its answer is read."""
+
+    def __init__(
+        self,
+        input_ids: Prompts,
+        start: int | Sequence[int],
+        temperature: float,
+        message_id: str | None,
+    ) -> None:
+        """Take one ``start`` for all sequences, or one for each.
+
+        Raises:
+            InvalidRequest: ids or starts are no integers, or not one start for each sequence.
+        """
+        each, self._single = sequences(input_ids)
+        ids = [token_ids(sequence) for sequence in each]
+        starts = [start] * len(ids) if isinstance(start, int) else token_ids(start, "start")
+        if len(starts) != len(ids):
+            raise InvalidRequest(
+                f"{len(starts)} start for {len(ids)} sequences", field="start", value=len(starts)
+            )
+        self.request = ScoreReqInput(
+            id=id_of(message_id), input_ids=ids, start=starts, temperature=temperature
+        )
+
+    def decode(self, reply: ScoreReqOutput) -> Any:
+        """Return ``list[float]``, or a list of them for several sequences.
+
+        Raises:
+            InternalError: not as many as were asked for.
+        """
+        logprobs = [read_floats(data) for data in reply.logprobs]
+        wanted = [
+            len(ids) - start for ids, start in zip(self.request.input_ids, self.request.start, strict=True)
+        ]
+        got = [len(values) for values in logprobs]
+        if got != wanted:
+            raise InternalError(f"{got} log-probabilities for {wanted} tokens")
+        return logprobs[0] if self._single else logprobs

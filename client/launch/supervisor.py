@@ -40,7 +40,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
 from ...process.log import server_log
 from ..connection.blocking import ControlClient
-from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys
+from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys
 from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
 from .launcher import USAGE_STATUS, Child, engine_command, how_it_ended

@@ -20,12 +20,20 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
-from ...io_struct import AbortReq, AbortReqOutput, FinishReason, GenerateReqInput, SamplingParams
+from ...io_struct import (
+    MAX_LOGIT_BIAS,
+    MAX_TOKEN_IDS_LOGPROB,
+    AbortReq,
+    AbortReqOutput,
+    FinishReason,
+    GenerateReqInput,
+    SamplingParams,
+)
+from ...io_struct.base import MAX_ID_LENGTH
 from ..connection.async_channel import Channel, Deltas, Result
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.connection import Generation
 from ..connection.prompts import token_ids
-from ..connection.request_limits import check_limits
 from ..connection.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs, joined_masks
 from ..exceptions import EngineError, InvalidRequest, PromptTooLong
 from .sample_text import SampleText, cut
@@ -39,6 +47,11 @@ thread.
 
 START_SLICE = 32
 """Generations of a batch that are started before other tasks run."""
+
+MAX_STOP_CHARACTERS = 2048
+"""Maximum of all stop strings of a prompt; the automaton takes some 300 bytes for each character."""
+MAX_SALT_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 64
 
 _DEFAULTS = SamplingParams()
 
@@ -81,7 +94,24 @@ class GenerationRequest:
     """Only the prompt is of interest: the token that the engine samples all the same is left out."""
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        params, token_ids = self.sampling_params, self.token_ids_logprob
+        check_size("rid", len(self.rid or ""), MAX_ID_LENGTH, "characters")
+        check_size("stop", characters(self.stop), MAX_STOP_CHARACTERS, "characters in all")
+        check_size("cache_salt", len(self.cache_salt), MAX_SALT_CHARACTERS, "characters")
+        check_size(
+            "token_ids_logprob", 0 if token_ids is None else len(token_ids), MAX_TOKEN_IDS_LOGPROB, "ids"
+        )
+        check_size("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+        check_size("logit_bias", len(params.logit_bias or {}), MAX_LOGIT_BIAS, "tokens")
+
+
+def check_size(field: str, size: int, limit: int, what: str) -> None:
+    if size > limit:
+        raise InvalidRequest(f"{field}: {size} {what} are over the limit of {limit}", field=field, value=size)
+
+
+def characters(texts: Sequence[str]) -> int:
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 _ENGINE_FIELDS = [

@@ -6,7 +6,7 @@ import msgspec
 from support.fake_scheduler import FakeScheduler, answer, status_reply
 
 from caesura.client import AsyncSchedulerClient, SchedulerClient
-from caesura.client.connection.figures import PREFIX, figures
+from caesura.client.connection.status import PREFIX, figures
 from caesura.io_struct import (
     Distribution,
     EngineTotals,

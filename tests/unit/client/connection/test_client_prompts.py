@@ -8,7 +8,7 @@ import torch
 from support.fake_scheduler import FakeScheduler
 
 from caesura.client import AsyncSchedulerClient, InvalidRequest, SamplingParams, SchedulerClient
-from caesura.client.connection.scoring import Scores
+from caesura.client.connection.prompts import Scores
 from caesura.io_struct import GenerateReqInput
 
 
