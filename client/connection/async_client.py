@@ -5,7 +5,8 @@ Invariant: a ``generate`` that fails or is interrupted aborts what it started, u
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack, overload
 
 from ...io_struct import (
@@ -25,10 +26,12 @@ from .async_channel import Deltas, Result, next_delta, wait_for_all
 from .async_control_client import AsyncControlClient
 from .connection import Generation, ImageGeneration
 from .fork import Process
-from .images import ImageOptions, ImagePlan, plan_images
+from .images import ImageOptions, plan_images
 from .options import GenerateOptions, id_of, seconds
-from .prompts import Ids, Plan, Prompts, Sampling, Scores, collect, one_request, plan
+from .prompts import Ids, Plan, Prompts, RequestT, Sampling, Scores, one_request, plan
 from .results import GenerateOutput, TokenDelta, decode_output
+
+InFlight = Generation[Result, Deltas] | ImageGeneration[Result]
 
 
 class AsyncGenerationHandle:
@@ -183,12 +186,8 @@ class AsyncSchedulerClient(AsyncControlClient):
             InvalidRequest: a prompt is text or no token ids, or a sampling parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
         """
-        timeout = seconds("timeout", timeout)
         work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
-        try:
-            return await self._generate(work, timeout)
-        except TimedOut as error:
-            raise await self._explained(error) from None
+        return await self._carry_out(work, self._channel.start_generation, timeout)
 
     async def submit(
         self,
@@ -289,12 +288,9 @@ class AsyncSchedulerClient(AsyncControlClient):
             InvalidRequest: the engine refuses the request, with the field.
             EngineError: of the first image that was refused or failed; the others of this call are aborted.
         """
-        timeout = seconds("timeout", timeout)
         work = plan_images(prompt, embeds, options, rid=rid, message_id=message_id)
-        try:
-            return await self._generate_images(work, timeout)
-        except TimedOut as error:
-            raise await self._explained(error) from None
+        start = partial(self._channel.start_images, buffers=work.buffers)
+        return await self._carry_out(work, start, timeout)
 
     async def abort(
         self,
@@ -350,35 +346,24 @@ class AsyncSchedulerClient(AsyncControlClient):
         request = StopProfileReqInput(id=id_of(message_id), wait=wait)
         return await self._call(request, StopProfileReqOutput, timeout)
 
-    async def _generate(self, work: Plan, timeout: float | None) -> Any:
-        generations: list[Generation[Result, Deltas]] = []
+    async def _carry_out(
+        self, work: Plan[RequestT], start: Callable[[RequestT], InFlight], timeout: float | None
+    ) -> Any:
+        timeout = seconds("timeout", timeout)
+        generations: list[InFlight] = []
         try:
             for request in work.requests:
-                generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
+                generations.append(start(request))  # noqa: PERF401 (kept if the next raises)
             futures = [generation.waiter for generation in generations]
             await self._wait_for_all(futures, timeout)
             return work.collect(futures, timeout)
-        except TimedOut:
-            raise
+        except TimedOut as error:
+            raise await self._explained(error) from None
         except BaseException:
             self._abandon(generations)
             raise
 
-    async def _generate_images(self, work: ImagePlan, timeout: float | None) -> Any:
-        generations: list[ImageGeneration[Result]] = []
-        try:
-            for request in work.requests:
-                generations.append(self._channel.start_images(request, work.buffers))  # noqa: PERF401 (as above)
-            futures = [generation.waiter for generation in generations]
-            await self._wait_for_all(futures, timeout)
-            return collect(futures, work.message_id, timeout, single=work.single)
-        except TimedOut:
-            raise
-        except BaseException:
-            self._abandon(generations)
-            raise
-
-    def _abandon(self, generations: Sequence[Generation[Result, Deltas] | ImageGeneration[Result]]) -> None:
+    def _abandon(self, generations: Sequence[InFlight]) -> None:
         """Abort unfinished generations without waiting."""
         for generation in generations:
             if not generation.waiter.done():

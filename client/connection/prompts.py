@@ -9,7 +9,7 @@ tensors are whatever has a ``tolist``.
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from .options import GenerateOptions, id_of
 from .results import read_floats
 
 _SAMPLING: dict[type, str] = {SamplingParams: "a SamplingParams", Mapping: "a dict"}
+RequestT = TypeVar("RequestT")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 _TOKENIZES = "tokenize it first, or give text to caesura.client.text.TextClient or `caesura serve`"
 
 
@@ -46,12 +48,16 @@ class Finished(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Generic[RequestT]):
+    """The requests of one call with several prompts."""
+
     message_id: str
     """The caller's id; a single prompt's request has it too."""
-    requests: list[GenerateReqInput]
+    requests: list[RequestT]
     single: bool
     """True if the caller passed one prompt, not a list."""
+    buffers: Sequence[bytes] = ()
+    """Frames behind each request."""
 
     def collect(self, waiters: Sequence[Finished], timeout: float | None) -> Any:
         """Return results in the caller's shape, one output or a flat prompt-major list, of what has ended by
@@ -61,20 +67,16 @@ class Plan:
             EngineError: of the first prompt that failed, with its position as a note.
             TimedOut: none failed, and not all have ended.
         """
-        return collect(waiters, self.message_id, timeout, single=self.single)
-
-
-def collect(waiters: Sequence[Finished], message_id: str, timeout: float | None, *, single: bool) -> Any:
-    for position, waiter in enumerate(waiters):
-        error = waiter.exception() if waiter.done() else None
-        if error is not None:
-            if not single:
-                error.add_note(f"prompt {position} of {len(waiters)}")
-            raise error
-    if not all(waiter.done() for waiter in waiters):
-        raise timed_out(message_id, timeout)
-    flat = [output for waiter in waiters for output in waiter.result()]
-    return flat[0] if single and len(flat) == 1 else flat
+        for position, waiter in enumerate(waiters):
+            error = waiter.exception() if waiter.done() else None
+            if error is not None:
+                if not self.single:
+                    error.add_note(f"prompt {position} of {len(waiters)}")
+                raise error
+        if not all(waiter.done() for waiter in waiters):
+            raise timed_out(self.message_id, timeout)
+        flat = [output for waiter in waiters for output in waiter.result()]
+        return flat[0] if self.single and len(flat) == 1 else flat
 
 
 def timed_out(message_id: str, timeout: float | None) -> TimedOut:
@@ -88,7 +90,7 @@ def plan(
     *,
     rid: str | Sequence[str] | None,
     message_id: str | None,
-) -> Plan:
+) -> Plan[GenerateReqInput]:
     """Return the requests of one ``generate`` call.
 
     Raises:
@@ -151,23 +153,29 @@ def per_prompt_sampling(given: Sampling | Sequence[Sampling] | None, count: int)
 
 def sampling(given: Any) -> SamplingParams:
     """Return sampling parameters as the wire has them; None means the defaults."""
-    if isinstance(given, SamplingParams):
+    if isinstance(given, Mapping):
+        given = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
+    return struct_of("sampling_params", given, SamplingParams, GenerateReqInput.__struct_fields__)
+
+
+def struct_of(field: str, given: Any, kind: type[StructT], beside: Sequence[str] = ()) -> StructT:
+    """Return ``given`` as a ``kind``, whose fields a mapping has; None means the defaults.
+
+    Raises:
+        InvalidRequest: neither of them, or a key or a value that there is not; ``beside`` are names that
+            belong next to the mapping.
+    """
+    if isinstance(given, kind):
         return given
     if given is None:
-        return SamplingParams()
+        return kind()
     if not isinstance(given, Mapping):
-        raise InvalidRequest(
-            f"sampling_params = {shown(given)} must be {one_of(list(_SAMPLING.values()))}",
-            field="sampling_params",
-        )
-    fields = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
+        raise InvalidRequest(f"{field} = {shown(given)} must be a {kind.__name__} or a dict", field=field)
     try:
-        return msgspec.convert(fields, SamplingParams)
+        return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
-        field, sentence = field_error(
-            error, SamplingParams, fields, prefix="sampling_params", beside=GenerateReqInput.__struct_fields__
-        )
-        raise InvalidRequest(sentence, field=field) from error
+        name, sentence = field_error(error, kind, dict(given), prefix=field, beside=beside)
+        raise InvalidRequest(sentence, field=name) from error
 
 
 def token_ids(prompt: Any, field: str = "input_ids") -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from ...io_struct import RoutedExperts
-from ..connection.results import GenerateOutput
+from ..connection.results import GenerateOutput, cut
 from .detokenizer import Detokenizer
 from .stop_strings import StopMatcher, StopStrings
 from .tokenizer import TextTokenizer
@@ -132,7 +132,7 @@ class SampleText:
         return len(self._unsettled)
 
 
-def cut(output: GenerateOutput, length: int) -> GenerateOutput:
+def shortened(output: GenerateOutput, length: int) -> GenerateOutput:
     """Return the output with only its first ``length`` tokens: every list over output tokens is cut.
 
     Values of the prompt, the finish reason and the times are unchanged.
@@ -142,23 +142,18 @@ def cut(output: GenerateOutput, length: int) -> GenerateOutput:
     spans = [span for span in output.weight_versions if span.start < length]
     if spans:
         spans[-1] = structs.replace(spans[-1], end=min(spans[-1].end, length))
-    top, token_ids = output.output_top_logprobs, output.output_token_ids_logprobs
     return replace(
         output,
         output_ids=output.output_ids[:length],
-        output_logprobs=_first(output.output_logprobs, length),
-        raw_logprobs=_first(output.raw_logprobs, length),
-        sampled_logprobs=_first(output.sampled_logprobs, length),
-        output_top_logprobs=None if top is None else top.cut(0, length),
-        output_token_ids_logprobs=None if token_ids is None else token_ids.cut(0, length),
-        sampling_mask=None if output.sampling_mask is None else output.sampling_mask.cut(0, length),
+        output_logprobs=cut(output.output_logprobs, 0, length),
+        raw_logprobs=cut(output.raw_logprobs, 0, length),
+        sampled_logprobs=cut(output.sampled_logprobs, 0, length),
+        output_top_logprobs=cut(output.output_top_logprobs, 0, length),
+        output_token_ids_logprobs=cut(output.output_token_ids_logprobs, 0, length),
+        sampling_mask=cut(output.sampling_mask, 0, length),
         routed_experts=_first_rows(output.routed_experts, output.prompt_tokens + length - 1 if length else 0),
         weight_versions=spans,
     )
-
-
-def _first(values: list[float] | None, length: int) -> list[float] | None:
-    return None if values is None else values[:length]
 
 
 def _first_rows(routed: RoutedExperts | None, end: int) -> RoutedExperts | None:

@@ -36,7 +36,7 @@ from ..connection.connection import Generation
 from ..connection.prompts import token_ids
 from ..connection.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs, joined_masks
 from ..exceptions import EngineError, InvalidRequest, PromptTooLong
-from .sample_text import SampleText, cut
+from .sample_text import SampleText, shortened
 from .stop_strings import StopStrings, shared_stop_strings
 from .tokenizer import TextTokenizer
 
@@ -185,10 +185,10 @@ class _Work:
         if self.request.scored:
             ended = output.finish_reason.type in ("stop", "length")
             reason = FinishReason(type="length", length=0) if ended else output.finish_reason
-            output = replace(cut(output, 0), finish_reason=reason)
+            output = replace(shortened(output, 0), finish_reason=reason)
         matched: int | str | None = output.finish_reason.matched
         if stopped is not None and stopped.length is not None:
-            output = replace(cut(output, stopped.length), finish_reason=FinishReason(type="stop"))
+            output = replace(shortened(output, stopped.length), finish_reason=FinishReason(type="stop"))
             matched = stopped.stop
         return Sample(
             index=output.index,
