@@ -195,5 +195,5 @@ def test_everything_that_counts_tokens_is_cut_equally(length, dtype):
 
 
 def test_the_prompts_rows_may_begin_behind_the_cut():
-    assert cut(output(5, start=3), 1).routed_experts.shape == [0, 2, 2]
-    assert cut(output(5), 5) == output(5)
+    assert shortened(output(5, start=3), 1).routed_experts.shape == [0, 2, 2]
+    assert shortened(output(5), 5) == output(5)
