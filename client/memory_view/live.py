@@ -5,7 +5,8 @@ event, since the engine looks at them only then. It ends with Ctrl-C, and with a
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from time import monotonic, sleep, time
 
 from rich.box import SIMPLE_HEAD
@@ -52,42 +53,27 @@ def watch(
     """Show the memory every ``interval_s`` seconds until Ctrl-C, or for ``seconds``; ``timeout`` bounds each
     call.
     """
-    try:
+    looked = _looks(client, interval_s, seconds, timeout)
+    with suppress(KeyboardInterrupt):
         if console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:
-                _each_look(
-                    client,
-                    lambda record, looks: live.update(screen(record, looks), refresh=True),
-                    interval_s,
-                    seconds,
-                    timeout,
-                )
+                for record, looks in looked:
+                    live.update(screen(record, looks), refresh=True)
         else:
             console.print(_aligned(_COLUMNS), soft_wrap=True, highlight=False)
-            _each_look(
-                client,
-                lambda record, _: console.print(line(record), soft_wrap=True, highlight=False, markup=False),
-                interval_s,
-                seconds,
-                timeout,
-            )
-    except KeyboardInterrupt:
-        return
+            for record, _ in looked:
+                console.print(line(record), soft_wrap=True, highlight=False, markup=False)
 
 
-def _each_look(
-    client: ControlClient,
-    show: Callable[[MemoryRecord, Sequence[int]], None],
-    interval_s: float,
-    seconds: float | None,
-    timeout: float | None,
-) -> None:
+def _looks(
+    client: ControlClient, interval_s: float, seconds: float | None, timeout: float | None
+) -> Iterator[tuple[MemoryRecord, Sequence[int]]]:
     began, looks = monotonic(), deque[int](maxlen=LOOKS)
     record = None
     while True:
         record = fetch(client, record, timeout=timeout)
         looks.append(record.status.device_memory.reserved)
-        show(record, looks)
+        yield record, looks
         if seconds is not None and monotonic() - began + interval_s > seconds:
             return
         sleep(interval_s)
