@@ -18,23 +18,7 @@ if TYPE_CHECKING:
     from .connection.results import GenerateOutput
 
 
-RETRYABLE = frozenset(
-    {
-        ErrorCode.QUEUE_FULL,
-        ErrorCode.PAUSED,
-        ErrorCode.NOT_IDLE,
-        ErrorCode.BUSY,
-        ErrorCode.SESSION_OPEN,
-        ErrorCode.EPOCH_BEHIND,
-        ErrorCode.WEIGHTS_POISONED,
-        ErrorCode.WEIGHTS_INVALID,
-        ErrorCode.MEMORY_RELEASED,
-        ErrorCode.STATE_FILE_ERROR,
-        ErrorCode.SHUTTING_DOWN,
-        ErrorCode.ENGINE_DIED,
-        ErrorCode.ENGINE_RESTARTING,
-    }
-)
+RETRYABLE: set[str] = set()
 """Codes for conditions of the engine, which can pass; the same call may succeed later."""
 
 
@@ -52,10 +36,13 @@ class EngineError(CaesuraError):
     output: "GenerateOutput | None" = None
     outputs: "tuple[GenerateOutput, ...] | tuple[ImageOutput, ...]" = ()
 
-    def __init_subclass__(cls, code: ErrorCode | None = None) -> None:
+    def __init_subclass__(cls, code: ErrorCode | None = None, passes: bool = False) -> None:
+        """Give a class its code; its condition ``passes`` if the same call may succeed later."""
         super().__init_subclass__()
         if code is not None:
             cls.error_code = code
+        if passes:
+            RETRYABLE.add(cls.error_code)
 
     def __init__(self, message: str, **detail: Any) -> None:
         super().__init__(self.error_code, message, **detail)
@@ -100,23 +87,23 @@ class AnswerForgotten(EngineError, code=ErrorCode.ANSWER_FORGOTTEN):
     """The message was answered before and its answer is no longer stored; nothing was done again."""
 
 
-class QueueFull(EngineError, code=ErrorCode.QUEUE_FULL):
+class QueueFull(EngineError, code=ErrorCode.QUEUE_FULL, passes=True):
     """Too many requests are waiting; try again later."""
 
 
-class EpochBehind(EngineError, code=ErrorCode.EPOCH_BEHIND):
+class EpochBehind(EngineError, code=ErrorCode.EPOCH_BEHIND, passes=True):
     """The engine's weights are older than ``min_weights_epoch``."""
 
 
-class EnginePaused(EngineError, code=ErrorCode.PAUSED):
+class EnginePaused(EngineError, code=ErrorCode.PAUSED, passes=True):
     """The engine is paused and configured to refuse requests meanwhile."""
 
 
-class NotIdle(EngineError, code=ErrorCode.NOT_IDLE):
+class NotIdle(EngineError, code=ErrorCode.NOT_IDLE, passes=True):
     """The command needs an idle engine; ``detail`` lists the unfinished work."""
 
 
-class Busy(EngineError, code=ErrorCode.BUSY):
+class Busy(EngineError, code=ErrorCode.BUSY, passes=True):
     """Another exclusive command is running."""
 
 
@@ -128,21 +115,21 @@ class NoSession(EngineError, code=ErrorCode.NO_SESSION):
     """No such weight session is open: none was begun, or it has ended or expired."""
 
 
-class SessionOpen(EngineError, code=ErrorCode.SESSION_OPEN):
+class SessionOpen(EngineError, code=ErrorCode.SESSION_OPEN, passes=True):
     """A weight session is open that the command does not belong to."""
 
 
-class WeightsPoisoned(EngineError, code=ErrorCode.WEIGHTS_POISONED):
+class WeightsPoisoned(EngineError, code=ErrorCode.WEIGHTS_POISONED, passes=True):
     """An update failed after its first byte; only a complete update makes the weights valid again."""
 
 
-class WeightsInvalid(EngineError, code=ErrorCode.WEIGHTS_INVALID):
+class WeightsInvalid(EngineError, code=ErrorCode.WEIGHTS_INVALID, passes=True):
     """The weights were released and not loaded again, or lost in a restart; a complete update makes them
     valid.
     """
 
 
-class MemoryReleased(EngineError, code=ErrorCode.MEMORY_RELEASED):
+class MemoryReleased(EngineError, code=ErrorCode.MEMORY_RELEASED, passes=True):
     """The command needs memory that is released; resume it first."""
 
 
@@ -195,7 +182,7 @@ class DeadlineExceeded(EngineError, code=ErrorCode.DEADLINE_EXCEEDED):
     """The operation's own deadline passed inside the engine."""
 
 
-class StateFileError(EngineError, code=ErrorCode.STATE_FILE_ERROR):
+class StateFileError(EngineError, code=ErrorCode.STATE_FILE_ERROR, passes=True):
     """The engine's state file cannot be read or written, or another engine holds it."""
 
 
@@ -207,7 +194,7 @@ class Unsupported(EngineError, code=ErrorCode.UNSUPPORTED):
     """The engine does not support this message in its configuration."""
 
 
-class ShuttingDown(EngineError, code=ErrorCode.SHUTTING_DOWN):
+class ShuttingDown(EngineError, code=ErrorCode.SHUTTING_DOWN, passes=True):
     """The engine is shutting down."""
 
 
@@ -215,11 +202,11 @@ class InternalError(EngineError, code=ErrorCode.INTERNAL):
     """A defect of the engine, or a failed step; ``detail["traceback"]`` if there is one."""
 
 
-class EngineDied(EngineError, code=ErrorCode.ENGINE_DIED):
+class EngineDied(EngineError, code=ErrorCode.ENGINE_DIED, passes=True):
     """The scheduler process has ended, the connection was lost, or this client was closed."""
 
 
-class EngineRestarting(EngineError, code=ErrorCode.ENGINE_RESTARTING):
+class EngineRestarting(EngineError, code=ErrorCode.ENGINE_RESTARTING, passes=True):
     """The scheduler process has ended and its supervisor is starting a new one."""
 
 

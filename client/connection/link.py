@@ -118,8 +118,8 @@ class Link:
         pending: Callable[[], bool],
         receive: Callable[[list[bytes]], None],
         lost: Callable[[EngineError, bool], None],
-        watch: Callable[["zmq.Socket[bytes]"], None],
-        unwatch: Callable[["zmq.Socket[bytes]"], None],
+        watch: Callable[["zmq.Socket[bytes]"], object],
+        unwatch: Callable[["zmq.Socket[bytes]"], object],
     ) -> None:
         check_endpoint(endpoint)
         self.endpoint = endpoint
