@@ -11,6 +11,7 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from ...io_struct import (
@@ -289,6 +290,18 @@ def _check_lengths(output: GenerateOutput) -> None:
         raise InternalError(
             f"{output.rid}: weight-version spans cover {covered} of {count} tokens", rid=output.rid
         )
+
+
+def joined_rows(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
+    """Concatenate the positions of all parts, or return None if there is none."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return TokenLogprobs(
+        k=known[0].k,
+        ids=list(chain.from_iterable(part.ids for part in known)),
+        logprobs=list(chain.from_iterable(part.logprobs for part in known)),
+    )
 
 
 def joined_masks(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:

@@ -60,7 +60,6 @@ class _Process:
 
         Raises:
             EOFError, OSError: the process has ended, or does not answer.
-
         """
         if self._start:
             start, self._start = self._start, b""
@@ -105,7 +104,6 @@ class ChatTemplate:
         Raises:
             InvalidRequest: no messages, or the template refuses them, fails on them or takes too much.
             CheckpointError: the template is not valid Jinja.
-
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", field="messages")

@@ -26,7 +26,6 @@ class SampleText:
     Attributes:
         length: number of tokens up to the one that completed a stop string, or None.
         settled: number of tokens whose text is known; without stop strings, all.
-
     """
 
     __slots__ = (
@@ -91,7 +90,6 @@ class SampleText:
 
         Args:
             last: ids whose text is added without a search, such as a stop token that is kept.
-
         """
         if self.length is not None:
             return ""

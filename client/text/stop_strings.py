@@ -25,7 +25,6 @@ class StopStrings:
 
         Raises:
             InvalidRequest: a stop string is empty or not a string.
-
         """
         _check(stops)
         self.next: list[dict[str, int]] = [{}]
@@ -75,7 +74,6 @@ def shared_stop_strings(stops: Sequence[str]) -> StopStrings:
 
     Raises:
         InvalidRequest: a stop string is empty or not a string.
-
     """
     _check(stops)
     return _built(tuple(stops))

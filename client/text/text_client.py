@@ -99,7 +99,6 @@ class AsyncTextClient:
             TimedOut: not all generations ended within ``timeout``; they are aborted.
             InvalidRequest: a prompt is neither text nor token ids, or a parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
-
         """
         prompts, single = _prompts(prompt)
         params = per_prompt_sampling(sampling_params, len(prompts))

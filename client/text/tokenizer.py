@@ -48,7 +48,6 @@ class TextTokenizer:
         longest: characters of the longest entry of the vocabulary. A text of ``n`` characters has at least
             ``n / longest`` tokens, unless the tokenizer drops or joins characters (unknown ones, in
             SentencePiece).
-
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class TextTokenizer:
         Raises:
             TokenizerMissing: there is no ``tokenizer.json``.
             CheckpointError: a file cannot be read.
-
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -102,7 +100,6 @@ class TextTokenizer:
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
-
         """
         try:
             text.encode()
@@ -116,7 +113,6 @@ class TextTokenizer:
 
         Raises:
             InvalidRequest: an id is negative or not an integer.
-
         """
         try:
             if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
@@ -142,7 +138,6 @@ class TextTokenizer:
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
-
         """
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template", field="messages")

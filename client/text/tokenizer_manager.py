@@ -34,7 +34,13 @@ from ..connection.async_channel import Channel, Deltas, Result
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.connection import Generation
 from ..connection.prompts import token_ids
-from ..connection.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs, joined_masks
+from ..connection.results import (
+    GenerateOutput,
+    TokenDelta,
+    TokenDetails,
+    joined_masks,
+    joined_rows,
+)
 from ..exceptions import EngineError, InvalidRequest, PromptTooLong
 from .sample_text import SampleText, shortened
 from .stop_strings import StopStrings, shared_stop_strings
@@ -62,7 +68,6 @@ class GenerationRequest:
 
     Raises:
         InvalidRequest: a field is too large.
-
     """
 
     prompt: str | Sequence[int]
@@ -370,7 +375,6 @@ class TokenizerManager:
         """Take the engine's context length in tokens; None means no limit.
 
         Texts that must be longer are refused without tokenizing them.
-
         """
         self.client = client
         self.tokenizer = tokenizer
@@ -384,7 +388,6 @@ class TokenizerManager:
             InvalidRequest: the prompt is neither text nor ids, or there is text or a stop string without a
                 tokenizer.
             EngineError: refused or failed; ``.output`` and ``.outputs`` have what had been generated.
-
         """
         work = await self._prepare(request, stream=False)
         if work.stops is None:
@@ -401,7 +404,6 @@ class TokenizerManager:
         Raises:
             EngineError: as :meth:`generate`; a refusal at the first step, a failure after what had been
                 generated.
-
         """
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
@@ -424,7 +426,6 @@ class TokenizerManager:
 
         Raises:
             EngineError: of the first prompt that was refused or failed, with its position as a note.
-
         """
         tasks: list[asyncio.Task[list[Sample]]] = []
         try:
@@ -455,7 +456,6 @@ class TokenizerManager:
 
         Raises:
             PromptTooLong: it has more characters than as many of the longest token as fit into the context.
-
         """
         return self._encoder(text).encode(text, add_special_tokens=add_special_tokens)
 
@@ -555,20 +555,9 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
         first,
         output_ids=list(chain.from_iterable(delta.output_ids for delta in deltas)),
         output_logprobs=None if first.output_logprobs is None else list(chain.from_iterable(logprobs)),
-        output_top_logprobs=_joined_further([delta.output_top_logprobs for delta in deltas]),
-        output_token_ids_logprobs=_joined_further([delta.output_token_ids_logprobs for delta in deltas]),
+        output_top_logprobs=joined_rows([delta.output_top_logprobs for delta in deltas]),
+        output_token_ids_logprobs=joined_rows([delta.output_token_ids_logprobs for delta in deltas]),
         details=_joined_details([delta.details for delta in deltas]),
-    )
-
-
-def _joined_further(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    return TokenLogprobs(
-        k=known[0].k,
-        ids=list(chain.from_iterable(part.ids for part in known)),
-        logprobs=list(chain.from_iterable(part.logprobs for part in known)),
     )
 
 
