@@ -8,8 +8,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..execution.forward import ForwardBatch, KVPool
+from ..kernels import Elementwise, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
-from ..kernels.dispatch import Elementwise, elementwise_for
 
 Attend = Callable[[Tensor, int, AttentionForm], Tensor]
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
-from ..kernels import TRITON, best
+from ..kernels import TRITON, Elementwise, best, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
-from ..kernels.dispatch import Elementwise, elementwise_for
 from .fused_store import fused_store
 from .sdpa import SdpaBackend
 

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...io_struct import ErrorCode, StepFailures
 from ..execution.forward import Runner
-from ..memory.device_cache import DeviceCache
-from ..memory.device_memory import is_out_of_memory
+from ..memory.device_memory import DeviceCache, is_out_of_memory
 from .outputs import Outputs
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ import msgspec
 from litestar import Response
 from msgspec import UNSET, UnsetType
 
-from ....io_struct import CaesuraError, WeightVersionSpan
+from ....io_struct import WeightVersionSpan
 from ...text.tokenizer_manager import ENCODE_INLINE, Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
 from ..context import FrontEnd, in_slices
 from ..generations import label_for, merged, whole
-from ..responses import events, unless_left
-from ..sglang.generate import DONE, experts_of, meta_info
+from ..responses import frame, streamed, unless_left
+from ..sglang.generate import experts_of, meta_info
 from .common import CommonRequest, error_body
 
 T = TypeVar("T")
@@ -195,15 +195,9 @@ class Form(Protocol):
 
 async def answer(request: HTTPRequest, front: FrontEnd, job: Job, form: Form) -> Response[Any]:
     """Generate, and answer in full or as a stream."""
-    if not job.stream:
-        return await unless_left(request, _whole(front, job, form))
-    frames = _frames(front, job, form)
-    try:
-        first = await unless_left(request, anext(frames))
-    except BaseException:
-        await frames.aclose()
-        raise
-    return events(_guarded(front, first, frames))
+    if job.stream:
+        return await streamed(request, front, _frames(front, job, form), error_body)
+    return await unless_left(request, _whole(front, job, form))
 
 
 async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
@@ -223,20 +217,6 @@ async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
     return Response(body, media_type="application/json", status_code=200)
 
 
-async def _guarded(
-    front: FrontEnd, first: bytes, rest: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    try:
-        async with aclosing(rest):
-            yield first
-            async for frame in rest:
-                yield frame
-    except CaesuraError as error:
-        front.metrics.error(error.code)
-        yield _frame(msgspec.json.encode(error_body(error)))
-        yield DONE
-
-
 async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes, None]:
     finished: list[Sample] = []
     async with aclosing(merged(front, job.requests)) as chunks:
@@ -246,14 +226,13 @@ async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes
                 finished.append(chunk.finished)
                 label = await label_for(front, [chunk.finished])
                 _finished(job, choice, position, chunk.finished, label)
-                yield _frame(
+                yield frame(
                     job.body([choice], **finished_fields([chunk.finished], label, with_spans=job.meta_info))
                 )
             elif choice is not None:
-                yield _frame(job.body([choice]))
+                yield frame(job.body([choice]))
     if job.include_usage:
-        yield _frame(job.body([], usage=usage_of(finished)))
-    yield DONE
+        yield frame(job.body([], usage=usage_of(finished)))
 
 
 def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: str) -> Choice:
@@ -261,7 +240,3 @@ def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: st
     if job.meta_info:
         choice.meta_info = meta_info(sample, job.requests[position], label, None)
     return choice
-
-
-def _frame(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
@@ -261,6 +260,3 @@ class ChatForm:
                 [] if delta is None else delta.output_ids,
             ),
         )
-
-
-ROUTES: list[HTTPRouteHandler] = [chat_completions]

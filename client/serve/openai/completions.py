@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct.generate import TokenId
 from ...exceptions import InvalidRequest
@@ -214,6 +213,3 @@ class CompletionForm:
             cut = first.startswith(b" ") and not echo.startswith(" ")
         offsets = Offsets(self._tokens, skip_special_tokens=self._skip_special, leading_space_cut=cut)
         return completion_logprobs(positions, self._tokens, offsets)
-
-
-ROUTES: list[HTTPRouteHandler] = [completions]

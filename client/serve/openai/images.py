@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, SdeParams, WeightVersionSpan, new_id
 from ....io_struct.base import Identifier
@@ -21,10 +20,11 @@ from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEP
 from ...connection.images import ImageOutput
 from ...exceptions import InvalidRequest
 from ..bodies import UNREADABLE, HTTPRequest
+from ..commands import timed
 from ..context import Front
 from ..middleware import makes_images
 from ..pictures import png_of
-from ..responses import command, unless_left
+from ..responses import unless_left
 from .common import EXCEPTION_HANDLERS, NOTHING, AnySeed, check_model, invalid_body
 
 MAX_IMAGES = 256
@@ -179,7 +179,7 @@ async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]
     await front.admission.check()
     work = front.client.generate_images(asked.prompt, rid=rid, **options_of(asked))
     try:
-        made = await unless_left(request, command(front, "image_generations", work))
+        made = await unless_left(request, timed(front, "image_generations", work))
     except CaesuraError as error:
         if error.detail.get("field") in ("width", "height"):  # the body has a size
             error.detail = {**error.detail, "field": "size"}
@@ -211,6 +211,3 @@ def _encoded(rid: str, outputs: Sequence[ImageOutput]) -> bytes:
         metadata={"weight_version": None if newest is None else newest.version},
     )
     return msgspec.json.encode(answer)
-
-
-ROUTES: list[HTTPRouteHandler] = [generate_images]

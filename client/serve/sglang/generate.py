@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, post, route
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, RoutedExperts, SamplingMask, SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
@@ -41,11 +40,12 @@ from ...text.tokenizer_manager import (
     check_size,
 )
 from ..bodies import INLINE, UNREADABLE, VISIBLE, HTTPRequest, Strict, decode_large, read_control, unreadable
+from ..commands import timed
 from ..context import SLICE, Front, FrontEnd, in_slices
 from ..errors import engine_error, json_bytes, native_error, status_of
 from ..generations import asking_label, label_for, merged, whole
 from ..middleware import makes_tokens, routing_key
-from ..responses import ClientLeft, client_left, command, events, unless_left
+from ..responses import ClientLeft, client_left, frame, streamed, unless_left
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS
@@ -438,30 +438,13 @@ async def _whole(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[by
 
 
 async def _streamed(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[Any]:
-    frames = _frames(front, job)
-    try:
-        first = await unless_left(request, anext(frames))  # a refusal is an answer of its own, not an event
-    except BaseException:
-        await frames.aclose()
-        raise
-    return events(_all_of(front, first, frames))
+    return await streamed(request, front, _frames(front, job), _stream_error)
 
 
-async def _all_of(
-    front: FrontEnd, first: bytes, frames: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(frames):
-        yield first
-        try:
-            async for frame in frames:
-                yield frame
-        except CaesuraError as error:
-            front.metrics.error(error.code)
-            status, retryable = status_of(error), error.code in RETRYABLE
-            kind = "invalid_request_error" if status < 500 else "server_error"
-            body = {"message": error.message, "type": kind, "code": status, "retryable": retryable}
-            yield _frame({"error": body})
-        yield DONE
+def _stream_error(error: CaesuraError) -> dict[str, Any]:
+    status, retryable = status_of(error), error.code in RETRYABLE
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "code": status, "retryable": retryable}}
 
 
 async def _frames(front: FrontEnd, job: Job) -> AsyncGenerator[bytes, None]:
@@ -669,7 +652,7 @@ class EventWriter:
     def event(self, chunk: Chunk) -> bytes:
         if chunk.finished is not None and not self.incremental:
             body = self.answer.of(chunk.finished, self.request)
-            return _frame(body if self.index is None else {**body, "index": self.index})
+            return frame(_encode(body if self.index is None else {**body, "index": self.index}))
         if self.incremental:
             for buffer in (self.text, self.ids, self.logprobs, *self.further.values()):
                 buffer.clear()
@@ -730,13 +713,6 @@ def _append(buffer: bytearray, items: list[Any]) -> None:
         buffer += _encode(items)[1:-1]
 
 
-def _frame(value: Any) -> bytes:
-    return b"data: %b\n\n" % _encode(value)
-
-
-DONE = b"data: [DONE]\n\n"
-
-
 class AbortBody(Strict, kw_only=True):
     rid: str = ""
     abort_all: bool = False
@@ -751,8 +727,5 @@ async def abort_request(request: HTTPRequest, front: Front) -> Response[bytes]:
     body = await read_control(request, AbortBody)
     if body.rid or body.abort_all:
         work = front.client.abort(None if body.abort_all else body.rid, abort_all=body.abort_all)
-        await command(front, "abort_request", work)
+        await timed(front, "abort_request", work)
     return Response(b"", media_type="text/plain")
-
-
-ROUTES: list[HTTPRouteHandler] = [generate, abort_request]

@@ -4,7 +4,6 @@ from typing import Any
 
 from litestar import Response, post
 from litestar.exceptions import ClientException
-from litestar.handlers import HTTPRouteHandler
 
 from ..bodies import HTTPRequest, Strict, read_control
 from ..context import Front, FrontEnd
@@ -86,6 +85,3 @@ async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     )
     text = texts if nested else texts[0]
     return json_response({"text": text, "prompt": text})  # the latter is vLLM's name
-
-
-ROUTES: list[HTTPRouteHandler] = [tokenize, detokenize]

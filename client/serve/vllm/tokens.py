@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct.field_errors import field_error
 from ....io_struct.generate import TokenId
@@ -257,6 +256,3 @@ async def generate_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
     check_batch(front, asked, 1)
     wanted = _request(asked, body.token_ids, logprobs)
     return await unless_left(request, _generated(front, wanted, asked, logprobs))
-
-
-ROUTES: list[HTTPRouteHandler] = [generate_tokens]

@@ -25,12 +25,12 @@ from caesura.scheduler import kernels
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.kernels import dispatch
 from caesura.scheduler.kernels.attention_form import HeadNorms
+from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
-from caesura.scheduler.layers.grouped_router import GroupedRouter
 from caesura.scheduler.layers.mlp import bent
+from caesura.scheduler.layers.moe import GroupedRouter
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarni
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 if RUNS:
-    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
+    from caesura.scheduler.kernels import triton_elementwise, triton_experts
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
@@ -184,7 +184,7 @@ def test_latents_are_rounded_as_torch_does(dtype, interleaved, heads, latent, ro
     kv, weight = down[:, -latent - rope :], torch.randn(latent).to(dtype)
     cos, sin = torch.rand(2, 3, 1, rope // 2).to(dtype)
     queries, keys = torch.full((3, heads, latent + rope), 7.0).to(dtype), torch.empty_like(kv).contiguous()
-    triton_rotations.rotate_latents(
+    triton_elementwise.rotate_latents(
         q_rope, kv, cos, sin, (weight, 1e-6), queries, keys, interleaved=interleaved
     )
     assert bool((queries[..., :latent] == 7).all())
@@ -202,7 +202,7 @@ def test_angles_are_torchs(dtype, half):
         RopeParameters(attention_factor=1.2), 2 * half, place=Placement(dtype, DEVICE)
     )
     positions = torch.tensor([0, 1, 900, 1_000_000])
-    found = triton_rotations.angles(positions, embedding._inverse_frequencies, 1.2, dtype)
+    found = triton_elementwise.angles(positions, embedding._inverse_frequencies, 1.2, dtype)
     for mine, theirs in zip(found, embedding._compute(positions), strict=True):
         assert_rounded_alike(mine, theirs)
 
@@ -240,14 +240,15 @@ def test_the_lower_of_equal_experts_is_chosen_and_nothing_else_than_experts():
 
 
 @computed
-@pytest.mark.parametrize("scoring,bias", [("softmax", False), ("sigmoid", True)])
+@pytest.mark.parametrize("sigmoid,bias", [(False, False), (True, True)])
 @pytest.mark.parametrize("groups,top_groups,group_score", [(1, 1, "max"), (4, 2, "top2"), (3, 1, "max")])
-def test_the_choice_by_groups_is_torchs(scoring, bias, groups, top_groups, group_score):
+def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group_score):
     experts, top_k = groups * 20, 6
-    router = GroupedRouter(
-        "r", "gate", 8, experts, top_k, scoring=scoring, num_groups=groups, top_groups=top_groups,
-        group_score=group_score, normalize=bias, scale=2.5, bias=bias, place=Placement(torch.float32, DEVICE),
-    )  # fmt: skip
+    by = GroupRouting(
+        groups=groups, top_groups=top_groups, sigmoid=sigmoid, best_two=group_score == "top2", scale=2.5
+    )
+    place = Placement(torch.float32, DEVICE)
+    router = GroupedRouter("r", "gate", 8, experts, top_k, by, normalize=bias, bias=bias, place=place)
     for slot in router.slots():
         slot.write(torch.randn(slot.shape), 0)
     x, record = torch.randn(12, 8), torch.empty(12, top_k, dtype=torch.uint8)
@@ -286,8 +287,8 @@ def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts,
 @pytest.fixture
 def served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     served = {"elementwise": kernels.TRITON, "experts": kernels.TRITON}
-    for module in (dispatch, experts_module, moe, sys.modules[PagedTritonBackend.__module__]):
-        monkeypatch.setattr(module, "best", lambda operation, *_: served[operation])
+    for module in (kernels, experts_module, moe, sys.modules[PagedTritonBackend.__module__]):
+        monkeypatch.setattr(module, "best", lambda operation, *_: served.get(operation, kernels.TORCH))
 
 
 def logits_of(model: Any, backend: type | None) -> list[Tensor]:
