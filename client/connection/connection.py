@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 
 class Waiter(Protocol):
-    """``concurrent.futures.Future`` and ``asyncio.Future``."""
-
     def done(self) -> bool: ...
     def set_result(self, result: Any, /) -> None: ...
     def set_exception(self, exception: BaseException, /) -> None: ...
@@ -65,7 +63,7 @@ WaiterT = TypeVar("WaiterT", bound=Waiter)
 
 
 class DeltaQueue(Protocol):
-    """``queue.SimpleQueue`` and ``asyncio.Queue``; None marks the end of the stream."""
+    """None marks the end of the stream."""
 
     def put_nowait(self, item: TokenDelta | None, /) -> None: ...
 
@@ -79,7 +77,7 @@ class Sink(Protocol):
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
     def on_finished(self, output: GenerateOutput, /) -> None:
-        """Take the end of a sample, after all its tokens."""
+        pass
 
 
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
@@ -152,7 +150,6 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
         self.deltas = deltas
         self.sink = sink
         self._delivered: dict[int, int] = {}
-        """Number of delivered tokens of each sample."""
 
     def add_tokens(
         self,
@@ -198,7 +195,6 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
         return self.complete(output)
 
     def complete(self, output: GenerateOutput) -> bool:
-        """Take a decoded result, like :meth:`finish`."""
         if output.index in self._outputs:
             return False
         self._outputs[output.index] = output
@@ -240,7 +236,6 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
 
 class ImageGeneration(_InFlight[WaiterT, ImageOutput]):
     def finish(self, wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> bool:
-        """Take the terminal result of one sample; return True when the whole request has ended."""
         try:
             output = decode_images(wire, frames)
         except InternalError as error:
@@ -267,7 +262,6 @@ class Connection(Generic[WaiterT, QueueT]):
 
     @property
     def pending(self) -> int:
-        """Number of requests without a final answer."""
         return len(self._calls) + len(self._generations)
 
     def start_call(self, request: Request, expects: type[Message]) -> tuple[WaiterT, bytes]:
@@ -292,9 +286,7 @@ class Connection(Generic[WaiterT, QueueT]):
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> tuple[Generation[WaiterT, QueueT], bytes]:
-        """Register a generation; raises like :meth:`start_call`, and DuplicateRid if its rid is live in this
-        client.
-        """
+        """Register a generation; DuplicateRid if its rid is live. Raises like :meth:`start_call`."""
         frame = self._encode(request)
         known = self._pending_generation(request.id, frame)
         if isinstance(known, Generation):
@@ -305,7 +297,6 @@ class Connection(Generic[WaiterT, QueueT]):
         return generation, frame
 
     def start_images(self, request: GenerateImagesReqInput) -> tuple[ImageGeneration[WaiterT], bytes]:
-        """Register an image request; raises like :meth:`start_generation`."""
         frame = self._encode(request)
         known = self._pending_generation(request.id, frame)
         if isinstance(known, ImageGeneration):
@@ -317,7 +308,6 @@ class Connection(Generic[WaiterT, QueueT]):
     def _pending_generation(
         self, message_id: str, frame: bytes
     ) -> Generation[WaiterT, QueueT] | ImageGeneration[WaiterT] | None:
-        """Return the generation that a request repeats, or None if its id is new."""
         known = self._generations.get(message_id)
         if known is not None:
             _same_body(message_id, known.frame, frame)
@@ -369,9 +359,7 @@ class Connection(Generic[WaiterT, QueueT]):
         return isinstance(message_id, str) and (message_id in self._calls or message_id in self._generations)
 
     def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
-        """Fail every waiter but those of the messages ``spare``, each with an instance of its own of
-        ``error``.
-        """
+        """Fail every waiter but those of ``spare``, each with an error of its own."""
         for message_id in [each for each in self._calls if each not in spare]:
             call = self._calls.pop(message_id)
             resolve(call.waiter, error_for(error.code, error.message, error.detail))

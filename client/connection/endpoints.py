@@ -20,7 +20,6 @@ from ..exceptions import InvalidRequest, error_for
 
 KeyOrFile = str | os.PathLike[str]
 SERVER_KEY_VARIABLE, CLIENT_KEY_VARIABLE = "CAESURA_CURVE_SERVER_KEY", "CAESURA_CURVE_CLIENT_KEY_FILE"
-"""The command line's environment variables."""
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -60,7 +59,7 @@ class ClientKeys:
 
 
 def configure(socket: "zmq.Socket[bytes]", endpoint: str, keys: ClientKeys | None) -> None:
-    """Set the keys, and over tcp a heartbeat that notices a dead host, before ``socket`` connects."""
+    """Set keys before ``socket`` connects, and over tcp a heartbeat that notices a dead host."""
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
@@ -136,7 +135,6 @@ def _why_no_socket(path: str) -> str:
 
 
 def _hint(endpoint: Any) -> str:
-    """Return a guess of what was meant by an address without a scheme."""
     if not isinstance(endpoint, str) or "://" in endpoint or not endpoint:
         return ""
     return (

@@ -26,13 +26,12 @@ _TOKENIZES = "tokenize it first, or give text to caesura.client.text.TextClient 
 
 
 class Array(Protocol):
-    """A tensor or an array: torch's, numpy's, or any other that can become a list."""
+    """A tensor or an array."""
 
     def tolist(self) -> Any: ...
 
 
 Ids = Sequence[int] | Array
-"""One prompt."""
 Prompts = Ids | Sequence[Ids]
 """One prompt or several; an array of two dimensions is several."""
 Sampling = SamplingParams | Mapping[str, Any]
@@ -40,8 +39,6 @@ Sampling = SamplingParams | Mapping[str, Any]
 
 
 class Finished(Protocol):
-    """A thread's or an event loop's future, for reading."""
-
     def done(self) -> bool: ...
     def exception(self) -> BaseException | None: ...
     def result(self) -> Any: ...
@@ -57,11 +54,9 @@ class Plan(Generic[RequestT]):
     single: bool
     """True if the caller passed one prompt, not a list."""
     buffers: Sequence[bytes] = ()
-    """Frames behind each request."""
 
     def collect(self, waiters: Sequence[Finished], timeout: float | None) -> Any:
-        """Return results in the caller's shape, one output or a flat prompt-major list, of what has ended by
-        now.
+        """Return what has ended by now: one output, or a flat prompt-major list.
 
         Raises:
             EngineError: of the first prompt that failed, with its position as a note.
@@ -128,7 +123,6 @@ def one_request(
     message_id: str | None,
     stream: bool,
 ) -> GenerateReqInput:
-    """Return the request of one ``submit``; raises as :func:`plan`."""
     fields = _fields(options)
     prompts, single = sequences(input_ids)
     if not single:
@@ -147,12 +141,10 @@ def one_request(
 
 
 def per_prompt_sampling(given: Sampling | Sequence[Sampling] | None, count: int) -> list[Any]:
-    """Return the sampling parameters of each of ``count`` prompts, as they were given."""
     return _per_prompt("sampling_params", given, _SAMPLING, count)
 
 
 def sampling(given: Any) -> SamplingParams:
-    """Return sampling parameters as the wire has them; None means the defaults."""
     if isinstance(given, Mapping):
         given = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
     return struct_of("sampling_params", given, SamplingParams, GenerateReqInput.__struct_fields__)
@@ -179,7 +171,7 @@ def struct_of(field: str, given: Any, kind: type[StructT], beside: Sequence[str]
 
 
 def token_ids(prompt: Any, field: str = "input_ids") -> list[int]:
-    """Return token ids as plain integers; arrays and numpy's integers are taken, booleans are not."""
+    """Return plain integers; arrays and numpy's integers are taken, booleans are not."""
     prompt = _plain(prompt)
     try:
         ids = list(map(operator.index, prompt))
@@ -199,7 +191,6 @@ def sequences(input_ids: Any) -> tuple[list[Any], bool]:
 
 
 def is_single(input_ids: Sequence[Any]) -> bool:
-    """Return True for the ids of one sequence."""
     if len(input_ids) == 0:
         return True  # an empty prompt, which the engine refuses
     first = _plain(input_ids[0])
@@ -213,7 +204,6 @@ def _plain(given: Any) -> Any:
 
 
 def _no_ids(given: Any, field: str) -> str:
-    """Return why ``given`` is no list of token ids."""
     if isinstance(given, str):
         return f"{field} = {shown(given)} is text, and the scheduler takes token ids: {_TOKENIZES}"
     if isinstance(given, Mapping):
@@ -279,8 +269,6 @@ def _per_prompt(field: str, value: Any, kinds: dict[type, str], count: int) -> l
 
 
 class Scores:
-    """A score request, and how its answer is read."""
-
     def __init__(
         self,
         input_ids: Prompts,
@@ -288,11 +276,6 @@ class Scores:
         temperature: float,
         message_id: str | None,
     ) -> None:
-        """Take one ``start`` for all sequences, or one for each.
-
-        Raises:
-            InvalidRequest: ids or starts are no integers, or not one start for each sequence.
-        """
         each, self._single = sequences(input_ids)
         ids = [token_ids(sequence) for sequence in each]
         starts = [start] * len(ids) if isinstance(start, int) else token_ids(start, "start")

@@ -23,12 +23,11 @@ from .record import TAGS, MemoryRecord, fetch
 from .text import MIB, cause, clock, model_label, size, span
 
 LOOKS = 96
-"""Width of the curve, in looks and in characters."""
+"""Width of the curve."""
 LAST_EVENTS = 12
 _FIGURES = (("reserved", 10), ("returned", 10), ("residual", 10))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ROWS = 3
-"""Height of the curve in lines."""
 _COLOURS = {
     "runtime": "bright_black", "weights": "green", "derived": "magenta", "kv": "blue", "reference": "yellow",
     "graphs": "bright_magenta", "answers": "white", "workspace": "cyan", "other": "red", "pause": "yellow",
@@ -50,9 +49,7 @@ def watch(
     seconds: float | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Show the memory every ``interval_s`` seconds until Ctrl-C, or for ``seconds``; ``timeout`` bounds each
-    call.
-    """
+    """Show the memory every ``interval_s`` seconds until Ctrl-C, or for ``seconds``."""
     looked = _looks(client, interval_s, seconds, timeout)
     with suppress(KeyboardInterrupt):
         if console.is_terminal:
@@ -80,7 +77,6 @@ def _looks(
 
 
 def line(record: MemoryRecord) -> str:
-    """Return one look, in the columns of the plain table."""
     status = record.status
     memory, event = status.device_memory, record.events[-1]
     cells = (
@@ -147,7 +143,6 @@ def parts(record: MemoryRecord) -> RenderableType:
 
 
 def events(record: MemoryRecord, count: int = LAST_EVENTS) -> RenderableType:
-    """Return the last ``count`` events, newest first."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
     for name, width in (("#", 4), ("time", 10), ("what", None), *_FIGURES):
         flexible = width is None

@@ -21,7 +21,7 @@ from .tokenizer import TextTokenizer
 
 
 class SampleText:
-    """The text of one sample, as its tokens arrive.
+    """Text of one sample, as its tokens arrive.
 
     Attributes:
         length: number of tokens up to the one that completed a stop string, or None.
@@ -63,7 +63,6 @@ class SampleText:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was found, or None."""
         match = None if self._matcher is None else self._matcher.match
         return None if match is None else match.stop
 
@@ -86,10 +85,8 @@ class SampleText:
         return shown
 
     def finish(self, last: Sequence[int] = ()) -> str:
-        """Return the rest of the text, when the output is complete.
-
-        Args:
-            last: ids whose text is added without a search, such as a stop token that is kept.
+        """Return the rest of the text; the text of ``last`` is added without a search, such as a kept stop
+        token.
         """
         if self.length is not None:
             return ""
@@ -131,10 +128,7 @@ class SampleText:
 
 
 def shortened(output: GenerateOutput, length: int) -> GenerateOutput:
-    """Return the output with only its first ``length`` tokens: every list over output tokens is cut.
-
-    Values of the prompt, the finish reason and the times are unchanged.
-    """
+    """Return the output with only its first ``length`` tokens: every list over output tokens is cut."""
     if length >= len(output.output_ids):
         return output
     spans = [span for span in output.weight_versions if span.start < length]
@@ -155,7 +149,6 @@ def shortened(output: GenerateOutput, length: int) -> GenerateOutput:
 
 
 def _first_rows(routed: RoutedExperts | None, end: int) -> RoutedExperts | None:
-    """Return the rows of the positions before ``end``."""
     if routed is None:
         return None
     _, *row = routed.shape

@@ -1,7 +1,6 @@
 """Clients for generation with text input, stop strings and text output, for asyncio and for threads.
 
 Invariants:
-- The HTTP front end tokenizes, decodes and searches for stop strings in the same way (tokenizer_manager.py).
 - A call that fails, times out or is interrupted aborts what it started.
 - The blocking client runs an event loop in a thread of its own; any number of threads may call it.
 """
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 Prompt = str | Sequence[int]
-"""One prompt: text, or token ids."""
 ResultT = TypeVar("ResultT")
 
 
@@ -253,7 +251,6 @@ def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
 
 
 def _prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """Return the prompts, and True if the caller passed one rather than several."""
     if isinstance(given, str):
         return [given], True
     if isinstance(given, Sequence) and given and isinstance(given[0], str):

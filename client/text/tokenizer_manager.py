@@ -47,9 +47,7 @@ from .stop_strings import StopStrings, shared_stop_strings
 from .tokenizer import TextTokenizer
 
 ENCODE_INLINE = 2048
-"""Characters of the longest text that is tokenized on the event loop, in about a millisecond; others take a
-thread.
-"""
+"""Characters up to which a text is tokenized on the event loop, in about a millisecond."""
 
 START_SLICE = 32
 """Generations of a batch that are started before other tasks run."""
@@ -64,14 +62,9 @@ _DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt with ``sampling_params.n`` samples.
-
-    Raises:
-        InvalidRequest: a field is too large.
-    """
+    """One prompt with ``sampling_params.n`` samples; InvalidRequest if a field is too large."""
 
     prompt: str | Sequence[int]
-    """Text, which is tokenized, or token ids."""
     sampling_params: SamplingParams = _DEFAULTS
     stop: Sequence[str] = ()
     """Stop strings; the front end searches for them, the engine knows tokens only."""
@@ -122,7 +115,6 @@ def characters(texts: Sequence[str]) -> int:
 _ENGINE_FIELDS = [
     each.name for each in fields(GenerationRequest) if each.name in GenerateReqInput.__struct_fields__
 ]
-"""Fields of a request that go to the engine as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,17 +156,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A request, ready to be sent."""
-
     request: GenerationRequest
     prompt_ids: list[int]
     wire: GenerateReqInput
     tokenizer: TextTokenizer | None
-    """None means that only ids are wanted."""
+    """None if only ids are wanted."""
     stops: StopStrings | None
 
     def new_text(self) -> SampleText | None:
-        """Return the text of a new sample; None if no text is wanted."""
         if self.tokenizer is None:
             return None
         return SampleText(
@@ -222,26 +211,21 @@ class _Follower:
         self._given = False  # the reader has its terminal result
 
     def arrive(self, delta: TokenDelta) -> None:
-        """Take new tokens."""
         if not self._work.request.scored:
             self._arrived.append(delta)
 
     def end(self, output: GenerateOutput) -> None:
-        """Take the engine's terminal result; all tokens have arrived."""
         self._output = output
 
     @property
     def stopped(self) -> bool:
-        """True if a stop string was found."""
         return self._text is not None and self._text.length is not None
 
     @property
     def generating(self) -> bool:
-        """True while the engine may still work on it."""
         return self._output is None
 
     def advance(self) -> None:
-        """Make text of what has arrived."""
         arrived, self._arrived = self._arrived, []
         self._tokens += arrived
         text, output = self._text, self._output
@@ -259,7 +243,6 @@ class _Follower:
             self._show((text.stop or "") if keep else "")
 
     def sample(self) -> Sample:
-        """Return the terminal result, after the end."""
         self.advance()
         assert self._output is not None
         return self._work.finished(self._output, "".join(self._whole), self._text)
@@ -298,8 +281,6 @@ class _Follower:
 
 
 class _Flow:
-    """Receiver of the deltas of one request, which processes tokens as they arrive."""
-
     def __init__(self, work: _Work, channel: Channel) -> None:
         self.changed = asyncio.Event()
         """Set whenever there may be something new for the reader."""
@@ -323,7 +304,6 @@ class _Flow:
             self._note(output.index)
 
     def follower(self, index: int) -> _Follower:
-        """Return the follower of sample ``index``."""
         found = self._followers.get(index)
         if found is None:
             found = self._followers[index] = _Follower(self._work, index)
@@ -357,7 +337,6 @@ class _Flow:
 
 
 def _abort(channel: Channel, generation: Generation[Result, Deltas], index: int | None = None) -> None:
-    """Abort a generation, or one sample of it, without waiting for the reply."""
     with contextlib.suppress(EngineError):
         channel.start_call(AbortReq(rid=generation.rid, index=index), AbortReqOutput)
 
@@ -372,10 +351,7 @@ class TokenizerManager:
         *,
         context_length: int | None = None,
     ) -> None:
-        """Take the engine's context length in tokens; None means no limit.
-
-        Texts that must be longer are refused without tokenizing them.
-        """
+        """Refuse texts longer than ``context_length`` tokens without tokenizing them; None means no limit."""
         self.client = client
         self.tokenizer = tokenizer
         self._context_length = context_length
@@ -385,8 +361,7 @@ class TokenizerManager:
         """Return all samples of one prompt, in order. If cancelled, the generation is aborted.
 
         Raises:
-            InvalidRequest: the prompt is neither text nor ids, or there is text or a stop string without a
-                tokenizer.
+            InvalidRequest: neither text nor ids, or text or a stop string without a tokenizer.
             EngineError: refused or failed; ``.output`` and ``.outputs`` have what had been generated.
         """
         work = await self._prepare(request, stream=False)
@@ -402,8 +377,7 @@ class TokenizerManager:
         """Yield chunks as they come; the last of each sample has its :class:`Sample`. If closed early, abort.
 
         Raises:
-            EngineError: as :meth:`generate`; a refusal at the first step, a failure after what had been
-                generated.
+            EngineError: as :meth:`generate`; a failure after what had been generated.
         """
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
@@ -452,11 +426,7 @@ class TokenizerManager:
             _abort(self.client.channel, generation)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises:
-            PromptTooLong: it has more characters than as many of the longest token as fit into the context.
-        """
+        """Return the token ids of a text; PromptTooLong if it cannot fit into the context."""
         return self._encoder(text).encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -479,9 +449,8 @@ class TokenizerManager:
         return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
 
     def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
-        """Return the tokenizer, if ``text`` can fit into the context.
-
-        Tokenizing takes hundreds of bytes for each character.
+        """Return the tokenizer if ``text`` can fit into the context: tokenizing takes hundreds of bytes per
+        character.
         """
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
@@ -538,7 +507,6 @@ class TokenizerManager:
 
 
 def _whole(work: _Work, output: GenerateOutput) -> Sample:
-    """Return the result of a sample whose tokens came at once."""
     follower = _Follower(work, output.index)
     follower.arrive(output.as_delta())
     follower.end(output)

@@ -62,7 +62,6 @@ class WeightUpdateChain:
     def __init__(
         self, group: WeightUpdateGroup, clients: "Sequence[ControlClient]", links: list[str]
     ) -> None:
-        """Use :meth:`create`."""
         self.clients = list(clients)
         """Clients of its engines, in the order in which they pass updates on."""
         self._group = group
@@ -256,7 +255,6 @@ def join_links(
 
 
 def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> None:
-    """Have each of ``engines`` and the next leave their link."""
     for number, link in enumerate(links):
         leave(engines[number : number + 2], link, GRACE_S)
 

@@ -316,7 +316,6 @@ class WeightUpdateGroup:
 
 
 def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
-    """Return ``backend``, or the best one that this process and all engines have."""
     if not isinstance(clients, Sequence):
         raise InvalidRequest(
             f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
@@ -332,8 +331,6 @@ def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeou
 
 
 class _Tickets:
-    """The tickets of one message to several engines."""
-
     def __init__(self, futures: list[Future[Any]]) -> None:
         self.futures = futures
 

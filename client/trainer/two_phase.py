@@ -134,7 +134,6 @@ class TwoPhaseUpdate:
         return self._tickets
 
     def _gather(self) -> list[int]:
-        """Wait for all tickets, and return the numbers of the engines that have not failed."""
         for number, (ticket, request) in enumerate(zip(self._tickets, self._requests, strict=True)):
             try:
                 wait_for(ticket, request.id, self._timeout)
