@@ -27,7 +27,7 @@ from .async_control_client import AsyncControlClient
 from .connection import Generation, ImageGeneration
 from .fork import Process
 from .images import ImageOptions, plan_images
-from .options import GenerateOptions, id_of, seconds
+from .options import CallOptions, GenerateOptions, seconds
 from .prompts import Ids, Plan, Prompts, RequestT, Sampling, Scores, one_request, plan
 from .results import GenerateOutput, TokenDelta, decode_output
 
@@ -222,19 +222,12 @@ class AsyncSchedulerClient(AsyncControlClient):
         *,
         start: int | Sequence[int],
         temperature: float = ...,
-        message_id: str | None = ...,
-        timeout: float | None = ...,
+        **call: Unpack[CallOptions],
     ) -> list[list[float]]: ...
 
     @overload
     async def score(
-        self,
-        input_ids: Ids,
-        *,
-        start: int,
-        temperature: float = ...,
-        message_id: str | None = ...,
-        timeout: float | None = ...,
+        self, input_ids: Ids, *, start: int, temperature: float = ..., **call: Unpack[CallOptions]
     ) -> list[float]: ...
 
     async def score(
@@ -243,8 +236,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         *,
         start: int | Sequence[int],
         temperature: float = 1.0,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> Any:
         """Return logprobs of the tokens from ``start`` on (one value for all sequences, or one for each)
         under the engine's reference model: log-softmax over the full vocabulary after ``temperature``.
@@ -256,8 +248,8 @@ class AsyncSchedulerClient(AsyncControlClient):
             Unsupported: the engine has no reference model.
             EngineError: the call was refused; the message names the sequence.
         """
-        scores = Scores(input_ids, start, temperature, message_id)
-        return scores.decode(await self._call(scores.request, ScoreReqOutput, timeout))
+        scores = Scores(input_ids, start, temperature)
+        return scores.decode(await self._ask(scores.request, ScoreReqOutput, call))
 
     async def generate_images(
         self,
@@ -293,26 +285,17 @@ class AsyncSchedulerClient(AsyncControlClient):
         return await self._carry_out(work, start, timeout)
 
     async def abort(
-        self,
-        rid: str | None = None,
-        *,
-        abort_all: bool = False,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        self, rid: str | None = None, *, abort_all: bool = False, **call: Unpack[CallOptions]
     ) -> AbortReqOutput:
         """Abort a generation by rid, or all of them. Their own callers get the partial outputs."""
-        return await self._call(
-            AbortReq(id=id_of(message_id), rid=rid, abort_all=abort_all), AbortReqOutput, timeout
-        )
+        return await self._ask(AbortReq(rid=rid, abort_all=abort_all), AbortReqOutput, call)
 
-    async def fetch_result(
-        self, rid: str, *, message_id: str | None = None, timeout: float | None = None
-    ) -> list[GenerateOutput]:
+    async def fetch_result(self, rid: str, **call: Unpack[CallOptions]) -> list[GenerateOutput]:
         """Return the results of generation ``rid``, which ended while its client could not be reached; empty
         if none are stored.
         """
-        request = FetchResultReqInput(id=id_of(message_id), rid=rid)
-        reply = await self._call(request, FetchResultReqOutput, timeout)
+        request = FetchResultReqInput(rid=rid)
+        reply = await self._ask(request, FetchResultReqOutput, call)
         return [decode_output(result) for result in reply.results]
 
     async def start_profile(
@@ -323,28 +306,24 @@ class AsyncSchedulerClient(AsyncControlClient):
         activities: Sequence[TraceActivity] | None = None,
         with_stack: bool = False,
         record_shapes: bool = False,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> StartProfileReqOutput:
         """Record a trace of the next steps with torch's profiler, until :meth:`stop_profile` or for
         ``num_steps``.
         """
         request = StartProfileReqInput(
-            id=id_of(message_id),
             output_dir=None if output_dir is None else os.fspath(output_dir),
             num_steps=num_steps,
             activities=None if activities is None else list(activities),
             with_stack=with_stack,
             record_shapes=record_shapes,
         )
-        return await self._call(request, StartProfileReqOutput, timeout)
+        return await self._ask(request, StartProfileReqOutput, call)
 
-    async def stop_profile(
-        self, *, wait: bool = False, message_id: str | None = None, timeout: float | None = None
-    ) -> StopProfileReqOutput:
+    async def stop_profile(self, *, wait: bool = False, **call: Unpack[CallOptions]) -> StopProfileReqOutput:
         """End the trace (with ``wait``: let it end by itself); returns when its file is written."""
-        request = StopProfileReqInput(id=id_of(message_id), wait=wait)
-        return await self._call(request, StopProfileReqOutput, timeout)
+        request = StopProfileReqInput(wait=wait)
+        return await self._ask(request, StopProfileReqOutput, call)
 
     async def _carry_out(
         self, work: Plan[RequestT], start: Callable[[RequestT], InFlight], timeout: float | None

@@ -92,6 +92,15 @@ class GenerateOptions(TypedDict, total=False):
     stream_details: bool
 
 
+class CallOptions(TypedDict, total=False):
+    """Keywords of every command; all are optional."""
+
+    message_id: str | None
+    """Id of an earlier call with the same arguments that timed out, to attach to it."""
+    timeout: float | None
+    """Seconds for the call. None, the default, means until the engine answers or dies."""
+
+
 class UpdateOptions(TypedDict, total=False):
     """Keywords of every weight update; all are optional."""
 

@@ -269,13 +269,7 @@ def _per_prompt(field: str, value: Any, kinds: dict[type, str], count: int) -> l
 
 
 class Scores:
-    def __init__(
-        self,
-        input_ids: Prompts,
-        start: int | Sequence[int],
-        temperature: float,
-        message_id: str | None,
-    ) -> None:
+    def __init__(self, input_ids: Prompts, start: int | Sequence[int], temperature: float) -> None:
         each, self._single = sequences(input_ids)
         ids = [token_ids(sequence) for sequence in each]
         starts = [start] * len(ids) if isinstance(start, int) else token_ids(start, "start")
@@ -283,9 +277,7 @@ class Scores:
             raise InvalidRequest(
                 f"{len(starts)} start for {len(ids)} sequences", field="start", value=len(starts)
             )
-        self.request = ScoreReqInput(
-            id=id_of(message_id), input_ids=ids, start=starts, temperature=temperature
-        )
+        self.request = ScoreReqInput(input_ids=ids, start=starts, temperature=temperature)
 
     def decode(self, reply: ScoreReqOutput) -> Any:
         """Return ``list[float]``, or a list of them for several sequences.

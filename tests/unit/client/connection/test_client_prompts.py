@@ -142,7 +142,7 @@ def test_submit_takes_one_prompt(fake):
 
 
 def test_score_takes_arrays_too():
-    scores = Scores(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1]), 1.0, None)
+    scores = Scores(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1]), 1.0)
     assert (scores.request.input_ids, scores.request.start) == ([[1, 2], [3, 4]], [1, 1])
     with pytest.raises(InvalidRequest, match="is text"):
-        Scores("Hello", 1, 1.0, None)
+        Scores("Hello", 1, 1.0)
