@@ -6,7 +6,17 @@ import threading
 
 import pytest
 import torch
-from support.fake_scheduler import FakeScheduler, VanishError, answer, delta, echo, finished, results, rid_of
+from support.fake_scheduler import (
+    FakeScheduler,
+    VanishError,
+    answer,
+    delta,
+    echo,
+    finished,
+    results,
+    rid_of,
+    silent,
+)
 from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
@@ -15,9 +25,6 @@ from caesura.client import (
     EngineDied,
     GenerationHandle,
     InternalError,
-    InvalidRequest,
-    NotIdle,
-    QueueFull,
     SamplingParams,
     SchedulerClient,
     TimedOut,
@@ -26,21 +33,10 @@ from caesura.client.connection import async_channel
 from caesura.io_struct import (
     AbortReq,
     EndWeightUpdateReqInput,
-    ErrorCode,
-    ErrorReply,
     GenerateReqInput,
     GetStatusReqInput,
     UpdateWeightsFromIPCReqInput,
 )
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
-def silent(request):
-    return []
 
 
 def run(endpoint, body, handler=answer):
@@ -67,18 +63,6 @@ def test_both_clients_have_the_same_methods_and_arguments():
     assert public(AsyncGenerationHandle) == public(GenerationHandle)
 
 
-def test_shapes_of_generate(endpoint):
-    async def body(client, fake):
-        one = await client.generate([1, 2], return_logprob=True, timeout=PATIENCE)
-        assert (one.output_ids, one.output_logprobs) == ([2, 1, 0], [-2.0, -1.0, 0.0])
-        many = await client.generate([[1], [2]], SamplingParams(n=2), timeout=PATIENCE)
-        assert [output.output_ids for output in many] == [[1, 0], [1, 1], [2, 0], [2, 1]]
-        with pytest.raises(InvalidRequest):
-            await client.generate(["x"])
-
-    run(endpoint, body)
-
-
 def test_replies_out_of_order_find_their_callers(endpoint):
     held = []
 
@@ -91,32 +75,6 @@ def test_replies_out_of_order_find_their_callers(endpoint):
         assert [output.output_ids for output in outputs] == [[i, 0] for i in range(20)]
 
     run(endpoint, body, backwards)
-
-
-def test_typed_errors(endpoint):
-    def refuse(request):
-        return [ErrorReply(id=request.id, code=ErrorCode.NOT_IDLE, message="busy", detail={"running": 1})]
-
-    async def body(client, fake):
-        with pytest.raises(NotIdle) as caught:
-            await client.flush_cache(timeout=PATIENCE)
-        assert caught.value.detail == {"running": 1}
-
-    run(endpoint, body, refuse)
-
-
-def test_one_bad_prompt_aborts_the_rest_of_its_list(endpoint):
-    def second_is_refused(request):
-        if isinstance(request, GenerateReqInput) and request.input_ids == [2]:
-            return [ErrorReply(id=request.id, code=ErrorCode.QUEUE_FULL, message="full")]
-        return [] if isinstance(request, GenerateReqInput) else answer(request)
-
-    async def body(client, fake):
-        with pytest.raises(QueueFull):
-            await client.generate([[1], [2]], rid="job", timeout=PATIENCE)
-        assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "job-0"
-
-    run(endpoint, body, second_is_refused)
 
 
 def test_work_of_an_update_does_not_stop_the_loop():
@@ -187,32 +145,6 @@ def test_a_handle_streams_with_a_gap_and_ends(endpoint):
         assert (await handle.result(PATIENCE)).output_ids == [1, 2, 3]
 
     run(endpoint, body, gap)
-
-
-def test_waiting_on_a_handle_times_out_without_ending_it(endpoint):
-    async def body(client, fake):
-        handle = await client.submit([1], rid="r", stream=True)
-        with pytest.raises(TimedOut):
-            await handle.results(0.01)
-        with pytest.raises(TimedOut):
-            await anext(handle.deltas(0.01))
-        await asyncio.to_thread(fake.next_request)
-        fake.push(results(finished("r", [4])))
-        assert (await handle.result(PATIENCE)).output_ids == [4]
-
-    run(endpoint, body, silent)
-
-
-def test_abort_through_the_handle(endpoint):
-    def abortable(request):
-        return answer(request) if isinstance(request, AbortReq) else []
-
-    async def body(client, fake):
-        handle = await client.submit([1], rid="r")
-        assert (await handle.abort(PATIENCE)).aborted == 1
-        assert fake.next_request(AbortReq).rid == "r"
-
-    run(endpoint, body, abortable)
 
 
 def test_control_verbs_and_weight_sessions(endpoint):
@@ -294,15 +226,6 @@ def test_a_new_engine_at_the_same_endpoint_is_found(endpoint):
             with FakeScheduler(endpoint) as second:
                 assert (await client.generate([2], timeout=PATIENCE)).output_ids == [2, 0]
                 assert second.next_request().input_ids == [2]
-
-    asyncio.run(main(), debug=True)
-
-
-def test_missing_engine_is_an_error(endpoint):
-    async def main():
-        async with AsyncSchedulerClient(endpoint, connect_timeout=0.05) as client:
-            with pytest.raises(EngineDied, match="there is no such socket file"):
-                await client.status()
 
     asyncio.run(main(), debug=True)
 

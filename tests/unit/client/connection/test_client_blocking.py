@@ -17,6 +17,7 @@ from support.fake_scheduler import (
     finished,
     results,
     rid_of,
+    silent,
 )
 from support.waiting import PATIENCE_S as PATIENCE
 
@@ -46,15 +47,6 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
 )
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
-def silent(request):
-    return []
 
 
 def test_one_prompt_gives_one_output_and_a_list_gives_a_list(endpoint):

@@ -13,7 +13,7 @@ import time
 import pytest
 import support.fake_scheduler
 import zmq
-from support.fake_scheduler import FakeScheduler, VanishError, answer, status_reply
+from support.fake_scheduler import FakeScheduler, VanishError, answer, silent, status_reply
 from support.waiting import PATIENCE_S as PATIENCE
 
 import caesura.client.connection.link
@@ -32,15 +32,6 @@ from caesura.io_struct import (
 FAKE = support.fake_scheduler.__file__
 RECONNECTS_S = 0.6
 """Longer than libzmq waits before it would reconnect by itself; nothing here depends on how much longer."""
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
-def silent(request):
-    return []
 
 
 class Pumped:

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from support.fake_scheduler import FakeScheduler
+from support.fake_scheduler import FakeScheduler, silent
 from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
@@ -22,15 +22,6 @@ from caesura.io_struct import GetStatusReqInput
 NO_TIME = [float("nan"), "5", True, [1]]
 PAST = [-1.0, float("-inf"), 0, -(2**63), np.float32(-1)]
 FOR_EVER = [float("inf"), 2**63, 2.0**63, 1e300, 10**400, None, np.float64(1e300)]
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
-def silent(request):
-    return []
 
 
 def uses(client):
@@ -84,21 +75,6 @@ def test_uncountable_times_mean_for_ever(endpoint, timeout):
 
 def test_coroutines_take_the_same(endpoint):
     async def main():
-        with FakeScheduler(endpoint, silent) as fake:
-            async with AsyncSchedulerClient(endpoint, keepalive_timeout=2**63) as client:
-                for timeout in NO_TIME:
-                    for use in (client.status, lambda **late: client.generate([1], **late)):
-                        with pytest.raises(InvalidRequest, match="timeout"):
-                            await use(timeout=timeout)
-                assert fake.requests.empty()
-                handle = await client.submit([1], stream=True)
-                for timeout in PAST:
-                    with pytest.raises(TimedOut):
-                        await client.status(timeout=timeout)
-                    with pytest.raises(TimedOut):
-                        await handle.result(timeout)
-                    with pytest.raises(TimedOut):
-                        await anext(handle.deltas(timeout))
         with FakeScheduler(endpoint):
             for timeout in FOR_EVER:
                 async with AsyncSchedulerClient(endpoint, connect_timeout=timeout) as client:
