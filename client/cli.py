@@ -7,7 +7,7 @@ paths) can neither move the cursor nor style anything.
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from time import localtime, strftime, time
@@ -364,9 +364,9 @@ def _lease(left_s: float | None, then: str) -> str:
     return f"until {until} (for {left_s:.1f} s), then {then}; a command with the same --owner renews it"
 
 
-def main() -> NoReturn:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
-        status = cli(standalone_mode=False)
+        status = cli(arguments, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
