@@ -163,36 +163,6 @@ class _Work:
     """None if only ids are wanted."""
     stops: StopStrings | None
 
-    def new_text(self) -> SampleText | None:
-        if self.tokenizer is None:
-            return None
-        return SampleText(
-            self.tokenizer,
-            self.prompt_ids,
-            self.stops,
-            skip_special_tokens=self.request.skip_special_tokens,
-            min_new_tokens=self.request.sampling_params.min_new_tokens,
-        )
-
-    def finished(self, output: GenerateOutput, text: str, stopped: SampleText | None) -> Sample:
-        """Return the terminal result; ``stopped`` has the stop string that ended it, if any."""
-        if self.request.scored:
-            ended = output.finish_reason.type in ("stop", "length")
-            reason = FinishReason(type="length", length=0) if ended else output.finish_reason
-            output = replace(shortened(output, 0), finish_reason=reason)
-        matched: int | str | None = output.finish_reason.matched
-        if stopped is not None and stopped.length is not None:
-            output = replace(shortened(output, stopped.length), finish_reason=FinishReason(type="stop"))
-            matched = stopped.stop
-        return Sample(
-            index=output.index,
-            rid=output.rid,
-            prompt_ids=self.prompt_ids,
-            text=text,
-            output=output,
-            matched=matched,
-        )
-
 
 class _Follower:
     """The tokens of one sample that have arrived, made into text when it is asked for."""
@@ -200,7 +170,17 @@ class _Follower:
     def __init__(self, work: _Work, index: int) -> None:
         self._work = work
         self._index = index
-        self._text = work.new_text()
+        self._text = (
+            None
+            if work.tokenizer is None
+            else SampleText(
+                work.tokenizer,
+                work.prompt_ids,
+                work.stops,
+                skip_special_tokens=work.request.skip_special_tokens,
+                min_new_tokens=work.request.sampling_params.min_new_tokens,
+            )
+        )
         self._arrived: list[TokenDelta] = []
         self._tokens: list[TokenDelta] = []  # made into text, not read
         self._read = 0  # tokens that were read
@@ -245,7 +225,23 @@ class _Follower:
     def sample(self) -> Sample:
         self.advance()
         assert self._output is not None
-        return self._work.finished(self._output, "".join(self._whole), self._text)
+        output = self._output
+        if self._work.request.scored:
+            ended = output.finish_reason.type in ("stop", "length")
+            reason = FinishReason(type="length", length=0) if ended else output.finish_reason
+            output = replace(shortened(output, 0), finish_reason=reason)
+        matched: int | str | None = output.finish_reason.matched
+        if self._text is not None and self._text.length is not None:
+            output = replace(shortened(output, self._text.length), finish_reason=FinishReason(type="stop"))
+            matched = self._text.stop
+        return Sample(
+            index=output.index,
+            rid=output.rid,
+            prompt_ids=self._work.prompt_ids,
+            text="".join(self._whole),
+            output=output,
+            matched=matched,
+        )
 
     def chunk(self, rid: str) -> Chunk | None:
         """Return the new text and tokens since the last call; None if there are none."""
@@ -367,7 +363,13 @@ class TokenizerManager:
         work = await self._prepare(request, stream=False)
         if work.stops is None:
             generation = self._started(self.client.channel.start_generation(work.wire))
-            return [_whole(work, output) for output in await self._outputs(generation)]
+            samples = []
+            for output in await self._outputs(generation):
+                follower = _Follower(work, output.index)
+                follower.arrive(output.as_delta())
+                follower.end(output)
+                samples.append(follower.sample())
+            return samples
         flow = _Flow(work, self.client.channel)
         self._started(flow.generation)
         outputs = await self._outputs(flow.generation)
@@ -504,13 +506,6 @@ class TokenizerManager:
             _abort(self.client.channel, generation)
             raise
         return outputs
-
-
-def _whole(work: _Work, output: GenerateOutput) -> Sample:
-    follower = _Follower(work, output.index)
-    follower.arrive(output.as_delta())
-    follower.end(output)
-    return follower.sample()
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
