@@ -330,7 +330,7 @@ def test_shared_memory_that_could_fault_the_engine_is_refused(engine, family):
         ):
             request = UpdateWeightsFromIPCReqInput(handle=handle, specs=specs)
             with pytest.raises(EngineError) as caught:
-                engine.start(request, WeightUpdateReqOutput).result(30)
+                engine.start(request, WeightUpdateReqOutput).result()
             assert caught.value.code == "invalid_request"
         os.close(unsealed)
         assert fcntl.fcntl(memory.handle.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
