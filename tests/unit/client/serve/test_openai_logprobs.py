@@ -131,9 +131,9 @@ def test_likeliest_token_of_one_text_is_kept(tokenizers):
 def test_content_of_chats(tokenizers):
     tokenizer = tokenizers["byte-level"]
     a, b = (tokenizer.encode(text)[0] for text in "ab")
-    [entry] = chat_logprobs([(a, -1.0, [(-1.0, a), (-math.inf, b)])], TokenText(tokenizer)).content
-    assert (entry.token, entry.logprob, entry.bytes) == ("a", -1.0, [97])
-    assert [(top.token, top.logprob, top.bytes) for top in entry.top_logprobs] == [
+    [entry] = chat_logprobs([(a, -1.0, [(-1.0, a), (-math.inf, b)])], TokenText(tokenizer))["content"]
+    assert (entry["token"], entry["logprob"], entry["bytes"]) == ("a", -1.0, [97])
+    assert [(top["token"], top["logprob"], top["bytes"]) for top in entry["top_logprobs"]] == [
         ("a", -1.0, [97]),
         ("b", LOWEST, [98]),
     ]

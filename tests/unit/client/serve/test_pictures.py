@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from caesura.client.connection.images import ImageTensor
-from caesura.client.serve.pictures import LONGEST, LastImage, png_of
+from caesura.client.serve.pages.document import LONGEST, LastImage, png_of
 
 Image = pytest.importorskip("PIL.Image")
 
