@@ -49,7 +49,7 @@ from .status import explained, figures, time_to_ask
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors, SharedBuckets, WeightUpdateGroup
-    from ..trainer.steps import Send, Steps
+    from ..trainer.sending import Sender
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
@@ -200,15 +200,15 @@ class AsyncControlClient:
         sent in several calls of one session: the open one of :meth:`weight_update`, else a new one.
         ``timeout`` limits each call.
         """
-        from ..trainer.steps import tensor_steps
+        from ..trainer.sending import send_tensors
 
-        steps = tensor_steps(
+        return await send_tensors(
+            self._sender(timeout),
             named_tensors,
             self._session.named(options),
             bucket_bytes=bucket_bytes,
             shared=self._shared_buckets(),
         )
-        return await self._drive(steps, timeout)
 
     async def update_weights_from_ipc(
         self,
@@ -222,15 +222,15 @@ class AsyncControlClient:
 
         Arguments are those of :meth:`update_weights_from_tensor`.
         """
-        from ..trainer.steps import ipc_steps
+        from ..trainer.sending import share_tensors
 
-        steps = ipc_steps(
+        return await share_tensors(
+            self._sender(timeout),
             named_tensors,
             self._session.named(options),
             bucket_bytes=bucket_bytes,
             shared=self._shared_buckets(),
         )
-        return await self._drive(steps, timeout)
 
     async def update_weights_from_distributed(
         self,
@@ -247,8 +247,10 @@ class AsyncControlClient:
         updates several engines.
         """
         require_group(group)
-        steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
-        return await self._drive(steps, timeout)
+        reply: wire.WeightUpdateReqOutput = await group.carry_out(
+            self._sender(timeout), named_tensors, self._session.named(options), bucket_bytes=bucket_bytes
+        )
+        return reply
 
     async def update_weights_from_checkpoint_engine(
         self,
@@ -485,24 +487,21 @@ class AsyncControlClient:
         if isinstance(request, wire.ControlRequest) and request.owner is None:
             request.owner = self.owner
 
-    async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
-        from ..trainer.steps import drive
+    def _sender(self, timeout: float | None) -> "Sender":
+        """Return what sends an update; ``timeout`` limits each wait for a reply."""
+        from ..trainer.sending import Sender
 
         self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
 
-        async def wait(ticket: Result, request: wire.Request) -> Any:
+        async def wait(ticket: Any, request: wire.Request) -> Any:
             try:
                 return await self._wait_for(ticket, request.id, timeout)
             except BaseException as error:
                 self._session.failed(request, error)
                 raise
 
-        def start(send: "Send") -> Result:
-            return self.start(send.request, send.expects, send.buffers)
-
-        reply: wire.WeightUpdateReqOutput = await drive(steps, start, wait, self._run)
-        return reply
+        return Sender(self.start, wait, self._run)
 
     async def _begin(
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None

@@ -210,7 +210,7 @@ def folder_of(model_path: Any) -> str:
 
 
 def require_group(group: Any) -> None:
-    if not hasattr(group, "steps"):
+    if not hasattr(group, "carry_out"):
         raise InvalidRequest(
             f"group = {shown(group)} must be a WeightUpdateGroup: "
             "WeightUpdateGroup.create([client]) makes one",

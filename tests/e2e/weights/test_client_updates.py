@@ -24,8 +24,7 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.trainer import SharedBuckets, SharedTensors, WeightUpdateGroup, manifest
-from caesura.client.trainer.steps import tensor_steps
+from caesura.client.trainer import SharedTensors, WeightUpdateGroup, manifest
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
@@ -153,14 +152,6 @@ def test_sessions_are_never_committed_after_a_timeout(engine, trainer, tiny_mode
         assert engine.check_weights().total in whole
     else:  # it was written and aborted: nothing of it serves
         assert transport == "shared"
-
-
-def test_single_messages_are_copies(tiny_model):
-    tensors = [("w", torch.ones(8))]
-    update = tensor_steps(tensors, {}, bucket_bytes=1 << 20, shared=SharedBuckets())
-    wanted = update.send(next(update).work())
-    tensors[0][1].fill_(7.0)
-    assert torch.frombuffer(wanted.buffers[0], dtype=torch.float32, count=8).tolist() == [1.0] * 8
 
 
 def test_shared_tensors_of_a_part_commit_and_belong_to_a_block(engine, trainer, tiny_model, other_model):
