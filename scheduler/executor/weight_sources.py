@@ -13,8 +13,7 @@ from torch import Tensor
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ...io_struct.weights import UpdateWeightsFromDistributedReqInput
 from ..memory.storage import bytes_of
-from ..weights.components import ComponentSource
-from ..weights.source import BufferSource, SharedMemory, WeightSource
+from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightSource
 from ..weights.transports.disk import DiskSource
 from ..weights.transports.distributed import DistributedSource
 

@@ -213,8 +213,7 @@ def memory_event(seq: int, cause: MemoryCause = "sample", **fields: object) -> M
     return MemoryEvent(seq=seq, at=at, cause=cause, **values)  # type: ignore[arg-type]
 
 
-def silent(request: Request) -> Iterable[Message]:
-    """Answer nothing."""
+def silent(request: object) -> list[object]:
     return []
 
 

@@ -113,30 +113,3 @@ def test_an_address_that_is_none_is_refused_in_a_sentence(endpoint, sentence):
         ControlClient(endpoint)
     with pytest.raises(InvalidRequest, match=sentence):
         asyncio.run(ask(endpoint))
-
-
-def test_an_asyncio_client_finds_an_engine_that_comes_after_several_tries(tmp_path):
-    endpoint = f"ipc://{tmp_path}/engine"
-
-    async def ask() -> str:
-        async with AsyncControlClient(endpoint, connect_timeout=None) as client:
-            asked = asyncio.ensure_future(client.status())
-            await asyncio.sleep(0.7)  # so that tries have failed; nothing depends on how many
-            assert not asked.done()
-            with FakeScheduler(endpoint):
-                return (await asyncio.wait_for(asked, 30)).incarnation
-
-    assert asyncio.run(ask()) == "fake"
-
-
-def test_a_blocking_client_finds_it_too(tmp_path):
-    endpoint = f"ipc://{tmp_path}/engine"
-    with ControlClient(endpoint, connect_timeout=None) as client:
-        found = []
-        asking = threading.Thread(target=lambda: found.append(client.status().incarnation))
-        asking.start()
-        asking.join(0.7)
-        assert asking.is_alive()
-        with FakeScheduler(endpoint):
-            asking.join()
-    assert found == ["fake"]

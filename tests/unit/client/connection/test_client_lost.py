@@ -265,24 +265,14 @@ def test_an_engine_that_comes_back_soon_is_waited_for(endpoint, monkeypatch):
             assert waiting.result(PATIENCE).output_ids == [1, 0]
 
 
-def test_an_engine_that_says_nothing_counts_as_hung(endpoint):
-    with FakeScheduler(endpoint, silent) as fake, SchedulerClient(endpoint, keepalive_timeout=0.3) as client:
+def test_an_engine_that_says_nothing_counts_as_hung(endpoint, connect):
+    with FakeScheduler(endpoint, silent) as fake, connect(endpoint, keepalive_timeout=0.3) as client:
         pending = client.submit([1])
         with pytest.raises(EngineDied, match=r"silent for 0\.3 s"):
             client.status(timeout=PATIENCE)
         with pytest.raises(EngineDied, match="silent"):
             pending.result(PATIENCE)
         assert fake.hellos >= 1
-
-
-def test_a_coroutine_notices_an_engine_that_hangs(endpoint):
-    async def main():
-        with FakeScheduler(endpoint, silent):
-            async with AsyncSchedulerClient(endpoint, keepalive_timeout=0.3) as client:
-                with pytest.raises(EngineDied, match=r"silent for 0\.3 s"):
-                    await client.status(timeout=PATIENCE)
-
-    asyncio.run(main(), debug=True)
 
 
 def test_an_engine_that_is_stopped_is_not_waited_for_again_until_it_goes_on(endpoint):
