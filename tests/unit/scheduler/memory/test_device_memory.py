@@ -99,9 +99,6 @@ def device_modules(monkeypatch):
     return modules
 
 
-# --- emptying
-
-
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
 def test_caching_devices_are_emptied_alike(device_modules, kind):
     module = device_modules[kind] = CachingDevice(allocated=100, cached=40, total=1000)
@@ -184,9 +181,6 @@ def test_report_line(before, after, line):
     assert report.freed == max(0, before - after)
 
 
-# --- available memory
-
-
 def test_available_memory_of_mps(device_modules):
     device_modules["mps"] = MpsLike()
     assert get_available_memory("mps") == 700
@@ -229,9 +223,6 @@ def test_available_memory_of_this_host():
     assert get_available_memory("cpu") > 0
 
 
-# --- settings that defeat it
-
-
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 def test_expandable_segments_with_a_memory_saver_are_refused_by_name(name):
     environ = {name: "max_split_size_mb:64, expandable_segments:True"}
@@ -262,9 +253,6 @@ def test_every_spelling_of_expandable_segments_is_refused(value):
 )
 def test_other_allocator_settings_pass(value):
     refuse_defeating_settings({"PYTORCH_CUDA_ALLOC_CONF": value})
-
-
-# --- the host's files
 
 
 def make_host(tmp_path: Path, files: dict[str, str]) -> HostDevice:
@@ -345,9 +333,6 @@ def test_platforms_that_say_less(tmp_path):
     assert empty_device_cache(silent) is False
 
 
-# --- the real allocator
-
-
 INTERLEAVED = """
 import torch
 from caesura.scheduler.memory.device_memory import DeviceCache
@@ -426,3 +411,58 @@ def test_out_of_memory_errors_are_recognised(error):
 ], ids=repr)  # fmt: skip
 def test_values_that_do_not_count(error):
     assert not device_memory.is_out_of_memory(error)
+
+
+class Device:
+    """Reserved memory goes through ``readings``, then stays at the last one."""
+
+    def __init__(self, *readings: int) -> None:
+        self.readings = [reading * MIB for reading in readings]
+        self.emptied = 0
+
+    def memory_reserved(self) -> int:
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+def totals(cache: DeviceCache) -> dict[str, tuple[int, int]]:
+    return {each.place: (each.count, each.freed_bytes) for each in cache.totals()}
+
+
+def test_an_emptying_during_which_more_was_allocated_counts_as_nothing():
+    cache = DeviceCache(Device(10, 12))
+    assert cache.empty("idle").freed == 0
+    assert totals(cache) == {"idle": (1, 0)}
+
+
+def test_earlier_events_count_for_earlier_callers():
+    cache = DeviceCache(Device(8, 6))
+    assert cache.empty("release", reserved_before=100 * MIB).freed == 92 * MIB
+    assert totals(cache) == {"release": (1, 92 * MIB)}
+
+
+@pytest.mark.parametrize("broken", ["synchronize", "empty_cache"])
+def test_a_device_in_any_state_does_not_stop_the_answer(caplog, broken):
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device, noted = Device(10, 6), []
+    if broken == "empty_cache":
+        device.empty_cache = fail
+    cache = DeviceCache(
+        device,
+        synchronize=fail if broken == "synchronize" else lambda: None,
+        note_failure=lambda what, freed: noted.append((what, freed)),
+    )
+    cache.after_failure("step 3")
+    assert noted == [("step 3", 0)]
+    assert "could not be emptied" in caplog.text
+
+
+def test_after_a_failure_the_history_hears_what_came_back():
+    noted: list[tuple[str, int]] = []
+    cache = DeviceCache(Device(10, 6), note_failure=lambda what, freed: noted.append((what, freed)))
+    cache.after_failure("step 3")
+    assert noted == [("step 3", 4 * MIB)]
