@@ -19,7 +19,7 @@ from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, write_some
 from ..weights.reading import require_finite
 from ..weights.source import BufferSource, WeightSource
-from ..weights.transports.disk import DiskSource, open_fitting
+from ..weights.transports.disk import Checkpoint, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import WriteStream, pieces_of
@@ -131,12 +131,10 @@ class WorkerUpdates:
         view = self._maps.view(memory.handle)[memory.start : memory.start + memory.nbytes]
         return BufferSource(source.name, source.specs, [view])
 
-    def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
+    def _folder(self, folder: Folder) -> Generator[bool, None, Checkpoint]:
         """Open a folder in a thread: steps go on meanwhile."""
         config, loader, workspace = self._loaded.config, self._loader, self._workspace
-        opening = Task(
-            lambda: DiskSource(open_fitting(folder.path, config), workspace, loader.owned), self._wake
-        )
+        opening = Task(lambda: open_fitting(folder.path, config).into(workspace, loader.owned), self._wake)
         while not opening.done:
             yield True
         found = opening.result()
