@@ -21,6 +21,7 @@ from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ..layers.parameters import WeightSlot
 from ..memory.storage import bytes_of
 from ..models.base import Weights
+from .coverage import num_rows
 from .loader import WRITE_S
 from .upload import OnStream
 
@@ -44,7 +45,7 @@ def read_into(
     began = perf_counter()
     for spec in specs:
         slot, end = slots[spec.name], spec.offset
-        step = max(1, READ_BYTES * _rows(slot) // max(1, spec.nbytes))
+        step = max(1, READ_BYTES * num_rows(slot.shape) // max(1, spec.nbytes))
         for start, stop in _row_ranges(slot, step):
             with on_stream():
                 rows = slot.read(start, stop).contiguous().reshape(-1).view(torch.uint8)
@@ -88,7 +89,7 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
 
 
 def is_divided(slot: WeightSlot) -> bool:
-    return slot.owned_columns is not None or sum(map(len, slot.owned)) != _rows(slot)
+    return slot.owned_columns is not None or sum(map(len, slot.owned)) != num_rows(slot.shape)
 
 
 def require_placeable(slots: Iterator[WeightSlot]) -> None:
@@ -121,7 +122,7 @@ def garbage(model: Weights) -> Iterator[tuple[WeightSlot, int, Tensor]]:
     """Yield ``(slot, first row, rows)`` of NaN (0 for integers) that overwrite all weights of a model."""
     for slot in model.weight_slots().values():
         value = float("nan") if slot.dtype.is_floating_point else 0
-        for start, stop in _row_ranges(slot, _slice_rows(slot)):
+        for start, stop in _row_ranges(slot, _slicenum_rows(slot.shape)):
             shape = (stop - start, *slot.shape[1:]) if slot.shape else ()
             yield slot, start, torch.full(shape, value, dtype=slot.dtype)
 
@@ -157,15 +158,15 @@ def require_finite(
     model: Weights, names: Collection[str], on_stream: OnStream
 ) -> Generator[None, None, None]:
     """Raise ``weights_not_finite`` if :func:`find_non_finite` finds anything; yields between slices."""
-    search, found = find_non_finite(model, names), None
-    while found is None:
+    search = find_non_finite(model, names)
+    while True:
         with on_stream():
             try:
                 next(search)
             except StopIteration as end:
-                found = end.value
-        if found is None:
-            yield
+                found: list[NonFinite] = end.value
+                break
+        yield
     if not found:
         return
     named = ", ".join(map(str, found[:NAMED]))
@@ -197,7 +198,7 @@ def _stored(model: Weights, names: Collection[str]) -> Iterator[tuple[str, int, 
     """Yield name, number of values and slices of each tensor among ``names``, and of each derived one."""
     for name, slot in model.weight_slots().items():
         if name in names:
-            yield name, prod(slot.shape), starmap(slot.read, _row_ranges(slot, _slice_rows(slot)))
+            yield name, prod(slot.shape), starmap(slot.read, _row_ranges(slot, _slicenum_rows(slot.shape)))
     for name, tensor in model.derived():
         yield name, tensor.numel(), iter(tensor.reshape(-1).split(_SLICE_ELEMENTS))
 
@@ -207,10 +208,6 @@ def _slice_rows(slot: WeightSlot) -> int:
 
 
 def _row_ranges(slot: WeightSlot, step: int) -> Iterator[tuple[int, int]]:
-    rows = _rows(slot)
+    rows = num_rows(slot.shape)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
-
-
-def _rows(slot: WeightSlot) -> int:
-    return slot.shape[0] if slot.shape else 1
