@@ -122,7 +122,7 @@ def garbage(model: Weights) -> Iterator[tuple[WeightSlot, int, Tensor]]:
     """Yield ``(slot, first row, rows)`` of NaN (0 for integers) that overwrite all weights of a model."""
     for slot in model.weight_slots().values():
         value = float("nan") if slot.dtype.is_floating_point else 0
-        for start, stop in _row_ranges(slot, _slicenum_rows(slot.shape)):
+        for start, stop in _row_ranges(slot, _slice_rows(slot)):
             shape = (stop - start, *slot.shape[1:]) if slot.shape else ()
             yield slot, start, torch.full(shape, value, dtype=slot.dtype)
 
@@ -198,7 +198,7 @@ def _stored(model: Weights, names: Collection[str]) -> Iterator[tuple[str, int, 
     """Yield name, number of values and slices of each tensor among ``names``, and of each derived one."""
     for name, slot in model.weight_slots().items():
         if name in names:
-            yield name, prod(slot.shape), starmap(slot.read, _row_ranges(slot, _slicenum_rows(slot.shape)))
+            yield name, prod(slot.shape), starmap(slot.read, _row_ranges(slot, _slice_rows(slot)))
     for name, tensor in model.derived():
         yield name, tensor.numel(), iter(tensor.reshape(-1).split(_SLICE_ELEMENTS))
 
