@@ -206,6 +206,13 @@ def _fill(values: "array.array[int] | array.array[float]", data: bytes) -> None:
         values.byteswap()
 
 
+_SAME = (
+    "rid", "index", "sampling_mask", "routed_experts", "finish_reason", "weight_versions", "prompt_tokens",
+    "cached_tokens", "seed", "num_retractions", "queue_time", "e2e_latency",
+)  # fmt: skip
+"""Fields that need no decoding."""
+
+
 def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
     """Decode a terminal result.
 
@@ -213,8 +220,6 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         InternalError: lengths of tokens, logprobs, spans and routed experts do not match.
     """
     output = GenerateOutput(
-        rid=wire.rid,
-        index=wire.index,
         output_ids=read_ints(wire.output_ids),
         output_logprobs=_optional(wire.output_logprobs),
         raw_logprobs=_optional(wire.raw_logprobs),
@@ -224,16 +229,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         input_logprobs=_input_logprobs(wire.input_logprobs),
         input_top_logprobs=_optional_rows(wire.input_top_logprobs),
         input_token_ids_logprobs=_optional_rows(wire.input_token_ids_logprobs),
-        sampling_mask=wire.sampling_mask,
-        routed_experts=wire.routed_experts,
-        finish_reason=wire.finish_reason,
-        weight_versions=wire.weight_versions,
-        prompt_tokens=wire.prompt_tokens,
-        cached_tokens=wire.cached_tokens,
-        seed=wire.seed,
-        num_retractions=wire.num_retractions,
-        queue_time=wire.queue_time,
-        e2e_latency=wire.e2e_latency,
+        **{name: getattr(wire, name) for name in _SAME},
     )
     _check_lengths(output)
     if output.sampling_mask is not None:

@@ -172,17 +172,6 @@ def _add_missing(tokenizer: Tokenizer, special: Mapping[str, str]) -> None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    templates = _found_templates(folder, config)
-    for name, source in templates.items():
-        if len(source) > MAX_TEMPLATE_CHARACTERS:
-            raise CheckpointError(
-                f"chat template {name!r} of {folder} is over the limit of {MAX_TEMPLATE_CHARACTERS} "
-                "characters"
-            )
-    return templates
-
-
-def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(in_config, str):
@@ -197,4 +186,10 @@ def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     file = folder / "chat_template.jinja"
     if file.is_file():
         templates["default"] = file.read_text("utf-8")
+    for name, source in templates.items():
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise CheckpointError(
+                f"chat template {name!r} of {folder} is over the limit of "
+                f"{MAX_TEMPLATE_CHARACTERS} characters"
+            )
     return templates
