@@ -130,9 +130,7 @@ class ImageOutput:
     final_latents: ImageTensor | None
     """float32; None unless ``output`` is ``latents``, and for a sample that did not end."""
     embeds: dict[str, ImageTensor]
-    """Embeddings of the prompt by the names of the pipeline's arguments; another request takes them as
-    ``embeds``.
-    """
+    """Embeddings of the prompt by the pipeline's names for them; ``embeds`` of another request takes them."""
     num_retractions: int
     """Number of times that it began again from its seed."""
     queue_time: float
@@ -149,11 +147,7 @@ _SAME = (
 
 
 def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> ImageOutput:
-    """Decode a result for trainers.
-
-    Raises:
-        InternalError: its parts do not fit each other.
-    """
+    """Decode a result; InternalError if its parts do not fit each other."""
     tensors: dict[str, ImageTensor] = {}
     for spec in wire.tensors:
         kind = DTYPES.get(spec.dtype)
@@ -194,12 +188,7 @@ def plan_images(
     rid: str | None,
     message_id: str | None,
 ) -> Plan[GenerateImagesReqInput]:
-    """Lay out one ``generate_images`` call.
-
-    Raises:
-        InvalidRequest: a prompt is no text, or embeddings are no arrays.
-        TypeError: an option that there is not.
-    """
+    """Return the requests of one ``generate_images`` call, or raise InvalidRequest."""
     require_known("image", options, ImageOptions)
     single = prompt is None or isinstance(prompt, str)
     prompts: Any = [prompt] if single else prompt

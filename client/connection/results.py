@@ -82,9 +82,7 @@ class GenerateOutput:
     input_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob`` at each position of ``input_logprobs`` but the first."""
     sampling_mask: SamplingMask | None = None
-    """Tokens that top-k, top-p and min-p kept: ``sampling_mask.at(i)`` for ``output_ids[i]``. None unless
-    ``return_sampling_mask``.
-    """
+    """Tokens that top-k, top-p and min-p kept for each output token; None unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None
     """Experts that computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without
     a copy. None unless ``return_routed_experts``, and if an error ended the sample.
@@ -214,11 +212,7 @@ _SAME = (
 
 
 def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
-    """Decode a terminal result.
-
-    Raises:
-        InternalError: lengths of tokens, logprobs, spans and routed experts do not match.
-    """
+    """Decode a terminal result; InternalError if lengths of its parts do not match."""
     output = GenerateOutput(
         output_ids=read_ints(wire.output_ids),
         output_logprobs=_optional(wire.output_logprobs),
@@ -343,11 +337,8 @@ def _known_mask(mask: SamplingMask) -> SamplingMask | None:
 
 
 def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
-    """Return the logprobs of each row of a stream delta, or None where it did not ask; ``counts`` are its
-    tokens.
-
-    Raises:
-        InternalError: columns of different lengths.
+    """Return the logprobs of each row of a stream delta, or None where it did not ask; InternalError if
+    broken.
     """
     if wire is None:
         return [None] * len(counts)
@@ -363,11 +354,8 @@ def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[Toke
 
 
 def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDetails | None]:
-    """Return the details of each row of a stream delta, or None where it did not ask; ``counts`` are its
-    tokens.
-
-    Raises:
-        InternalError: columns of different lengths, or weights that are not listed.
+    """Return the details of each row of a stream delta, or None where it did not ask; InternalError if
+    broken.
     """
     if wire is None:
         return [None] * len(counts)

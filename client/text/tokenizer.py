@@ -94,10 +94,8 @@ class TextTokenizer:
         return cls(tokenizer, special, _chat_templates(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; special tokens written out in it are recognised.
-
-        Raises:
-            InvalidRequest: the text is not valid Unicode.
+        """Return the token ids of a text, in which special tokens are recognised; InvalidRequest if not
+        Unicode.
         """
         try:
             text.encode()
@@ -107,10 +105,8 @@ class TextTokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; unknown ids are left out.
-
-        Raises:
-            InvalidRequest: an id is negative or not an integer.
+        """Return the text of token ids, without unknown ones; InvalidRequest if one is negative or no
+        integer.
         """
         try:
             if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
