@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..cache.state_pool import StatePool, StateShape
-from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, StateSegment, StateStep
-from ..kernels.attention import PagedStep
+from ..execution.forward import AttentionBackend, ForwardBatch, StateSegment, StateStep
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..kernels.delta import NO_STATE, Segments
 
@@ -35,20 +34,16 @@ _NORM_EPS = 1e-6
 """Epsilon of the norm of queries and keys."""
 
 
-class HybridBackend:
+class HybridBackend(AttentionBackend):
     """Attention backend for models in which some layers have states (:meth:`delta`) instead of KV."""
 
     def __init__(self, attention: AttentionBackend, pool: StatePool) -> None:
-        self.fused: FusedAttention | None = attention.fused
+        self.fused = attention.fused
         self.reads_page_table = attention.reads_page_table
         self._attention, self._pool = attention, pool
         self._step: StateStep | None = None
         self._segments: Segments | None = None
         self._decode = 0
-
-    @property
-    def paged(self) -> PagedStep | None:
-        return None
 
     def plan(self, batch: ForwardBatch) -> None:
         self._attention.plan(batch)

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..execution.forward import ForwardBatch, FusedAttention
+from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
+from .shape import Shape
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
 """Most bytes of gathered latents, and of fp32 scores, at a time; a longer row takes what it needs."""
@@ -53,18 +54,12 @@ class _Group:
     queries: list[_Queries]
 
 
-class LatentBackend:
-    """An :class:`~..forward.AttentionBackend` over an MLA pool."""
+class LatentBackend(AttentionBackend):
+    """Attention over an MLA pool."""
 
-    def __init__(self, pool: MLAPool, num_heads: int, scale: float) -> None:
-        self.fused: FusedAttention | None = None
-        self.paged = None
-        self.reads_page_table = True
-        self._pool = pool
-        self._heads = num_heads
-        self._scale = scale
-        storage = pool.layer(0)
-        self._device, self._dtype = storage.device, storage.dtype
+    def __init__(self, pool: MLAPool, shape: Shape) -> None:
+        self._pool, self._heads, self._scale = pool, shape.num_heads, shape.scale
+        self._device, self._dtype = shape.device, shape.dtype
         self._page_cells = pool.page_size * pool.width
         self._limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
         self._workspace = Workspace()

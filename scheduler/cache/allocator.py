@@ -17,7 +17,7 @@ class PageAllocator:
     """A stack of free page ids. Each call is O(pages in the call), in array operations."""
 
     def __init__(self, num_pages: int) -> None:
-        """``num_pages`` counts the scratch page, as ``KVPool.num_pages`` does."""
+        """``num_pages`` counts the scratch page, as ``MHAPool.num_pages`` does."""
         if num_pages < 2:
             raise ValueError(f"num_pages = {num_pages}: need the scratch page and at least one other")
         self.total = num_pages - 1

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MHAPool:
-    """K and V of multi-head (grouped-query) attention, a ``KVPool`` of ``forward.py``."""
+    """K and V of multi-head (grouped-query) attention."""
 
     def __init__(
         self,

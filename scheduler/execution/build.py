@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..attention.backends import Shape, choose, make
+from ..attention.backends import choose, make
 from ..attention.delta_rule import HybridBackend
+from ..attention.shape import Shape
 from ..cache.linear_states import StateRows
 from ..cache.pool import MHAPool, MLAPool
 from ..cache.routing import RoutingPool
@@ -36,12 +37,10 @@ from ..weights.loaded_model import LoadedModel
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import load_from_disk, open_checkpoint
 from ..weights.upload import uploader_of, write_stream_of
-from .autotune import WarmUp
-from .forward import AttentionBackend, Runner
+from .forward import AttentionBackend, Runner, StepLimits
 from .kernel_report import why_torch
 from .model_runner import ModelRunner
 from .sampler import Sampler
-from .staging import StepLimits
 
 logger = logging.getLogger(__name__)
 
@@ -382,18 +381,19 @@ def build_runner(
         use_graphs=config.cuda_graphs,
     )
     if config.autotune:
-        runner.autotune(warm_up(config, loaded))
+        runner.autotune(*warm_up_rows(config, loaded))
     if runner.graphs is not None:
         for _ in runner.graphs.capture():
             pass
     return runner
 
 
-def warm_up(config: EngineConfig, loaded: LoadedModel) -> WarmUp:
+def warm_up_rows(config: EngineConfig, loaded: LoadedModel) -> tuple[int, int]:
+    """Return the rows of a warm-up, and of its head: the request pool's where kernels are chosen by size."""
     rows = config.sizes.rows
     if loaded.device.type == "cpu":
         rows = min(rows, _CPU_WARM_UP_ROWS)
-    return WarmUp(rows=rows, lm_head_rows=min(rows, config.autotune_lm_head_rows))
+    return rows, min(rows, config.autotune_lm_head_rows)
 
 
 MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool | MLAPool, RoutingPool | None], Runner]

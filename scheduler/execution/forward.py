@@ -7,6 +7,7 @@ Invariants:
 - A masked KV position never contributes to an output, whatever it holds (stale KV may be NaN).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
+from ..runtime.config import PAGE_SIZE
 
 if TYPE_CHECKING:
     from ..kernels.attention import PagedStep
@@ -64,9 +66,6 @@ class SpecialRows:
     num_counters: int
     """Number of counters that the table must have."""
 
-    def to(self, device: torch.device) -> "SpecialRows":
-        return _moved(self, device)
-
 
 @dataclass(slots=True, kw_only=True)
 class InputTokens:
@@ -80,9 +79,6 @@ class InputTokens:
     """K: number of likeliest tokens wanted."""
     token_ids: Tensor
     """int64 [I, M]: `token_ids_logprob`, padded with token 0."""
-
-    def to(self, device: torch.device) -> "InputTokens":
-        return _moved(self, device)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,26 +96,15 @@ class FurtherLogprobs:
     kept: Tensor | None = None
     """bool [N, V]: the tokens that the filters kept, or None if nobody asked."""
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "FurtherLogprobs":
-        return FurtherLogprobs(
-            logprobs=move(self.logprobs),
-            top_ids=move(self.top_ids),
-            top=move(self.top),
-            token_ids_logprobs=move(self.token_ids_logprobs),
-            kept=None if self.kept is None else move(self.kept),
-        )
+
+_Fields = TypeVar("_Fields", SpecialRows, InputTokens, FurtherLogprobs, "SamplingBatch")
 
 
-_Moved = TypeVar("_Moved", SpecialRows, InputTokens)
-
-
-def _moved(owner: _Moved, device: torch.device) -> _Moved:
-    tensors = {
-        field.name: getattr(owner, field.name).to(device, non_blocking=True)
-        for field in fields(owner)
-        if isinstance(getattr(owner, field.name), Tensor)
-    }
-    return replace(owner, **tensors)
+def moved(owner: _Fields, move: Callable[[Tensor], Tensor]) -> _Fields:
+    """Return a copy of ``owner`` with each of its own tensors passed through ``move``."""
+    found: dict[str, Any] = {field.name: getattr(owner, field.name) for field in fields(owner)}
+    tensors = {name: move(value) for name, value in found.items() if isinstance(value, Tensor)}
+    return replace(owner, **{**found, **tensors})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,35 +135,7 @@ class SamplingBatch:
 
     def select(self, index: Tensor) -> "SamplingBatch":
         """Return the rows ``index`` (int64), none of them special any more."""
-        return SamplingBatch(
-            temperature=self.temperature[index],
-            greedy=self.greedy[index],
-            top_k=self.top_k[index],
-            top_p=self.top_p[index],
-            uniforms=self.uniforms[index],
-            any_sampled=self.any_sampled,
-            any_filtered=self.any_filtered,
-            want_raw=self.want_raw,
-            want_sampled=self.want_sampled,
-            min_p=None if self.min_p is None else self.min_p[index],
-            largest_top_k=self.largest_top_k,
-        )
-
-    def to(self, device: torch.device) -> "SamplingBatch":
-        return SamplingBatch(
-            temperature=self.temperature.to(device, non_blocking=True),
-            greedy=self.greedy.to(device, non_blocking=True),
-            top_k=self.top_k.to(device, non_blocking=True),
-            top_p=self.top_p.to(device, non_blocking=True),
-            uniforms=self.uniforms.to(device, non_blocking=True),
-            any_sampled=self.any_sampled,
-            any_filtered=self.any_filtered,
-            want_raw=self.want_raw,
-            want_sampled=self.want_sampled,
-            min_p=None if self.min_p is None else self.min_p.to(device, non_blocking=True),
-            largest_top_k=self.largest_top_k,
-            special=None if self.special is None else self.special.to(device),
-        )
+        return replace(moved(self, lambda column: column[index]), special=None, want_last_kept=False)
 
 
 class StateSegment(NamedTuple):
@@ -260,6 +217,34 @@ class ForwardBatch:
         return len(self.q_lens_host)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step that a scheduler asks for."""
+
+    tokens: int
+    """T"""
+    rows: int
+    """R, and S"""
+    context_len: int
+    """KV length of a row."""
+    windows: bool = False
+    """True if layers with a window have slots and a page table of their own."""
+
+    @classmethod
+    def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int, windows: bool = False) -> "StepLimits":
+        """Return limits of ``chunk_tokens`` prompt tokens beside a token of each other row."""
+        tokens = min(max_rows + chunk_tokens, max_rows * context_len)
+        return cls(tokens=tokens, rows=max_rows, context_len=context_len, windows=windows)
+
+    @property
+    def spare_slot(self) -> int:
+        return self.rows
+
+    @property
+    def pages(self) -> int:
+        return -(-self.context_len // PAGE_SIZE)
+
+
 @dataclass(slots=True, kw_only=True)
 class HostOutput:
     """A step's results on the host, [S] each; token -1 marks a row whose logits were not finite."""
@@ -304,28 +289,6 @@ class Runner(Protocol):
         ...
 
 
-class KVPool(Protocol):
-    """Paged KV storage, one pair of tensors per layer."""
-
-    page_size: int
-    num_pages: int
-    """Number of pages, scratch page included."""
-    window_pages: int | None
-    """Pages of layers with a window that give pages back, or None if all layers are alike."""
-
-    def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for all layers."""
-        ...
-
-    def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, size of each]) to slots ``(pages, offsets)`` ([T] each)."""
-        ...
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of a layer, each [pages, kv heads, page_size, size of each]."""
-        ...
-
-
 class FusedAttention(Protocol):
     """Head norms, rotation, store and attention in one call; queries in ``qkv`` may be overwritten."""
 
@@ -349,23 +312,23 @@ class FusedAttention(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """Paged causal attention with grouped query heads."""
 
-    fused: FusedAttention | None
+    fused: FusedAttention | None = None
     """If None, the caller normalises and rotates, and calls :meth:`forward`."""
-    reads_page_table: bool
+    paged: "PagedStep | None" = None
+    """The planned step for a kernel that computes whole layers, or None where layers go part by part."""
+    reads_page_table = True
     """True if it reads ``ForwardBatch.page_table`` on the device; else the host's copy is enough."""
+    capturable = False
+    """True if :meth:`for_decode` gives attention that a graph can hold."""
 
-    @property
-    def paged(self) -> "PagedStep | None":
-        """The planned step for a kernel that computes whole layers, or None where layers go part by part."""
-        ...
-
+    @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare what all layers of this step share (masks, gather indices)."""
-        ...
 
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend over what the layer's form lets each row see.
 
@@ -376,4 +339,11 @@ class AttentionBackend(Protocol):
         Returns:
             [T, query heads * v's head size]
         """
-        ...
+
+    def for_decode(self, rows: int) -> "AttentionBackend":
+        """Return attention for steps of exactly ``rows`` decode rows, to be captured.
+
+        Its ``plan`` runs outside of the graph, into buffers that never move. Its ``forward`` reads nothing
+        else of a step but its arguments, and waits for nothing.
+        """
+        raise NotImplementedError

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention.backends import Choice, Shape, choose
+from ..attention.backends import Choice, choose
+from ..attention.shape import Shape
 from ..kernels import TORCH, TRITON, serving, why_not_triton
 from ..kernels.decoder_layers import choosable
 from ..kernels.delta import LARGEST_HEAD, computable

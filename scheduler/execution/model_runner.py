@@ -27,12 +27,12 @@ from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
-from .autotune import WarmUp, dummy_decode
-from .forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput
-from .graphs import CapturableBackend, DecodeGraphs
+from .forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput, StepLimits
+from .graphs import DecodeGraphs
 from .logit_edits import SpecialSampler, input_logprobs
 from .sampler import Sampler, SamplerOutput
-from .staging import InputStaging, OutputStaging, StepLimits
+from .scratch_steps import dummy_decode
+from .staging import InputStaging, OutputStaging
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ModelRunner:
             self._outputs = OutputStaging(limits, device=device, device_module=self._streams)
             self._inputs = InputStaging(limits, device=device, device_module=self._streams)
             graphs = graphs_of(device_module)
-            if use_graphs and graphs is not None and isinstance(backend, CapturableBackend):
+            if use_graphs and graphs is not None and backend.capturable:
                 self.graphs = DecodeGraphs(
                     self._forward,
                     self._sample_tokens,
@@ -126,24 +126,26 @@ class ModelRunner:
             self._stream.synchronize()
 
     @torch.inference_mode()
-    def autotune(self, warm_up: WarmUp) -> None:
-        """Run the model for nobody, before any request and before graphs are captured."""
+    def autotune(self, rows: int, head_rows: int) -> None:
+        """Run the model for nobody, before any request and before graphs are captured.
+
+        The decoder runs a decode step of ``rows``, output head and sampler ``head_rows`` of them at most: no
+        temporary has rows times vocabulary. Running out of memory is a warning: the engine starts cold.
+        """
         started = perf_counter()
         try:
             with self._waiting_both_ways():
                 with autotune_dummy_run_mode():
-                    batch, hidden = self._dummy_run(warm_up.rows)
-                self._run_head(batch, hidden[: warm_up.lm_head_rows])
+                    batch, hidden = self._dummy_run(rows)
+                self._run_head(batch, hidden[:head_rows])
             self.synchronize()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("the engine starts cold: warming up %d rows failed: %s", warm_up.rows, error)
+            logger.warning("the engine starts cold: warming up %d rows failed: %s", rows, error)
         else:
             elapsed = 1e3 * (perf_counter() - started)
-            logger.info(
-                "warmed up %d rows, %d with head, in %.1f ms", warm_up.rows, warm_up.lm_head_rows, elapsed
-            )
+            logger.info("warmed up %d rows, %d with head, in %.1f ms", rows, head_rows, elapsed)
 
     def _dummy_run(self, batch_size: int) -> tuple[ForwardBatch, Tensor]:
         """Run a decode step up to its logits; return it and its hidden states [rows, hidden]."""

@@ -22,39 +22,10 @@ import torch
 from torch import Tensor
 
 from ..memory.device_module import StreamModule
-from ..runtime.config import PAGE_SIZE
-from .forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch
+from .forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch, StepLimits, moved
 from .sampler import SamplerOutput
 
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    """The largest step that a scheduler asks for."""
-
-    tokens: int
-    """T"""
-    rows: int
-    """R, and S"""
-    context_len: int
-    """KV length of a row."""
-    windows: bool = False
-    """True if layers with a window have slots and a page table of their own."""
-
-    @classmethod
-    def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int, windows: bool = False) -> "StepLimits":
-        """Return limits of ``chunk_tokens`` prompt tokens beside a token of each other row."""
-        tokens = min(max_rows + chunk_tokens, max_rows * context_len)
-        return cls(tokens=tokens, rows=max_rows, context_len=context_len, windows=windows)
-
-    @property
-    def spare_slot(self) -> int:
-        return self.rows
-
-    @property
-    def pages(self) -> int:
-        return -(-self.context_len // PAGE_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +99,10 @@ class InputStaging:
         width = batch.page_table.shape[1]
         end = starts[-1] + self._tables * counts["row"] * width * 4
         assert end <= len(self._bytes), f"{counts} and {width} pages a row are more than was announced"
-        moved: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for field, start in zip((*_STEP, *_SAMPLING), starts[:-1], strict=True):
             owner = batch.sampling if field in _SAMPLING else batch
-            moved[field.name] = self._write(field, getattr(owner, field.name), start, counts[field.per])
+            columns[field.name] = self._write(field, getattr(owner, field.name), start, counts[field.per])
         pages = self._bytes[starts[-1] : end].view(np.int32).reshape(self._tables, -1, width)
         for number, given in enumerate((batch.page_table, batch.window_table)[: self._tables]):
             pages[number, : batch.num_rows] = 0 if given is None else given.numpy()
@@ -140,7 +111,7 @@ class InputStaging:
         shape = self._tables, counts["row"], width if table else 0
         tables = self._device[starts[-1] : copied].view(torch.int32).view(shape)
         if self._tables == 1:
-            moved["window_slots"] = None
+            columns["window_slots"] = None
         try:
             self._device[:copied].copy_(self._host[:copied], non_blocking=True)
             yield ForwardBatch(
@@ -151,13 +122,32 @@ class InputStaging:
                 window_table_host=None if self._tables == 1 else pages[1],
                 q_lens_host=[*batch.q_lens_host, *[1] * added],
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
-                sampling=_sampling(batch.sampling, moved, self._device.device),
-                inputs=None if batch.inputs is None else batch.inputs.to(self._device.device),
+                sampling=self._sampling(batch.sampling, columns),
+                inputs=None if batch.inputs is None else moved(batch.inputs, self._to_device),
                 states=None if batch.states is None else batch.states.to(self._device.device),
-                **{field.name: moved[field.name] for field in _STEP},
+                **{field.name: columns[field.name] for field in _STEP},
             )
         finally:
             self._taken.record()
+
+    def _sampling(self, given: SamplingBatch, columns: dict[str, Tensor]) -> SamplingBatch:
+        found = {field.name: columns[field.name] for field in _SAMPLING}
+        if given.min_p is None:
+            del found["min_p"]
+        return SamplingBatch(
+            **found,
+            any_sampled=given.any_sampled,
+            any_filtered=given.any_filtered,
+            want_raw=given.want_raw,
+            want_sampled=given.want_sampled,
+            want_last_kept=given.want_last_kept,
+            largest_top_k=given.largest_top_k,
+            # Rare, and of any size: these travel on their own.
+            special=None if given.special is None else moved(given.special, self._to_device),
+        )
+
+    def _to_device(self, values: Tensor) -> Tensor:
+        return values.to(self._device.device, non_blocking=True)
 
     def _starts(self, counts: dict[str, int]) -> list[int]:
         """Return the offset of each field in bytes, then that of the page table."""
@@ -180,23 +170,6 @@ class InputStaging:
         padding = self._spare_slot if field.name == "sample_slots" else field.padding
         block[: len(array)], block[len(array) :] = array, padding
         return found[: len(array)] if field.per == "sample" else found
-
-
-def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor], device: torch.device) -> SamplingBatch:
-    columns = {field.name: moved[field.name] for field in _SAMPLING}
-    if sampling.min_p is None:
-        del columns["min_p"]
-    return SamplingBatch(
-        **columns,
-        any_sampled=sampling.any_sampled,
-        any_filtered=sampling.any_filtered,
-        want_raw=sampling.want_raw,
-        want_sampled=sampling.want_sampled,
-        want_last_kept=sampling.want_last_kept,
-        largest_top_k=sampling.largest_top_k,
-        # Rare, and of any size: these travel on their own.
-        special=None if sampling.special is None else sampling.special.to(device),
-    )
 
 
 class _OutputBlock:
@@ -223,7 +196,7 @@ class OutputStaging:
             if values is not None:
                 getattr(block, name)[:rows].copy_(values, non_blocking=True)
         further, inputs = (
-            None if values is None else values.moved(self._to_host)
+            None if values is None else moved(values, self._to_host)
             for values in (sampled.further, sampled.inputs)
         )
         block.arrived.record()

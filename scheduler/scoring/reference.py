@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, Residency
 from ..execution.build import build_backend, load_model, longest_context, make_pool, require_deterministic
-from ..execution.staging import StepLimits
+from ..execution.forward import StepLimits
 from ..memory.device_module import device_module_for
 from ..memory.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy, ResidentStrategy, Strategy
 from ..memory.residency import ComponentResidencyManager

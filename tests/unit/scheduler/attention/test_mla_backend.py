@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 from support.properties import examples
 from support.workspaces import memory_of
 from torch import Tensor
@@ -49,7 +49,7 @@ class Scene:
         self.k = torch.cat([values[start:] for values, (start, _) in zip(self.latents, rows)]).unsqueeze(1)
 
     def backend(self) -> LatentBackend:
-        return LatentBackend(self.pool, self.heads, SCALE)
+        return LatentBackend(self.pool, attention_shape(self.pool, self.heads, SCALE, latent=self.latent))
 
     @torch.inference_mode()
     def attend(self, backend: LatentBackend) -> Tensor:

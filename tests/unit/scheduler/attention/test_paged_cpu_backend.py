@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
-from support.forward_batches import PagedModel, Row, Sequence, forward_batch, load_model
+from support.forward_batches import PagedModel, Row, Sequence, attention_shape, forward_batch, load_model
 from support.kernels import instruction_sets
 from support.properties import examples
 from torch import Tensor
@@ -56,8 +56,8 @@ class Scene:
         )
 
     def backends(self) -> tuple[PagedCpuBackend, SdpaBackend]:
-        shape = (self.heads, self.kv_heads, self.size)
-        own, other = PagedCpuBackend(self.pools[0], *shape), SdpaBackend(self.pools[1], *shape)
+        shape = attention_shape(self.pools[0], self.heads)
+        own, other = PagedCpuBackend(self.pools[0], shape), SdpaBackend(self.pools[1], shape)
         own.plan(self.batch)
         other.plan(self.batch)
         return own, other
@@ -115,7 +115,7 @@ def test_the_fused_entry_is_the_layer_s_sequence(dtype: torch.dtype, with_norm: 
 def test_a_plan_serves_every_layer_and_the_workspace_only_grows() -> None:
     for _ in instruction_sets():
         big, small = Scene([(40, 1), (0, 50)], 1, torch.float32), Scene([(5, 1)], 1, torch.float32)
-        backend = PagedCpuBackend(big.pools[0], 6, 2, 20)
+        backend = PagedCpuBackend(big.pools[0], attention_shape(big.pools[0], 6))
         with torch.inference_mode():
             backend.plan(big.batch)
             first = backend.forward(*big.parts(), 0)
@@ -127,21 +127,10 @@ def test_a_plan_serves_every_layer_and_the_workspace_only_grows() -> None:
         assert again.data_ptr() == address
 
 
-def test_the_default_scale_is_one_over_the_root_of_the_head_size() -> None:
-    for _ in instruction_sets():
-        results = []
-        for scale in (20**-0.5, None):
-            scene = Scene([(40, 1), (0, 50)], 1, torch.float32)
-            backend = PagedCpuBackend(scene.pools[0], 6, 2, 20, scale)
-            backend.plan(scene.batch)
-            results.append(backend.forward(*scene.parts(), 0))
-        assert torch.equal(*results)
-
-
 def test_pages_of_another_size_are_refused() -> None:
     pool = MHAPool(num_layers=1, num_pages=3, kv_heads=1, head_size=8, dtype=torch.float32, page_size=8)
     with pytest.raises(ValueError, match="pages of 16"):
-        PagedCpuBackend(pool, 1, 1, 8)
+        PagedCpuBackend(pool, attention_shape(pool, 1))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -154,10 +143,8 @@ def test_a_model_on_it_says_what_it_says_on_torch(family: str, tmp_path) -> None
         for compiled in (False, True):
             paged = PagedModel(model, torch.float32)
             if compiled:
-                config = model.config
-                paged.backend = PagedCpuBackend(  # type: ignore[assignment]
-                    paged.pool, config.num_heads, config.num_kv_heads, config.head_dim
-                )
+                shape = attention_shape(paged.pool, model.config.num_heads)
+                paged.backend = PagedCpuBackend(paged.pool, shape)
             first, second = Sequence(list(tokens[0])), Sequence(list(tokens[1]))
             parts = paged.step([], [(first, 70)])
             for chunk in (20, 45, 1):

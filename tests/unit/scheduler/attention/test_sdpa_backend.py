@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_forms import attended, forms
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 from support.properties import examples
 from support.workspaces import memory_of
 from torch import Tensor
@@ -75,7 +75,7 @@ class Scene:
 
     @torch.inference_mode()
     def attend(self) -> Tensor:
-        backend = SdpaBackend(self.pool, self.kv_heads * self.group, self.kv_heads, self.size, 0.3)
+        backend = SdpaBackend(self.pool, attention_shape(self.pool, self.kv_heads * self.group, 0.3))
         backend.plan(self.batch)
         return backend.forward(self.q, self.k, self.v, 0, self.form)
 
@@ -138,7 +138,7 @@ def test_scores_of_a_long_prompt_are_there_some_at_a_time(monkeypatch: pytest.Mo
 
 def test_layers_of_every_window_share_a_step() -> None:
     scene = Scene(2, 2, 8, [(70, 1), (33, 1), (40, 20), (0, 50)], 2, 3)
-    backend = SdpaBackend(scene.pool, 4, 2, 8, 0.3)
+    backend = SdpaBackend(scene.pool, attention_shape(scene.pool, 4, 0.3))
     with torch.inference_mode():
         backend.plan(scene.batch)
         for scene.form in (AttentionForm(window=20), PLAIN, AttentionForm(window=20, softcap=1.0)):
@@ -153,7 +153,7 @@ def test_rows_are_split_when_the_workspace_is_full(limit: int, monkeypatch: pyte
     rows = [(5, 1), (40, 1), (16, 1), (15, 1), (47, 1), (0, 1)]
     scene = Scene(2, 2, 8, rows + [(20, 9)] * 3 + [(0, 12)] * 2, len(rows), 3)
     check(scene)
-    backend = SdpaBackend(scene.pool, 4, 2, 8)
+    backend = SdpaBackend(scene.pool, attention_shape(scene.pool, 4))
     with torch.inference_mode():
         backend.plan(scene.batch)
         backend.forward(scene.q, scene.k, scene.v, 0)
@@ -164,7 +164,7 @@ def test_rows_are_split_when_the_workspace_is_full(limit: int, monkeypatch: pyte
 def test_one_long_row_does_not_pad_the_others() -> None:
     scene = Scene(2, 2, 8, [(20, 1), (1500, 1), (30, 1)] + [(10, 1)] * 20, 23, 4)
     check(scene)
-    backend = SdpaBackend(scene.pool, 4, 2, 8)
+    backend = SdpaBackend(scene.pool, attention_shape(scene.pool, 4))
     backend.plan(scene.batch)
     assert [group.num_rows for group in backend.plan_for(None).groups] == [1, 22]
     padded = sum(len(group.pages) for group in backend.plan_for(None).groups) // 2
@@ -173,7 +173,7 @@ def test_one_long_row_does_not_pad_the_others() -> None:
 
 def test_equal_prompts_are_one_run() -> None:
     scene = Scene(1, 2, 8, [(0, 9)] * 3 + [(16, 9)] * 2 + [(0, 8)], 0, 5)
-    backend = SdpaBackend(scene.pool, 2, 1, 8)
+    backend = SdpaBackend(scene.pool, attention_shape(scene.pool, 2))
     backend.plan(scene.batch)
     assert [(run.num_rows, run.q_len, run.kv_len) for run in backend.plan_for(None).runs] == [
         (3, 9, 9),
@@ -185,7 +185,7 @@ def test_equal_prompts_are_one_run() -> None:
 
 def test_a_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
     first, second = Scene(2, 1, 8, [(70, 1), (3, 1)], 2, 6), Scene(2, 1, 8, [(9, 1)], 1, 7)
-    backend = SdpaBackend(first.pool, 2, 2, 8, 0.3)
+    backend = SdpaBackend(first.pool, attention_shape(first.pool, 2, 0.3))
     with torch.inference_mode():
         backend.plan(first.batch)
         once = backend.forward(first.q, first.k, first.v, 0)
@@ -196,7 +196,7 @@ def test_a_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
 
 def test_the_workspace_only_grows() -> None:
     scene = Scene(2, 2, 8, [(100, 1)] * 4, 4, 8)
-    backend = SdpaBackend(scene.pool, 4, 2, 8)
+    backend = SdpaBackend(scene.pool, attention_shape(scene.pool, 4))
     addresses = set()
     with torch.inference_mode():
         backend.plan(scene.batch)
@@ -207,14 +207,3 @@ def test_the_workspace_only_grows() -> None:
         backend.forward(scene.q[:1], scene.k[:1], scene.v[:1], 0)
         addresses.add(memory_of(backend._workspace, "gathered").data_ptr())
     assert len(addresses) == 1
-
-
-def test_the_default_scale_is_one_over_the_root_of_the_head_size() -> None:
-    scene = Scene(1, 1, 16, [(5, 1)], 1, 9)
-    with torch.inference_mode():
-        explicit, default = (SdpaBackend(scene.pool, 1, 1, 16, scale) for scale in (0.25, None))
-        results = []
-        for backend in (explicit, default):
-            backend.plan(scene.batch)
-            results.append(backend.forward(scene.q, scene.k, scene.v, 0))
-    assert torch.equal(*results)

@@ -9,18 +9,17 @@ import pytest
 import torch
 from support import fake_flashinfer
 from support.checkpoints import make_checkpoint
-from support.forward_batches import Row, forward_batch, greedy_sampling, load_model
+from support.forward_batches import Row, attention_shape, forward_batch, greedy_sampling, load_model
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.execution.forward import ForwardBatch, SpecialRows
+from caesura.scheduler.execution.forward import ForwardBatch, SpecialRows, StepLimits
 from caesura.scheduler.execution.graphs import ladder
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.execution.sampler import Sampler
-from caesura.scheduler.execution.staging import StepLimits
 from caesura.scheduler.executor.executor import Pending
 from caesura.scheduler.executor.parallel_runner import ParallelRunner
 from caesura.scheduler.executor.rpc import Answer, Failure
@@ -82,18 +81,11 @@ def engine(path: str, *, captured: bool) -> Engine:
     for layer in range(config.num_layers):
         for storage in pool.layer(layer):
             storage[1:] = torch.nan
-    sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+    shape = attention_shape(pool, config.num_heads)
     device = RecordingDevice() if captured else None
-    backend = SdpaBackend(pool, *sizes)
+    backend = SdpaBackend(pool, shape)
     if captured:
-        backend = FlashInferBackend(
-            pool,
-            *sizes,
-            max_rows=LIMITS.rows,
-            max_tokens=LIMITS.tokens,
-            max_pages=LIMITS.pages,
-            library=fake_flashinfer,
-        )
+        backend = FlashInferBackend(pool, shape, LIMITS, fake_flashinfer)
     runner = ModelRunner(
         model,
         backend,
@@ -505,8 +497,9 @@ def test_graphs_are_for_backends_that_can_and_only_where_wanted(checkpoints):
     def graphs(backend, **options):
         return ModelRunner(model, backend, sampler, limits=limits, device=CPU, **options).graphs
 
-    able = FlashInferBackend(pool, 4, 2, 12, library=fake_flashinfer, max_rows=1, max_tokens=2, max_pages=1)
+    shape = attention_shape(pool, 4)
+    able = FlashInferBackend(pool, shape, limits, fake_flashinfer)
     assert graphs(able, device_module=RecordingDevice()) is not None
     assert graphs(able, device_module=RecordingDevice(), use_graphs=False) is None
     assert graphs(able, device_module=HOST) is None
-    assert graphs(SdpaBackend(pool, 4, 2, 12), device_module=RecordingDevice()) is None
+    assert graphs(SdpaBackend(pool, shape), device_module=RecordingDevice()) is None

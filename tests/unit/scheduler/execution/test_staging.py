@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import examples
 
-from caesura.scheduler.execution.forward import ForwardBatch, SamplingBatch
+from caesura.scheduler.execution.forward import ForwardBatch, SamplingBatch, StepLimits
 from caesura.scheduler.execution.sampler import SamplerOutput
-from caesura.scheduler.execution.staging import InputStaging, OutputStaging, StepLimits
+from caesura.scheduler.execution.staging import InputStaging, OutputStaging
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(tokens=40, rows=9, context_len=100)

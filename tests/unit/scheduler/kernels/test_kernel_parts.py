@@ -4,14 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 from support.kernels import instruction_sets, threads, unit
 from support.properties import examples
 from torch import Tensor
 from torch.nn import functional
 
 from caesura.scheduler.attention.mla import LatentBackend
-from caesura.scheduler.attention.mla_cpu import LatentCpuBackend
+from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.kernels import experts, linear, native
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
@@ -239,17 +239,17 @@ def test_attention_over_latents_is_that_of_torch(dtype, heads, latent, rope) -> 
     q, k = normal(1, dtype, tokens, heads, width), normal(2, dtype, tokens, 1, width)
     filled = normal(3, dtype, 13 * 16, width)
 
-    def attend(backend_of) -> tuple[Tensor, Tensor]:
+    def attend(kind) -> tuple[Tensor, Tensor]:
         pool = MLAPool(num_layers=1, num_pages=13, width=width, dtype=dtype)
         pool.layer(0).view(-1, width).copy_(filled)
-        backend = backend_of(pool)
+        backend = kind(pool, attention_shape(pool, heads, latent=latent))
         backend.plan(batch)
         return backend.forward(q, k, k[..., :latent], 0).clone(), pool.layer(0)
 
-    expected, stored = attend(lambda pool: LatentBackend(pool, heads, width**-0.5))
+    expected, stored = attend(LatentBackend)
     for _ in instruction_sets():
         for count in (1, 3):
             with threads(count):
-                got, ours = attend(lambda pool: LatentCpuBackend(pool, heads, latent, width**-0.5))
+                got, ours = attend(PagedCpuBackend)
             near(got, expected, dtype, 8 if dtype == torch.float32 else 3)
             assert torch.equal(ours, stored)

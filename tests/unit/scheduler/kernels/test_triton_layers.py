@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import fake_flashinfer
 from support.checkpoints import make_checkpoint
-from support.forward_batches import PagedModel, Sequence, load_model
+from support.forward_batches import PagedModel, Sequence, attention_shape, load_model
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,6 +25,7 @@ from caesura.scheduler import kernels
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.execution.forward import StepLimits
 from caesura.scheduler.kernels import dispatch
 from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
@@ -296,11 +297,9 @@ def logits_of(model: Any, backend: type | None) -> list[Tensor]:
     paged = PagedModel(model, torch.float32, num_pages=20)
     config, pool = model.config, paged.pool
     if isinstance(pool, MHAPool) and backend is not None:
-        sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-        options: dict[str, Any] = {"max_rows": 4, "max_pages": 8}
-        if backend is FlashInferBackend:
-            options |= {"max_tokens": 64, "library": fake_flashinfer}
-        paged.backend = backend(pool, *sizes, **options)
+        limits = StepLimits(rows=4, tokens=64, context_len=8 * 16)
+        library = [fake_flashinfer] if backend is FlashInferBackend else []
+        paged.backend = backend(pool, attention_shape(pool, config.num_heads), limits, *library)
         assert paged.backend.fused is not None
     generator = torch.Generator().manual_seed(3)
     first, second = (Sequence(torch.randint(0, 97, (40,), generator=generator).tolist()) for _ in range(2))
