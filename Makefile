@@ -107,7 +107,7 @@ gpu:
 gpu-wheels:
 	$(PYTHON) benchmarks/gpu/fetch_wheels.py $(WHEELS_ARGS)
 
-# An hour or so. make mutation MUTATION_ARGS="--module scheduler/scheduling/output_processor.py --seed 3"
+# An hour or so. make mutation MUTATION_ARGS="--module scheduler/scheduling/outputs.py --seed 3"
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mutation]'
 	$(CAMPAIGN).mutation $(MUTATION_ARGS)

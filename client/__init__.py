@@ -11,11 +11,10 @@ from ..io_struct import (
 )
 from .connection.async_client import AsyncGenerationHandle, AsyncSchedulerClient
 from .connection.async_control_client import AsyncControlClient
-from .connection.control_client import ControlClient
+from .connection.blocking import ControlClient, GenerationHandle, SchedulerClient
 from .connection.images import ImageOutput, ImageTensor
 from .connection.options import WeightUpdate
 from .connection.results import GenerateOutput, TokenDelta, TokenLogprobs
-from .connection.scheduler_client import GenerationHandle, SchedulerClient
 from .exceptions import (
     AnswerForgotten,
     Busy,

@@ -1,8 +1,8 @@
 """The ``caesura`` command: control of an engine from a terminal.
 
 Every verb prints one table, or with ``--json`` the reply as it came over the wire. A typed error is one line
-on stderr and exit status 1; a wrong command line is exit status 2. What others chose (owners, labels, paths)
-is shown as text: it can neither move the cursor nor style anything.
+on stderr and exit status 1; a wrong command line is exit status 2. Text that others chose (owners, labels,
+paths) can neither move the cursor nor style anything.
 """
 
 import os
@@ -20,13 +20,13 @@ from rich.text import Text
 
 from ..io_struct import MAX_TRACE_STEPS, CaesuraError, Message
 from ..io_struct.control import MAX_DURATION_S
-from ..io_struct.text import printable
+from ..io_struct.field_errors import printable
+from .connection.blocking import SchedulerClient
 from .connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
-from .connection.scheduler_client import SchedulerClient
 from .exceptions import TimedOut
 from .keygen import keygen
 from .launch.launcher import engine_command, worker_command
-from .launch.supervise import supervise
+from .launch.supervisor import supervise
 from .serve.command import serve
 from .status_rows import MIB, status_rows
 
@@ -52,7 +52,7 @@ def _key_option(name: str, variable: str, text: str) -> Callable[[Command], Comm
 
 
 def _endpoint(_: click.Context, __: click.Parameter, value: str | None) -> str:
-    """Where the scheduler is; a verb cannot do without."""
+    """Require an endpoint."""
     if value is None:
         raise click.UsageError(
             f"which scheduler? Give --endpoint, or set {ENDPOINT_VARIABLE}, to its address: "
@@ -63,7 +63,6 @@ def _endpoint(_: click.Context, __: click.Parameter, value: str | None) -> str:
 
 
 def _client(endpoint: str) -> SchedulerClient:
-    """Return a client with the keys of the command line."""
     return SchedulerClient(endpoint, **click.get_current_context().ensure_object(dict))
 
 
@@ -403,7 +402,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _lease(left_s: float | None, then: str) -> str:
-    """Until when a pause holds, by this machine's clock."""
+    """Return until when a pause holds, by this machine's clock."""
     if left_s is None:
         return "none: the pause is another owner's"
     until = strftime("%Y-%m-%d %H:%M:%S", localtime(time() + left_s))
@@ -411,7 +410,6 @@ def _lease(left_s: float | None, then: str) -> str:
 
 
 def main() -> NoReturn:
-    """Entry point of the ``caesura`` script."""
     try:
         status = cli(standalone_mode=False)
     except click.ClickException as error:

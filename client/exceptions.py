@@ -57,7 +57,7 @@ class EngineError(CaesuraError):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later. False if it may have been executed already
+        """True if the same call may succeed later; False if it may have been executed already
         (:class:`TimedOut`).
         """
         return self.code in RETRYABLE
@@ -167,7 +167,7 @@ class WeightsPoisoned(EngineError):
 
 class WeightsInvalid(EngineError):
     """The weights were released and not loaded again, or lost in a restart; a complete update makes them
-    valid again.
+    valid.
     """
 
     error_code = ErrorCode.WEIGHTS_INVALID
@@ -196,7 +196,7 @@ class PartialUpdate(GroupError):
     def __init__(
         self, names: Sequence[str], replies: dict[int, WeightUpdateReqOutput], errors: dict[int, CaesuraError]
     ) -> None:
-        """``names``: of all engines, for people."""
+        """Take the ``names`` of all engines, for people."""
         first = min(errors)
         super().__init__(
             f"{len(errors)} of {len(names)} engines did not take the update, "
@@ -288,8 +288,7 @@ class TimedOut(EngineError, TimeoutError):
     """No reply within the caller's timeout. The command may still complete.
 
     Attributes:
-        message_id: pass it as ``message_id=`` with the same arguments to attach to the command or its stored
-            answer.
+        message_id: pass it as ``message_id=`` with the same arguments to attach to the command or its answer.
     """
 
     error_code = ErrorCode.TIMED_OUT
@@ -316,10 +315,10 @@ def error_for(code: str, message: str, detail: dict[str, Any] | None = None) -> 
 
 
 def is_answer(error: BaseException) -> bool:
-    """Whether the call is finished; False if its caller only stopped waiting and it may still be executed."""
+    """Return True if the call is finished, False if its caller only stopped waiting."""
     return isinstance(error, Exception) and not isinstance(error, TimedOut)
 
 
 def raise_for(reply: ErrorReply) -> NoReturn:
-    """Raise the exception for ``reply``."""
+    """Raise the exception of an error reply."""
     raise error_for(reply.code, reply.message, reply.detail)

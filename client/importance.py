@@ -1,5 +1,4 @@
-"""What a trainer makes of the spans and log-probabilities of a sample: importance weights per token, and its
-age in epochs.
+"""Importance weights per token of a sample, and its age in epochs.
 
 Invariant: a token's weight compares the learner with the weights that sampled this token, which its span
 names; the version of the other tokens of the sample does not matter.
@@ -25,7 +24,7 @@ def importance_weights(
     mask_stale_kv: bool = False,
     clip_max: float = 2.0,
 ) -> list[float]:
-    """Per token: the learner's probability over that of the policy that sampled it, truncated at
+    """Return per token the learner's probability over that of the policy that sampled it, at most
     ``clip_max``.
 
     The weights correct for every difference between the two, that of the version included, because each
@@ -38,9 +37,10 @@ def importance_weights(
         spans: the ``weight_versions`` of the sample; needed only with ``max_staleness`` and
             ``mask_stale_kv``.
         epoch: the learner's weights epoch.
-        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0. None: however old.
-        mask_stale_kv: tokens sampled with KV cache of older weights (``stale_kv`` of their span) get weight
-            0.
+        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0; None means no
+            limit.
+        mask_stale_kv: give weight 0 to tokens sampled with KV cache of older weights (``stale_kv`` of their
+            span).
         clip_max: the largest weight.
 
     Raises:
@@ -68,9 +68,7 @@ def masked_tokens(
     max_staleness: int | None,
     mask_stale_kv: bool,
 ) -> Iterator[slice]:
-    """Tokens of a sample of ``count`` that get weight 0; arguments and errors are those of
-    :func:`importance_weights`.
-    """
+    """Yield the tokens of a sample of ``count`` that get weight 0, as :func:`importance_weights`."""
     if max_staleness is not None and epoch is None:
         raise ValueError("max_staleness needs the learner's epoch")
     for span in spans:

@@ -1,8 +1,4 @@
-"""The status of an engine as rows of a table, for people.
-
-Invariant: an engine that makes images is told of in samples, stages and denoise steps, any other in tokens
-and KV.
-"""
+"""The status of an engine as rows of a table, for people; an engine that makes images has other rows."""
 
 from collections.abc import Iterable
 from time import localtime, strftime, time
@@ -13,7 +9,7 @@ MIB = 1 << 20
 
 
 def status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
-    """Name and text of each row."""
+    """Yield name and text of each row."""
     pause = "" if status.pause_mode is None else f" ({_pause(status)})"
     weights = f"{status.weights}, version {status.weight_version}, epoch {status.weights_epoch}"
     if status.weights_detail is not None:
@@ -71,7 +67,6 @@ def status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
 
 
 def _requests(status: GetStatusReqOutput) -> str:
-    """Return the samples by what they are doing."""
     load = status.images
     if load is None:
         running = f"{status.running_requests} running, {status.prefilling_requests} prefilling"
@@ -81,7 +76,7 @@ def _requests(status: GetStatusReqOutput) -> str:
 
 
 def _pause(status: GetStatusReqOutput) -> str:
-    """Mode, how long, since when by this machine's clock, whose, and until when at most."""
+    """Return mode, age, start by this machine's clock, owner and end."""
     age = status.pause_age_s or 0.0
     since = strftime("%Y-%m-%d %H:%M:%S", localtime(time() - age))
     owner = "no owner" if status.pause_owner is None else f"owner {status.pause_owner}"
@@ -90,7 +85,7 @@ def _pause(status: GetStatusReqOutput) -> str:
 
 
 def _kernels(status: GetStatusReqOutput) -> str:
-    """Return what serves which operations, each of them named once."""
+    """Return each kernel with its operations."""
     operations: dict[str, list[str]] = {}
     for operation, name in status.kernels.items():
         operations.setdefault(name, []).append(operation)

@@ -234,7 +234,7 @@ def replies() -> str:
 
 def records() -> str:
     """Return the plain values inside messages."""
-    found = (getattr(io_struct, name) for name in io_struct.__all__)
+    found = vars(io_struct).values()
     return sections(
         cls
         for cls in found

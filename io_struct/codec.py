@@ -1,136 +1,30 @@
 """Encodes and decodes headers; the type of a frame is checked before its content."""
 
 from collections.abc import Iterator
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, Union
 
 import msgspec
 
-from .base import MAX_HEADER_BYTES, Message
-from .control import (
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    GetStatusReqInput,
-    GetStatusReqOutput,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
-    ReleaseMemoryOccupationReqInput,
-    ReleaseMemoryOccupationReqOutput,
-    RenewPauseLeaseReqInput,
-    RenewPauseLeaseReqOutput,
-    ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
-    ShutdownReqInput,
-    ShutdownReqOutput,
-)
-from .errors import CaesuraError, ErrorCode, ErrorReply
+from . import control, images, memory, score, weights  # noqa: F401 (their messages)
+from .base import MAX_HEADER_BYTES, Message, Reply, Request
+from .errors import CaesuraError, ErrorCode
 from .field_errors import field_error, nearest
-from .generate import (
-    AbortReq,
-    AbortReqOutput,
-    BatchTokenOutput,
-    FetchResultReqInput,
-    FetchResultReqOutput,
-    GenerateReqInput,
-    GenerateReqOutput,
-    Keepalive,
-)
-from .hello import HelloReqInput, HelloReqOutput
-from .images import GenerateImagesReqInput, GenerateImagesReqOutput
-from .memory import GetMemoryHistoryReqInput, GetMemoryHistoryReqOutput
-from .profile import (
-    StartProfileReqInput,
-    StartProfileReqOutput,
-    StopProfileReqInput,
-    StopProfileReqOutput,
-)
-from .score import ScoreReqInput, ScoreReqOutput
-from .weights import (
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
-    DestroyWeightsUpdateGroupReqInput,
-    DestroyWeightsUpdateGroupReqOutput,
-    EndWeightUpdateReqInput,
-    GetWeightsManifestReqInput,
-    GetWeightsManifestReqOutput,
-    InitWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqOutput,
-    SendWeightsReqInput,
-    SendWeightsReqOutput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromCheckpointEngineReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
-    WeightsCheckerReqOutput,
-    WeightUpdateReqOutput,
-)
+from .generate import BatchTokenOutput, GenerateReqOutput, Keepalive
 
-ToScheduler = (
-    HelloReqInput
-    | GenerateReqInput
-    | GenerateImagesReqInput
-    | ScoreReqInput
-    | AbortReq
-    | PauseGenerationReqInput
-    | ContinueGenerationReqInput
-    | FlushCacheReqInput
-    | GetStatusReqInput
-    | GetMemoryHistoryReqInput
-    | ReleaseMemoryOccupationReqInput
-    | ResumeMemoryOccupationReqInput
-    | RenewPauseLeaseReqInput
-    | FetchResultReqInput
-    | BeginWeightUpdateReqInput
-    | EndWeightUpdateReqInput
-    | UpdateWeightFromDiskReqInput
-    | UpdateWeightsFromTensorReqInput
-    | UpdateWeightsFromIPCReqInput
-    | UpdateWeightsFromCheckpointEngineReqInput
-    | InitWeightsUpdateGroupReqInput
-    | DestroyWeightsUpdateGroupReqInput
-    | UpdateWeightsFromDistributedReqInput
-    | GetWeightsManifestReqInput
-    | SendWeightsReqInput
-    | WeightsCheckerReqInput
-    | StartProfileReqInput
-    | StopProfileReqInput
-    | ShutdownReqInput
-)
-"""What a scheduler accepts."""
 
-ToClient = (
-    BatchTokenOutput
-    | GenerateImagesReqOutput
-    | ScoreReqOutput
-    | Keepalive
-    | ErrorReply
-    | HelloReqOutput
-    | AbortReqOutput
-    | PauseGenerationReqOutput
-    | ContinueGenerationReqOutput
-    | FlushCacheReqOutput
-    | GetStatusReqOutput
-    | GetMemoryHistoryReqOutput
-    | ReleaseMemoryOccupationReqOutput
-    | ResumeMemoryOccupationReqOutput
-    | RenewPauseLeaseReqOutput
-    | FetchResultReqOutput
-    | BeginWeightUpdateReqOutput
-    | WeightUpdateReqOutput
-    | InitWeightsUpdateGroupReqOutput
-    | DestroyWeightsUpdateGroupReqOutput
-    | GetWeightsManifestReqOutput
-    | SendWeightsReqOutput
-    | WeightsCheckerReqOutput
-    | StartProfileReqOutput
-    | StopProfileReqOutput
-    | ShutdownReqOutput
-)
-"""What a client accepts."""
+def _messages(base: type[Message]) -> Iterator[type[Message]]:
+    """Yield the subclasses of ``base`` that no other builds on."""
+    for kind in base.__subclasses__():
+        yield from _messages(kind) if kind.__subclasses__() else (kind,)
 
+
+REQUESTS = {kind.__name__: kind for kind in _messages(Request)}
+ToScheduler: Any = Union[tuple(REQUESTS.values())]  # noqa: UP007
+"""What a scheduler accepts: every request."""
+ToClient: Any = Union[tuple(kind for kind in _messages(Message) if not issubclass(kind, Request))]  # noqa: UP007
+"""What a client accepts: every other message."""
+
+Answer = Reply | BatchTokenOutput | images.GenerateImagesReqOutput | Keepalive
 T = TypeVar("T")
 
 _MAX_QUOTED = 500
@@ -188,7 +82,7 @@ def _holdable(value: Any) -> Any:
     return str(value) if type(value) is int and value not in _INT64 else value
 
 
-def decode_request(frame: bytes | memoryview) -> ToScheduler:
+def decode_request(frame: bytes | memoryview) -> Request:
     """Decode a header that a client sent.
 
     Raises:
@@ -202,7 +96,7 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
             id="",
         )
     try:
-        request: ToScheduler = _to_scheduler.decode(frame)
+        request: Request = _to_scheduler.decode(frame)
     except _UNREADABLE as error:
         raise _malformed(frame, error) from error
     except MemoryError as error:
@@ -215,9 +109,9 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
 def _malformed(frame: bytes | memoryview, error: Exception) -> CaesuraError:
     """Say what ``error`` means for ``frame``: the field and what is valid there, if the type is known."""
     name = _readable(_type_only, frame, _TypeOnly()).type
-    kind = _KINDS.get(name)
+    kind = REQUESTS.get(name)
     if kind is None or not isinstance(error, msgspec.ValidationError):
-        near = nearest(name, list(_KINDS)) if name else None
+        near = nearest(name, list(REQUESTS)) if name else None
         hint = "" if near is None else f" (did you mean {near}?)"
         said = f"not a Caesura message: {_shortened(error)}{hint}"
         return CaesuraError(ErrorCode.MALFORMED_MESSAGE, said, id=readable_id(frame))
@@ -234,10 +128,10 @@ def _shortened(error: Exception) -> str:
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}… ({len(text)} characters)"
 
 
-def decode_reply(frame: bytes | memoryview) -> ToClient:
+def decode_reply(frame: bytes | memoryview) -> Answer:
     """Decode a header that the scheduler sent; raises ``msgspec.DecodeError`` on anything else."""
     try:
-        reply: ToClient = _to_client.decode(frame)
+        reply: Answer = _to_client.decode(frame)
     except (RecursionError, UnicodeDecodeError) as error:
         raise msgspec.DecodeError(str(error)) from error
     return reply
@@ -267,7 +161,6 @@ class _RidOnly(msgspec.Struct):
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _unread = msgspec.msgpack.Decoder(UnreadReply)
 _anything: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder()
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(ToScheduler)}
 _rid_only = msgspec.msgpack.Decoder(_RidOnly)
 _result = msgspec.msgpack.Decoder(GenerateReqOutput)
 

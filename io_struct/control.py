@@ -7,9 +7,6 @@ import msgspec
 from .base import Label, Reply, ReplyRecord, Request
 from .distribution import Distribution
 from .images import ImageLoad
-from .ranks import RankMemory, RankStatus
-from .residency import ComponentStatus, PromptCacheStatus
-from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
 GenerationState = Literal["running", "pausing", "paused"]
@@ -21,6 +18,42 @@ MAX_DURATION_S = 86400.0
 """Maximum duration in a command: one day. Infinity and NaN are refused as well."""
 Duration = Annotated[float, msgspec.Meta(ge=0, le=MAX_DURATION_S)]
 PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=MAX_DURATION_S)]
+Residency = Literal["resident", "offload", "layerwise"]
+"""When a component is on the device: always; while it is used; while it is used, layer by layer."""
+MAX_TRACE_STEPS = 1000
+"""Steps after which a trace ends whatever was asked for: events stay in memory until it is written."""
+TraceActivity = Literal["CPU", "GPU"]
+TraceSteps = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRACE_STEPS)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class HelloReqInput(Request, kw_only=True):
+    """The first message of a client on a connection. Another major version is refused as
+    ``version_mismatch``.
+    """
+
+    wire_major: Version
+    """Major version of the client's wire; must equal the engine's."""
+    wire_minor: Version
+    """Minor version of the client's wire; the engine accepts any."""
+    client: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    """Name and version of the client's software, for the engine's log. Empty means unknown."""
+
+
+class HelloReqOutput(Reply, kw_only=True):
+    """Version and incarnation of the engine."""
+
+    wire_major: int
+    """Major version of the engine's wire; equals the client's."""
+    wire_minor: int
+    """Minor version of the engine's wire; may be higher or lower than the client's."""
+    incarnation: str
+    """Random id of this start of the engine. Another one is a new process, which knows no earlier requests.
+    """
+    version: str
+    """Version of the engine's software."""
+    pid: int
+    """Process id of the engine, in its own pid namespace."""
 
 
 class ControlRequest(Request, kw_only=True):
@@ -72,6 +105,15 @@ class ContinueGenerationReqInput(ControlRequest, kw_only=True):
     """False: the cache is not emptied, and the reply has no memory figures."""
     force: bool = False
     """Continue although the pause has another owner, and commit an implicit session of another sender."""
+
+
+class RankMemory(ReplyRecord, kw_only=True, frozen=True):
+    """What one of an engine's other ranks had reserved around an emptying of its device cache, in bytes."""
+
+    rank: int
+    """From 1; the reply's own figures are those of rank 0."""
+    reserved_before: int
+    reserved_after: int
 
 
 class ContinueGenerationReqOutput(Reply, kw_only=True):
@@ -352,6 +394,62 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """Commits of weights between the first and the last token of a finished sample."""
 
 
+class RankStatus(ReplyRecord, kw_only=True, frozen=True):
+    """Another rank of an engine (``tp``): its process, and its allocator's figures within the last second."""
+
+    rank: int
+    pid: int
+    """Of its process, on its machine."""
+    host: str
+    """Name of its machine."""
+    reserved: int
+    allocated: int
+    available: int | None
+
+
+class ComponentStatus(ReplyRecord, kw_only=True, frozen=True):
+    """A component with a strategy of its own (docs/explanation/memory.md, "Components that come and go")."""
+
+    name: str
+    """``vae``, ``text_encoder``, …; ``reference`` and ``reference_kv`` of the reference model."""
+    residency: Residency
+    nbytes: int
+    """Its size, wherever it is."""
+    device_bytes: int
+    """What of it is on the device now, or on its way there."""
+
+
+class PromptCacheStatus(ReplyRecord, kw_only=True, frozen=True):
+    """Encoded prompts that an image engine keeps for later requests."""
+
+    entries: int
+    """Prompts, those of guidance included."""
+    nbytes: int
+    """Bytes of their embeddings, on the device; part of ``workspace`` in ``memory_by_tag``."""
+    limit_bytes: int
+    """Most bytes (``prompt_cache_bytes``); 0: nothing is kept."""
+    hits: int
+    """Prompts since start that were found."""
+    misses: int
+    """Prompts since start that were encoded."""
+
+
+class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
+    """State of the reference model."""
+
+    model_path: str
+    """Its checkpoint folder."""
+    residency: Residency
+    """``resident``: always on the device; ``offload``: during scoring; ``layerwise``: layer by layer."""
+    weights: int
+    """Size of its weights in bytes."""
+    device_bytes: int
+    pending_sequences: int
+    """Accepted sequences that are not scored completely."""
+    scored_tokens: int
+    """Tokens scored since start."""
+
+
 class GetStatusReqInput(ControlRequest, kw_only=True):
     """Get the state of the engine. Answered by the control loop in every state, also during updates."""
 
@@ -469,3 +567,43 @@ class ShutdownReqOutput(Reply, kw_only=True):
 
     drain_s: float = 0.0
     """Maximum seconds for the remaining requests; 0: they have ended."""
+
+
+class StartProfileReqInput(ControlRequest, kw_only=True):
+    """Record a trace of the next steps, which are slower; ``busy`` while another is recorded or written."""
+
+    output_dir: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+    """Folder under the engine's ``profile_dir``, created if missing. None means that folder itself."""
+    num_steps: TraceSteps | None = None
+    """Steps after which the trace ends by itself. None means at ``StopProfileReqInput``, or after 1,000."""
+    activities: list[TraceActivity] | None = None
+    """What is recorded; ``GPU`` counts where the engine has one. None means both."""
+    with_stack: bool = False
+    """Also record the Python stack of each operation, which is slow."""
+    record_shapes: bool = False
+    """Also record the shapes of the operations' inputs."""
+
+
+class StartProfileReqOutput(Reply, kw_only=True):
+    """The trace has begun."""
+
+    path: str
+    """The file on the engine's machine, which appears when it is complete."""
+    num_steps: int
+    """Number of steps after which the trace ends by itself."""
+
+
+class StopProfileReqInput(ControlRequest, kw_only=True):
+    """End the trace; the reply comes when its file is written. ``invalid_request`` if none was started."""
+
+    wait: bool = False
+    """True: the trace is not ended, but waited for until it ends by itself."""
+
+
+class StopProfileReqOutput(Reply, kw_only=True):
+    """The trace is written; also the answer where the trace had ended by itself before."""
+
+    path: str
+    """The file, on the engine's machine: Chrome's trace format, compressed with gzip."""
+    steps: int
+    """Number of steps that were recorded."""

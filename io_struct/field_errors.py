@@ -8,12 +8,10 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, dataclass_transform
 
 import msgspec
 from msgspec import UNSET, inspect
-
-from .text import printable
 
 _MAX_SHOWN = 60
 """Characters of a value that are repeated."""
@@ -369,3 +367,37 @@ def _hint(value: str, types: Sequence[inspect.Type]) -> str:
     ]
     near = nearest(value, choices)
     return "" if near is None else f" (did you mean {near!r}?)"
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` with unprintable characters escaped: ``\x1b``, ``\n``, ``\u202e``, lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
+    )
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class NamedFields(msgspec.StructMeta):
+    """Metaclass: an unknown keyword is a TypeError with the nearest field and all of them.
+
+    A static method ``fields_beside`` names the fields next to the struct, for which keywords are often meant.
+    """
+
+    if not TYPE_CHECKING:  # checkers read the fields; a constructor of any keywords would hide them
+
+        def __call__(cls, /, *values: Any, **fields: Any) -> Any:  # noqa: N805 (of a metaclass)
+            try:
+                return _construct(cls, *values, **fields)
+            except TypeError:
+                names = cls.__struct_fields__
+                unknown = next((name for name in fields if name not in names), None)
+                if unknown is None:
+                    raise
+                beside = cls.fields_beside() if hasattr(cls, "fields_beside") else ()
+                said = unknown_name(unknown, names, beside, place=cls.__name__)
+            raise TypeError(f"{cls.__name__}: {unknown} {said}")
+
+
+_construct = msgspec.StructMeta.__call__

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from .base import Identifier, Label, Message, Record, Reply, ReplyRecord, Request
-from .keywords import NamedFields
+from .field_errors import NamedFields
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -425,10 +425,9 @@ class AbortReq(Request, kw_only=True):
     """True: abort all generations of all clients, queued ones too; ``rid`` and ``index`` are ignored."""
 
 
-class AbortReqOutput(Message, kw_only=True, forbid_unknown_fields=False):
+class AbortReqOutput(Reply, kw_only=True):
     """The number of samples that were aborted."""
 
-    id: str
     aborted: int
     """Samples that this call aborted; 0 if there was no such live sample."""
 

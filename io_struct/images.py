@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import FramedMessage, Identifier, Record, ReplyRecord, Request, TensorSpec
+from .field_errors import NamedFields
 from .generate import MAX_SAMPLES, FinishReason, Seed, TokenId, WeightVersionSpan
-from .keywords import NamedFields
 
 MAX_STEPS = 1000
 """Maximum of ``num_inference_steps``."""

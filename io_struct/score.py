@@ -4,9 +4,8 @@ from typing import Annotated
 
 import msgspec
 
-from .base import Reply, ReplyRecord, Request
+from .base import Reply, Request
 from .generate import TokenId
-from .residency import Residency
 
 MAX_SEQUENCES = 65536
 """Maximum number of sequences in one message."""
@@ -29,19 +28,3 @@ class ScoreReqOutput(Reply, kw_only=True):
     logprobs: list[bytes]
     """Little-endian float32 for each token from ``start`` on: log-softmax over the vocabulary after
     temperature."""
-
-
-class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
-    """State of the reference model."""
-
-    model_path: str
-    """Its checkpoint folder."""
-    residency: Residency
-    """``resident``: always on the device; ``offload``: during scoring; ``layerwise``: layer by layer."""
-    weights: int
-    """Size of its weights in bytes."""
-    device_bytes: int
-    pending_sequences: int
-    """Accepted sequences that are not scored completely."""
-    scored_tokens: int
-    """Tokens scored since start."""

@@ -23,7 +23,7 @@ from typing import Literal, TextIO
 
 import msgspec
 
-from ..io_struct.text import printable
+from ..io_struct.field_errors import printable
 
 MAX_QUEUED = 1 << 20
 """Maximum characters that are not written yet."""

@@ -13,8 +13,7 @@ Invariants:
 
 import io
 import pickletools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..io_struct.errors import CaesuraError, ErrorCode
@@ -78,33 +77,20 @@ class _Node:
     """It lies in a container, whose size and depth count it as it is."""
 
 
-_CONSTANTS: dict[str, Callable[[], _Node]] = {
-    "NONE": lambda: _Node(None),
-    "NEWTRUE": lambda: _Node(True),
-    "NEWFALSE": lambda: _Node(False),
-    "EMPTY_TUPLE": lambda: _Node(()),
-    "EMPTY_LIST": lambda: _Node([]),
-    "EMPTY_DICT": lambda: _Node({}),
+_TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"})
+_SCALARS = _TEXTS | {
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
 }
-_TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-_SCALARS = {
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "BINFLOAT",
-    "SHORT_BINBYTES",
-    "BINBYTES",
-    "BINBYTES8",
-} | _TEXTS
-_KEYS = (str,)  # their hashes are salted: other keys could be made to collide
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-@dataclass(slots=True)
 class _Machine:
-    stack: list[_Node] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
-    memo: dict[int, _Node] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.stack: list[_Node] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, _Node] = {}
 
     def result(self) -> object:
         (node,) = self.stack  # ValueError: none, or more than one
@@ -112,97 +98,102 @@ class _Machine:
             _refuse("a mark is left over")
         return node.value
 
-    def run(self, name: str, argument: Any) -> None:
+    def run(self, name: str, argument: Any) -> None:  # noqa: C901, PLR0915  (one case for each opcode)
         if name in _SCALARS:
             if name in _TEXTS:
                 argument.encode()  # lone surrogates, which no message of ours could quote
-            self.stack.append(_Node(argument))
-        elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in _OPCODES:
-            _OPCODES[name](self, argument)
-        elif name == "PROTO" and argument > MAX_PROTOCOL:
-            _refuse(f"protocol {argument}")
-        elif name not in ("PROTO", "FRAME"):  # a frame only groups bytes
-            _refuse(f"opcode {name}")
+            self.push(argument)
+            return
+        match name:
+            case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
+                self.memo[len(self.memo) if argument is None else argument] = self.stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                self.stack.append(self.memo[argument])
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                self.push_tuple(self.pop(_TUPLES[name]))
+            case "MARK":
+                self.marks.append(len(self.stack))
+            case "TUPLE":
+                self.push_tuple(self.pop_to_mark())
+            case "REDUCE" | "NEWOBJ":
+                function, args = self.pop(2)
+                if type(function.value) is not Global or type(args.value) is not tuple:
+                    _refuse("what is called is no global, or its arguments are no tuple")
+                self.push(Call(function.value, args.value), [args])
+            case "BUILD":
+                (state,) = self.pop()
+                target = self.stack[-1]
+                if type(target.value) is not Call or target.value.state is not None:
+                    _refuse("state is given to what is no new object")
+                _hold(target, [state])
+                target.value = Call(target.value.function, target.value.args, state.value)
+            case "APPEND" | "APPENDS":
+                items = self.pop() if name == "APPEND" else self.pop_to_mark()
+                target = self.stack[-1]
+                if type(target.value) is not list:
+                    _refuse("items are appended to what is no list")
+                _hold(target, items)
+                target.value.extend(item.value for item in items)
+            case "SETITEM" | "SETITEMS":
+                self.set_items(self.pop(2) if name == "SETITEM" else self.pop_to_mark())
+            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
+                self.push(_CONSTANTS[name])
+            case "EMPTY_LIST":
+                self.push([])
+            case "EMPTY_DICT":
+                self.push({})
+            case "GLOBAL":
+                module, _, attribute = argument.partition(" ")
+                self.push(Global(module, attribute))
+            case "STACK_GLOBAL":
+                module, attribute = (node.value for node in self.pop(2))
+                if type(module) is not str or type(attribute) is not str:
+                    _refuse("a global's name is no text")
+                self.push(Global(module, attribute))
+            case "POP":
+                self.pop()
+            case "POP_MARK":
+                self.pop_to_mark()
+            case "PROTO" if argument > MAX_PROTOCOL:
+                _refuse(f"protocol {argument}")
+            case "PROTO" | "FRAME":  # a frame only groups bytes
+                pass
+            case _:
+                _refuse(f"opcode {name}")
+
+    def push(self, value: Any, items: list[_Node] | None = None) -> None:
+        """Push a value, which contains those of ``items``."""
+        node = _Node(value)
+        if items is not None:
+            _hold(node, items)
+        self.stack.append(node)
+
+    def push_tuple(self, items: list[_Node]) -> None:
+        self.push(tuple(item.value for item in items), items)
 
     def pop(self, count: int = 1) -> list[_Node]:
         """Return the topmost ``count``, in the order in which they were pushed, and not from below a mark."""
         start = len(self.stack) - count
         if start < (self.marks[-1] if self.marks else 0):
             raise IndexError
-        taken = self.stack[start:]
-        del self.stack[start:]
-        return taken
+        return self._taken(start)
 
     def pop_to_mark(self) -> list[_Node]:
-        start = self.marks.pop()
+        return self._taken(self.marks.pop())
+
+    def _taken(self, start: int) -> list[_Node]:
         taken = self.stack[start:]
         del self.stack[start:]
         return taken
 
-    def mark(self, _: Any) -> None:
-        self.marks.append(len(self.stack))
-
-    def drop(self, _: Any) -> None:
-        self.pop()
-
-    def drop_to_mark(self, _: Any) -> None:
-        self.pop_to_mark()
-
-    def put(self, index: int | None) -> None:
-        self.memo[len(self.memo) if index is None else index] = self.stack[-1]
-
-    def get(self, index: int) -> None:
-        self.stack.append(self.memo[index])
-
-    def make_tuple(self, count: int | None) -> None:
-        items = self.pop_to_mark() if count is None else self.pop(count)
-        node = _Node(tuple(item.value for item in items))
-        _hold(node, items)
-        self.stack.append(node)
-
-    def extend(self, items: list[_Node]) -> None:
-        target = self.stack[-1]
-        if type(target.value) is not list:
-            _refuse("items are appended to what is no list")
-        _hold(target, items)
-        target.value.extend(item.value for item in items)
-
-    def update(self, items: list[_Node]) -> None:
-        target = self.stack[-1]
+    def set_items(self, items: list[_Node]) -> None:
+        target, keys = self.stack[-1], items[::2]
         if type(target.value) is not dict or len(items) % 2:
             _refuse("items are set on what is no dictionary")
-        if not all(isinstance(key.value, _KEYS) for key in items[::2]):
+        if not all(isinstance(key.value, str) for key in keys):  # hashes of others could be made to collide
             _refuse("a dictionary key is no text")
         _hold(target, items)
-        target.value.update(zip((k.value for k in items[::2]), (v.value for v in items[1::2]), strict=True))
-
-    def name(self, argument: str) -> None:
-        module, _, name = argument.partition(" ")
-        self.stack.append(_Node(Global(module, name)))
-
-    def name_from_stack(self, _: Any) -> None:
-        module, name = (node.value for node in self.pop(2))
-        if type(module) is not str or type(name) is not str:
-            _refuse("a global's name is no text")
-        self.stack.append(_Node(Global(module, name)))
-
-    def call(self, _: Any) -> None:
-        function, args = self.pop(2)
-        if type(function.value) is not Global or type(args.value) is not tuple:
-            _refuse("what is called is no global, or its arguments are no tuple")
-        node = _Node(Call(function.value, args.value))
-        _hold(node, [args])
-        self.stack.append(node)
-
-    def build(self, _: Any) -> None:
-        (state,) = self.pop()
-        target = self.stack[-1]
-        if type(target.value) is not Call or target.value.state is not None:
-            _refuse("state is given to what is no new object")
-        _hold(target, [state])
-        target.value = Call(target.value.function, target.value.args, state.value)
+        target.value.update(zip((k.value for k in keys), (v.value for v in items[1::2]), strict=True))
 
 
 def _hold(container: _Node, items: list[_Node]) -> None:
@@ -217,31 +208,6 @@ def _hold(container: _Node, items: list[_Node]) -> None:
         _refuse("a container changes after it was put into another one")
     if container.size > MAX_VALUES or container.depth > MAX_DEPTH:
         _refuse(f"more than {MAX_VALUES} values or {MAX_DEPTH} levels")
-
-
-_OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
-    "MARK": _Machine.mark,
-    "POP": _Machine.drop,
-    "POP_MARK": _Machine.drop_to_mark,
-    "MEMOIZE": _Machine.put,
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "TUPLE": _Machine.make_tuple,
-    "TUPLE1": lambda machine, _: machine.make_tuple(1),
-    "TUPLE2": lambda machine, _: machine.make_tuple(2),
-    "TUPLE3": lambda machine, _: machine.make_tuple(3),
-    "APPEND": lambda machine, _: machine.extend(machine.pop()),
-    "APPENDS": lambda machine, _: machine.extend(machine.pop_to_mark()),
-    "SETITEM": lambda machine, _: machine.update(machine.pop(2)),
-    "SETITEMS": lambda machine, _: machine.update(machine.pop_to_mark()),
-    "GLOBAL": _Machine.name,
-    "STACK_GLOBAL": _Machine.name_from_stack,
-    "REDUCE": _Machine.call,
-    "NEWOBJ": _Machine.call,
-    "BUILD": _Machine.build,
-}
 
 
 def _error(reason: str) -> CaesuraError:

@@ -1,13 +1,11 @@
-"""The socket of an asyncio client, driven by its event loop, and how coroutines wait for what comes. Has the
-names of channel.py that the two kinds of clients share.
+"""The socket of an asyncio client, driven by its event loop.
 
 Invariants:
 - Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
-- Before a request is registered, a connection that has gone meanwhile is reported: the request is not lost
-  with it.
-- libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten
-  the signal), drains the socket until it is empty.
-- Giving up waiting, by a timeout or a cancellation, leaves what was waited for as it is.
+- A lost connection is reported before a request is registered: the request is not lost with it.
+- libzmq's descriptor signals once, so every wake-up and every send (which may have eaten the signal) drains
+  the socket.
+- A timeout or a cancellation leaves what was waited for as it is.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from .connection import Connection, Generation, ImageGeneration, Sink
 from .endpoints import check_endpoint
 from .fork import Process
 from .link import Frames, Link
-from .options import ChannelOptions, ConnectionOptions
+from .options import ChannelOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
@@ -59,12 +57,11 @@ async def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> 
 
 
 async def run(work: Callable[[], Any]) -> Any:
-    """Call ``work`` in a thread, since it may block, and return its result."""
     return await asyncio.to_thread(work)
 
 
 class LoopChannel:
-    """Requests in from coroutines, answers out through the loop's futures. Connects at the first request."""
+    """The asyncio client's side of one engine. Connects at the first request."""
 
     def __init__(self, endpoint: str, options: ChannelOptions) -> None:
         check_endpoint(endpoint)
@@ -80,17 +77,17 @@ class LoopChannel:
         self._refusal: EngineError | None = None
 
     def require_own_process(self) -> None:
-        """Raise RuntimeError in a forked child, before anything is prepared there."""
+        """Raise RuntimeError in a forked child."""
         self._process.require()
 
     @property
     def incarnation(self) -> str | None:
-        """Of the engine that answered last; None before the first."""
+        """Incarnation of the engine that answered last, or None."""
         return None if self._link is None else self._link.incarnation
 
     @property
     def pending(self) -> int:
-        """How many requests have no final answer yet."""
+        """Number of requests without a final answer."""
         return self._connection.pending
 
     def start_generation(
@@ -105,7 +102,7 @@ class LoopChannel:
         return generation
 
     def _abort_unheard(self, generation: Generation[Result, Deltas]) -> None:
-        """Nobody hears the rest of a generation whose sink has raised."""
+        """Abort a generation whose sink has raised."""
         if generation.sink is None and self._connection.awaits(generation.message_id):
             with suppress(EngineError):
                 self.start_call(AbortReq(rid=generation.rid), AbortReqOutput)
@@ -129,9 +126,7 @@ class LoopChannel:
         return future
 
     def refuse(self, error: EngineError | None) -> None:
-        """From now on every new request raises ``error``; None: no longer. For who knows that the engine is
-        away for a while. What is pending is the link's to fail, after what the engine had still sent.
-        """
+        """Raise ``error`` for new requests until None is given; what is pending is the link's to fail."""
         if self._connection.failure is self._refusal:
             self._connection.failure = self._refusal = error
 
@@ -149,7 +144,6 @@ class LoopChannel:
             link.close()
 
     def _prepare(self) -> None:
-        """Before a request is registered."""
         self._process.require()
         self._bind()
         if self._link is not None:
@@ -204,9 +198,7 @@ class LoopChannel:
         self._set_timer(self._link.deadline)
 
     def _set_timer(self, deadline: float | None) -> None:
-        """Wake up at ``deadline`` at the latest: a timer that comes earlier is left alone, most deadlines
-        only move on.
-        """
+        """Wake up at ``deadline`` at the latest; an earlier timer is kept, since deadlines mostly move on."""
         now = time.monotonic()
         if self._timer is not None:
             if deadline is None or now < self._wakes_at <= deadline:
@@ -229,9 +221,7 @@ class LoopChannel:
 
 
 class Channel(Protocol):
-    """What an asyncio client needs of whatever answers its requests: one engine, or several behind one door.
-    The methods are those of :class:`LoopChannel`.
-    """
+    """Whatever answers the requests of an asyncio client; the methods are those of :class:`LoopChannel`."""
 
     @property
     def incarnation(self) -> str | None: ...
@@ -249,21 +239,3 @@ class Channel(Protocol):
     ) -> Result: ...
     def refuse(self, error: EngineError | None) -> None: ...
     def close(self) -> None: ...
-
-
-class LoopClient:
-    """A client around a channel: what a blocking one does not have."""
-
-    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
-        self.endpoint = endpoint
-        """The engine's address: an ipc:// path or a tcp:// host and port."""
-        self._channel: Channel = self._opened(connection)
-
-    @property
-    def channel(self) -> Channel:
-        """What the messages go through, for callers that make their own (the tokenizer manager)."""
-        return self._channel
-
-    def _opened(self, connection: ConnectionOptions) -> Channel:
-        """Make the channel of a new client; nothing is connected before the first request."""
-        return LoopChannel(self.endpoint, ChannelOptions.of(connection))

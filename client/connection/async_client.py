@@ -1,13 +1,12 @@
 """``AsyncSchedulerClient``: generation, scoring and all commands, for coroutines of one event loop.
 
-Invariants: those of :class:`~.async_control_client.AsyncControlClient`. A ``generate`` that fails or is
-interrupted aborts what it started, unless it timed out.
+Invariant: a ``generate`` that fails or is interrupted aborts what it started, unless it timed out.
 """
 
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol, Unpack, overload
+from typing import Any, Unpack, overload
 
 from ...io_struct import (
     AbortReq,
@@ -22,7 +21,7 @@ from ...io_struct import (
     TraceActivity,
 )
 from ..exceptions import EngineError, TimedOut
-from .async_channel import Deltas, Result, next_delta, wait_for, wait_for_all
+from .async_channel import Deltas, Result, next_delta, wait_for_all
 from .async_control_client import AsyncControlClient
 from .connection import Generation, ImageGeneration
 from .fork import Process
@@ -33,45 +32,28 @@ from .results import GenerateOutput, TokenDelta, decode_output
 from .scoring import Scores
 
 
-class Abort(Protocol):
-    """A client's ``abort``."""
-
-    async def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
-
-
-class Explained(Protocol):
-    """A client's way to find out what a generation that timed out waits for."""
-
-    async def __call__(self, error: TimedOut, /) -> TimedOut: ...
-
-
 class AsyncGenerationHandle:
-    """One submitted prompt. ``async for`` yields the tokens as :class:`TokenDelta` (all at once unless it
-    streams).
-    """
+    """One submitted prompt. ``async for`` yields :class:`TokenDelta` (all at once unless it streams)."""
 
-    def __init__(self, abort: Abort, explained: Explained, generation: Generation[Result, Deltas]) -> None:
+    def __init__(self, client: "AsyncSchedulerClient", generation: Generation[Result, Deltas]) -> None:
         self.rid = generation.rid
         """Request id, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
         """Message id of the request; ``submit`` with this id and the same arguments attaches to it."""
         self.n = generation.n
         """Number of samples."""
-        self._abort = abort
-        self._explained = explained
+        self._client = client
         self._future = generation.waiter
         self._deltas = generation.deltas
         self._process = Process("generation")
 
     def done(self) -> bool:
-        """Whether all samples have ended."""
+        """Return True if all samples have ended."""
         self._process.require()
         return self._future.done()
 
     async def result(self, timeout: float | None = None) -> GenerateOutput:
-        """Return the output of the only sample. Raises like :meth:`results`, and ValueError if ``n`` is not
-        1.
-        """
+        """Return the output of the only sample; ValueError if ``n`` is not 1. Raises like :meth:`results`."""
         self._process.require()
         if self.n != 1:
             raise ValueError(f"n = {self.n}: use results()")
@@ -82,22 +64,22 @@ class AsyncGenerationHandle:
         """Return the outputs of all samples, in order.
 
         Raises:
-            TimedOut: not all ended within ``timeout`` seconds; they continue. The message says what the
-                engine waits for.
-            EngineError: the request was refused or failed; ``.output`` and ``.outputs`` have what was
-                generated.
+            TimedOut: not all ended within ``timeout`` seconds; they continue. The message says why.
+            EngineError: it was refused or failed; ``.output`` and ``.outputs`` have what was generated.
         """
         self._process.require()
         timeout = seconds("timeout", timeout)
         try:
-            outputs: list[GenerateOutput] = await wait_for(self._future, self.message_id, timeout)
+            outputs: list[GenerateOutput] = await self._client._wait_for(
+                self._future, self.message_id, timeout
+            )
         except TimedOut as error:
-            raise await self._explained(error) from None
+            raise await self._client._explained(error) from None
         return outputs
 
     async def abort(self, timeout: float | None = None) -> AbortReqOutput:
         """Abort this generation; its result is then the partial output."""
-        return await self._abort(self.rid, timeout=timeout)
+        return await self._client.abort(self.rid, timeout=timeout)
 
     async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
         """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
@@ -114,7 +96,7 @@ class AsyncGenerationHandle:
             while (delta := await next_delta(self._deltas, self.message_id, timeout)) is not None:
                 yield delta
         except TimedOut as error:
-            raise await self._explained(error) from None
+            raise await self._client._explained(error) from None
         self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
         await self.results()
 
@@ -126,6 +108,8 @@ class AsyncSchedulerClient(AsyncControlClient):
     """A connection to one engine, with generation, scoring and traces; constructor and timeouts are those of
     its base class.
     """
+
+    _wait_for_all = staticmethod(wait_for_all)
 
     @overload
     async def generate(
@@ -170,32 +154,28 @@ class AsyncSchedulerClient(AsyncControlClient):
                 a prompt, two are several of equal length. The options below apply to each prompt.
             sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a
                 dict of its fields. None means the defaults.
-            return_logprob: return the logprob of each output token: log-softmax over the full vocabulary
-                after temperature.
+            return_logprob: logprob of each output token: log-softmax over the full vocabulary after
+                temperature.
             return_raw_logprob: the same under the unmodified logits, at temperature 1.
             return_sampled_logprob: the same under the sampling distribution, after top-k, top-p and min-p.
-            logprob_start_len: with ``return_logprob``, also for the prompt tokens from this position on. -1:
+            logprob_start_len: with ``return_logprob``, also for the prompt from this position on; -1 means
                 none.
             top_logprobs_num: with ``return_logprob``, also this many most likely tokens at each position; at
                 most 128.
             token_ids_logprob: with ``return_logprob``, also for these token ids at each position; at most
                 1,024.
             return_sampling_mask: the tokens that top-k, top-p and min-p kept at each output token.
-            return_routed_experts: return the experts that computed each position, [rows, layers, experts per
-                token].
+            return_routed_experts: the experts that computed each position, [rows, layers, experts per token].
             routed_experts_start_len: first position whose experts are returned; at most the prompt's length.
             rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None
-                means a random id.
+                means random.
             cache_salt: prefix cache entries are shared only between requests of the same salt.
-            min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`. None
-                means no minimum.
+            min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`.
             first_sample: index of the first of the ``n`` samples, in noise and results.
-            continued_tokens: the last this many tokens of the prompt are output of an earlier part, which
-                penalties count as such.
-            stream_details: for :meth:`submit` with ``stream``: the deltas have the weights of each token, and
-                all of its logprobs.
-            message_id: message id of an earlier call with the same arguments that timed out, to attach to it.
-                None means a new call.
+            continued_tokens: number of tokens at the prompt's end that penalties count as output.
+            stream_details: for :meth:`submit` with ``stream``: weights and all logprobs of each token in the
+                deltas.
+            message_id: id of an earlier call with the same arguments that timed out, to attach to it.
             timeout: seconds for the whole call. None means until the engine answers or dies.
 
         Raises:
@@ -221,15 +201,13 @@ class AsyncSchedulerClient(AsyncControlClient):
         message_id: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationHandle:
-        """Start a generation and return at once; the handle raises errors.
+        """Start a generation and return at once; the handle raises errors. Arguments are those of
+        :meth:`generate`.
 
         Args:
             input_ids: [tokens], one prompt.
-            stream: True: the handle yields deltas after each step. False: all at the end.
-            message_id: message id of an earlier call with the same arguments, to attach to it. None means a
-                new call.
-
-        The other arguments are those of :meth:`generate`, for one prompt.
+            stream: the handle yields deltas after each step, not all at the end.
+            message_id: id of an earlier call with the same arguments, to attach to it.
 
         Raises:
             InvalidRequest: as :meth:`generate`, or more than one prompt.
@@ -237,7 +215,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         request = one_request(
             input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
         )
-        return AsyncGenerationHandle(self.abort, self._explained, self._channel.start_generation(request))
+        return AsyncGenerationHandle(self, self._channel.start_generation(request))
 
     @overload
     async def score(
@@ -270,9 +248,8 @@ class AsyncSchedulerClient(AsyncControlClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Logprobs under the engine's reference model of the tokens from ``start`` on (one value for all
-        sequences, or one for each): log-softmax over the full vocabulary after ``temperature``, given all
-        previous tokens.
+        """Return logprobs of the tokens from ``start`` on (one value for all sequences, or one for each)
+        under the engine's reference model: log-softmax over the full vocabulary after ``temperature``.
 
         One sequence returns a list of floats, a list of sequences a list of lists, with [tokens - start]
         values each.
@@ -295,16 +272,16 @@ class AsyncSchedulerClient(AsyncControlClient):
         **options: Unpack[ImageOptions],
     ) -> Any:
         """Make images with an engine that serves a diffusion pipeline. One prompt returns one
-        :class:`ImageOutput` (a list if n > 1); a list of prompts returns a list of outputs in the order of
-        the prompts, with the ``n`` samples of each prompt together.
+        :class:`ImageOutput` (a list if n > 1); a list of prompts returns a list in their order, the ``n``
+        samples of each together.
 
         Args:
             prompt: text. None: ``prompt_ids`` or ``embeds`` say what to draw.
             embeds: arrays by the names of the pipeline's arguments (``prompt_embeds``,
                 ``pooled_prompt_embeds``, the same with ``negative_`` for guidance), without a batch
-                dimension; those of an earlier :class:`ImageOutput` as they are.
-            rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
-            message_id: message id of an earlier call with the same arguments that timed out, to attach to it.
+                dimension, or those of an :class:`ImageOutput`.
+            rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means random.
+            message_id: id of an earlier call with the same arguments that timed out, to attach to it.
             timeout: seconds for the whole call. None means until the engine answers or dies.
             options: the fields of :class:`~caesura.io_struct.GenerateImagesReqInput`.
 
@@ -336,8 +313,8 @@ class AsyncSchedulerClient(AsyncControlClient):
     async def fetch_result(
         self, rid: str, *, message_id: str | None = None, timeout: float | None = None
     ) -> list[GenerateOutput]:
-        """Return the stored results of generation ``rid``, which ended while its client could not be reached;
-        empty if none are stored.
+        """Return the results of generation ``rid``, which ended while its client could not be reached; empty
+        if none are stored.
         """
         request = FetchResultReqInput(id=id_of(message_id), rid=rid)
         reply = await self._call(request, FetchResultReqOutput, timeout)
@@ -380,7 +357,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             for request in work.requests:
                 generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
             futures = [generation.waiter for generation in generations]
-            await wait_for_all(futures, timeout)
+            await self._wait_for_all(futures, timeout)
             return work.collect(futures, timeout)
         except TimedOut:
             raise
@@ -394,7 +371,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             for request in work.requests:
                 generations.append(self._channel.start_images(request, work.buffers))  # noqa: PERF401 (as above)
             futures = [generation.waiter for generation in generations]
-            await wait_for_all(futures, timeout)
+            await self._wait_for_all(futures, timeout)
             return collect(futures, work.message_id, timeout, single=work.single)
         except TimedOut:
             raise
@@ -403,7 +380,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             raise
 
     def _abandon(self, generations: Sequence[Generation[Result, Deltas] | ImageGeneration[Result]]) -> None:
-        """Abort unfinished generations without waiting, since the caller is about to raise another error."""
+        """Abort unfinished generations without waiting."""
         for generation in generations:
             if not generation.waiter.done():
                 with contextlib.suppress(EngineError):

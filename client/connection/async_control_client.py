@@ -1,12 +1,10 @@
 """``AsyncControlClient``: trainers' commands, for coroutines of one event loop.
 
 Invariants:
-- No call waits forever for an engine that has ended: when the connection or the launched process ends, every
-  pending call raises :class:`EngineDied`.
-- A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete. Repeating
-  the call with the same ``message_id`` attaches to it (docs/reference/wire.md, "Idempotence").
-- A call that times out or is interrupted has no effect in the engine beyond what it asked for, except that a
-  weight session that it opened is aborted.
+- When the connection or the launched process ends, every pending call raises :class:`EngineDied`.
+- A timeout ends the wait, not the command. Repeating the call with the same ``message_id`` attaches to it
+  (docs/reference/wire.md, "Idempotence").
+- A call that times out or is interrupted changes nothing else, but aborts a weight session that it opened.
 - Every command carries the client's owner token, unless it is given another.
 """
 
@@ -20,9 +18,10 @@ from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, TimedOut, is_answer
-from .async_channel import LoopClient, Result, wait_for
+from .async_channel import Channel, LoopChannel, Result, run, wait_for
 from .figures import figures
 from .options import (
+    ChannelOptions,
     CheckerAction,
     ConnectionOptions,
     SessionOptions,
@@ -41,12 +40,13 @@ from .sessions import OpenSession
 from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
-    from ..trainer import NamedTensors, Send, SharedBuckets, Steps, WeightUpdateGroup
+    from ..trainer import NamedTensors, SharedBuckets, WeightUpdateGroup
+    from ..trainer.steps import Send, Steps
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
-class AsyncControlClient(LoopClient):
+class AsyncControlClient:
     """A connection to one engine.
 
     ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies.
@@ -54,14 +54,27 @@ class AsyncControlClient(LoopClient):
     pause. The other keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
     """
 
+    _wait_for = staticmethod(wait_for)
+    _run = staticmethod(run)
+
     def __init__(
         self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
     ) -> None:
-        super().__init__(endpoint, connection)
+        self.endpoint = endpoint
+        """The engine's address: an ipc:// path or a tcp:// host and port."""
         self.owner = owner
         """Owner token of commands that are not given another, or None."""
+        self._channel = self._opened(connection)
         self._session = OpenSession()
         self._shared: SharedBuckets | None = None
+
+    @property
+    def channel(self) -> Channel:
+        """Channel of the messages, for callers that make their own."""
+        return self._channel
+
+    def _opened(self, connection: ConnectionOptions) -> Channel:
+        return LoopChannel(self.endpoint, ChannelOptions.of(connection))
 
     @property
     def incarnation(self) -> str | None:
@@ -178,13 +191,13 @@ class AsyncControlClient(LoopClient):
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Send weights over the socket.
+        """Send weights over the socket. Needs torch.
 
-        ``named_tensors`` are checkpoint names and tensors, as pairs or as a dict (``model.state_dict()``). If
-        they exceed ``bucket_bytes``, they are sent in several calls within one session: the open one of
-        :meth:`weight_update`, else a new one. ``timeout`` limits each bucket. Needs torch.
+        ``named_tensors`` are checkpoint names and tensors, as pairs or a dict. More than ``bucket_bytes`` are
+        sent in several calls of one session: the open one of :meth:`weight_update`, else a new one.
+        ``timeout`` limits each call.
         """
-        from ..trainer import tensor_steps
+        from ..trainer.steps import tensor_steps
 
         steps = tensor_steps(
             named_tensors,
@@ -202,11 +215,11 @@ class AsyncControlClient(LoopClient):
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Pass weights in shared memory; the engine must run on this host as the same user.
+        """Pass weights in shared memory; the engine must run on this host as the same user. Needs torch.
 
-        Arguments are those of :meth:`update_weights_from_tensor`. Needs torch.
+        Arguments are those of :meth:`update_weights_from_tensor`.
         """
-        from ..trainer import ipc_steps
+        from ..trainer.steps import ipc_steps
 
         steps = ipc_steps(
             named_tensors,
@@ -225,10 +238,10 @@ class AsyncControlClient(LoopClient):
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Broadcast weights over ``group``, whose only other rank is this engine.
+        """Broadcast weights over ``group``, whose only other rank is this engine. Needs torch.
 
-        Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch.
-        :meth:`WeightUpdateGroup.update` does this for several engines.
+        Other arguments are those of :meth:`update_weights_from_tensor`. :meth:`WeightUpdateGroup.update`
+        updates several engines.
         """
         require_group(group)
         steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
@@ -243,11 +256,10 @@ class AsyncControlClient(LoopClient):
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Let a checkpoint-engine parameter server run an update; ``zmq_handles`` maps device UUID to its
-        address.
+        """Let a checkpoint-engine parameter server run an update; needs an engine with
+        ``allow_legacy_pickle``.
 
-        The update fails if the server sends nothing for ``timeout_s`` seconds. The engine must have been
-        started with ``allow_legacy_pickle``.
+        ``zmq_handles`` maps device UUID to its address. The server may be silent for ``timeout_s`` seconds.
         """
         request = wire.UpdateWeightsFromCheckpointEngineReqInput(
             id=id_of(message_id),
@@ -273,8 +285,7 @@ class AsyncControlClient(LoopClient):
     ) -> wire.InitWeightsUpdateGroupReqOutput:
         """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
 
-        Rank 0 is a trainer (``WeightUpdateGroup.create`` has both join), or an engine that
-        :meth:`send_weights`.
+        Rank 0 is a trainer (``WeightUpdateGroup.create``), or an engine that :meth:`send_weights`.
         """
         request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),
@@ -320,10 +331,9 @@ class AsyncControlClient(LoopClient):
         """Have the engine broadcast committed weights as rank 0 of a process group, while it goes on
         generating.
 
-        The receivers' calls have the same ``specs`` (those of ``tensors`` in :meth:`weights_manifest`, as
-        ``tensor.spec()``) and the same ``tensors_per_broadcast``: how many of them go in each broadcast; None
-        means one broadcast per tensor. ``clone_weights`` of ``caesura.client.trainer`` makes the group and
-        all calls.
+        The receivers' calls have the same ``specs`` (``tensor.spec()`` of :meth:`weights_manifest`) and the
+        same ``tensors_per_broadcast``: the number in each broadcast, or None for one each. ``clone_weights``
+        of ``caesura.client.trainer`` makes the group and all calls.
         """
         request = wire.SendWeightsReqInput(
             id=id_of(message_id),
@@ -342,9 +352,7 @@ class AsyncControlClient(LoopClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ReleaseMemoryOccupationReqOutput:
-        """Release device memory by tag, one or several; None means all tags. The values of released weights
-        are lost.
-        """
+        """Release device memory by tag; None means all tags. The values of released weights are lost."""
         request = wire.ReleaseMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
         return await self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
 
@@ -387,8 +395,7 @@ class AsyncControlClient(LoopClient):
         """End a session: commit it, or abort it (then the weights stay valid only if nothing was written).
 
         ``session_id`` None means the session that this client began, else the implicit one of its calls.
-        ``force`` aborts the open session, whoever opened it. A commit that is refused (tensors are missing,
-        or frozen requests prevent its flush) leaves it open.
+        ``force`` aborts the open session, whoever opened it. A refused commit leaves it open.
         """
         request = wire.EndWeightUpdateReqInput(
             id=id_of(message_id),
@@ -433,7 +440,7 @@ class AsyncControlClient(LoopClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.WeightsCheckerReqOutput:
-        """Checksums of the weights, or a comparison with an earlier snapshot of them."""
+        """Return checksums of the weights, or compare them with an earlier snapshot."""
         return await self._call(
             wire.WeightsCheckerReqInput(id=id_of(message_id), action=action),
             wire.WeightsCheckerReqOutput,
@@ -443,7 +450,7 @@ class AsyncControlClient(LoopClient):
     async def status(
         self, *, owner: str | None = None, message_id: str | None = None, timeout: float | None = None
     ) -> wire.GetStatusReqOutput:
-        """Return a consistent snapshot of the engine's state; answered in every state, also during updates.
+        """Return a consistent snapshot of the engine's state; answered in every state.
 
         ``owner=""`` sends it without an owner token, so that it renews no lease.
         """
@@ -451,10 +458,7 @@ class AsyncControlClient(LoopClient):
         return await self._call(request, wire.GetStatusReqOutput, timeout)
 
     async def metrics(self, *, timeout: float | None = None) -> dict[str, float]:
-        """Return the engine's figures as ``{"caesura/…": number}``, for ``wandb.log`` or a trainer's own log.
-
-        Like a status, it is answered in every state; it renews no lease.
-        """
+        """Return the engine's figures as ``{"caesura/…": number}``, for a trainer's log; renews no lease."""
         return figures(await self.status(owner="", timeout=timeout))
 
     async def memory_history(
@@ -465,8 +469,8 @@ class AsyncControlClient(LoopClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.GetMemoryHistoryReqOutput:
-        """Memory events with a ``seq`` above ``after``, oldest first. If ``more`` is set, call it again for
-        the next ones.
+        """Return memory events with a ``seq`` above ``after``, oldest first. Call again while ``more`` is
+        set.
 
         ``owner`` is as in :meth:`status`.
         """
@@ -484,7 +488,7 @@ class AsyncControlClient(LoopClient):
         """Shut the engine down: it replies, ends every request and exits.
 
         Args:
-            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once.
+            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once,
                 None means the engine's ``shutdown_mode``.
             drain_s: None means the engine's ``drain_timeout_s``.
         """
@@ -495,7 +499,7 @@ class AsyncControlClient(LoopClient):
     async def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
         timeout = seconds("timeout", timeout)
         try:
-            reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
+            reply: ReplyT = await self._wait_for(self.start(request, expects), request.id, timeout)
         except wire.CaesuraError as error:
             self._session.failed(request, error)
             raise
@@ -506,15 +510,14 @@ class AsyncControlClient(LoopClient):
             request.owner = self.owner
 
     async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
-        """Carry out ``steps`` (trainer/steps.py); ``timeout`` limits each wait for a reply."""
-        from ..trainer.async_driving import drive
+        from ..trainer.steps import drive
 
         self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
 
         async def wait(ticket: Result, request: wire.Request) -> Any:
             try:
-                return await wait_for(ticket, request.id, timeout)
+                return await self._wait_for(ticket, request.id, timeout)
             except BaseException as error:
                 self._session.failed(request, error)
                 raise
@@ -522,7 +525,7 @@ class AsyncControlClient(LoopClient):
         def start(send: "Send") -> Result:
             return self.start(send.request, send.expects, send.buffers)
 
-        reply: wire.WeightUpdateReqOutput = await drive(steps, start, wait)
+        reply: wire.WeightUpdateReqOutput = await drive(steps, start, wait, self._run)
         return reply
 
     async def _begin(
@@ -533,22 +536,20 @@ class AsyncControlClient(LoopClient):
         return reply
 
     async def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
-        """Abort the session ``name``, if it is still open; waits for the reply only if the engine has
-        answered before.
-        """
+        """Abort the session ``name``; wait for the reply only if the engine has answered before."""
         self._session.id = None
         request = wire.EndWeightUpdateReqInput(commit=False, session_id=name)
         try:
             answer = self.start(request, wire.WeightUpdateReqOutput)
             if is_answer(error):
-                await wait_for(answer, request.id, timeout)
+                await self._wait_for(answer, request.id, timeout)
         except NoSession:  # it had ended before, or was never opened
             pass
         except wire.CaesuraError as second:
             error.add_note(f"the weight session could not be aborted either: {second}")
 
     async def _explained(self, error: TimedOut) -> TimedOut:
-        """Return the timeout of a generation with what the engine says that it waits for."""
+        """Return the timeout of a generation with the reason that the engine gives."""
         patience = time_to_ask(error)
         if patience <= 0:
             return error

@@ -1,16 +1,13 @@
-"""The I/O thread of a blocking client, and how other threads wait for what comes. Has the names of
-async_channel.py that the two kinds of clients share.
+"""The I/O thread of a blocking client, and how other threads wait.
 
 Invariants:
 - One thread owns the socket; any number of others may register a request, queue its frame and wait on a
   future.
-- Registering a request and queueing its frame happen under one lock, and so do failing what was sent and
-  keeping what was not: when a connection is lost, requests that were handed to its socket fail, those still
-  queued go to the next one.
-- The socket belongs to the thread. Waiters are resolved under the lock, so nothing that runs at that moment
-  may call back into the channel.
+- A request is registered and its frame queued under one lock. When a connection is lost, requests that were
+  handed to its socket fail, those still queued go to the next one.
+- Waiters are resolved under the lock, so nothing that runs then may call back into the channel.
 - Whatever ends the thread, all waiters are resolved.
-- A forked child has neither the thread nor the socket: it is told so at once, without taking the lock.
+- A forked child has neither thread nor socket, and is told so without taking the lock.
 - Giving up waiting leaves what was waited for as it is.
 """
 
@@ -20,9 +17,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import zmq
 
@@ -31,11 +28,12 @@ from ..exceptions import EngineDied, EngineError
 from .connection import Connection, Generation, ImageGeneration
 from .fork import Process
 from .link import Frames, Link
-from .options import ChannelOptions, ConnectionOptions
+from .options import ChannelOptions
 from .prompts import timed_out
 from .results import TokenDelta
 
 StartedT = TypeVar("StartedT")
+ResultT = TypeVar("ResultT")
 Result = Future[Any]
 Deltas = queue.SimpleQueue[TokenDelta | None]
 
@@ -66,21 +64,32 @@ def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenD
         raise timed_out(message_id, timeout) from None
 
 
-def run(work: Callable[[], Any]) -> Any:
-    """Call ``work``, which may block as its caller does, and return its result."""
-    return work()
+def at_once(function: Callable[..., ResultT]) -> Callable[..., Coroutine[Any, Any, ResultT]]:
+    """Return a coroutine function that calls ``function``, which may block, without suspending."""
+
+    async def call(*arguments: Any) -> ResultT:
+        return function(*arguments)
+
+    return call
+
+
+def finished(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Carry out a coroutine that never suspends, and return its result."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast("ResultT", done.value)
+    raise RuntimeError("a coroutine of a blocking client has suspended")
 
 
 class ThreadChannel:
-    """Requests in from any thread, answers out through futures."""
-
     def __init__(self, endpoint: str, options: ChannelOptions) -> None:
         self._process = Process("client")
         self._lock = threading.Lock()
         # Under the lock.
         self._connection: Connection[Result, Deltas] = Connection(Future, queue.SimpleQueue)
         self._outbox: deque[tuple[str | None, Frames]] = deque()
-        """With the message id where that is not another copy of a message that was sent before."""
+        """Frames, with their message id unless they repeat a message that was sent before."""
         self._exit_reason: str | None = None
         self._closing = False
         # The thread's own, once it runs.
@@ -106,12 +115,12 @@ class ThreadChannel:
         self._thread.start()
 
     def require_own_process(self) -> None:
-        """Raise RuntimeError in a forked child, before anything is prepared there."""
+        """Raise RuntimeError in a forked child."""
         self._process.require()
 
     @property
     def incarnation(self) -> str | None:
-        """Of the engine that answered last; None before the first."""
+        """Incarnation of the engine that answered last, or None."""
         return self._link.incarnation
 
     def start_generation(self, request: GenerateReqInput) -> Generation[Result, Deltas]:
@@ -142,7 +151,7 @@ class ThreadChannel:
         return started
 
     def expect_exit(self) -> None:
-        """Somebody watches the engine's process and will call :meth:`engine_exited`."""
+        """Expect a call of :meth:`engine_exited`."""
         self._link.expect_exit()
 
     def engine_exited(self, reason: str) -> None:
@@ -213,20 +222,3 @@ class ThreadChannel:
             unsent = [(message_id, frames) for message_id, frames in self._outbox if message_id is not None]
             self._outbox = deque(unsent)
             self._connection.fail_all(error, spare={message_id for message_id, _ in unsent})
-
-
-class ThreadClient:
-    """A client around this channel: what an asyncio one does not have."""
-
-    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
-        self.endpoint = endpoint
-        """The engine's address: an ipc:// path or a tcp:// host and port."""
-        self._channel = ThreadChannel(endpoint, ChannelOptions.of(connection))
-
-    def expect_exit(self) -> None:
-        """Expect a call of :meth:`engine_exited`: the launcher watches this engine's process."""
-        self._channel.expect_exit()
-
-    def engine_exited(self, reason: str) -> None:
-        """Fail what is pending and every later call with ``reason``: the engine's process has ended."""
-        self._channel.engine_exited(reason)

@@ -3,13 +3,12 @@
 Invariants:
 - Every waiter registered here is resolved exactly once: by its reply, by an error, or by
   :meth:`Connection.fail_all`.
-- A message id that is still pending is never registered twice: a retry with the same body shares the first
-  waiter, one with another body is refused.
+- A pending message id is never registered twice: a retry with the same body shares the first waiter, one with
+  another body is refused.
 - Each token of a streaming sample is delivered once and in order. Deltas after a gap are held back: the
   terminal result carries every token, so its tail closes the gap.
 
-Not thread-safe: the owner serialises calls. The owner also chooses what a waiter is (a thread's future, an
-event loop's future).
+Not thread-safe: the owner serialises calls, and chooses the kind of waiter (a thread's or a loop's future).
 """
 
 import logging
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Waiter(Protocol):
-    """What ``concurrent.futures.Future`` and ``asyncio.Future`` have in common."""
+    """``concurrent.futures.Future`` and ``asyncio.Future``."""
 
     def done(self) -> bool: ...
     def set_result(self, result: Any, /) -> None: ...
@@ -66,21 +65,21 @@ WaiterT = TypeVar("WaiterT", bound=Waiter)
 
 
 class DeltaQueue(Protocol):
-    """What ``queue.SimpleQueue`` and ``asyncio.Queue`` have in common; None marks the end of the stream."""
+    """``queue.SimpleQueue`` and ``asyncio.Queue``; None marks the end of the stream."""
 
     def put_nowait(self, item: TokenDelta | None, /) -> None: ...
 
 
 class Sink(Protocol):
-    """Takes what comes of a generation as it comes, instead of a queue.
+    """Takes tokens of a generation as they come, instead of a queue.
 
-    Called while messages are read: it must return soon. An exception ends its generation with ``internal``,
-    and no other.
+    Called while messages are read: it must return soon. An exception ends its generation alone, with
+    ``internal``.
     """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
     def on_finished(self, output: GenerateOutput, /) -> None:
-        """One sample has ended; all its tokens have been handed on before."""
+        """Take the end of a sample, after all its tokens."""
 
 
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
@@ -90,8 +89,6 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(slots=True)
 class _Call(Generic[WaiterT]):
-    """A control message without its answer yet."""
-
     frame: bytes
     expects: type[Message]
     waiter: WaiterT
@@ -119,7 +116,6 @@ class _InFlight(Generic[WaiterT, OutputT]):
         self._end(error)
 
     def _end_if_complete(self) -> bool:
-        """End the request if all samples have ended; return True if so."""
         if len(self._outputs) < self.n:
             return False
         outputs = self._ordered()
@@ -193,7 +189,7 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
         self._hand_on(delta.cut(seen))
 
     def finish(self, wire: GenerateReqOutput) -> bool:
-        """Take the terminal result of one sample; True when the whole request has ended."""
+        """Take the terminal result of one sample; return True when the whole request has ended."""
         try:
             output = decode_output(wire)
         except InternalError as error:
@@ -202,7 +198,7 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
         return self.complete(output)
 
     def complete(self, output: GenerateOutput) -> bool:
-        """As :meth:`finish`, with the decoded result."""
+        """Take a decoded result, like :meth:`finish`."""
         if output.index in self._outputs:
             return False
         self._outputs[output.index] = output
@@ -243,10 +239,8 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
 
 
 class ImageGeneration(_InFlight[WaiterT, ImageOutput]):
-    """An image request in flight."""
-
     def finish(self, wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> bool:
-        """Take the terminal result of one sample; return True if the whole request has ended."""
+        """Take the terminal result of one sample; return True when the whole request has ended."""
         try:
             output = decode_images(wire, frames)
         except InternalError as error:
@@ -273,7 +267,7 @@ class Connection(Generic[WaiterT, QueueT]):
 
     @property
     def pending(self) -> int:
-        """How many requests have no final answer yet."""
+        """Number of requests without a final answer."""
         return len(self._calls) + len(self._generations)
 
     def start_call(self, request: Request, expects: type[Message]) -> tuple[WaiterT, bytes]:
@@ -298,8 +292,8 @@ class Connection(Generic[WaiterT, QueueT]):
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> tuple[Generation[WaiterT, QueueT], bytes]:
-        """Register a generation; raises as :meth:`start_call`, and DuplicateRid when this client has that rid
-        live.
+        """Register a generation; raises like :meth:`start_call`, and DuplicateRid if its rid is live in this
+        client.
         """
         frame = self._encode(request)
         known = self._pending_generation(request.id, frame)
@@ -311,7 +305,7 @@ class Connection(Generic[WaiterT, QueueT]):
         return generation, frame
 
     def start_images(self, request: GenerateImagesReqInput) -> tuple[ImageGeneration[WaiterT], bytes]:
-        """Register an image request; raises as :meth:`start_generation`."""
+        """Register an image request; raises like :meth:`start_generation`."""
         frame = self._encode(request)
         known = self._pending_generation(request.id, frame)
         if isinstance(known, ImageGeneration):
@@ -338,9 +332,7 @@ class Connection(Generic[WaiterT, QueueT]):
         self._by_rid[generation.rid] = generation
 
     def receive(self, frames: list[bytes]) -> None:
-        """Process one message from the scheduler. An unreadable one fails only the call or generation that it
-        names.
-        """
+        """Process one message from the scheduler. An unreadable one fails only the request that it names."""
         try:
             message = decode_reply(frames[0])
         except msgspec.DecodeError as broken:
@@ -373,12 +365,12 @@ class Connection(Generic[WaiterT, QueueT]):
             )
 
     def awaits(self, message_id: Any) -> bool:
-        """Whether a message of that id has no final answer yet; no id of another type than text ever has."""
+        """Return True if a message of that id has no final answer yet."""
         return isinstance(message_id, str) and (message_id in self._calls or message_id in self._generations)
 
     def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
-        """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of
-        ``error``, one instance each.
+        """Fail every waiter but those of the messages ``spare``, each with an instance of its own of
+        ``error``.
         """
         for message_id in [each for each in self._calls if each not in spare]:
             call = self._calls.pop(message_id)
@@ -487,7 +479,6 @@ def _same_body(message_id: str, first: bytes, second: bytes) -> None:
 
 
 def resolve(waiter: Waiter, result: Any) -> None:
-    """Give ``waiter`` its result, or the error."""
     if waiter.done():  # cancelled by its event loop
         return
     if isinstance(result, EngineError):

@@ -13,16 +13,15 @@ import zmq
 Context = zmq.Context["zmq.Socket[bytes]"]
 
 MAX_IO_THREADS = 4
-"""Threads that move and, with keys, encrypt the bytes of all connections; half of the cores if these are
-fewer.
+"""Maximum number of I/O threads, which move and encrypt the bytes of all connections; at most half of the
+cores.
 """
 
 _lock = threading.Lock()
 _context: Context | None = None
 _users = 0
-"""Connections that use the context."""
 _inherited: list[Context | None] = []
-"""The parent's context, which must not be ended here."""
+"""Contexts of the parent, which must not be ended here."""
 
 
 def acquire() -> Context:

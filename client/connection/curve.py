@@ -1,7 +1,7 @@
 """A client's CURVE keys: the engine's public key, pinned, and the client's own pair.
 
 Invariant: a client with keys connects only to the engine with that public key, encrypted; it never falls back
-to plain text. What ZeroMQ reports of a failed handshake is put in words that name the option to look at.
+to plain text.
 """
 
 import os
@@ -29,14 +29,12 @@ _DEAD_PEER_MS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a socket needs to be heard by an engine with keys."""
-
     server: bytes
     own: KeyPair
 
     @classmethod
     def read(cls, curve_server_key: KeyOrFile | None, curve_client_key_file: KeyOrFile | None) -> Self | None:
-        """From a client's two options, of which both are given or none.
+        """Read a client's two options, of which both are given or none.
 
         Raises:
             InvalidRequest: a file cannot be used, or an option is missing.
@@ -59,7 +57,7 @@ class ClientKeys:
 
 
 def configure(socket: "zmq.Socket[bytes]", endpoint: str, keys: ClientKeys | None) -> None:
-    """Before ``socket`` connects: its keys, and over tcp the heartbeat by which a dead host is noticed."""
+    """Set the keys, and over tcp a heartbeat that notices a dead host, before ``socket`` connects."""
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
@@ -70,7 +68,7 @@ def configure(socket: "zmq.Socket[bytes]", endpoint: str, keys: ClientKeys | Non
 
 
 def why_refused(event: int, value: int, keys: ClientKeys | None) -> str | None:
-    """Return the meaning of a failed handshake, or None; ``event`` and ``value`` are the monitor's."""
+    """Return why a handshake failed, or None; ``event`` and ``value`` are the monitor's."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return (
             "it refused this client's key: "

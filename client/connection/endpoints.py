@@ -1,8 +1,4 @@
-"""Endpoints in words: which addresses there are, and why nobody answers at one.
-
-Invariant: whoever finds nobody (the command line, both clients, ``caesura serve``) says it with
-:func:`nobody_at`.
-"""
+"""Addresses of engines, and why nobody answers at one."""
 
 import os
 import stat
@@ -18,7 +14,7 @@ FORMS = "ipc://PATH or tcp://HOST:PORT"
 
 
 def check_endpoint(endpoint: Any) -> None:
-    """Refuse an address that ZeroMQ would take wrongly or not at all, by name."""
+    """Refuse an address that ZeroMQ would misunderstand or not take."""
     scheme, _, place = endpoint.partition("://") if isinstance(endpoint, str) else ("", "", "")
     if scheme not in ("ipc", "tcp") or not place:
         raise _refused(endpoint, f"must be {FORMS}{_hint(endpoint)}")
@@ -31,11 +27,6 @@ def check_endpoint(endpoint: Any) -> None:
 
 
 def connect_to(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Connect ``socket``.
-
-    Raises:
-        InvalidRequest: ZeroMQ does not take the address.
-    """
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -43,7 +34,7 @@ def connect_to(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
 
 
 def nobody_at(endpoint: str) -> str:
-    """Say that no scheduler answers at ``endpoint``, why as far as visible, and what would help."""
+    """Say that no scheduler answers at ``endpoint``, why, and what would help."""
     scheme, _, path = endpoint.partition("://")
     if scheme == "ipc" and os.path.exists(path + SHUT_SUFFIX):
         return f"the scheduler at {endpoint} takes no more clients for now: it has as many as it can"

@@ -7,9 +7,7 @@ PREFIX = "caesura/"
 
 
 def figures(status: GetStatusReqOutput) -> dict[str, float]:
-    """Return the figures of ``status`` by name. Counters are since the engine's start; what is not known is
-    absent.
-    """
+    """Return figures by name; counters are since the engine's start, and what is not known is absent."""
     totals, kv, memory = status.totals, status.kv, status.device_memory
     found: dict[str, float | None] = {
         "paused": status.generation == "paused",

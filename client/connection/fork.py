@@ -1,11 +1,9 @@
-"""Objects that must not be used after a fork: clients, and descriptors that show others that the parent is
-alive.
+"""Objects that must not be used after a fork: clients, and descriptors by which others see the parent alive.
 
 Invariants:
-- In a forked child every use of something of the parent's raises at once, before it takes a lock (a thread
-  that does not exist there may hold it); closing and forgetting it does nothing.
-- A forked child holds none of the parent's signs of life: they end with the parent itself, however many
-  children it has.
+- In a forked child every use of the parent's objects raises at once, before it takes a lock (a thread that
+  does not exist there may hold it); closing and forgetting them does nothing.
+- A forked child holds none of the parent's signs of life: they end with the parent itself.
 """
 
 import os
@@ -23,7 +21,6 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """True in that process, False in a forked child of it."""
         return os.getpid() == self._pid
 
     def require(self) -> None:
@@ -41,20 +38,20 @@ _signs_of_life: set[int] = set()
 
 @contextmanager
 def not_forking() -> Iterator[None]:
-    """No fork of this process happens inside of the block."""
+    """Keep this process from forking inside of the block."""
     with _lock:
         yield
 
 
 def keep_from_children(descriptor: int) -> None:
-    """Let children have /dev/null under this number; call it in the block of :func:`not_forking` that makes
-    the descriptor.
+    """Give children /dev/null under this number; call it in the :func:`not_forking` block that makes the
+    descriptor.
     """
     _signs_of_life.add(descriptor)
 
 
 def close_sign_of_life(descriptor: int) -> None:
-    """Close what :func:`keep_from_children` was told of."""
+    """Close a descriptor of :func:`keep_from_children`."""
     with _lock:
         _signs_of_life.discard(descriptor)
         os.close(descriptor)

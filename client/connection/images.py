@@ -1,12 +1,9 @@
-"""From the arguments of ``generate_images`` to requests and frames, and from results and their frames to
-typed outputs.
+"""``generate_images``: arguments to requests and frames, results and their frames to typed outputs.
 
 Invariants:
 - A result has a log-probability for each of its steps and a latent for each of its places in the grid, and
-  its frames have the sizes that its header says. A message that breaks this is refused with
-  :class:`InternalError`.
-- No array library is imported: what comes is a view of the frame, with numpy's array interface; what goes is
-  whatever numpy or torch would give its bytes for.
+  its frames have the sizes that its header says; else it is refused with :class:`InternalError`.
+- No array library is imported: what comes is a view of the frame, with numpy's array interface.
 """
 
 import array
@@ -39,9 +36,7 @@ _DTYPES = {typestr: name for name, typestr in _TYPESTR.items()}
 
 
 class ImageOptions(TypedDict, total=False):
-    """Keywords of an image request: fields of :class:`~caesura.io_struct.GenerateImagesReqInput`, with its
-    defaults.
-    """
+    """Fields of :class:`~caesura.io_struct.GenerateImagesReqInput`, with its defaults."""
 
     negative_prompt: str | None
     prompt_ids: Sequence[Sequence[int]] | None
@@ -67,9 +62,7 @@ _OPTIONS = frozenset(ImageOptions.__annotations__)
 
 @dataclass(frozen=True, slots=True)
 class ImageTensor:
-    """A tensor of a result. ``numpy.asarray`` of it is a read-only array without a copy, except for ``BF16``,
-    which numpy has not.
-    """
+    """A tensor of a result. ``numpy.asarray`` gives a read-only array without a copy, except of ``BF16``."""
 
     dtype: str
     """Safetensors name of the type."""
@@ -80,7 +73,7 @@ class ImageTensor:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Array interface: numpy's array interface, version 3."""
+        """Numpy's array interface, version 3."""
         typestr = _TYPESTR.get(self.dtype)
         if typestr is None:
             raise AttributeError(
@@ -90,7 +83,7 @@ class ImageTensor:
 
     @classmethod
     def of_floats(cls, values: Sequence[float]) -> "ImageTensor":
-        """``F32`` [n]."""
+        """Return ``F32`` [n]."""
         found = array.array("f", values)
         if sys.byteorder != "little":
             found.byteswap()
@@ -137,17 +130,15 @@ class ImageOutput:
     latents: ImageTensor | None
     """[places, …] float32; None if no step was asked for."""
     image: ImageTensor | None
-    """uint8 [height, width, 3]; None unless ``output`` is ``image``, and if the sample did not come to its
-    end.
-    """
+    """uint8 [height, width, 3]; None unless ``output`` is ``image``, and for a sample that did not end."""
     final_latents: ImageTensor | None
-    """float32; None unless ``output`` is ``latents``, and if the sample did not come to its end."""
+    """float32; None unless ``output`` is ``latents``, and for a sample that did not end."""
     embeds: dict[str, ImageTensor]
-    """Embeddings of the prompt by the names of the pipeline's arguments; ``embeds`` of another request takes
-    them as they are.
+    """Embeddings of the prompt by the names of the pipeline's arguments; another request takes them as
+    ``embeds``.
     """
     num_retractions: int
-    """Times that it began again from its seed."""
+    """Number of times that it began again from its seed."""
     queue_time: float
     """Seconds from arrival to the first step; to the end, if there was none."""
     e2e_latency: float
@@ -205,14 +196,12 @@ def _broken(wire: GenerateImagesReqOutput, reason: str) -> InternalError:
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """The requests of one call, and the frames that each brings."""
-
     message_id: str
     requests: list[GenerateImagesReqInput]
     buffers: list[bytes]
-    """Of the only request, where the prompt is embeddings."""
+    """Frames of the only request, if the prompt is embeddings."""
     single: bool
-    """The caller passed one prompt, not a list of prompts."""
+    """True if the caller passed one prompt, not a list."""
 
 
 def plan_images(
@@ -285,9 +274,7 @@ def _frames(embeds: Mapping[str, Any]) -> tuple[list[TensorSpec], list[bytes]]:
 
 
 def _tensor(name: str, given: Any) -> ImageTensor:
-    """Convert an array of numpy, a tensor of torch (bfloat16 goes as float32, which the engine casts back),
-    or an :class:`ImageTensor`.
-    """
+    """Convert an array of numpy, a tensor of torch (bfloat16 as float32), or an :class:`ImageTensor`."""
     if isinstance(given, ImageTensor):
         return given
     if hasattr(given, "detach"):

@@ -1,20 +1,18 @@
 """The socket to one scheduler, without blocking and without a thread of its own.
 
 Invariants:
-- A connection belongs to one incarnation of an engine. Only a hello is sent on it until that is answered;
-  other messages wait here. libzmq's reconnect is disabled, and each socket is connected once, so messages
-  queued for an engine that has ended (an old pause, for example) cannot reach the next one.
+- A connection belongs to one incarnation of an engine. Until its hello is answered, other messages wait here.
+  Each socket is connected once and libzmq's reconnect is disabled, so messages for an engine that has ended
+  cannot reach the next one.
 - When a connection is lost, everything passed to :meth:`Link.send` before has failed, even if the loss is
   noticed later: a restarted engine does not know old requests.
 - Everything that the engine sent before its end is delivered before the loss is reported.
-- The owner calls :meth:`Link.pump` whenever one of the sockets may be readable, after every send, and at
-  :attr:`Link.deadline`. While nothing is pending there is no deadline: an idle client does not look for an
-  engine.
+- The owner calls :meth:`Link.pump` whenever a socket may be readable, after every send, and at
+  :attr:`Link.deadline`. While nothing is pending there is no deadline.
 
-States of a link: *trying* (to connect, again and again while something waits, within bounds) → *greeting*
-(connected, the hello is not answered yet: engines answer when they have loaded) → *ready* → *lost* (the
-socket is replaced, back to trying; or dead for good when the watched process has exited or speaks another
-version).
+States: *trying* to connect while something waits → *greeting* (the hello is not answered yet: engines answer
+when they have loaded) → *ready* → *lost* (the socket is replaced, back to trying; final if the watched
+process has exited or speaks another version).
 """
 
 import os
@@ -45,36 +43,34 @@ from .endpoints import check_endpoint, connect_to, nobody_at
 from .options import ChannelOptions
 
 EXIT_GRACE_S = 1.0
-"""How long a closed connection and the exit of its process wait for each other, so that the error names both.
+"""Seconds that a closed connection and the exit of its process wait for each other, so that the error names
+both.
 """
 
 RETRY_S = 0.1
-"""From one try to connect to the next."""
+"""Seconds between two tries to connect."""
 
 RECONNECT_S = 1.0
-"""How long after a loss, at most, requests wait for a successor; what comes later fails with the first try
-that fails.
+"""Seconds after a loss in which requests wait for a successor; later ones fail with the first try that fails.
 """
 
 ATTEMPT_S = 1.0
-"""How long a try may last that is the only one."""
+"""Seconds of a try that is the only one."""
 
 STARTING_S = 300.0
-"""How long an engine that has accepted the connection may load before it answers; only with a keepalive
-timeout.
-"""
+"""Seconds that an engine may load after accepting the connection; only with a keepalive timeout."""
 
 LATE_S = 1.0
-"""Whoever looks this much later at the clock than intended was stopped or busy, and may have been sent much
+"""Whoever looks at the clock this many seconds late was stopped or busy, and may have been sent much
 meanwhile.
 """
 
 SECOND_LOOK_S = 5.0
-"""How long it then listens before it calls the engine silent: more than two keepalives."""
+"""Seconds that it then listens before it calls the engine silent: more than two keepalives."""
 
 NEVER_MS = 1 << 30
-"""Twelve days: when libzmq reconnects by itself. Its own word for never (-1) drops what was received and not
-read yet.
+"""When libzmq reconnects by itself: in twelve days. Its own "never" (-1) drops what was received and not
+read.
 """
 
 MONITORED = (
@@ -84,21 +80,19 @@ MONITORED = (
     | zmq.EVENT_CONNECT_RETRIED
     | HANDSHAKE_FAILURES
 )
-"""Beside the first two, each says that a try has failed."""
+"""All but the first two say that a try has failed."""
 
 _REPORT = struct.Struct("=Hi")
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
-"""As plain integers: asked for with every message."""
+"""Plain integers, which are faster: asked for with every message."""
 
 Frames = Sequence[bytes | memoryview]
 """Header, then buffers."""
 
 
 def monitored(report: bytes) -> tuple[int, int]:
-    """Return the event and its value in the first frame of a monitor's message.
-
-    pyzmq's own makes an enum of both, and keeps each value that ever came, of which there is another one for
-    every try to connect.
+    """Return event and value of a monitor's message. pyzmq's own parser makes enums and keeps every value
+    that came.
     """
     event, value = _REPORT.unpack(report)
     return event, value
@@ -107,11 +101,11 @@ def monitored(report: bytes) -> tuple[int, int]:
 class Link:
     """One DEALER socket and its monitor.
 
-    ``waits_for_engine``: a scheduler may begin to listen within ``connect_timeout``; else it must listen
-    already, and a first try that fails ends what waits. ``receive(frames)`` gets every message but the answer
-    to the hello; ``lost(error, final)`` is told that the engine is gone, ``final`` when no reconnect can
-    help; ``pending()`` says whether anything is unanswered; ``watch(socket)`` and ``unwatch(socket)`` keep
-    the owner's poller right as sockets are replaced.
+    Args:
+        pending: returns True if anything is unanswered.
+        receive: gets every message but the answer to the hello.
+        lost: gets the error, and True if no reconnect can help.
+        watch, unwatch: keep the owner's poller right as sockets are replaced.
 
     Attributes:
         incarnation: of the engine that answered last; None before the first.
@@ -145,28 +139,25 @@ class Link:
         self._exit_reason: str | None = None
         self._held: list[Frames] = []
         self._grace_until: float | None = None
-        """After a loss or a vain wait: until when requests wait. None: connected since, or never tried to the
+        """Until when requests wait after a loss or a vain wait. None: connected since, or never tried to the
         end.
         """
         self._is_only_try = False
-        """What is held now fails with the try that is under way: nobody was to be waited for, or was in vain.
-        """
+        """True if what is held fails with the try that is under way."""
         self._was_refused = False
-        """The last try that ended found nobody; ``_was_cut_off``: somebody who broke it off."""
+        """The last try that ended found nobody; with ``_was_cut_off``, somebody who broke it off."""
         self._was_silent = False
-        """The engine went by a silence, and has not answered since."""
+        """The engine was lost by a silence, and has not answered since."""
         self._unheard: str | None = None
-        """Why the last handshake failed, where that can be told. It outlives a next try that nobody answers
-        in time.
-        """
+        """Why the last handshake failed, if known. It outlives a next try that nobody answers in time."""
         self._context = context.acquire()
         self._patience: float | None = None
         """Until when what is held waits."""
         self._retry_at: float | None = None
         self._settle_at: float | None = None
-        """When a loss is reported, if its explanation has not come before."""
+        """When a loss is reported without its explanation."""
         self._silence: float | None = None
-        """When an engine that has sent nothing until then counts as hung."""
+        """When a silent engine counts as hung."""
         try:
             self._open(connect=True)
         except BaseException:
@@ -175,7 +166,7 @@ class Link:
 
     @property
     def deadline(self) -> float | None:
-        """When :meth:`pump` must be called next, on time.monotonic's clock; None: only when a socket is
+        """Time on time.monotonic's clock at which :meth:`pump` must be called; None: only when a socket is
         readable.
         """
         if self._ready and self._settle_at is None:
@@ -184,9 +175,8 @@ class Link:
         return min((at for at in times if at is not None), default=None)
 
     def send(self, frames: Frames) -> None:
-        """Hand over one message; never blocks, its queue is bounded by what the callers have pending.
-
-        Buffers behind the header are not copied: they must stay as they are until the answer is there.
+        """Hand over one message; never blocks. Buffers behind the header are not copied: they must not change
+        before the answer.
         """
         if self._ready:
             self._hand_over(frames)
@@ -198,9 +188,7 @@ class Link:
             self._begin_to_wait()
 
     def expect_exit(self) -> None:
-        """Expect a report: the process behind this endpoint is watched, and its exit will be reported, and
-        explains a lost connection.
-        """
+        """Expect the exit of a watched process to be reported, which explains a lost connection."""
         self._expects_exit = True
 
     def engine_exited(self, reason: str) -> None:
@@ -210,9 +198,7 @@ class Link:
             self._settle_at = time.monotonic() + EXIT_GRACE_S
 
     def notice_loss(self) -> None:
-        """Report a connection that has gone meanwhile, at little cost: what is registered afterwards is not
-        lost with it.
-        """
+        """Report a connection that has gone meanwhile, at little cost."""
         if not self._pumping and _is_readable(self._monitor):
             self.pump()
 
@@ -252,7 +238,7 @@ class Link:
         self._watch(self._monitor)
 
     def _make_sockets(self, failed: ExitStack, *, connect: bool) -> None:
-        """``failed`` closes what was made if this raises."""
+        """Create the sockets; ``failed`` closes them if this raises."""
         self._dealer = self._context.socket(zmq.DEALER)
         failed.callback(self._dealer.close, linger=0)
         self._dealer.linger = 0
@@ -282,7 +268,7 @@ class Link:
         self._dealer.close(linger=0)
 
     def _hand_over(self, frames: Frames) -> None:
-        """Send; without effect on a connection that libzmq has ended, which its monitor reports."""
+        """Send; has no effect on a connection that libzmq has ended, which its monitor reports."""
         with suppress(zmq.Again):
             if len(frames) == 1:
                 self._dealer.send(frames[0], zmq.NOBLOCK)
@@ -290,7 +276,7 @@ class Link:
                 self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def _drain(self) -> bool:
-        """Whether anything has come."""
+        """Deliver everything that has come; return True if anything has."""
         heard = False
         while _is_readable(self._dealer):
             frames = self._dealer.recv_multipart()
@@ -342,7 +328,6 @@ class Link:
             self._settle_at = time.monotonic() + (EXIT_GRACE_S if self._expects_exit else 0.0)
 
     def _look_at_the_clock(self) -> None:
-        """Act on what has gone, and on what is due."""
         now = time.monotonic()
         if self._disconnected:
             if self._exit_reason is not None or _is_due(self._settle_at, now):
@@ -379,12 +364,12 @@ class Link:
             )
 
     def _listen_from_now(self) -> None:
-        """Restart the limit on the engine's silence: it has spoken, or has been spoken to."""
+        """Restart the limit on the engine's silence."""
         if self._keepalive_timeout is not None and self._ready:
             self._silence = time.monotonic() + self._keepalive_timeout if self._pending() else None
 
     def _begin_to_wait(self) -> None:
-        """Set the time limit for connecting, since something is held from now on."""
+        """Set the time limit for connecting."""
         now = time.monotonic()
         if self._connected:
             self._patience = self._greeting_limit()
@@ -424,7 +409,7 @@ class Link:
         )
 
     def _give_up(self, error: EngineError) -> None:
-        """Everything that was sent or held is lost."""
+        """Fail everything that was sent or held."""
         self._drain()  # libzmq reports the disconnect after the last message, not before it
         final = self._exit_reason is not None or isinstance(error, VersionMismatch)
         self._held.clear()
@@ -444,7 +429,7 @@ class Link:
 
 
 def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    """Return True if a message lies there; asking costs less than an attempt to receive that fails."""
+    """Return True if a message lies there; cheaper than a receive that fails."""
     return bool(int(socket.get(_EVENTS)) & _POLLIN)
 
 
@@ -453,11 +438,9 @@ def _is_due(at: float | None, now: float) -> bool:
 
 
 BEFORE_HELLO = "0 (it knows no hello)"
-"""What an engine speaks that refuses the hello as malformed."""
 
 
 def hello_frame() -> bytes:
-    """Return the first message of a connection."""
     major, minor = WIRE_VERSION
     return encode(
         HelloReqInput(wire_major=major, wire_minor=minor, client=f"caesura {__version__} for Python")

@@ -30,18 +30,16 @@ class ConnectionOptions(TypedDict, total=False):
 
     connect_timeout: float | None
     """Seconds that a call waits for a scheduler to listen; None means no limit. After a first timeout, and a
-    second after an engine was lost, calls fail as soon as one attempt to connect has. If it is left out,
-    nobody is waited for: a call fails at once if no scheduler listens, and after 10 s if connecting takes
-    that long.
+    second after an engine was lost, calls fail with the first attempt that fails. If left out, a call fails
+    at once if nobody listens, and after 10 s if connecting takes that long.
     """
     keepalive_timeout: float | None
-    """An engine that sends nothing for this many seconds while calls are pending counts as hung: they fail
-    with :class:`EngineDied`. 120 by default, None disables the check (docs/reference/lifecycle.md, "Clients
-    and lost engines").
+    """Seconds without a sign of the engine after which pending calls fail with :class:`EngineDied`: 120 by
+    default, None means never (docs/reference/lifecycle.md, "Clients and lost engines").
     """
     curve_server_key: KeyOrFile | None
-    """CURVE public key of the engine, or a file that contains it, as ``caesura keygen`` writes it. None, the
-    default, means an engine without keys.
+    """CURVE public key of the engine, or a file with it from ``caesura keygen``. None: an engine without
+    keys.
     """
     curve_client_key_file: KeyOrFile | None
     """File with this client's CURVE key pair; needed for an engine with keys."""
@@ -54,7 +52,7 @@ class ChannelOptions:
     connect_timeout: float | None = DEFAULT_CONNECT_TIMEOUT_S
     keepalive_timeout: float | None = DEFAULT_KEEPALIVE_TIMEOUT_S
     waits_for_engine: bool = True
-    """False if a scheduler must listen already: the first try that fails ends what waits."""
+    """False if a scheduler must listen already: the first failed try ends what waits."""
     keys: ClientKeys | None = None
 
     @classmethod
@@ -76,9 +74,7 @@ class ChannelOptions:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keywords of every generation: fields of :class:`~caesura.io_struct.GenerateReqInput`, with its
-    defaults.
-    """
+    """Fields of :class:`~caesura.io_struct.GenerateReqInput`, with its defaults."""
 
     return_logprob: bool
     return_raw_logprob: bool
@@ -100,18 +96,15 @@ class UpdateOptions(TypedDict, total=False):
     """Keywords of every weight update; all are optional."""
 
     weight_version: str | int | None
-    """The new version label, set at commit: text, or a number, which becomes text. None, the default, means
-    unchanged.
-    """
+    """The new version label, set at commit; a number becomes text. None, the default, means unchanged."""
     flush_cache: bool
     """True, the default: running requests are retracted and the prefix cache is flushed. False: they are
-    frozen in place.
+    frozen.
     """
     torch_empty_cache: bool
     """Also empty the device allocator's cache; False by default."""
     component: str | None
-    """The component of a diffusion pipeline that is written, such as ``vae``. None, the default, means its
-    transformer.
+    """Component of a diffusion pipeline that is written, such as ``vae``. None, the default: its transformer.
     """
     abort_all_requests: bool
     """Abort all requests first; False by default."""
@@ -125,7 +118,7 @@ class SessionOptions(TypedDict, total=False):
     manifest: list[TensorSpec] | None
     """All tensors of the checkpoint, or of ``component``: checked at once, and required by the commit."""
     component: str | None
-    """The component of a diffusion pipeline that ``manifest`` describes. None means its transformer."""
+    """Component of a diffusion pipeline that ``manifest`` describes. None means its transformer."""
     deadline_s: float | None
     """Seconds after which the session is aborted. None means the engine's ``session_deadline_s``."""
 
@@ -141,7 +134,7 @@ class WeightUpdate:
 
 
 def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
-    """Refuse keywords that ``options``, a TypedDict, has not: a TypeError that says which was meant."""
+    """Raise a TypeError that says what was meant by keywords that ``options``, a TypedDict, has not."""
     known = sorted(options.__annotations__)
     if unknown := sorted(given.keys() - set(known)):
         near = nearest(unknown[0], known)
@@ -150,8 +143,8 @@ def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """Check a timeout in seconds. None means no limit, and so do infinity and extremely large values;
-    negative values become 0.
+    """Check a timeout in seconds: None, infinity and extremely large values mean no limit; negative values
+    become 0.
 
     Raises:
         InvalidRequest: it is not a number.
@@ -173,7 +166,7 @@ def this_process() -> str:
 
 
 def label(weight_version: Any) -> str | None:
-    """Return a version label as the wire has it: a trainer's step counter is as good as its text.
+    """Return a version label as the wire has it; an integer, such as a step counter, becomes text.
 
     Raises:
         InvalidRequest: neither text nor an integer.
@@ -188,22 +181,17 @@ def label(weight_version: Any) -> str | None:
 
 
 def update_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """:class:`UpdateOptions` as fields of a message.
+    """Return :class:`UpdateOptions` as fields of a message.
 
     Raises:
         InvalidRequest: a label that is none.
-        TypeError: an option that there is not.
+        TypeError: an unknown option.
     """
     require_known("update", options, UpdateOptions)
     return {**options, "weight_version": label(options.get("weight_version"))}
 
 
 def folder_of(model_path: Any) -> str:
-    """Return the path of a checkpoint folder as text.
-
-    Raises:
-        InvalidRequest: it is no path.
-    """
     try:
         return os.fsdecode(model_path)
     except TypeError:
@@ -213,11 +201,6 @@ def folder_of(model_path: Any) -> str:
 
 
 def require_group(group: Any) -> None:
-    """Refuse what is no weight update group, such as the name of one.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
     if not hasattr(group, "steps"):
         raise InvalidRequest(
             f"group = {shown(group)} must be a WeightUpdateGroup: "
@@ -227,12 +210,9 @@ def require_group(group: Any) -> None:
 
 
 def tags_of(tags: Any) -> Any:
-    """Memory tags as the wire has them: one alone may stand for a list of it; what is none the engine
-    refuses.
-    """
+    """Return a list of memory tags; one alone may stand for a list. The engine checks them."""
     return [tags] if isinstance(tags, str) else tags if tags is None else list(tags)
 
 
 def id_of(message_id: str | None) -> str:
-    """``message_id``, or a new one."""
     return new_id() if message_id is None else message_id

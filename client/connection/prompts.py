@@ -1,9 +1,9 @@
 """From the arguments of ``generate`` to the requests on the wire.
 
 Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``,
-``name-1``, …), so that repeating the call with the same ``message_id`` repeats the same messages. Values are
-checked by the engine, not twice: only what the wire cannot carry, and what decides between one prompt and
-many, is looked at here. Arrays and tensors are whatever has a ``tolist``: no library is imported for them.
+``name-1``, …), so that repeating the call with the same ``message_id`` repeats the same messages. The engine
+checks values; here only what the wire cannot carry, and what decides between one prompt and many. Arrays and
+tensors are whatever has a ``tolist``.
 """
 
 import operator
@@ -25,9 +25,7 @@ _TOKENIZES = "tokenize it first, or give text to caesura.client.text.TextClient 
 class Array(Protocol):
     """A tensor or an array: torch's, numpy's, or any other that can become a list."""
 
-    def tolist(self) -> Any:
-        """Nested lists of plain numbers, or one number."""
-        ...
+    def tolist(self) -> Any: ...
 
 
 Ids = Sequence[int] | Array
@@ -35,13 +33,11 @@ Ids = Sequence[int] | Array
 Prompts = Ids | Sequence[Ids]
 """One prompt or several; an array of two dimensions is several."""
 Sampling = SamplingParams | Mapping[str, Any]
-"""Sampling parameters of one prompt; a mapping has their fields, and None in it means left out, except in
-``max_new_tokens``.
-"""
+"""A mapping has the fields of :class:`SamplingParams`; None means left out, except in ``max_new_tokens``."""
 
 
 class Finished(Protocol):
-    """What a thread's and an event loop's futures have in common for reading."""
+    """A thread's or an event loop's future, for reading."""
 
     def done(self) -> bool: ...
     def exception(self) -> BaseException | None: ...
@@ -50,16 +46,15 @@ class Finished(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of one ``generate`` call."""
-
     message_id: str
-    """The caller's id; for a single prompt it is the request's own."""
+    """The caller's id; a single prompt's request has it too."""
     requests: list[GenerateReqInput]
     single: bool
-    """The caller passed one prompt, not a list of prompts."""
+    """True if the caller passed one prompt, not a list."""
 
     def collect(self, waiters: Sequence[Finished], timeout: float | None) -> Any:
-        """Results in the caller's shape, one output or a flat prompt-major list, from what has ended by now.
+        """Return results in the caller's shape, one output or a flat prompt-major list, of what has ended by
+        now.
 
         Raises:
             EngineError: of the first prompt that failed, with its position as a note.
@@ -69,7 +64,6 @@ class Plan:
 
 
 def collect(waiters: Sequence[Finished], message_id: str, timeout: float | None, *, single: bool) -> Any:
-    """Results of several prompts; as :meth:`Plan.collect`."""
     for position, waiter in enumerate(waiters):
         error = waiter.exception() if waiter.done() else None
         if error is not None:
@@ -83,7 +77,6 @@ def collect(waiters: Sequence[Finished], message_id: str, timeout: float | None,
 
 
 def timed_out(message_id: str, timeout: float | None) -> TimedOut:
-    """Return the error of a call that had ``timeout`` seconds."""
     return TimedOut(f"no answer within {timeout} s to message {message_id}", id=message_id, timeout=timeout)
 
 
@@ -95,12 +88,11 @@ def plan(
     rid: str | Sequence[str] | None,
     message_id: str | None,
 ) -> Plan:
-    """Lay out one ``generate`` call.
+    """Return the requests of one ``generate`` call.
 
     Raises:
-        InvalidRequest: prompts that are not token ids, sampling parameters that there are not, or lists of
-            different lengths.
-        TypeError: an option that there is not.
+        InvalidRequest: no token ids, unknown sampling parameters, or lists of different lengths.
+        TypeError: an unknown option.
     """
     fields = _fields(options)
     prompts, single = sequences(input_ids)
@@ -152,21 +144,12 @@ def one_request(
 
 
 def per_prompt_sampling(given: Sampling | Sequence[Sampling] | None, count: int) -> list[Any]:
-    """Return the sampling parameters of each of ``count`` prompts, as they were given.
-
-    Raises:
-        InvalidRequest: neither one value nor a list of ``count``.
-    """
+    """Return the sampling parameters of each of ``count`` prompts, as they were given."""
     return _per_prompt("sampling_params", given, _SAMPLING, count)
 
 
 def sampling(given: Any) -> SamplingParams:
-    """Return sampling parameters as the wire has them; None means the defaults.
-
-    Raises:
-        InvalidRequest: neither a :class:`SamplingParams` nor a dict, or a dict with a key or a value that
-            there is not.
-    """
+    """Return sampling parameters as the wire has them; None means the defaults."""
     if isinstance(given, SamplingParams):
         return given
     if given is None:
@@ -199,11 +182,7 @@ def token_ids(prompt: Any, field: str = "input_ids") -> list[int]:
 
 
 def sequences(input_ids: Any) -> tuple[list[Any], bool]:
-    """Return the prompts, and True if the caller passed one rather than several.
-
-    Raises:
-        InvalidRequest: these are no token ids.
-    """
+    """Return the prompts, and True if the caller passed one rather than several."""
     input_ids = _plain(input_ids)
     if not isinstance(input_ids, Sequence) or isinstance(input_ids, (str, bytes)):
         raise InvalidRequest(_no_ids(input_ids, "input_ids"), field="input_ids")
@@ -211,7 +190,7 @@ def sequences(input_ids: Any) -> tuple[list[Any], bool]:
 
 
 def is_single(input_ids: Sequence[Any]) -> bool:
-    """Whether these are the ids of one sequence, rather than several sequences."""
+    """Return True for the ids of one sequence."""
     if len(input_ids) == 0:
         return True  # an empty prompt, which the engine refuses
     first = _plain(input_ids[0])
@@ -221,12 +200,11 @@ def is_single(input_ids: Sequence[Any]) -> bool:
 
 
 def _plain(given: Any) -> Any:
-    """Arrays and tensors as lists, everything else as it is."""
     return given.tolist() if hasattr(given, "tolist") else given
 
 
 def _no_ids(given: Any, field: str) -> str:
-    """Why ``given`` is no list of token ids."""
+    """Return why ``given`` is no list of token ids."""
     if isinstance(given, str):
         return f"{field} = {shown(given)} is text, and the scheduler takes token ids: {_TOKENIZES}"
     if isinstance(given, Mapping):
@@ -246,9 +224,7 @@ def _no_ids(given: Any, field: str) -> str:
 
 
 def require_known_options(options: Mapping[str, Any], kind: type) -> None:
-    """Refuse keywords of a generation that ``kind``, a TypedDict, has not: a TypeError that says what was
-    meant.
-    """
+    """Raise a TypeError that says what was meant by keywords that ``kind``, a TypedDict, has not."""
     if unknown := sorted(options.keys() - kind.__annotations__.keys()):
         raise TypeError(
             f"unknown generation option {_unknown_option(unknown[0], sorted(kind.__annotations__))}"

@@ -1,9 +1,7 @@
 """Limits on the size of a generation, checked before a call with many prompts copies them.
 
-Invariants:
-- What the wire bounds is bounded here by the same numbers; what only the front end knows (stop strings, keys
-  of the prefix cache) has its bounds here.
-- Only sizes are compared, in constant time; values are the engine's to check.
+Invariants: what the wire bounds has the same bounds here; sizes are compared in constant time, values are the
+engine's to check.
 """
 
 from collections.abc import Sequence
@@ -17,18 +15,13 @@ if TYPE_CHECKING:
     from ..text.tokenizer_manager import GenerationRequest
 
 MAX_STOP_CHARACTERS = 2048
-"""Of all stop strings of a prompt. What looks for them takes some 300 bytes for each."""
+"""Maximum of all stop strings of a prompt; the automaton takes some 300 bytes for each character."""
 MAX_SALT_CHARACTERS = 1024
-"""Of what keeps cached prefixes apart: it goes to the engine with every prompt."""
 MAX_STOP_TOKEN_IDS = 64
 
 
 def check_limits(request: "GenerationRequest") -> None:
-    """Refuse a request with a field over its limit.
-
-    Raises:
-        InvalidRequest: ``field`` and ``value`` (the size) in its detail.
-    """
+    """Raise InvalidRequest, with ``field`` and ``value`` (the size), for a field over its limit."""
     params, token_ids = request.sampling_params, request.token_ids_logprob
     check_size("rid", len(request.rid or ""), MAX_ID_LENGTH, "characters")
     check_size("stop", characters(request.stop), MAX_STOP_CHARACTERS, "characters in all")
@@ -39,11 +32,9 @@ def check_limits(request: "GenerationRequest") -> None:
 
 
 def check_size(field: str, size: int, limit: int, what: str) -> None:
-    """Refuse ``size`` over ``limit``; ``what`` is counted."""
     if size > limit:
         raise InvalidRequest(f"{field}: {size} {what} are over the limit of {limit}", field=field, value=size)
 
 
 def characters(texts: Sequence[str]) -> int:
-    """Characters of all texts together."""
     return sum(len(text) for text in texts if isinstance(text, str))

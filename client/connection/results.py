@@ -41,7 +41,7 @@ class TokenLogprobs:
         return len(self.logprobs) // self.k
 
     def at(self, position: int) -> list[tuple[float, int]]:
-        """``(logprob, token id)`` of the ``k`` tokens at ``position``."""
+        """Return ``(logprob, token id)`` of the ``k`` tokens at ``position``."""
         part = slice(position * self.k, (position + 1) * self.k)
         return list(zip(self.logprobs[part], self.ids[part], strict=True))
 
@@ -72,20 +72,20 @@ class GenerateOutput:
     output_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob``; None unless given."""
     input_logprobs: list[float | None] | None = None
-    """Logprobs of the prompt tokens from ``logprob_start_len`` on, without temperature and logit edits; the
-    first is None. None unless requested, and if the sample ended before its prefill.
+    """Logprobs of the prompt from ``logprob_start_len`` on, without temperature and logit edits; the first is
+    None. None unless requested, and if the sample ended before its prefill.
     """
     input_top_logprobs: TokenLogprobs | None = None
     """The most likely tokens at each position of ``input_logprobs`` but the first."""
     input_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob`` at each position of ``input_logprobs`` but the first."""
     sampling_mask: SamplingMask | None = None
-    """The tokens that top-k, top-p and min-p kept at each position: ``sampling_mask.at(i)`` has those of
-    ``output_ids[i]``. None unless ``return_sampling_mask``.
+    """Tokens that top-k, top-p and min-p kept: ``sampling_mask.at(i)`` for ``output_ids[i]``. None unless
+    ``return_sampling_mask``.
     """
     routed_experts: RoutedExperts | None
-    """Experts that computed each position except the last: ``numpy.asarray`` gives [rows, layers, top_k]
-    without a copy. None unless ``return_routed_experts``, and if an error ended the sample.
+    """Experts that computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without
+    a copy. None unless ``return_routed_experts``, and if an error ended the sample.
     """
     finish_reason: FinishReason
     """Why the sample ended: ``stop``, ``length``, ``abort`` or ``error``."""
@@ -138,8 +138,7 @@ class TokenDelta:
     output_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob``; None unless given."""
     details: "TokenDetails | None" = None
-    """Weights and further logprobs of each token; None unless the request was sent with ``stream_details``.
-    """
+    """Weights and further logprobs of each token; None unless the request has ``stream_details``."""
 
     def cut(self, start: int, end: int | None = None) -> "TokenDelta":
         """Return the tokens [start, end) of this delta; None means to the last."""
@@ -168,7 +167,7 @@ class TokenDetails:
     sampled_logprobs: list[float] | None
     """As in :class:`GenerateOutput`; None unless ``return_sampled_logprob``."""
     sampling_mask: SamplingMask | None = None
-    """The tokens that top-k, top-p and min-p kept at each position; None unless ``return_sampling_mask``."""
+    """Tokens that top-k, top-p and min-p kept at each position; None unless ``return_sampling_mask``."""
 
     def cut(self, start: int, end: int | None = None) -> "TokenDetails":
         """Return the tokens [start, end) of the delta; None means to the last."""
@@ -182,14 +181,14 @@ class TokenDetails:
 
 
 def read_ints(data: bytes) -> list[int]:
-    """Little-endian int32 bytes as a list."""
+    """Read little-endian int32."""
     values = array.array("i")
     _fill(values, data)
     return values.tolist()
 
 
 def read_floats(data: bytes) -> list[float]:
-    """Little-endian float32 bytes as a list."""
+    """Read little-endian float32."""
     values = array.array("f")
     _fill(values, data)
     return values.tolist()
@@ -330,12 +329,12 @@ def known_logprobs(values: list[float]) -> list[float] | None:
 
 
 def _known_mask(mask: SamplingMask) -> SamplingMask | None:
-    """None where the row did not ask: a requested mask has the sampled token at least."""
     return mask if mask.ids else None
 
 
 def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
-    """For each row of a stream delta, whose tokens are ``counts``: None where it did not ask.
+    """Return the logprobs of each row of a stream delta, or None where it did not ask; ``counts`` are its
+    tokens.
 
     Raises:
         InternalError: columns of different lengths.
@@ -354,7 +353,8 @@ def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[Toke
 
 
 def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDetails | None]:
-    """For each row of a stream delta, whose tokens are ``counts``: None where it did not ask.
+    """Return the details of each row of a stream delta, or None where it did not ask; ``counts`` are its
+    tokens.
 
     Raises:
         InternalError: columns of different lengths, or weights that are not listed.

@@ -1,7 +1,6 @@
 """From the arguments of ``score`` to the request, and from the reply to lists.
 
-Invariant: a sequence has exactly one log-probability for each of its tokens from ``start`` on. An answer that
-breaks this is refused rather than handed on: a trainer would pair tokens with the wrong numbers.
+Invariant: a sequence has exactly one log-probability for each of its tokens from ``start`` on.
 """
 
 from collections.abc import Sequence
@@ -15,9 +14,7 @@ from .results import read_floats
 
 
 class Scores:
-    """A score request, and how its answer is read. One sequence gives one list, a list of sequences gives a
-    list of lists.
-    """
+    """A score request, and how its answer is read."""
 
     def __init__(
         self,
@@ -26,7 +23,7 @@ class Scores:
         temperature: float,
         message_id: str | None,
     ) -> None:
-        """``start`` is for all sequences, or one for each.
+        """Take one ``start`` for all sequences, or one for each.
 
         Raises:
             InvalidRequest: ids or starts are no integers, or not one start for each sequence.
@@ -43,7 +40,7 @@ class Scores:
         )
 
     def decode(self, reply: ScoreReqOutput) -> Any:
-        """``list[float]``, or a list of them.
+        """Return ``list[float]``, or a list of them for several sequences.
 
         Raises:
             InternalError: not as many as were asked for.

@@ -1,8 +1,8 @@
 """The id of the explicit weight session that a client has open.
 
-Invariants: the id is the whole state. It is known from the answer to ``begin`` until the session has ended
-for all that this client can know: it was ended, the engine does not know it any more, or the engine is gone.
-What is sent meanwhile carries it, so a session that has ended in secret is an error here, never a commit.
+Invariants: the id is known from the answer to ``begin`` until the session was ended, the engine does not know
+it any more, or is gone. What is sent meanwhile carries it, so a session that has ended in secret is an error
+here, never a commit.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,13 @@ _STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
 
 
 class OpenSession:
-    """Holds the id."""
-
     def __init__(self) -> None:
         self.id: str | None = None
-        """None: no session of this client is open."""
+        """None if no session of this client is open."""
 
     def named(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """``options`` of an update as the wire has them, with this session where they name none.
-
-        Raises:
-            InvalidRequest: a label that is none.
+        """Return fields of an update, with this session if the options name none; raises as
+        ``update_fields``.
         """
         return update_fields({"session_id": self.id, **options})
 
@@ -37,7 +33,7 @@ class OpenSession:
             self.id = None
 
     def failed(self, request: Request, error: BaseException) -> None:
-        """``request`` got no reply but ``error``."""
+        """Note that ``request`` got no reply but ``error``."""
         if isinstance(error, EngineDied):
             self.id = None
         elif isinstance(request, WeightUpdateOptions | EndWeightUpdateReqInput):

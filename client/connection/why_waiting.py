@@ -1,23 +1,20 @@
-"""Why a generation that timed out had to wait, as far as the engine's status tells.
-
-Invariant: asking for it is bounded: it takes no longer than the timeout itself, and :data:`ASK_S` at most.
-"""
+"""Why a generation that timed out had to wait, as far as the engine's status tells."""
 
 from ...io_struct import GetStatusReqOutput
 from ..exceptions import TimedOut
 
 ASK_S = 0.5
-"""Longest wait for the status; an engine answers it within a tenth of a second, also during updates."""
+"""Longest wait for the status; an engine answers within a tenth of a second, also during updates."""
 
 
 def time_to_ask(error: TimedOut) -> float:
-    """Seconds that may be spent on the reason; 0 for a caller that only looked."""
+    """Return the seconds that may be spent on the reason: not more than the timeout itself."""
     timeout = error.detail.get("timeout")
     return min(timeout, ASK_S) if isinstance(timeout, int | float) else 0.0
 
 
 def explained(error: TimedOut, status: GetStatusReqOutput) -> TimedOut:
-    """``error`` with what keeps an engine in this state from generating; as it was, if nothing does."""
+    """Return ``error`` with what keeps an engine in this state from generating, if anything does."""
     reasons = [reason for reason in (_pause(status), _weights(status), _memory(status)) if reason is not None]
     if not reasons:
         return error

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Sequence
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -50,8 +49,7 @@ def _on_all(method: str, count: int | None = None) -> Callable[..., Coroutine[An
     """Return a command that calls ``method`` of the serving replicas, or of the first ``count``."""
 
     async def run(self: "GroupClient", *args: Any, **options: Any) -> Any:
-        group = self._group
-        return group.combine(await group.send(group.asked[:count], methodcaller(method, *args, **options)))
+        return await self._group.call(self._group.asked[:count], method, *args, **options)
 
     return _command(functools.wraps(getattr(AsyncSchedulerClient, method))(run))
 
@@ -93,10 +91,11 @@ class GroupClient(GenerationClient):
         on_lease_expiry: LeaseAction = "continue",
         **options: Any,
     ) -> Any:
+        """Pause the replicas that serve."""
         group = self._group
-        call = methodcaller("pause", mode, lease_s=lease_s, on_lease_expiry=on_lease_expiry, **options)
+        options |= {"lease_s": lease_s, "on_lease_expiry": on_lease_expiry}
         async with group.lock:
-            answers = await group.send(group.asked, call)
+            answers = await group.send(group.asked, "pause", mode, **options)
             if answers.replies:
                 group.paused_by(mode, lease_s, on_lease_expiry)
             return group.combine(answers)
@@ -107,7 +106,7 @@ class GroupClient(GenerationClient):
         group = self._group
         async with group.lock:
             await group.updates.settle()
-            answers = await group.send(group.asked, methodcaller("continue_generation", **options))
+            answers = await group.send(group.asked, "continue_generation", **options)
             if answers.replies:
                 group.continued()
             group.dispatcher.place_waiting()
@@ -119,7 +118,7 @@ class GroupClient(GenerationClient):
         group = self._group
         async with group.lock:
             await group.updates.settle()
-        answers = await group.send(group.asked, methodcaller("flush_cache", **options))
+        answers = await group.send(group.asked, "flush_cache", **options)
         group.dispatcher.router.forget()
         return group.combine(answers)
 
@@ -132,9 +131,7 @@ class GroupClient(GenerationClient):
             group.released |= set(tags_of(tags) or ("weights", "kv_cache", "cuda_graph"))
             status = None
             try:
-                reply = group.combine(
-                    await group.send(group.present, methodcaller("release_memory", tags, **options))
-                )
+                reply = await group.call(group.present, "release_memory", tags, **options)
             finally:
                 with contextlib.suppress(EngineError):
                     status = await group.combined("")
@@ -149,25 +146,22 @@ class GroupClient(GenerationClient):
     ) -> Any:
         group = self._group
         async with group.weights_lock, group.lock:
-            reply = group.combine(
-                await group.send(group.present, methodcaller("resume_memory", tags, **options))
-            )
+            reply = await group.call(group.present, "resume_memory", tags, **options)
             group.released = set(reply.released_tags)
             return reply
 
     @_command
     async def check_weights(self, action: CheckerAction = "checksum", **options: Any) -> Any:
         """Check the weights, which must be the same on all replicas."""
-        group = self._group
-        answers = await group.send(group.asked, methodcaller("check_weights", action, **options))
+        answers = await self._group.send(self._group.asked, "check_weights", action, **options)
         if action == "reset_tensors":
-            group.awaits_update = True
-        return group.combine(answers)
+            self._group.awaits_update = True
+        return self._group.combine(answers)
 
     @_command
     async def init_weights_update_group(self, master_address: str, master_port: int, **options: Any) -> Any:
-        group = self._group
-        return group.combine(await group.groups.join(master_address, master_port, **options))
+        """Have all replicas join a process group, each with its own ranks."""
+        return self._group.combine(await self._group.groups.join(master_address, master_port, **options))
 
     @_command
     async def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP_NAME, **options: Any) -> Any:
@@ -187,7 +181,7 @@ class GroupClient(GenerationClient):
     ) -> wire.AbortReqOutput:
         """Abort a generation or all, those of other clients of the engines included."""
         own = await super().abort(rid, abort_all=abort_all, message_id=message_id)
-        work = self._group.send(self._group.present, methodcaller("abort", rid, abort_all=abort_all))
+        work = self._group.send(self._group.present, "abort", rid, abort_all=abort_all)
         answers = await wait_for(self._begun(work, owner=""), own.id, timeout)
         by_engines = sum(each.aborted for each in answers.replies.values())
         return msgspec.structs.replace(own, aborted=max(own.aborted, by_engines))

@@ -10,14 +10,12 @@ Invariants:
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from ...io_struct import (
     ContinueGenerationReqOutput,
-    Distribution,
-    EngineTotals,
     FlushCacheReqOutput,
     GetStatusReqOutput,
     PauseGenerationReqOutput,
@@ -33,35 +31,77 @@ from ..exceptions import EngineError, EngineRestarting, InternalError, error_for
 from .members import Member
 from .session import Answers
 
-Record = TypeVar("Record", bound=msgspec.Struct)
-Replies = Mapping[int, Any]
-"""Replies of one type, at least one, by position of the replica."""
-PATHS = ", "
-"""Separator of the files of several replicas."""
-_SUMS: dict[type, tuple[str, ...]] = {
-    PauseGenerationReqOutput: (
-        "step",
-        "held_requests",
-        "held_tokens",
-        "waiting_requests",
-        "aborted_requests",
-    ),
-    ContinueGenerationReqOutput: ("reserved_before", "reserved_after", "freed"),
-    FlushCacheReqOutput: ("freed_tokens", "reserved_before", "reserved_after"),
-    ReleaseMemoryOccupationReqOutput: ("reserved_before", "reserved_after"),
-    StopProfileReqOutput: ("steps",),
-}
-_COUNTERS = ("step", "generated_tokens", "num_retractions")
+_ADDED = (
+    PauseGenerationReqOutput,
+    ContinueGenerationReqOutput,
+    FlushCacheReqOutput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqOutput,
+    RenewPauseLeaseReqOutput,
+    WeightsCheckerReqOutput,
+    StartProfileReqOutput,
+    StopProfileReqOutput,
+)
+_COUNTERS = ("step", "generated_tokens", "num_retractions", "step_failures", "stages", "totals")
 _GAUGES = (
-    "running_requests",
-    "prefilling_requests",
-    "waiting_requests",
-    "gen_throughput",
-    "max_running_requests",
+    *("running_requests", "prefilling_requests", "waiting_requests", "gen_throughput"),
+    *("max_running_requests", "images", "memory_by_tag", "prompt_cache", "kv", "components"),
 )
 _WORST = ("valid", "updating", "invalid", "poisoned")
-_RECORDS = ("images", "memory_by_tag", "prompt_cache")
-"""Fields of a status with numbers that are added; None where an engine has none."""
+
+
+def _first(values: Sequence[Any]) -> Any:
+    return values[0]
+
+
+def _least(values: Iterable[Any]) -> Any:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _united(lists: Iterable[Iterable[str]]) -> list[str]:
+    return sorted({each for one in lists for each in one})
+
+
+_RULES: dict[str, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys(("page_size", "bytes_per_token", "routing_bytes_per_token"), _first),
+    **dict.fromkeys(("num_steps", "checksums"), _first),
+    **dict.fromkeys(("median_s", "longest_s"), max),
+    **dict.fromkeys(("token_limit", "lease_left_s"), _least),
+    **dict.fromkeys(("released_tags", "changed"), _united),
+    "was_paused": any,
+    "renewed": all,
+    "path": ", ".join,
+    "owner": lambda owners: next((each for each in owners if each != owners[0]), owners[0]),
+}
+"""How fields of these names are combined; others are added."""
+
+
+def added(values: Iterable[Any]) -> Any:
+    """Return the sum of numbers, of tables by key, of records by field and of lists of records by their first
+    field. Unknown values (None) do not count, and of other types the first value stays.
+    """
+    known = [value for value in values if value is not None]
+    match known[0] if known else None:
+        case bool() | str():
+            return known[0]
+        case int() | float():
+            return sum(known)
+        case dict():
+            keys = dict.fromkeys(key for each in known for key in each)
+            return {key: added(each.get(key) for each in known) for key in keys}
+        case list():
+            items = [item for each in known for item in each]
+            if not items or not isinstance(items[0], msgspec.Struct):
+                return [added(column) for column in zip(*filter(None, known), strict=True)]
+            groups: dict[Any, list[Any]] = {}
+            for item in items:
+                groups.setdefault(getattr(item, item.__struct_fields__[0]), []).append(item)
+            return [added(group) for group in groups.values()]
+        case msgspec.Struct() as first:
+            names = first.__struct_fields__
+            columns = {name: [getattr(each, name) for each in known] for name in names}
+            return type(first)(**{name: _RULES.get(name, added)(columns[name]) for name in names})
+    return None
 
 
 def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int) -> Any:
@@ -93,46 +133,30 @@ def one_error(errors: Mapping[Member, EngineError], *, among: int) -> EngineErro
     return error_for(str(first.code), told, {**first.detail, "members": members})
 
 
-def combined(replies: Replies, tp: int) -> Any:
-    """Return one reply for all of ``replies``; a type without rules has the first replica's."""
-    first = next(iter(replies.values()))
+def combined(replies: Mapping[int, Any], tp: int) -> Any:
+    """Return one reply for those of one type, by position; a type without rules has the first replica's."""
     every = list(replies.values())
-    fields: dict[str, Any] = {
-        name: added(getattr(each, name) for each in every) for name in _SUMS.get(type(first), ())
-    }
-    match first:
-        case PauseGenerationReqOutput():
-            fields["owner"] = next((each.owner for each in every if each.owner != first.owner), first.owner)
-        case ContinueGenerationReqOutput():
-            fields["was_paused"] = any(each.was_paused for each in every)
-            fields["ranks"] = _renumbered({at: each.ranks for at, each in replies.items()}, tp)
-        case ReleaseMemoryOccupationReqOutput():
-            fields |= _tags(every)
-            fields["freed_bytes"] = _added_by_key(each.freed_bytes for each in every)
-        case ResumeMemoryOccupationReqOutput():
-            fields |= _tags(every)
-            fields["resumed_bytes"] = _added_by_key(each.resumed_bytes for each in every)
-        case RenewPauseLeaseReqOutput():
-            left = [each.lease_left_s for each in every if each.lease_left_s is not None]
-            fields = {"renewed": all(each.renewed for each in every), "lease_left_s": min(left, default=None)}
-        case WeightsCheckerReqOutput():
-            totals = {f"replica-{at}": each.total for at, each in replies.items()}
-            if len(set(totals.values())) > 1:
-                raise InternalError(
-                    f"the replicas have different weights: checksums {totals}", checksums=totals
-                )
-            fields["changed"] = sorted({name for each in every for name in each.changed})
-        case StartProfileReqOutput() | StopProfileReqOutput():
-            fields["path"] = PATHS.join(each.path for each in every)
-        case WeightUpdateReqOutput():  # counts are those of one replica: all have written the same
-            stages = [each.stages for each in every]
-            names = first.stages.__struct_fields__
-            longest = {name: max(getattr(each, name) for each in stages) for name in names}
-            fields["changed_tensors"] = max(each.changed_tensors for each in every)
-            fields["flushed"] = any(each.flushed for each in every)
-            fields["stages"] = msgspec.structs.replace(first.stages, **longest)
-            fields["relay_error"] = next((each.relay_error for each in every if each.relay_error), None)
-    return msgspec.structs.replace(first, **fields)
+    first = every[0]
+    if isinstance(first, WeightsCheckerReqOutput):
+        totals = {f"replica-{at}": each.total for at, each in replies.items()}
+        if len(set(totals.values())) > 1:
+            raise InternalError(f"the replicas have different weights: checksums {totals}", checksums=totals)
+    if isinstance(first, WeightUpdateReqOutput):  # counts are those of one replica: all have written the same
+        stages = [each.stages for each in every]
+        longest = {name: max(getattr(each, name) for each in stages) for name in stages[0].__struct_fields__}
+        return msgspec.structs.replace(
+            first,
+            changed_tensors=max(each.changed_tensors for each in every),
+            flushed=any(each.flushed for each in every),
+            stages=msgspec.structs.replace(first.stages, **longest),
+            relay_error=next((each.relay_error for each in every if each.relay_error), None),
+        )
+    if not isinstance(first, _ADDED):
+        return first
+    whole = added(every)
+    if isinstance(first, ContinueGenerationReqOutput):
+        whole.ranks = _renumbered({at: each.ranks for at, each in replies.items()}, tp)
+    return whole
 
 
 class Counters:
@@ -170,16 +194,14 @@ def combined_status(
     every = list(statuses.values())
     judged = [statuses[at] for at in serving if at in statuses] or every
     paused = [each for each in judged if each.generation != "running"]
-    ages = [each.last_step_age_s for each in every if each.last_step_age_s is not None]
     details = [
         f"replica-{at}: {each.weights_detail}"
         for at, each in statuses.items()
         if each.weights_detail is not None and any(each is one for one in judged)
     ]
     fields: dict[str, Any] = {name: added(getattr(each, name) for each in every) for name in _GAUGES}
-    fields |= {name: _summed([getattr(each, name) for each in every]) for name in _RECORDS}
-    fields |= counters.totals() | _tags(judged)
-    fields |= {
+    fields |= counters.totals() | {
+        "released_tags": _united(each.released_tags for each in judged),
         "generation": "running",
         "pause_mode": None,
         "pause_age_s": None,
@@ -187,41 +209,22 @@ def combined_status(
         "weights": max((each.weights for each in judged), key=_WORST.index),
         "weights_detail": "; ".join(details) or None,
         "memory": "released" if any(each.released_tags for each in judged) else "resident",
-        "last_step_age_s": min(ages, default=None),
-        "kv": _summed(
-            [each.kv for each in every], keep=("page_size", "bytes_per_token", "routing_bytes_per_token")
-        ),
+        "last_step_age_s": _least(each.last_step_age_s for each in every),
         "device_memory": _device_memory(every),
         "ranks": _renumbered({at: each.ranks for at, each in statuses.items()}, tp),
-        "components": _grouped([one for each in every for one in each.components], "name"),
         "device": ", ".join(dict.fromkeys(each.device for each in every)),
         "session": next((each.session for each in judged if each.session is not None), None),
         "update": next((each.update for each in judged if each.update is not None), None),
     }
     if len(paused) == len(judged):  # else one runs
-        leases = [each.lease_left_s for each in paused if each.lease_left_s is not None]
         fields |= {
             "generation": "pausing" if any(each.generation == "pausing" for each in paused) else "paused",
             "pause_mode": paused[0].pause_mode,
             "pause_age_s": max(each.pause_age_s or 0.0 for each in paused),
             "pause_owner": paused[0].pause_owner,
-            "lease_left_s": min(leases, default=None),
+            "lease_left_s": _least(each.lease_left_s for each in paused),
         }
     return msgspec.structs.replace(judged[0], **{**fields, **of_group})
-
-
-def added(values: Iterable[Any]) -> Any:
-    """Return the sum of the known values, or None if none is known."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _added_by_key(parts: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            found[key] = found.get(key, 0) + value
-    return found
 
 
 def _renumbered(ranks: Mapping[int, Sequence[Any]], tp: int) -> list[Any]:
@@ -232,77 +235,15 @@ def _renumbered(ranks: Mapping[int, Sequence[Any]], tp: int) -> list[Any]:
     ]
 
 
-def _tags(every: Iterable[Any]) -> dict[str, list[str]]:
-    return {"released_tags": sorted({tag for each in every for tag in each.released_tags})}
-
-
 def _device_memory(every: Sequence[GetStatusReqOutput]) -> Any:
     """Return the sums; engines on the CPU have the same memory available, so it counts once."""
-    memory = _summed([each.device_memory for each in every])
-    free = [each.device_memory.available for each in every if each.device_memory.available is not None]
-    on_host = all(each.device == "cpu" for each in every)
-    return msgspec.structs.replace(
-        memory, available=None if not free else min(free) if on_host else sum(free)
-    )
+    memory = added(each.device_memory for each in every)
+    if all(each.device == "cpu" for each in every):
+        memory = msgspec.structs.replace(
+            memory, available=_least(each.device_memory.available for each in every)
+        )
+    return memory
 
 
 def _counted(every: Sequence[GetStatusReqOutput]) -> dict[str, Any]:
-    if not every:
-        return {}
-    totals = [each.totals for each in every]
-    limits = [each.step_failures.token_limit for each in every]
-    failures = _summed([each.step_failures for each in every])
-    stages: dict[str, list[Any]] = {}
-    for status in every:
-        for stage in status.stages:
-            stages.setdefault(stage.name, []).append(stage)
-    return {
-        **{name: added(getattr(each, name) for each in every) for name in _COUNTERS},
-        "step_failures": msgspec.structs.replace(
-            failures, token_limit=min((each for each in limits if each is not None), default=None)
-        ),
-        "stages": [
-            msgspec.structs.replace(
-                _summed(records),
-                median_s=max(each.median_s for each in records),
-                longest_s=max(each.longest_s for each in records),
-            )
-            for records in stages.values()
-        ],
-        "totals": EngineTotals(
-            prompt_tokens=added(each.prompt_tokens for each in totals),
-            cached_tokens=added(each.cached_tokens for each in totals),
-            finished_requests=_added_by_key(each.finished_requests for each in totals),
-            pauses=_grouped([each for one in totals for each in one.pauses], "mode"),
-            updates=_grouped([each for one in totals for each in one.updates], "source"),
-            emptied=_grouped([each for one in totals for each in one.emptied], "place"),
-            queue_time=_distribution([each.queue_time for each in totals]),
-            latency_s=_distribution([each.latency_s for each in totals]),
-            staleness=_distribution([each.staleness for each in totals]),
-        ),
-    }
-
-
-def _distribution(each: Sequence[Distribution]) -> Distribution:
-    counts = [added(column) for column in zip(*(one.counts for one in each if one.counts), strict=True)]
-    return Distribution(counts=counts, sum=added(one.sum for one in each))
-
-
-def _grouped(records: Iterable[Record], key: str) -> list[Record]:
-    groups: dict[Any, list[Record]] = {}
-    for each in records:
-        groups.setdefault(getattr(each, key), []).append(each)
-    return [_summed(group) for group in groups.values()]
-
-
-def _summed(records: Sequence[Any], keep: Sequence[str] = ()) -> Any:
-    """Return the first record with the sums of all numbers but those to ``keep``."""
-    known = [each for each in records if each is not None]
-    if not known:
-        return None
-    sums = {
-        name: added(getattr(each, name) for each in known)
-        for name in known[0].__struct_fields__
-        if name not in keep and isinstance(getattr(known[0], name), int | float)
-    }
-    return msgspec.structs.replace(known[0], **sums)
+    return {name: added(getattr(each, name) for each in every) for name in _COUNTERS} if every else {}

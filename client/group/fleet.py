@@ -13,10 +13,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from ...io_struct import GetStatusReqOutput, PauseMode, WeightUpdateReqOutput, new_id
 from ..connection.async_client import AsyncGenerationHandle
@@ -28,8 +29,17 @@ from .leases import LeaseRenewal
 from .members import EngineAddress, Member, State
 from .recovery import ASK_S, Adopt, Source, agree, catch_up, copy_here, take_over
 from .router import routed_by
-from .session import Answers, FleetUpdateFailed, Session, Verify, everywhere, two_phase
-from .transports import Transport, Weights, WeightSender
+from .session import (
+    SPARE_S,
+    Answers,
+    FleetUpdateFailed,
+    Session,
+    Transport,
+    Verify,
+    WeightSender,
+    everywhere,
+    transport_of,
+)
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors
@@ -89,6 +99,18 @@ class FleetStatus:
     """Number of times that a request was continued on another member."""
     members: list[MemberStatus]
     """All engines, in the order in which they were added."""
+
+
+class FleetOptions(TypedDict, total=False):
+    """Keywords of every fleet, as :class:`Fleet` explains them."""
+
+    owner: str | None
+    verify: Verify
+    patience_s: float | None
+    keepalive_timeout: float | None
+    look_interval_s: float
+    lease_s: float | None
+    adopt: Adopt
 
 
 class Fleet:
@@ -321,14 +343,15 @@ class Fleet:
         Raises:
             FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.
         """
-        weights = Weights.of(named_tensors, model_path, transport)
+        transport, given = transport_of(named_tensors, model_path, transport)
         async with self.weights_lock, self.lock:
             session = Session(verify=self.verify)
             work = asyncio.ensure_future(
                 self._update(
-                    session, weights, label(weight_version), pause_mode, deadline_s, empty=torch_empty_cache
+                    session, transport, given, label(weight_version), pause_mode, deadline_s,
+                    empty=torch_empty_cache,
                 )
-            )
+            )  # fmt: skip
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -340,7 +363,8 @@ class Fleet:
     async def _update(
         self,
         session: Session,
-        weights: Weights,
+        transport: Transport,
+        given: Any,
         version: str | None,
         pause_mode: PauseMode,
         deadline_s: float,
@@ -349,22 +373,24 @@ class Fleet:
     ) -> FleetUpdate:
         was_paused, mode = self.paused_mode is not None, self.paused_mode or pause_mode
         flush = mode != "in_place"  # requests that are frozen in place keep their cache
-
-        async def load(members: Sequence[Member], name: str, left: float) -> Answers:
-            return await self._sender.send(weights, members, name, left, flush_cache=flush)
-
         try:
             present = [member for member in self.members if member.state != "gone"]
-            answers = await self.pause_members(mode, present, min(deadline_s, PAUSE_S))
-            done = await two_phase(session, answers, load, label=version, deadline_s=deadline_s)
+            paused = await self.pause_members(mode, present, min(deadline_s, PAUSE_S))
+            deadline = time.monotonic() + deadline_s
+            await session.begin(paused, timeout=deadline_s, deadline_s=deadline_s + SPARE_S)
+            left = max(0.0, deadline - time.monotonic())
+            session.settle(await self._sender.send(transport, given, session, left, flush_cache=flush))
+            done = await session.commit(version, max(0.0, deadline - time.monotonic()))
         except (FleetUpdateFailed, asyncio.CancelledError) as error:
+            if not session.committing:
+                await session.abort()
             await self.after_failure()
             if not was_paused:
                 await self.continue_members(PAUSE_S, torch_empty_cache=empty)
             if isinstance(error, FleetUpdateFailed):
-                error.serving = error.detail["serving"] = [each.name for each in self.dispatcher.serving]
+                error.still_serve(self.dispatcher.serving)
             raise
-        self.committed(done, Source(path=weights.model_path or None, updated=True))
+        self.committed(done, Source(given if transport == "disk" else None, updated=True))
         if not was_paused:
             await self.continue_members(PAUSE_S, torch_empty_cache=empty)
         self.dispatcher.place_waiting()
@@ -500,8 +526,9 @@ class Fleet:
             if status.weights != "valid" or status.weights_epoch != member.epoch:
                 self.dispatcher.fence(member, f"its weights are {status.weights} after an update that failed")
 
-    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        copy_here(donor, target, owner)
+    async def copy(self, donor: EngineAddress, target: EngineAddress) -> None:
+        """Copy weights and label of ``donor``, which serves on, to ``target``."""
+        await asyncio.to_thread(copy_here, donor, target, self.owner)
 
     def _add(self, address: EngineAddress) -> Member:
         member = Member(
@@ -514,17 +541,7 @@ class Fleet:
 
     async def _caught_up(self, member: Member) -> GetStatusReqOutput:
         """Bring ``member`` to the fleet's weights, and return its status. Needs :attr:`weights_lock`."""
-        status = await asyncio.wait_for(self.ask(member), ASK_S)
-        serving = self.dispatcher.serving
-        if not serving and not self.source.updated and not self.weight_version:
-            self.weight_version = status.weight_version
-            self.source = Source(model_path=status.model_path)
-            self.dispatcher.epoch = max(self.dispatcher.epoch, status.weights_epoch)
-        donor = min(serving, key=lambda each: each.load, default=None)
-        return await catch_up(
-            member, donor, self.source, self.weight_version, status=status, verify=self.verify,
-            current=member.own_epoch(self.weights_epoch) == status.weights_epoch, copy=self._copy,
-        )  # fmt: skip
+        return await catch_up(self, member)
 
     async def _admit(self, member: Member, reached: GetStatusReqOutput, *, healing: bool = False) -> bool:
         """Admit ``member``, unless it was removed or may not be healed now. Needs :attr:`weights_lock`."""

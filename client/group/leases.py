@@ -17,7 +17,7 @@ import zmq
 
 from ...io_struct import RenewPauseLeaseReqInput, RenewPauseLeaseReqOutput
 from ...io_struct.control import LeaseAction
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 from ..exceptions import EngineError
 from .members import EngineAddress
 

@@ -2,27 +2,49 @@
 
 Invariants:
 - Either all replicas have become ready, or all have ended and the first reason is raised.
-- Later each replica ends or is restarted by itself; listeners hear once, when the last has ended.
+- Later each replica ends or is restarted by itself. Listeners are called in the supervisors' threads.
+- Options of the command line stay as they are; only devices, threads and memory that it leaves open are
+  divided. Replicas share no CUDA device, unless ``--device`` names one.
 """
 
-import queue
+import ctypes
+import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Unpack
 
-from ..connection.curve import KeyOrFile
-from ..exceptions import EngineDied, EngineError
-from ..launch.supervise import supervised
-from ..launch.supervisor import Ended, Listener, RestartPolicy, Serving, State, Supervisor
-from .placement import placed, ranks_of
+from ..connection.options import ConnectionOptions
+from ..exceptions import EngineError, InvalidRequest
+from ..launch.supervisor import (
+    Ended,
+    Listener,
+    RestartPolicy,
+    State,
+    Supervisor,
+    has_option,
+    option_value,
+    supervised,
+)
 
-ReplicaListener = Callable[[str, State], None]
-"""Called with a replica's name and its state."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARED_FRACTION = 0.5
+"""Share of the free memory that all replicas which share it plan for their KV pools together."""
+PER_CORE = 4
+"""Maximum number of ranks for each core, if they have no devices: more only wait for each other."""
+_OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
+"""Options of a scheduler that two cannot share."""
+_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
+    """Name and supervisor of a replica."""
+
     name: str
     supervisor: Supervisor
 
@@ -35,54 +57,55 @@ class ReplicaProcesses:
         arguments: Sequence[str],
         replicas: int,
         policy: RestartPolicy,
-        *,
-        curve_server_key: KeyOrFile | None = None,
-        curve_client_key_file: KeyOrFile | None = None,
+        **keys: Unpack[ConnectionOptions],
     ) -> None:
         """``arguments`` are those of each ``caesura scheduler``, ``--model`` included."""
-        self.keys = curve_server_key, curve_client_key_file
+        self.keys = keys
         self.ranks = ranks_of(arguments)
-        self._lock = threading.Lock()
-        self._ended: dict[str, EngineError | None] = {}
-        self._listeners: list[Listener] = []
-        self.replicas = [
-            Replica(
-                f"replica-{index}",
-                supervised(
-                    [*place.arguments, "--log-name", f"replica-{index}"],
-                    None,
-                    policy,
-                    curve_server_key=curve_server_key,
-                    curve_client_key_file=curve_client_key_file,
-                    name=f"replica-{index}",
-                    environment=place.environment,
-                ),
-            )
-            for index, place in enumerate(placed(arguments, replicas))
-        ]
+        """Number of ranks of each replica (``--tp``)."""
+        self.replicas = []
+        for index, place in enumerate(placed(arguments, replicas)):
+            name = f"replica-{index}"
+            own = [*place.arguments, "--log-name", name]
+            supervisor = supervised(own, None, policy, name=name, environment=place.environment, **keys)
+            self.replicas.append(Replica(name, supervisor))
 
     def start(self) -> None:
         """Start all of them, and return when all are ready; raise the first reason after the end of all."""
         try:
-            self._start()
+            for replica in self.replicas:
+                replica.supervisor.begin()
+            wait([replica.supervisor.started for replica in self.replicas], return_when=FIRST_EXCEPTION)
+            for replica in self.replicas:
+                if replica.supervisor.started.done():
+                    try:
+                        replica.supervisor.started.result()
+                    except EngineError as error:
+                        error.add_note(f"{replica.name} of {len(self.replicas)}")
+                        raise
         except BaseException:
             self.close()
             raise
-        for replica in self.replicas:
-            replica.supervisor.subscribe(_named(replica.name, self._hear))
 
-    def follow(self, listener: ReplicaListener) -> None:
-        """Call ``listener`` with the present state of every replica, and with every later one."""
+    def follow(self, listener: Callable[[str, State], None]) -> None:
+        """Call ``listener`` with name and present state of every replica, and with every later one."""
         for replica in self.replicas:
-            replica.supervisor.subscribe(_named(replica.name, listener))
+            replica.supervisor.subscribe(partial(listener, replica.name))
 
     def subscribe(self, listener: Listener) -> None:
         """Call ``listener`` when the last replica has ended for good, at once if it has already."""
-        with self._lock:
-            self._listeners.append(listener)
-            over = len(self._ended) == len(self.replicas)
-        if over:
-            listener(Ended(self._reason()))
+        lock, ended = threading.Lock(), list[EngineError | None]()
+
+        def hear(_: str, state: State) -> None:
+            if not isinstance(state, Ended):
+                return
+            with lock:
+                ended.append(state.error)
+                last = len(ended) == len(self.replicas)
+            if last:
+                listener(Ended(next((error for error in ended if error is not None), None)))
+
+        self.follow(hear)
 
     def hurry(self) -> None:
         """End the requests that engines still finish while :meth:`close` waits in another thread."""
@@ -97,37 +120,110 @@ class ReplicaProcesses:
             for replica in self.replicas:
                 stack.callback(replica.supervisor.close)
 
-    def _start(self) -> None:
-        states: queue.SimpleQueue[tuple[str, State]] = queue.SimpleQueue()
-        waiting = {replica.name for replica in self.replicas}
-        with ExitStack() as heard:
-            for replica in self.replicas:
-                listener = _named(replica.name, lambda name, state: states.put((name, state)))
-                replica.supervisor.begin(listener)
-                heard.callback(replica.supervisor.unsubscribe, listener)
-            while waiting:
-                name, state = states.get()
-                if isinstance(state, Serving):
-                    waiting.discard(name)
-                elif isinstance(state, Ended):
-                    error = state.error or EngineDied("it was stopped before it was ready")
-                    error.add_note(f"{name} of {len(self.replicas)}")
-                    raise error
 
-    def _hear(self, name: str, state: State) -> None:
-        if not isinstance(state, Ended):
-            return
-        with self._lock:
-            self._ended[name] = state.error
-            over, listeners = len(self._ended) == len(self.replicas), list(self._listeners)
-        if over:
-            for listener in listeners:
-                listener(Ended(self._reason()))
-
-    def _reason(self) -> EngineError | None:
-        """Return the first error of any, or None if all were told to end."""
-        return next((error for error in self._ended.values() if error is not None), None)
+@dataclass(frozen=True, slots=True)
+class Place:
+    arguments: list[str]
+    environment: dict[str, str]
 
 
-def _named(name: str, listener: ReplicaListener) -> Listener:
-    return lambda state: listener(name, state)
+def placed(
+    arguments: Sequence[str], replicas: int, environment: Mapping[str, str] = os.environ
+) -> list[Place]:
+    """Return the places of ``replicas`` schedulers with these arguments.
+
+    Raises:
+        InvalidRequest: an option cannot be shared, or there are too few CUDA devices or cores.
+    """
+    for option in _OWN:
+        if has_option(arguments, option):
+            raise InvalidRequest(
+                f"{option} is for one engine: with --replicas every engine has its own", field=option
+            )
+    ranks = ranks_of(arguments)
+    devices = _assigned(option_value(arguments, "--device"), replicas, ranks, environment)
+    if devices is None and replicas * ranks > PER_CORE * _cores():
+        raise InvalidRequest(
+            f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and there are "
+            f"{_cores()} cores: at most {PER_CORE} for each core",
+            field="--replicas",
+            value=replicas,
+        )
+    more = []
+    if not has_option(arguments, "--num-threads"):
+        more += ["--num-threads", str(max(1, _threads(environment) // (replicas * ranks)))]
+    if devices is None and not (
+        has_option(arguments, "--kv-pool-tokens") or has_option(arguments, "--kv-memory-fraction")
+    ):
+        more += ["--kv-memory-fraction", f"{SHARED_FRACTION / replicas:.4g}"]
+    return [
+        Place(
+            [*arguments, *more],
+            {} if devices is None else {VISIBLE: ",".join(devices[index * ranks : (index + 1) * ranks])},
+        )
+        for index in range(replicas)
+    ]
+
+
+def ranks_of(arguments: Sequence[str]) -> int:
+    """Return ``--tp`` of a scheduler with these arguments; 1 if it is no number, which is refused later."""
+    with suppress(ValueError):
+        return max(1, int(option_value(arguments, "--tp") or 1))
+    return 1
+
+
+def _assigned(
+    device: str | None, replicas: int, ranks: int, environment: Mapping[str, str]
+) -> list[str] | None:
+    """Return CUDA devices as ``CUDA_VISIBLE_DEVICES`` names them, or None if there are none to assign."""
+    if device not in (None, "auto", "cuda"):
+        return None
+    devices = cuda_devices(environment)
+    needed = replicas * ranks
+    if not devices:
+        return None
+    if len(devices) < needed:
+        each = "one each" if ranks == 1 else f"{ranks} each (--tp {ranks})"
+        raise InvalidRequest(
+            f"{replicas} replicas need {needed} CUDA devices, {each}, and there are {len(devices)}: give "
+            "fewer --replicas, or --device cuda:0 to have all of them share one (with --kv-pool-tokens), or "
+            "--device cpu",
+            field="--replicas",
+            value=replicas,
+        )
+    return devices
+
+
+def cuda_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the CUDA devices that a process with this environment sees, by index or UUID; needs no torch."""
+    given = environment.get(VISIBLE)
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+        end = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+        return names[:end]
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # there is no driver
+        return []
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    return [str(index) for index in range(count.value)]
+
+
+def _threads(environment: Mapping[str, str]) -> int:
+    with suppress(ValueError):
+        return int(environment[_THREADS]) if _THREADS in environment else _cores()
+    return _cores()
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may run on; hardware threads of one core count once."""
+    siblings = set()
+    for cpu in os.sched_getaffinity(0):
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            siblings.add(path.read_text())
+        except OSError:  # a container that hides it
+            siblings.add(str(cpu))
+    return len(siblings)

@@ -8,17 +8,20 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import json
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ...io_struct import GetStatusReqOutput
-from ..connection.control_client import ControlClient
-from ..exceptions import EngineError, InvalidRequest, MemoryReleased, NoSession, WeightsInvalid
+from ...io_struct import CaesuraError, GetStatusReqOutput
+from ..connection.blocking import ControlClient
+from ..exceptions import EngineError, InternalError, InvalidRequest, MemoryReleased, NoSession, WeightsInvalid
+from ..launch.launcher import how_it_ended
 from .members import EngineAddress, Member
-from .session import ABORT_S, Verify, everywhere
-from .transports import own_address
+from .session import ABORT_S, everywhere, own_address
 
 if TYPE_CHECKING:
     from .fleet import Fleet
@@ -29,24 +32,15 @@ ASK_S = 10.0
 """Seconds of a status request."""
 Adopt = bool | Literal["any"]
 """True takes over engines that were left behind; ``any`` does even if none has complete weights."""
-Copy = Callable[[EngineAddress, EngineAddress, str | None], None]
-"""Copies weights and label of the first engine, which serves on, to the second. Blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Origin of the group's weights."""
 
-    path: str | None = None
-    """Folder of the last update, if it was from disk."""
-    model_path: str | None = None
-    """Folder that the engines started with."""
+    folder: str | None = None
+    """A folder with them, or None."""
     updated: bool = False
-    """True if the group has been updated since it was opened."""
-
-    @property
-    def folder(self) -> str | None:
-        return self.path if self.updated else self.model_path
+    """True if the group has been updated since it was opened; else the engines started with the folder."""
 
 
 async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
@@ -69,7 +63,7 @@ async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
                 "its former owner has died",
                 field="members",
             )
-    _admit_first(fleet, statuses, statuses, Source(model_path=first.model_path))
+    _admit_first(fleet, statuses, statuses, Source(first.model_path))
 
 
 async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> None:
@@ -95,12 +89,21 @@ async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> 
         fleet.dispatcher.drop(member, error, "its weights cannot be compared")
         del statuses[member]
         lost[member] = error
-    complete = {member: statuses[member] for member in checks.replies}
-    if not complete and not (statuses and adopt == "any"):
-        raise _no_complete_weights(statuses, lost)
-    newest = max(complete, key=lambda member: complete[member].weights_epoch, default=None)
-    found = {each: (status.weight_version, checks.replies[each].total) for each, status in complete.items()}
-    same = {each: status for each, status in complete.items() if newest and found[each] == found[newest]}
+    if not checks.replies and not (statuses and adopt == "any"):
+        reasons = {
+            each.name: f"{status.weights} ({status.weights_detail})" for each, status in statuses.items()
+        }
+        reasons |= {member.name: error.message for member, error in lost.items()}
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise WeightsInvalid(
+            f"no engine has complete weights ({told}). Send one of them a complete update with a "
+            "SchedulerClient of its endpoint and open the fleet again, or open it with adopt='any' and "
+            "update it",
+            members=reasons,
+        )
+    newest = max(checks.replies, key=lambda member: statuses[member].weights_epoch, default=None)
+    found = {each: (statuses[each].weight_version, reply.total) for each, reply in checks.replies.items()}
+    same = [each for each in found if newest and found[each] == found[newest]]
     for member, status in statuses.items():
         if member not in same:
             fleet.dispatcher.fence(member, f"it has {status.weights} weights {status.weight_version!r}")
@@ -108,84 +111,48 @@ async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> 
     await fleet.continue_members(ABORT_S, torch_empty_cache=True)
 
 
-async def catch_up(
-    member: Member,
-    donor: Member | None,
-    source: Source,
-    label: str,
-    *,
-    status: GetStatusReqOutput,
-    verify: Verify,
-    current: bool,
-    copy: Copy,
-) -> GetStatusReqOutput:
-    """Give ``member``, whose last reply is ``status``, the group's weights, and return its status afterwards.
+def _admit_first(
+    fleet: "Fleet", serving: Collection[Member], every: Mapping[Member, GetStatusReqOutput], source: Source
+) -> None:
+    """Admit ``serving``, which have the same weights, under an epoch that none of ``every`` exceeds."""
+    fleet.source = source
+    fleet.dispatcher.epoch = max(status.weights_epoch for status in every.values())
+    for member in serving:
+        fleet.weight_version = every[member].weight_version
+        member.admit(every[member].weights_epoch, fleet.dispatcher.epoch)
 
-    Args:
-        donor: a member that serves them, or None.
-        current: True if it is known to have them still, provided that they are valid.
+
+async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
+    """Give ``member`` the group's weights, and return its status afterwards.
 
     Raises:
         MemoryReleased: the memory of ``member`` is released.
         WeightsInvalid: no engine and no folder has the weights, or the engine has not received them.
     """
+    status = await asyncio.wait_for(fleet.ask(member), ASK_S)
+    serving = fleet.dispatcher.serving
+    if not serving and not fleet.source.updated and not fleet.weight_version:  # it is the first one
+        fleet.weight_version, fleet.source = status.weight_version, Source(status.model_path)
+        fleet.dispatcher.epoch = max(fleet.dispatcher.epoch, status.weights_epoch)
+    donor = min(serving, key=lambda each: each.load, default=None)
+    source, label = fleet.source, fleet.weight_version
+    current = member.own_epoch(fleet.weights_epoch) == status.weights_epoch
     if status.released_tags:  # whoever released it says when it is needed again
         raise MemoryReleased(f"{member.name} has released {', '.join(status.released_tags)}")
     labelled = status.weights == "valid" and status.weight_version == label
-    as_started = not (source.updated or status.totals.updates) and status.model_path == source.model_path
+    as_started = not (source.updated or status.totals.updates) and status.model_path == source.folder
     if not (
         labelled and (as_started or (status.session is None and (current or await _equal(member, donor))))
     ):
-        await _reload(member, donor, source, label, copy)
+        await _reload(fleet, member, donor)
         status = await member.client.status(owner="", timeout=ASK_S)
     if status.weights != "valid" or status.weight_version != label:
         raise WeightsInvalid(
             f"{member.name} has {status.weights} weights {status.weight_version!r} instead of {label!r}"
         )
-    if verify == "checksums" and donor is not None and not await _equal(member, donor):
+    if fleet.verify == "checksums" and donor is not None and not await _equal(member, donor):
         raise WeightsInvalid(f"{member.name} has other weights than {donor.name} under the same label")
     return status
-
-
-def copy_here(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-    """Copy weights from this process, which needs torch; a :data:`Copy`."""
-    from ..trainer import clone_weights
-
-    with ExitStack() as stack:
-        source, *targets = [
-            stack.enter_context(closing(ControlClient(each.endpoint, owner=owner, **each.keys)))
-            for each in (donor, target)
-        ]
-        address = own_address([donor.endpoint, target.endpoint])
-        clone_weights(source, targets, master_address=address, timeout=RELOAD_S)
-
-
-def _admit_first(
-    fleet: "Fleet",
-    serving: Mapping[Member, GetStatusReqOutput],
-    every: Mapping[Member, GetStatusReqOutput],
-    source: Source,
-) -> None:
-    """Admit ``serving``, which have the same weights, under an epoch that none of ``every`` exceeds."""
-    fleet.source = source
-    fleet.dispatcher.epoch = max(status.weights_epoch for status in every.values())
-    for member, status in serving.items():
-        fleet.weight_version = status.weight_version
-        member.admit(status.weights_epoch, fleet.dispatcher.epoch)
-
-
-def _no_complete_weights(
-    statuses: Mapping[Member, GetStatusReqOutput], lost: Mapping[Member, EngineError]
-) -> WeightsInvalid:
-    reasons = {
-        member.name: f"{status.weights} ({status.weights_detail})" for member, status in statuses.items()
-    } | {member.name: error.message for member, error in lost.items()}
-    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return WeightsInvalid(
-        f"no engine has complete weights ({told}). Send one of them a complete update with a SchedulerClient "
-        "of its endpoint and open the fleet again, or open it with adopt='any' and update it",
-        members=reasons,
-    )
 
 
 async def _equal(member: Member, donor: Member | None) -> bool:
@@ -198,7 +165,8 @@ async def _equal(member: Member, donor: Member | None) -> bool:
     return False
 
 
-async def _reload(member: Member, donor: Member | None, source: Source, label: str, copy: Copy) -> None:
+async def _reload(fleet: "Fleet", member: Member, donor: Member | None) -> None:
+    label, folder = fleet.weight_version, fleet.source.folder
     with suppress(EngineError):  # a failed update may have left a session open
         await member.client.end_weight_update(commit=False, force=True, timeout=ASK_S)
     await member.client.pause("abort", lease_s=member.lease_s, timeout=RELOAD_S)
@@ -208,11 +176,91 @@ async def _reload(member: Member, donor: Member | None, source: Source, label: s
     )
     if donor is not None:
         try:
-            await asyncio.to_thread(copy, donor.address, member.address, member.client.owner)
+            await fleet.copy(donor.address, member.address)
         except EngineError as error:
             failure = error
         else:
             return
-    if source.folder is None:
+    if folder is None:
         raise failure
-    await member.client.update_weights_from_disk(source.folder, weight_version=label, timeout=RELOAD_S)
+    await member.client.update_weights_from_disk(folder, weight_version=label, timeout=RELOAD_S)
+
+
+def copy_here(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+    """Copy weights and label of ``donor``, which serves on. Blocks; needs torch."""
+    from ..trainer import clone_weights
+
+    with ExitStack() as stack:
+        source, *targets = [
+            stack.enter_context(closing(ControlClient(each.endpoint, owner=owner, **each.keys)))
+            for each in (donor, target)
+        ]
+        address = own_address([donor.endpoint, target.endpoint])
+        clone_weights(source, targets, master_address=address, timeout=RELOAD_S)
+
+
+class Copies:
+    """Copies of weights by processes of their own: the server has no torch, and answers meanwhile."""
+
+    def __init__(self) -> None:
+        self._running: set[Process] = set()
+        self._ended = asyncio.Event()
+
+    async def copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+        """Copy weights as :func:`copy_here` does; raise InternalError if that fails."""
+        told = json.dumps({"donor": asdict(donor), "target": asdict(target), "owner": owner}, default=str)
+        work = f"import sys; from {__name__} import main; sys.exit(main())"
+        if self._ended.is_set():
+            raise InternalError(f"the weights of {donor.name} are copied no more: the server ends")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-c", work),
+                stdin=PIPE,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InternalError(
+                f"the weights of {donor.name} could not be copied: no process for it: {error}"
+            ) from error
+        self._running.add(process)
+        if self._ended.is_set():  # while it was being started
+            _kill(process)
+        try:
+            _, said = await asyncio.wait_for(process.communicate(told.encode()), RELOAD_S)
+        except TimeoutError:
+            raise InternalError(
+                f"the weights of {donor.name} were not copied within {RELOAD_S:g} s"
+            ) from None
+        finally:
+            self._running.discard(process)
+            if process.returncode is None:
+                _kill(process)
+                await process.wait()
+        if process.returncode != 0:
+            lines = said.decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else how_it_ended(process.returncode)
+            raise InternalError(f"the weights of {donor.name} could not be copied: {last}")
+
+    def end(self) -> None:
+        """Fail the copies under way, and all that begin later. Idempotent."""
+        self._ended.set()
+        for process in self._running:
+            _kill(process)
+
+
+def _kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+
+
+def main() -> int:
+    """Copy as stdin says, in JSON; the last line of stderr tells why not, and the status is 1 then."""
+    told = json.load(sys.stdin)
+    try:
+        copy_here(EngineAddress(**told["donor"]), EngineAddress(**told["target"]), told["owner"])
+    except CaesuraError as error:
+        print(error, file=sys.stderr)  # noqa: T201 (the waiting process reads it)
+        return 1
+    return 0

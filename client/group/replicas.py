@@ -16,26 +16,24 @@ Runs on one event loop; supervisors report from their threads.
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Self
 
 from ...io_struct import GetStatusReqOutput, MemoryTag, PauseMode, new_id
 from ...io_struct.control import LeaseAction
-from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
 from ..launch.supervisor import Down, Ended, Serving
 from ..launch.supervisor import State as ProcessState
 from .client import GroupClient
 from .combining import Counters, combined_answer, combined_status
-from .copying import Copies
 from .fleet import PAUSE_S, Fleet, MemberStatus
 from .leases import PauseLease
 from .members import EngineAddress, Member, foreign_commit
 from .process_groups import ProcessGroups
 from .processes import ReplicaProcesses
-from .recovery import ASK_S, RELOAD_S
+from .recovery import ASK_S, RELOAD_S, Copies
 from .session import Answers, everywhere
 from .updates import Updates
 
@@ -52,10 +50,14 @@ class ReplicaFleet(Fleet):
 
     def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
         """Take ``processes``, which have started; ``options`` are those of :class:`Fleet`."""
-        server_key, client_key = processes.keys
         super().__init__(
             [
-                EngineAddress(replica.supervisor.endpoint, server_key, client_key, name=replica.name)
+                EngineAddress(
+                    replica.supervisor.endpoint,
+                    processes.keys.get("curve_server_key"),
+                    processes.keys.get("curve_client_key_file"),
+                    replica.name,
+                )
                 for replica in processes.replicas
             ],
             owner=owner,
@@ -140,9 +142,9 @@ class ReplicaFleet(Fleet):
         self._copies.end()
         self.dispatcher.end()
 
-    async def send(self, members: Sequence[Member], call: Callable[[AsyncSchedulerClient], Any]) -> Answers:
-        """Make the same call to ``members``; those that do not answer are out of routing."""
-        answers = await everywhere(members, lambda member: call(member.client), None)
+    async def send(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Answers:
+        """Call a method of the clients of ``members``; those that do not answer are out of routing."""
+        answers = await everywhere(members, lambda member: getattr(member.client, method)(*args, **options))
         for member, error in answers.out.items():
             self.dispatcher.drop(member, error, "it does not answer")
         return answers
@@ -150,6 +152,10 @@ class ReplicaFleet(Fleet):
     def combine(self, answers: Answers) -> Any:
         """Return the one reply of all that have answered. Raises as :func:`combined_answer`."""
         return combined_answer(answers, self.position, self.tp)
+
+    async def call(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Any:
+        """:meth:`send`, and return the one reply."""
+        return self.combine(await self.send(members, method, *args, **options))
 
     def position(self, member: Member) -> int:
         return self.members.index(member)
@@ -203,7 +209,13 @@ class ReplicaFleet(Fleet):
         if not members:
             raise EngineRestarting(f"no replica is there now: {self.reasons()}")
         pauses = self._pauses
-        answers = await self._statuses(members, owner)
+
+        async def ask(member: Member) -> GetStatusReqOutput:
+            status = await member.client.status(owner=owner)
+            self._counters.take(member.name, status)  # in the order in which they come, whoever asks
+            return status
+
+        answers = await everywhere(members, ask, STATUS_S, at_least_one=True)
         if pauses == self._pauses and not self.lock.locked():  # otherwise they may be older than the pause
             self.notice_continued(answers)
         if not answers.replies:
@@ -238,32 +250,6 @@ class ReplicaFleet(Fleet):
 
     async def parts(self) -> list[MemberStatus]:
         return (await self.status(timeout=PARTS_S)).members
-
-    async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:
-        """Return the answers that come in time, or the first one."""
-        answers = Answers()
-
-        async def ask(member: Member) -> GetStatusReqOutput:
-            status = await member.client.status(owner=owner)
-            self._counters.take(member.name, status)  # in the order in which they come, whoever asks
-            return status
-
-        tasks = {asyncio.ensure_future(ask(member)): member for member in members}
-        waiting = set(tasks)
-        try:
-            done, waiting = await asyncio.wait(waiting, timeout=STATUS_S)
-            while waiting and all(task.exception() is not None for task in done):
-                more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                done |= more
-        finally:
-            for task in waiting:
-                task.cancel()
-        for task in done:
-            error = task.exception()
-            if error is not None and not isinstance(error, EngineError):
-                raise error
-            answers.add(tasks[task], task.result() if error is None else error)
-        return answers
 
     def _changed_by_others(self) -> dict[Member, str]:
         """Return the serving replicas that a stranger has updated or paused, with the reason."""
@@ -310,8 +296,8 @@ class ReplicaFleet(Fleet):
             await member.client.resume_memory(timeout=RELOAD_S)
         return await super()._caught_up(member)
 
-    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        self._copies.copy(donor, target, owner)
+    async def copy(self, donor: EngineAddress, target: EngineAddress) -> None:
+        await self._copies.copy(donor, target, self.owner)
 
     def _on_state(self, name: str, state: ProcessState) -> None:
         """Take out a replica whose process has ended, or bring back one that is there again."""

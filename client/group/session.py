@@ -6,22 +6,42 @@ Invariants:
   not serving and fails, is out: the rest go on without it.
 - The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md).
 - No member generates between the first commit and the last: the caller has paused all of them.
-- A session that has failed is open until its caller aborts it.
+- Sending commits nothing, and a session that has failed is open until its caller aborts it.
+- Over ``distributed`` an error of one member is an error of all, since a broadcast that one rank does not
+  take reaches nobody.
 """
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...io_struct import TensorSpec, new_id
-from ..exceptions import EngineDied, EngineError, EngineRestarting, InternalError, ShuttingDown, TimedOut
+from ..connection.blocking import ControlClient
+from ..connection.options import folder_of
+from ..exceptions import (
+    EngineDied,
+    EngineError,
+    EngineRestarting,
+    GroupError,
+    InternalError,
+    InvalidRequest,
+    ShuttingDown,
+    TimedOut,
+)
 from .members import Member
+
+if TYPE_CHECKING:
+    from ..trainer import NamedTensors, WeightUpdateGroup
 
 OUT = (EngineDied, EngineRestarting, ShuttingDown, TimedOut)
 """Errors of a member that takes no further part, as opposed to those of a wrong update."""
+Transport = Literal["disk", "tensor", "ipc", "distributed"]
+LOOPBACK = "127.0.0.1"
 Verify = Literal["counts", "checksums"]
 """``counts`` compares the number of written tensors, ``checksums`` the bytes of every parameter."""
 LEAST_COMMIT_S, ABORT_S = 30.0, 30.0
@@ -42,15 +62,19 @@ class FleetUpdateFailed(EngineError):  # noqa: N818  (as the errors of one engin
 
     error_code = EngineError.error_code
 
-    def __init__(self, reasons: Mapping[str, EngineError], serving: list[str]) -> None:
-        messages = {name: error.message for name, error in reasons.items()}
+    def __init__(self, reasons: Mapping[Member, EngineError]) -> None:
+        messages = {member.name: error.message for member, error in reasons.items()}
         told = "; ".join(f"{name}: {message}" for name, message in messages.items())
-        super().__init__(f"no engine was updated: {told}", members=messages, serving=serving)
-        self.reasons = dict(reasons)
-        self.serving = serving
-        first = next(iter(reasons.values()), None)
-        if first is not None:
-            self.code = first.code
+        super().__init__(f"no engine was updated: {told}", members=messages)
+        self.reasons = {member.name: error for member, error in reasons.items()}
+        self.still_serve(())
+        for error in reasons.values():
+            self.code = error.code
+            break
+
+    def still_serve(self, members: Iterable[Member]) -> None:
+        """Record the members that serve the weights of before."""
+        self.serving = self.detail["serving"] = [member.name for member in members]
 
 
 @dataclass(slots=True)
@@ -76,27 +100,31 @@ class Answers:
             raise error
 
 
-Load = Callable[[Sequence[Member], str, float], Awaitable[Answers]]
-"""Sends weights to the members within the session of that name and the seconds."""
-
-
 async def everywhere(
-    members: Sequence[Member], act: Callable[[Member], Awaitable[Any]], timeout: float | None
+    members: Sequence[Member],
+    act: Callable[[Member], Awaitable[Any]],
+    timeout: float | None = None,
+    *,
+    at_least_one: bool = False,
 ) -> Answers:
-    """Do the same on all members at once, and wait at most ``timeout`` seconds for them."""
+    """Do the same on all members at once, and wait at most ``timeout`` seconds for them.
+
+    With ``at_least_one``, longer for the first reply.
+    """
     tasks = {asyncio.ensure_future(act(member)): member for member in members}
     answers = Answers()
     if not tasks:
         return answers
+    late = set(tasks)
     try:
         _, late = await asyncio.wait(tasks, timeout=None if timeout is None else max(0.0, timeout))
-    except asyncio.CancelledError:
-        for task in tasks:
+        while at_least_one and late and all(task.exception() for task in tasks.keys() - late):
+            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in late:
             task.cancel()
-        raise
     for task, member in tasks.items():
         if task in late:
-            task.cancel()
             answers.add(member, TimedOut(f"no answer within {timeout:g} s", timeout=timeout))
             continue
         error = task.exception()
@@ -145,7 +173,7 @@ class Session:
         Raises:
             FleetUpdateFailed: before any member was told to commit; or all refused to.
         """
-        self.settle(await _verified(self.members, self._verify, timeout))
+        self.settle(await self._verified(timeout))
         self.committing = True
         answers = await everywhere(
             self.members,
@@ -156,9 +184,28 @@ class Session:
         )
         lost = answers.out | answers.failed
         if not answers.replies:
-            raise _failure(self.out | lost)
+            raise FleetUpdateFailed(self.out | lost)
         self.out |= lost
         return Answers(answers.replies, out=self.out)
+
+    async def _verified(self, timeout: float) -> Answers:
+        """Compare what the members have loaded; one that differs from the first serving member has failed."""
+
+        async def look(member: Member) -> Any:
+            if self._verify == "checksums":
+                return (await member.client.check_weights("checksum")).total
+            session = (await member.client.status()).session
+            return None if session is None else session.written_tensors
+
+        answers = await everywhere(self.members, look, timeout)
+        found = answers.replies
+        expected = found[max(found, key=lambda member: member.serves)] if found else None
+        for member in [each for each in found if found[each] != expected or found[each] is None]:
+            answers.failed[member] = InternalError(
+                f"it has loaded other weights than the others: {self._verify} {found.pop(member)}, "
+                f"not {expected}"
+            )
+        return answers
 
     async def abort(self) -> None:
         """End it everywhere without a commit."""
@@ -176,48 +223,102 @@ class Session:
         self.out |= answers.out
         self.members = [member for member in self.members if member not in self.out]
         if answers.failed or not self.members:
-            raise _failure({**answers.failed, **self.out})
+            raise FleetUpdateFailed({**answers.failed, **self.out})
 
 
-async def two_phase(
-    session: Session, paused: Answers, load: Load, *, label: str | None, deadline_s: float
-) -> Answers:
-    """Update all members within ``deadline_s`` seconds. A failure before the commit aborts it."""
-    deadline = time.monotonic() + deadline_s
+def transport_of(
+    named_tensors: "NamedTensors | None",
+    model_path: str | os.PathLike[str] | None,
+    transport: Transport | None,
+) -> tuple[Transport, Any]:
+    """Return the transport of an update's arguments, and its folder or re-readable tensors."""
+    if (named_tensors is None) == (model_path is None):
+        raise InvalidRequest("give either named_tensors or model_path", field="named_tensors")
+    transport = transport or ("disk" if named_tensors is None else "tensor")
+    if (transport == "disk") != (named_tensors is None):
+        raise InvalidRequest(
+            f"transport = {transport!r} does not fit: disk takes model_path, the others take named_tensors",
+            field="transport",
+        )
+    if model_path is not None:
+        return transport, folder_of(model_path)
+    from ..trainer import SharedTensors
 
-    def left() -> float:
-        return max(0.0, deadline - time.monotonic())
-
-    try:
-        await session.begin(paused, timeout=left(), deadline_s=deadline_s + SPARE_S)
-        session.settle(await load(session.members, session.id, left()))
-        return await session.commit(label, left())
-    except (FleetUpdateFailed, asyncio.CancelledError):
-        if not session.committing:
-            await session.abort()
-        raise
+    rereadable = isinstance(named_tensors, SharedTensors | Mapping)
+    return transport, named_tensors if rereadable else list(named_tensors or ())
 
 
-async def _verified(members: Sequence[Member], verify: Verify, timeout: float) -> Answers:
-    """Compare what the members have loaded; one that differs from the first serving member has failed."""
+class WeightSender:
+    """Sends weights. Keeps one process group, made anew if the members change or it fails."""
 
-    async def look(member: Member) -> Any:
-        if verify == "checksums":
-            return (await member.client.check_weights("checksum")).total
-        session = (await member.client.status()).session
-        return None if session is None else session.written_tensors
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._group: WeightUpdateGroup | None = None
+        self._clients: list[ControlClient] = []
+        self._incarnations: list[str | None] = []
 
-    answers = await everywhere(members, look, timeout)
-    serving_first = sorted(answers.replies, key=lambda member: not member.serves)
-    expected = answers.replies[serving_first[0]] if serving_first else None
-    for member, found in list(answers.replies.items()):
-        if found != expected or found is None:
-            del answers.replies[member]
-            answers.failed[member] = InternalError(
-                f"it has loaded other weights than the others: {verify} {found}, not {expected}"
+    async def send(
+        self, transport: Transport, given: Any, session: Session, timeout: float, *, flush_cache: bool
+    ) -> Answers:
+        """Load a folder or named tensors, ``given``, into the session of every member."""
+        members = session.members
+        options: Any = {"session_id": session.id, "flush_cache": flush_cache}
+        if transport != "distributed":
+            call = methodcaller(f"update_weights_from_{transport}", given, **options)
+            return await everywhere(members, lambda each: call(each.client), timeout)
+        incarnations = [member.client.incarnation for member in members]
+        if incarnations != self._incarnations:  # the group of a former process reaches nobody
+            await asyncio.to_thread(self.close)
+            self._incarnations = incarnations
+        try:
+            replies = await asyncio.to_thread(self._broadcast, members, timeout, given, options)
+        except EngineError as error:
+            await asyncio.to_thread(self.close)
+            return Answers(
+                failed={member: GroupError(f"the broadcast failed: {error.message}") for member in members}
             )
-    return answers
+        return Answers(dict(zip(members, replies, strict=True)))
+
+    def close(self) -> None:
+        """Leave the process group and close its clients. Blocks. Idempotent."""
+        group, self._group = self._group, None
+        clients, self._clients = self._clients, []
+        if group is not None:
+            with suppress(EngineError):
+                group.close()
+        for client in clients:
+            client.close()
+
+    def _broadcast(
+        self, members: Sequence[Member], timeout: float, tensors: Any, options: dict[str, Any]
+    ) -> list[Any]:
+        from ..trainer import WeightUpdateGroup
+
+        endpoints = [member.address.endpoint for member in members]
+        if self._group is None or [client.endpoint for client in self._clients] != endpoints:
+            self.close()
+            for member in members:
+                address = member.address
+                client = ControlClient(address.endpoint, owner=self._owner, **address.keys)
+                self._clients.append(client)
+            self._group = WeightUpdateGroup.create(
+                self._clients,
+                master_address=own_address(endpoints),
+                group_name=f"fleet-{self._owner}"[:128],
+                timeout_s=min(60.0, max(1.0, timeout)),
+            )
+        return list(self._group.update(tensors, timeout=timeout, **options))
 
 
-def _failure(reasons: Mapping[Member, EngineError]) -> FleetUpdateFailed:
-    return FleetUpdateFailed({member.name: error for member, error in reasons.items()}, [])
+def own_address(endpoints: Sequence[str]) -> str:
+    """Return this host's address as the engines at ``endpoints`` reach it."""
+    for endpoint in endpoints:
+        scheme, _, place = endpoint.partition("://")
+        host = place.rpartition(":")[0].strip("[]")
+        if scheme != "tcp" or host in (LOOPBACK, "localhost", "::1"):
+            continue
+        family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing: it only chooses a route
+            return str(probe.getsockname()[0])
+    return LOOPBACK

@@ -16,7 +16,6 @@ All methods but ``carry_out``, ``status`` and ``close`` need the group's lock.
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +50,7 @@ from .combining import one_error, uniform
 from .fleet import PAUSE_S
 from .members import Member
 from .recovery import ASK_S, Source
-from .session import Answers, FleetUpdateFailed, Session, everywhere
+from .session import Answers, FleetUpdateFailed, Session, Verify, everywhere
 
 if TYPE_CHECKING:
     from .replicas import ReplicaFleet
@@ -67,26 +66,35 @@ _LEAVE_OPEN = {ErrorCode.WEIGHT_MISMATCH, ErrorCode.NOT_IDLE}
 """Refusals of a commit that leave the session open."""
 
 
-@dataclass(slots=True)
-class _Open:
-    session: Session
-    kind: Literal["explicit", "implicit", "single"]
-    owner: str | None
-    route: tuple[Any, ...] = ()
-    """Transport, group and label, in which the calls of an implicit session must agree."""
-    paused_here: bool = False
-    began: float = field(default_factory=monotonic)
-    count: int = 0
-    incarnations: dict[Member, str | None] = field(default_factory=dict)
-    """Processes of the replicas at its begin: a later one does not know the session."""
-    calls: int = 0
-    tensors: int = 0
-    source: Source | None = None
-    missing: set[str] | None = None
-    """Tensors of an implicit session that no call has named, or None if unknown. A hint: the commit decides,
-    since engines may store other names, and pieces count as whole tensors.
-    """
-    timer: asyncio.TimerHandle | None = None
+class _Open(Session):
+    """The session that is open, as its client sees it."""
+
+    def __init__(
+        self,
+        verify: Verify,
+        kind: Literal["explicit", "implicit", "single"],
+        owner: str | None,
+        *,
+        session_id: str | None = None,
+        route: tuple[Any, ...] = (),
+        paused_here: bool = False,
+    ) -> None:
+        super().__init__(verify=verify, session_id=session_id)
+        self.kind, self.owner = kind, owner
+        self.route = route
+        """Transport, group and label, in which the calls of an implicit session must agree."""
+        self.paused_here = paused_here
+        """True if the update has paused the replicas."""
+        self.began = monotonic()
+        self.incarnations: dict[Member, str | None] = {}
+        """Processes of the replicas at its begin: a later one does not know the session."""
+        self.count = self.calls = self.tensors = 0
+        """Replicas at its begin, loading calls, and tensors that these have written."""
+        self.source: Source | None = None
+        self.missing: set[str] | None = None
+        """Tensors of an implicit session that no call has named, or None if unknown. A hint: the commit
+        decides, since engines may store other names, and pieces count as whole tensors."""
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class Updates:
@@ -109,7 +117,7 @@ class Updates:
         due = None if opened.timer is None else opened.timer.when() - LATE_S
         return SessionStatus(
             kind=opened.kind,
-            session_id=opened.session.id,
+            session_id=opened.id,
             owner=opened.owner,
             age_s=monotonic() - opened.began,
             deadline_s=None if due is None else due - asyncio.get_running_loop().time(),
@@ -153,7 +161,7 @@ class Updates:
     async def abandon(self) -> None:
         """Abort the open session, if there is one."""
         if self._open is not None:
-            await self._open.session.abort()
+            await self._open.abort()
             await self._over(self._open)
 
     async def settle(self) -> None:
@@ -167,12 +175,13 @@ class Updates:
         await self._still_open()
         if self._open is not None:
             raise self._is_open(self._open)
-        session = Session(verify=self._fleet.verify, session_id=request.id)
-        answers = await everywhere(self._fleet.asked, self._fleet.ask, SETTLE_S)
-        self._fleet.notice_continued(answers)
-        await self._start(_Open(session, "explicit", request.owner), answers, request)
+        fleet = self._fleet
+        answers = await everywhere(fleet.asked, fleet.ask, SETTLE_S)
+        fleet.notice_continued(answers)
+        opened = _Open(fleet.verify, "explicit", request.owner, session_id=request.id)
+        await self._start(opened, answers, request)
         return BeginWeightUpdateReqOutput(
-            id=request.id, session_id=session.id, weights_epoch=self._fleet.weights_epoch
+            id=request.id, session_id=opened.id, weights_epoch=fleet.weights_epoch
         )
 
     async def _load(
@@ -189,7 +198,7 @@ class Updates:
         reply = self._combined(replies, request.id)
         opened.calls += 1
         opened.tensors += reply.written_tensors
-        opened.source = Source(path=getattr(request, "model_path", None), updated=True)
+        opened.source = Source(getattr(request, "model_path", None), updated=True)
         if opened.kind == "single":
             return await self._commit(opened, None, request.id)
         if opened.missing is not None:
@@ -197,7 +206,7 @@ class Updates:
             if not opened.missing:
                 with suppress(WeightMismatch):  # something is missing all the same: the session stays open
                     return await self._commit(opened, None, request.id)
-        return msgspec.structs.replace(reply, committed=False, session_id=opened.session.id)
+        return msgspec.structs.replace(reply, committed=False, session_id=opened.id)
 
     async def _end(self, request: EndWeightUpdateReqInput) -> WeightUpdateReqOutput:
         if request.force and request.commit:
@@ -205,7 +214,7 @@ class Updates:
         opened, forced = self._open, request.force
         if opened is None and forced:
             return await self._aborted_elsewhere(request.id)
-        if opened is None or (not forced and request.session_id not in (None, opened.session.id)):
+        if opened is None or (not forced and request.session_id not in (None, opened.id)):
             name = "" if request.session_id is None else f" {request.session_id}"
             raise NoSession(f"the weight session{name} is not open")
         if request.session_id is None and opened.kind == "explicit" and not forced:
@@ -232,7 +241,7 @@ class Updates:
     def _joined(self, request: WeightUpdateOptions) -> _Open | None:
         """Return the open session if the call belongs to it, or None if none is open."""
         opened, name = self._open, request.session_id
-        if name is not None and (opened is None or name != opened.session.id):
+        if name is not None and (opened is None or name != opened.id):
             raise NoSession(f"the weight session {name} is not open")
         if opened is None or name is not None:
             return opened
@@ -246,7 +255,7 @@ class Updates:
             f"a weight session ({opened.kind}) has been open for {age:.1f} s: name it, or end it first",
             kind=opened.kind,
             age_s=age,
-            session_id=opened.session.id,
+            session_id=opened.id,
         )
 
     async def _opened(self, request: WeightUpdateOptions) -> _Open:
@@ -259,7 +268,7 @@ class Updates:
         valid = any(status.weights == "valid" for member, status in known.replies.items() if member.serves)
         single = isinstance(request, _WHOLE) or (fleet.paused_mode is None and valid)
         opened = _Open(
-            Session(verify=fleet.verify),
+            fleet.verify,
             "single" if single else "implicit",
             request.owner,
             route=_route(request),
@@ -267,9 +276,9 @@ class Updates:
         )
         mode: PauseMode = "retract" if request.flush_cache else "in_place"
         there = await self._held(known, fleet.paused_mode or mode)
-        await self._start(opened, there, BeginWeightUpdateReqInput(id=opened.session.id))
+        await self._start(opened, there, BeginWeightUpdateReqInput(id=opened.id))
         if not single:
-            for member in opened.session.members:  # the first may have ended since
+            for member in opened.members:  # the first may have ended since
                 with suppress(EngineError):
                     manifest = await member.client.weights_manifest(
                         component=request.component, timeout=ASK_S
@@ -291,15 +300,14 @@ class Updates:
         if there.failed:
             raise one_error(there.failed, among=len(there.failed) + len(there.replies))
         self._open, opened.count = opened, len(there.replies)
-        session = opened.session
         try:
-            await session.begin(
+            await opened.begin(
                 there, timeout=SETTLE_S, deadline_s=request.deadline_s, manifest=request.manifest
             )
         except FleetUpdateFailed as error:
             raise await self._failed(opened, error) from error
-        opened.incarnations = {each: each.client.incarnation for each in session.members}
-        answers = await everywhere(session.members, self._fleet.ask, SETTLE_S)
+        opened.incarnations = {each: each.client.incarnation for each in opened.members}
+        answers = await everywhere(opened.members, self._fleet.ask, SETTLE_S)
         sessions = [status.session for status in answers.replies.values() if status.session is not None]
         due = [each.deadline_s for each in sessions if each.deadline_s is not None]
         if due:
@@ -307,27 +315,25 @@ class Updates:
             opened.timer = asyncio.get_running_loop().call_later(left, self._look)
 
     async def _pause(self, opened: _Open, mode: PauseMode) -> None:
-        await self._fleet.pause_members(mode, opened.session.members, PAUSE_S)
+        await self._fleet.pause_members(mode, opened.members, PAUSE_S)
         opened.paused_here = True
 
     async def _loaded(
         self, opened: _Open, request: WeightUpdateOptions, buffers: Sequence[memoryview]
     ) -> dict[Member, Any]:
-        session = opened.session
-
         async def load(member: Member) -> Any:
-            own = msgspec.structs.replace(request, session_id=session.id)
+            own = msgspec.structs.replace(request, session_id=opened.id)
             return await wait_for(member.client.start(own, WeightUpdateReqOutput, buffers), own.id, None)
 
-        answers = await everywhere(session.members, load, None)
+        answers = await everywhere(opened.members, load)
         refused = answers.failed
         if refused and not answers.replies and not answers.out and uniform(refused):
             if opened.calls == 0 and opened.kind != "explicit":
-                await session.abort()
+                await opened.abort()
             await self._still_open()
             raise next(iter(refused.values()))
         try:
-            session.settle(answers)
+            opened.settle(answers)
         except FleetUpdateFailed as error:
             raise await self._failed(opened, error) from error
         return answers.replies
@@ -335,7 +341,7 @@ class Updates:
     async def _require_all(self, opened: _Open) -> None:
         """Refuse a broadcast that some replica would not take: a group has every replica."""
         began = opened.incarnations
-        there = {each for each in opened.session.members if each.client.incarnation == began.get(each)}
+        there = {each for each in opened.members if each.client.incarnation == began.get(each)}
         absent = [member.name for member in self._fleet.members if member not in there]
         if absent:
             await self.abandon()
@@ -351,10 +357,10 @@ class Updates:
         if fleet.paused_mode is None and not opened.paused_here:
             await self._pause(opened, "in_place")
         try:
-            done = await opened.session.commit(label, SETTLE_S)
+            done = await opened.commit(label, SETTLE_S)
         except FleetUpdateFailed as error:
             raise await self._refused_commit(opened, error) from error
-        fleet.committed(done, opened.source or Source(path=fleet.source.folder, updated=True))
+        fleet.committed(done, opened.source or Source(fleet.source.folder, updated=True))
         fleet.awaits_update = False
         for member in fleet.dispatcher.serving:
             if member not in done.replies:
@@ -365,18 +371,18 @@ class Updates:
     async def _refused_commit(self, opened: _Open, error: FleetUpdateFailed) -> EngineError:
         """Return the error of a commit; if all refuse because tensors are missing, the session stays open."""
         codes = {reason.code for reason in error.reasons.values()}
-        if len(codes) == 1 and codes <= _LEAVE_OPEN and len(error.reasons) == len(opened.session.members):
+        if len(codes) == 1 and codes <= _LEAVE_OPEN and len(error.reasons) == len(opened.members):
             if opened.kind == "single":
-                await opened.session.abort()
+                await opened.abort()
             await self._still_open()
             return next(iter(error.reasons.values()))
         return await self._failed(opened, error)
 
     async def _failed(self, opened: _Open, error: FleetUpdateFailed) -> EngineError:
         """Abort the session on all, and return the error for its caller."""
-        await opened.session.abort()
+        await opened.abort()
         await self._over(opened)
-        error.serving = error.detail["serving"] = [each.name for each in self._fleet.dispatcher.serving]
+        error.still_serve(self._fleet.dispatcher.serving)
         by_all = len(error.reasons) == opened.count and uniform(error.reasons)
         return next(iter(error.reasons.values())) if by_all else error
 
@@ -396,7 +402,7 @@ class Updates:
         opened = self._open
         if opened is None:
             return
-        answers = await everywhere(opened.session.members, self._fleet.ask, SETTLE_S)
+        answers = await everywhere(opened.members, self._fleet.ask, SETTLE_S)
         sessions = [status.session for status in answers.replies.values()]
         if not any(each is not None and each.kind == "explicit" for each in sessions):
             await self._over(opened)

@@ -1,4 +1,4 @@
-"""Restart a scheduler that died or hangs: same command, same endpoint, bounded number of restarts.
+"""``caesura supervise``: restart a scheduler that died or hangs, at the same endpoint.
 
 Invariants:
 - A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is
@@ -7,47 +7,68 @@ Invariants:
 - The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives
   up, with the last reason. Each restart is logged in one line, with its reason, before it begins.
 - A scheduler that has not answered a status request for ``hang_timeout_s`` is killed. So is one that was told
-  to end, and neither ends nor answers, after STOP_SILENCE_S.
+  to end, and neither ends nor answers, after ``stop_silence_s``.
 - The child outlives neither this process (the lifeline of ``launcher.py``) nor :meth:`Supervisor.close`.
 
 States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any
 of them. One thread starts and watches the process; the methods only signal this thread.
+
+Exit status of the command: 0 when it was told to end, 1 when a start was refused, 2 for a wrong command line,
+3 when it gave up.
 """
 
+import contextlib
 import logging
+import math
 import queue
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any, TypeVar, Unpack
+
+import click
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
-from ..connection.control_client import ControlClient
-from ..connection.curve import ClientKeys, KeyOrFile
+from ...process.log import server_log
+from ..connection.blocking import ControlClient
+from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys
+from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
-from .launcher import USAGE_STATUS, Child, how_it_ended
+from .launcher import USAGE_STATUS, Child, engine_command, how_it_ended
+from .notify import notify, watchdog_interval_s
 
 logger = logging.getLogger(__name__)
+GAVE_UP_STATUS = 3
+STOP_TIMEOUT_S = 60.0
+"""Seconds between SIGTERM and SIGKILL, beside those that the scheduler may drain."""
+DEFAULT_NAME = "the scheduler"
+_DRAIN_TIMEOUT_S = 30.0
+"""The scheduler's own default."""
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
 """Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
 _LAST_LINE = 300
 """Maximum characters of a scheduler's last line in the log."""
-_PROBES_PER_HANG = 4
-_LONGEST_PROBE_INTERVAL_S = 5.0
-STOP_SILENCE_S = 5.0
-"""Seconds that a scheduler told to end may take to end or to answer; one that answers has ``stop_timeout_s``.
-"""
-DEFAULT_NAME = "the scheduler"
+_PROBES_PER_HANG, _LONGEST_PROBE_INTERVAL_S = 4, 5.0
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_LOOK_S = 1.0
+"""Maximum seconds until a signal is seen that came just before the main thread went to sleep."""
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
+    """When a scheduler is restarted."""
+
     max_restarts: int = 5
     window_s: float = 600.0
     first_delay_s: float = 0.5
@@ -56,10 +77,13 @@ class RestartPolicy:
     hang_timeout_s: float = 120.0
     """Maximum seconds without an answer to a status request; 0 disables the check, also at the end."""
     startup_timeout_s: float = 600.0
-    stop_timeout_s: float = 60.0
+    stop_timeout_s: float = STOP_TIMEOUT_S
     """Seconds between SIGTERM and SIGKILL at the end."""
+    stop_silence_s: float = 5.0
+    """Seconds that a scheduler told to end may take to end or to answer."""
 
     def delay(self, restarts: int) -> float:
+        """Return the seconds before the next restart, after ``restarts`` in the window."""
         return float(min(self.longest_delay_s, self.first_delay_s * 2 ** min(restarts, 30)))
 
 
@@ -98,12 +122,14 @@ class _Failure(Exception):  # noqa: N818  (a failure of the scheduler, not of th
         super().__init__(reason)
         self.final = final
         self.waits = waits
+        """The start is repeated until something outside is mended."""
 
 
 class Supervisor:
     """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
 
-    ``directory`` is removed at the end, if given. ``name`` names the scheduler in the log.
+    ``directory`` is removed at the end, if given. ``name`` names the scheduler in the log. The other options
+    are those of the client that asks for its status.
     """
 
     def __init__(
@@ -113,66 +139,53 @@ class Supervisor:
         *,
         policy: RestartPolicy | None = None,
         directory: Path | None = None,
-        curve_server_key: KeyOrFile | None = None,
-        curve_client_key_file: KeyOrFile | None = None,
         name: str = DEFAULT_NAME,
         environment: Mapping[str, str] | None = None,
+        **keys: Unpack[ConnectionOptions],
     ) -> None:
-        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
+        _check(keys)
         self.endpoint = endpoint
         """The address of all schedulers; a port 0 is replaced by the real one once a scheduler has served."""
+        self.started: Future[Serving] = Future()
+        """The first scheduler that serves, or the reason why none does."""
         self._name = name
         self._logger = logging.LoggerAdapter(logger, {"replica": "" if name == DEFAULT_NAME else name})
         self._environment = environment
         self._command = list(command)
         self._policy = policy or RestartPolicy()
         self._directory = directory
-        self._keys = curve_server_key, curve_client_key_file
+        self._keys = keys
         self._lock = threading.Lock()
         self._state: State | None = None
         self._listeners: list[Listener] = []
         self._child: Child | None = None
         self._stopping = threading.Event()
         self._restarts: deque[float] = deque()
+        """Times of the restarts in the window."""
         self._num_restarts = self._num_waits = 0
-        self._has_served = False
         self._thread = threading.Thread(target=self._run, name="caesura-supervisor", daemon=True)
 
     def start(self) -> Serving:
         """Begin, and return when a scheduler serves; raise the reason why none does."""
-        states: queue.SimpleQueue[State] = queue.SimpleQueue()
-        listener = states.put
-        self.begin(listener)
-        try:
-            while True:
-                state = states.get()
-                if isinstance(state, Serving):
-                    return state
-                if isinstance(state, Ended):
-                    raise state.error or EngineDied("the scheduler was stopped before it was ready")
-        finally:
-            self.unsubscribe(listener)
+        self.begin()
+        return self.started.result()
 
-    def begin(self, listener: Listener) -> None:
-        """Start the first scheduler and return at once; ``listener`` is subscribed."""
-        self.subscribe(listener)
+    def begin(self) -> None:
+        """Start the first scheduler and return at once."""
         self._thread.start()
 
     def subscribe(self, listener: Listener) -> None:
+        """Call ``listener`` with the present state now, with later ones in the supervisor's thread."""
         with self._lock:
             self._listeners.append(listener)
             if self._state is not None:
                 listener(self._state)
 
-    def unsubscribe(self, listener: Listener) -> None:
-        with self._lock:
-            self._listeners.remove(listener)
-
     def signal(self, number: int) -> None:
         """Send a signal to the scheduler, if there is one."""
         child = self._child
         if child is not None:
-            with suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(number)
 
     def hurry(self) -> None:
@@ -201,15 +214,16 @@ class Supervisor:
     def _limit_end(self, child: Child) -> None:
         """Kill a scheduler that was told to end, if it is silent or takes longer than ``stop_timeout_s``."""
         policy, deadline = self._policy, time.monotonic() + self._policy.stop_timeout_s
+        silence_s = policy.stop_silence_s
         try:
-            if policy.hang_timeout_s > 0 and policy.stop_timeout_s >= STOP_SILENCE_S:
-                with self._probing_client(STOP_SILENCE_S) as client:
-                    client.status(timeout=STOP_SILENCE_S)
+            if policy.hang_timeout_s > 0 and policy.stop_timeout_s >= silence_s:
+                with self._probing_client(silence_s) as client:
+                    client.status(timeout=silence_s)
         except TimedOut:
             if not child.wait(0.0):
                 self._logger.warning(
                     "%s has neither ended nor answered for %g s after SIGTERM, and is killed",
-                    self._name, STOP_SILENCE_S,
+                    self._name, silence_s,
                 )  # fmt: skip
                 child.process.kill()
         except CaesuraError:  # a refusal is an answer, and so is the end
@@ -230,6 +244,7 @@ class Supervisor:
 
     def _supervise(self) -> EngineError | None:
         """Run schedulers until the last one; return the error to end with, if any."""
+        policy, restarts = self._policy, self._restarts
         while not self._stopping.is_set():
             try:
                 self._run_once()
@@ -239,39 +254,32 @@ class Supervisor:
                     return None
                 if failure.final is not None:
                     return failure.final
-                delay = self._delay_after(failure)
-                if delay is None:
+                now = time.monotonic()
+                while restarts and now - restarts[0] > policy.window_s:
+                    restarts.popleft()
+                if failure.waits:
+                    delay = policy.delay(self._num_waits)
+                    self._num_waits += 1
+                    self._logger.warning("%s %s; next try in %.1f s", self._name, failure, delay)
+                elif len(restarts) >= policy.max_restarts:
                     text = (
-                        f"{self._name} {failure}; it was restarted {len(self._restarts)} times "
-                        f"within {self._policy.window_s:g} s: giving up"
+                        f"{self._name} {failure}; it was restarted {len(restarts)} times "
+                        f"within {policy.window_s:g} s: giving up"
                     )
                     return EngineDied(text, restarts=self._num_restarts)
+                else:
+                    delay = policy.delay(len(restarts))
+                    restarts.append(now)
+                    self._num_restarts += 1
+                    self._logger.warning(
+                        "%s %s; restart %d of %d within %g s, in %.1f s",
+                        self._name, failure, len(restarts), policy.max_restarts, policy.window_s, delay,
+                    )  # fmt: skip
                 self._tell(Down(str(failure), delay))
                 self._stopping.wait(delay)
             else:
-                break
+                return None
         return None
-
-    def _delay_after(self, failure: _Failure) -> float | None:
-        """Count and log a restart; return its delay in seconds, or None after too many."""
-        policy, now = self._policy, time.monotonic()
-        if failure.waits:
-            delay = policy.delay(self._num_waits)
-            self._num_waits += 1
-            self._logger.warning("%s %s; next try in %.1f s", self._name, failure, delay)
-            return delay
-        while self._restarts and now - self._restarts[0] > policy.window_s:
-            self._restarts.popleft()
-        if len(self._restarts) >= policy.max_restarts:
-            return None
-        delay = policy.delay(len(self._restarts))
-        self._restarts.append(now)
-        self._num_restarts += 1
-        self._logger.warning(
-            "%s %s; restart %d of %d within %g s, in %.1f s",
-            self._name, failure, len(self._restarts), policy.max_restarts, policy.window_s, delay,
-        )  # fmt: skip
-        return delay
 
     def _run_once(self) -> None:
         """Run one scheduler until it ends in order, or raise _Failure."""
@@ -285,12 +293,9 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             self.endpoint = self._wait_ready(child)
-            self._has_served, self._num_waits = True, 0
+            self._num_waits = 0
             self._tell(Serving(self.endpoint, child.process.pid, self._num_restarts))
-            if policy.hang_timeout_s <= 0:
-                while not child.wait(3600.0):
-                    pass
-            elif not self._answers_until_it_ends(child, policy.hang_timeout_s):
+            if not self._answers_until_it_ends(child, policy.hang_timeout_s):
                 child.process.kill()
                 child.wait(policy.stop_timeout_s)
                 raise _Failure(f"did not answer its status for {policy.hang_timeout_s:g} s and was killed")
@@ -312,16 +317,18 @@ class Supervisor:
             reason = f"was not ready within {self._policy.startup_timeout_s:g} s and was killed"
             raise _Failure(reason) from error
         except EngineError as error:
-            final = error if not self._has_served or error.code in _NEVER_AGAIN else None
+            final = error if not self.started.done() or error.code in _NEVER_AGAIN else None
             waits = error.code == ErrorCode.STATE_FILE_ERROR
             raise _Failure(f"refused to start: {error}", final, waits=waits) from error
 
     def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
-        """Return True when it has ended, or False once it has been silent for ``patience`` seconds.
+        """Return True when it has ended, or False once it has been silent for ``patience`` seconds, if not 0.
 
         Two probes in a row must fail: where this process was stopped together with the scheduler, the first
         one fails at once when both go on.
         """
+        if patience <= 0:
+            return child.wait(math.inf)
         each = patience / _PROBES_PER_HANG
         with self._probing_client(each) as client:
             client.expect_exit()
@@ -341,19 +348,19 @@ class Supervisor:
         return True
 
     def _probing_client(self, connect_timeout: float) -> ControlClient:
-        server_key, own_keys = self._keys
-        return ControlClient(
-            self.endpoint,
-            connect_timeout=connect_timeout,
-            curve_server_key=server_key,
-            curve_client_key_file=own_keys,
-        )
+        options: ConnectionOptions = {**self._keys, "connect_timeout": connect_timeout}
+        return ControlClient(self.endpoint, **options)
 
     def _tell(self, state: State) -> None:
         with self._lock:
             self._state = state
             for listener in self._listeners:
                 listener(state)
+        if isinstance(state, Serving) and not self.started.done():
+            self.started.set_result(state)
+        elif isinstance(state, Ended) and not self.started.done():
+            stopped = EngineDied("the scheduler was stopped before it was ready")
+            self.started.set_exception(state.error or stopped)
 
 
 def _exit_of(child: Child) -> str:
@@ -361,3 +368,221 @@ def _exit_of(child: Child) -> str:
     how = how_it_ended(child.process.returncode)
     last = child.last_line()[:_LAST_LINE]
     return f"{how}, last line: {last}" if last else how
+
+
+def _check(keys: ConnectionOptions) -> None:
+    """Refuse keys that cannot be used, before anything is made or started."""
+    ClientKeys.read(keys.get("curve_server_key"), keys.get("curve_client_key_file"))
+
+
+def supervised(
+    arguments: Sequence[str],
+    endpoint: str | None,
+    policy: RestartPolicy,
+    *,
+    name: str = DEFAULT_NAME,
+    environment: Mapping[str, str] | None = None,
+    **keys: Unpack[ConnectionOptions],
+) -> Supervisor:
+    """Return a supervisor of ``caesura scheduler ARGUMENTS``, not started.
+
+    Without ``endpoint``, or ``--state-file`` among the arguments, these are in a private directory.
+
+    Raises:
+        click.UsageError: the scheduler has keys, but none are given for status requests.
+    """
+    _check(keys)
+    asked = policy.hang_timeout_s > 0 and keys.get("curve_server_key") is None
+    if asked and has_option(arguments, "--curve-secret-key-file"):
+        raise click.UsageError(
+            "a scheduler with keys accepts only clients with keys: "
+            "--curve-server-key and --curve-client-key-file are required, or --hang-timeout 0"
+        )
+    command = engine_command(*arguments)
+    has_state_file = has_option(arguments, "--state-file")
+    directory = None if endpoint is not None and has_state_file else private_directory.make()
+    if not has_state_file:
+        command += ["--state-file", f"{directory}/{private_directory.STATE_FILE}"]
+    endpoint = endpoint or f"ipc://{directory}/{private_directory.SOCKET}"
+    return Supervisor(
+        command, endpoint, policy=policy, directory=directory, name=name, environment=environment, **keys
+    )
+
+
+def stop_timeout_s(arguments: Sequence[str]) -> float:
+    """Return the seconds from SIGTERM to SIGKILL of such a scheduler: more than it may drain."""
+    drain_s = 0.0
+    if option_value(arguments, "--shutdown-mode") == "drain":
+        with contextlib.suppress(ValueError):  # the scheduler refuses it
+            drain_s = float(option_value(arguments, "--drain-timeout-s") or _DRAIN_TIMEOUT_S)
+    return STOP_TIMEOUT_S + drain_s
+
+
+def has_option(arguments: Sequence[str], option: str) -> bool:
+    return option_value(arguments, option) is not None
+
+
+def option_value(arguments: Sequence[str], option: str) -> str | None:
+    """Return the last value of ``option``, as click reads it, or None without the option."""
+    value = None
+    for each, following in zip_longest(arguments, arguments[1:]):
+        name, equals, given = each.partition("=")
+        if name == option:
+            value = given if equals else following
+    return value
+
+
+def status_of(error: EngineError | None) -> int:
+    if error is None:
+        return 0
+    if isinstance(error, EngineDied) and "restarts" in error.detail:
+        return GAVE_UP_STATUS
+    return USAGE_STATUS if error.detail.get("returncode") == USAGE_STATUS else 1
+
+
+def restart_options(command: CommandT) -> CommandT:
+    """Add the options of a command that restarts a scheduler."""
+    options = (
+        click.option(
+            "--max-restarts",
+            type=click.IntRange(0),
+            default=5,
+            show_default=True,
+            help="Maximum number of restarts within --restart-window.",
+        ),
+        click.option(
+            "--restart-window",
+            type=click.FloatRange(0),
+            default=600.0,
+            show_default=True,
+            help="Window for --max-restarts, in seconds.",
+        ),
+        click.option(
+            "--hang-timeout",
+            type=click.FloatRange(0),
+            default=120.0,
+            show_default=True,
+            help="Seconds without an answer after which a scheduler is killed and restarted. 0: never.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Format of log lines, also the scheduler's. json: one object per line with time, level and replica.",
+)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.option(
+    "--endpoint",
+    help="Address for the scheduler to listen on.  [default: an ipc:// socket in a private directory]",
+)
+@click.option(
+    "--curve-server-key",
+    envvar=SERVER_KEY_VARIABLE,
+    help="CURVE public key of the scheduler, or a file with it, for health checks of a scheduler with keys.",
+)
+@click.option(
+    "--curve-client-key-file",
+    envvar=CLIENT_KEY_VARIABLE,
+    help="File with this command's CURVE key pair; needed for a scheduler with keys.",
+)
+@restart_options
+@click.option(
+    "--startup-timeout",
+    type=click.FloatRange(0),
+    default=600.0,
+    show_default=True,
+    help="Maximum seconds for the scheduler to become ready.",
+)
+@click.option(
+    "--stop-timeout",
+    type=click.FloatRange(0),
+    help="Seconds between SIGTERM and SIGKILL when this command ends.  "
+    "[default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
+)
+@log_format_option
+@click.pass_context
+def supervise(
+    context: click.Context,
+    /,
+    endpoint: str | None,
+    max_restarts: int,
+    restart_window: float,
+    hang_timeout: float,
+    startup_timeout: float,
+    stop_timeout: float | None,
+    log_format: str,
+    **keys: Any,
+) -> None:
+    """Run a scheduler and restart it when it dies or hangs.
+
+    All other options are passed on to the scheduler: see `caesura scheduler --help`. A restarted scheduler
+    loads the weights that were committed last if they came from disk; after any other update it serves
+    nothing until the next complete one. The record of this is deleted when this command ends, unless
+    --state-file is given.
+    """
+    policy = RestartPolicy(
+        max_restarts=max_restarts,
+        window_s=restart_window,
+        hang_timeout_s=hang_timeout,
+        startup_timeout_s=startup_timeout,
+        stop_timeout_s=stop_timeout_s(context.args) if stop_timeout is None else stop_timeout,
+    )
+    supervisor = supervised([*context.args, "--log-format", log_format], endpoint, policy, **keys)
+    with server_log("supervise", log_format, "supervise"):
+        logging.getLogger(__package__).setLevel(logging.INFO)
+        error = _until_ended(supervisor)
+    context.exit(status_of(error))
+
+
+def _until_ended(supervisor: Supervisor) -> EngineError | None:
+    """Run until the end; return its error, after saying it."""
+    events: queue.SimpleQueue[State | int] = queue.SimpleQueue()
+    before = {
+        number: signal.signal(number, lambda number, _: events.put(number))
+        for number in (*_END_SIGNALS, *_FORWARDED_SIGNALS)
+    }
+    interval, ending, has_served = watchdog_interval_s(), False, False
+    try:
+        supervisor.subscribe(events.put)
+        supervisor.begin()
+        while True:
+            try:
+                event = events.get(timeout=min(_LOOK_S, interval or _LOOK_S))
+            except queue.Empty:
+                if has_served and interval is not None:
+                    notify("WATCHDOG=1")
+                continue
+            if isinstance(event, Ended):
+                break
+            if isinstance(event, Serving):
+                notify("READY=1", f"STATUS=serving on {event.endpoint}, {event.restarts} restarts")
+                if event.restarts == 0:
+                    click.echo(f"supervising a scheduler on {event.endpoint} (pid {event.pid})")
+                    sys.stdout.flush()
+                has_served = True
+            elif isinstance(event, Down):
+                notify(f"STATUS=down: the scheduler {event.reason}")
+            elif event in _FORWARDED_SIGNALS:
+                supervisor.signal(event)
+            elif ending:
+                supervisor.hurry()
+            else:
+                ending = True
+                notify("STOPPING=1")
+                supervisor.stop()
+    finally:
+        supervisor.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if event.error is not None:
+        click.echo(f"error: {event.error}", err=True)
+    return event.error

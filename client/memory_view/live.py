@@ -1,8 +1,7 @@
-"""The memory of a running engine in a terminal, refreshed; where there is no terminal, one line per look.
+"""The memory of a running engine in a terminal, refreshed; without a terminal, one line per look.
 
-Invariants: looking disturbs the engine no more than status does, whose figures these are; the parts by tag
-are those of the last event, since the engine looks at them only then. It ends with Ctrl-C, and with an error
-when the engine ends.
+Invariants: looking disturbs the engine no more than status does; the parts by tag are those of the last
+event, since the engine looks at them only then. It ends with Ctrl-C, and with an error when the engine ends.
 """
 
 from collections import deque
@@ -17,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...io_struct import GetStatusReqOutput, MemoryEvent
-from ...io_struct.text import printable
-from ..connection.control_client import ControlClient
+from ...io_struct.field_errors import printable
+from ..connection.blocking import ControlClient
 from .record import TAGS, MemoryRecord, fetch
 from .text import MIB, cause, clock, model_label, size, span
 
@@ -50,12 +49,8 @@ def watch(
     seconds: float | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Show the memory until Ctrl-C.
-
-    Args:
-        interval_s: between two looks.
-        seconds: end after so long. None: never.
-        timeout: of each call, in seconds.
+    """Show the memory every ``interval_s`` seconds until Ctrl-C, or for ``seconds``; ``timeout`` bounds each
+    call.
     """
     try:
         if console.is_terminal:
@@ -99,7 +94,7 @@ def _each_look(
 
 
 def line(record: MemoryRecord) -> str:
-    """One look, in the columns of the plain table."""
+    """Return one look, in the columns of the plain table."""
     status = record.status
     memory, event = status.device_memory, record.events[-1]
     cells = (
@@ -119,7 +114,6 @@ def _aligned(cells: Iterable[str]) -> str:
 
 
 def screen(record: MemoryRecord, looks: Sequence[int]) -> RenderableType:
-    """Everything at once."""
     status = record.status
     memory = status.device_memory
     head = Text.assemble(
@@ -155,7 +149,6 @@ def curve_lines(looks: Sequence[int], low: int, high: int) -> list[Text]:
 
 
 def parts(record: MemoryRecord) -> RenderableType:
-    """Return the parts of the memory as bars."""
     event = record.events[-1]
     most = max((getattr(event.by_tag, tag) for tag in TAGS), default=1)
     table = Table.grid(padding=(0, 2))

@@ -1,14 +1,13 @@
-"""An engine's record of its memory, and conclusions: growth over the cycles of pause and continue."""
+"""An engine's record of its memory, and its growth over the cycles of pause and continue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...io_struct import GetStatusReqOutput, MemoryByTag, MemoryCause, MemoryEvent, MemoryStretch
-from ..connection.control_client import ControlClient
+from ..connection.blocking import ControlClient
 
 TAGS = ("runtime", "weights", "derived", "kv", "reference", "graphs", "answers", "workspace", "other")
-"""Parts of the reserved memory, in the order in which they are stacked: what changes least is at the bottom.
-"""
+"""Parts of the reserved memory as they are stacked: what changes least is at the bottom."""
 assert set(TAGS) == set(MemoryByTag.__struct_fields__)
 SETTLED = 10
 """Cycles after which an engine's workspaces have reached their sizes."""
@@ -17,32 +16,30 @@ _ENDS: tuple[MemoryCause, ...] = ("continue", "lease_expiry")
 
 @dataclass(frozen=True)
 class Growth:
-    """Between two continues, in bytes."""
+    """Growth between two continues, in bytes."""
 
     reserved: int
     kv: int
-    """How much of it are pages of the KV pool that were used for the first time."""
+    """Bytes of KV pages that were used for the first time."""
     cycles: int
 
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """One engine's memory, as far as it remembers."""
-
     status: GetStatusReqOutput
     events: Sequence[MemoryEvent]
     """Oldest first, none missing between the first and the last."""
     older: Sequence[MemoryStretch] = ()
-    """What came before the first event."""
+    """Summaries of what came before the first event."""
 
     @property
     def continues(self) -> list[MemoryEvent]:
-        """The ends of pauses: where one cycle can be compared with another."""
+        """Ends of pauses, at which one cycle can be compared with another."""
         return [event for event in self.events if event.cause in _ENDS]
 
     @property
     def growth(self) -> "Growth | None":
-        """From the tenth continue (with fewer: the first) to the last. None: there are under two."""
+        """Growth from the tenth (with fewer: the first) continue to the last; None with fewer than two."""
         ends = self.continues
         if len(ends) < 2:
             return None
@@ -52,11 +49,7 @@ class MemoryRecord:
 
 
 def fetch(client: ControlClient, known: MemoryRecord | None = None, *, timeout: float | None) -> MemoryRecord:
-    """Ask an engine; ``timeout`` (seconds) bounds each of the calls.
-
-    Args:
-        known: what an earlier call returned: only what is new since then is asked for.
-    """
+    """Ask an engine for what is new since ``known``; ``timeout`` (seconds) bounds each of the calls."""
     events = [] if known is None else list(known.events)
     older = () if known is None else known.older
     last = events[-1].seq if events else 0

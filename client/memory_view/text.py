@@ -15,9 +15,7 @@ _WORDS: dict[MemoryCause, str] = {
 
 
 def model_label(path: str) -> str:
-    """Return a model's name from its folder: the last part, or the repository of a snapshot in Hugging Face's
-    cache.
-    """
+    """Return a model's name from its folder or its snapshot in Hugging Face's cache."""
     parts = path.rstrip("/").split("/")
     cached = next((part for part in reversed(parts) if part.startswith("models--")), None)
     return parts[-1] if cached is None else cached.split("--")[-1]
@@ -32,7 +30,6 @@ def size(nbytes: float, *, sign: bool = False) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a duration, short."""
     if seconds < 1:
         return f"{1e3 * seconds:.1f} ms"
     if seconds < 120:
@@ -43,10 +40,8 @@ def span(seconds: float) -> str:
 
 
 def clock(at: float) -> str:
-    """Time of day, here."""
     return strftime("%H:%M:%S", localtime(at)) + f".{int(at % 1 * 10)}"
 
 
 def cause(event: MemoryEvent) -> str:
-    """Return the cause of an event in words."""
     return _WORDS.get(event.cause, event.cause)

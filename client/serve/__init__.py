@@ -1,5 +1,5 @@
-"""The HTTP front end: SGLang's and OpenAI's endpoints over one connection to an engine (``caesura[serve]``).
+"""The HTTP front end: SGLang's, OpenAI's and vLLM's endpoints over one connection to an engine.
 
-Invariants: no torch in this process; every route has an access class, enforced in one place
-(``middleware.py``); nothing here holds state of the engine, so several front ends may serve one.
+Invariants: no torch in this process; every route has an access class, enforced in ``middleware.py``; nothing
+here holds state of the engine, so several front ends may serve one.
 """

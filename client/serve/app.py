@@ -1,9 +1,9 @@
-"""The Litestar application: all routes of a :class:`FrontEnd`, with one key check and one limit on bodies.
-
-Invariant: a route without an access class needs the admin key, so a forgotten one cannot open anything.
+"""The Litestar application. A route without an access class needs the admin key, so a forgotten one opens
+nothing.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 from litestar import Litestar
 from litestar.datastructures import State
@@ -20,29 +20,23 @@ from .sglang import control, generate, info, rollout, tokenize, updates
 from .vllm import control as vllm_control
 from .vllm import tokens
 
-__all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app"]
+__all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app", "routes_of"]
 
-ROUTES: list[HTTPRouteHandler] = [
-    *generate.ROUTES,
-    *rollout.ROUTES,
-    *control.ROUTES,
-    *updates.ROUTES,
-    *info.ROUTES,
-    *tokenize.ROUTES,
-    *completions.ROUTES,
-    *chat.ROUTES,
-    *images.ROUTES,
-    *models.ROUTES,
-    *tokens.ROUTES,
-    *vllm_control.ROUTES,
-    *metrics.ROUTES,
-    *dashboard.ROUTES,
+
+def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
+    """Return the routes that the modules define."""
+    return [
+        value for module in modules for value in vars(module).values() if isinstance(value, HTTPRouteHandler)
+    ]
+
+
+ROUTES = [
+    *routes_of(generate, rollout, control, updates, info, tokenize, completions, chat, images, models),
+    *routes_of(tokens, vllm_control, metrics, dashboard),
 ]
 
 
 def create_app(front: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES) -> Litestar:
-    """Return the ASGI application; the caller closes ``front.client``."""
-
     async def provide() -> FrontEnd:
         return front
 

@@ -1,12 +1,9 @@
 """Reading of requests: control bodies, queries, and large bodies of prompts.
 
-Invariants:
-- Control bodies are read as in SGLang: numbers may be strings, and nulls are left out. Unlike there, unknown
-  keys are refused.
-- The JSON decoder blocks all other threads. A large body of prompts is therefore cut into pieces first, which
-  is fast and makes no objects, and then decoded prompt by prompt in a worker thread.
-- The number of prompts is checked before they are made, and so is the size of everything beside them: a body
-  of empty lists would otherwise take dozens of times its size.
+Invariants: control bodies are read as in SGLang (numbers may be strings, nulls are left out), but unknown
+keys are refused. The JSON decoder blocks all threads, so a large body of prompts is cut into pieces, which
+makes no objects, and decoded prompt by prompt in a worker thread. The number of prompts and the size of
+everything beside them are checked first: a body of empty lists would take dozens of times its size.
 """
 
 import contextlib
@@ -28,22 +25,20 @@ from .errors import printable
 logger = logging.getLogger(__name__)
 
 INLINE = 32 << 10
-"""Bytes of the largest body that is decoded on the event loop, which takes some hundred microseconds."""
+"""Bytes of the largest body that is decoded on the event loop."""
 MAX_OPTIONS_BYTES = 4 << 20
 """Maximum bytes of a body beside its prompts."""
 MAX_OPTION_VALUES = 1 << 17
 """Maximum lists and objects of a body beside its prompts."""
 MAX_PROMPT_TOKENS = 1 << 21
-"""Maximum ids of one prompt that are decoded, whatever the context length is."""
+"""Maximum ids of one prompt, whatever the context length is."""
 MAX_VALUES = 1 << 18
-"""Maximum lists and objects of a command, which describes as many tensors."""
+"""Maximum lists and objects of a command."""
 MAX_KEYS = 64
-"""Maximum number of different unknown keys that are logged."""
 
 MAX_LABEL = 1024
-"""Maximum characters of a weight version: it comes back with every answer."""
 VISIBLE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
-"""Pattern of names that come up in logs and at terminals: they have no control characters."""
+"""Pattern of names that appear in logs and at terminals: no control characters."""
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
 
 HTTPRequest = Request[Any, Any, Any]
@@ -53,7 +48,6 @@ _IDS = msgspec.json.Decoder(list[TokenId])
 _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions of decoders for an unreadable body."""
 
 
 class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -63,15 +57,14 @@ class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def read_control(
     request: HTTPRequest, kind: type[StructT], *, text: bool = False, query: bool = False
 ) -> StructT:
-    """Read the body as ``kind``; an empty body is ``{}``.
+    """Read the body as ``kind``; an empty body is ``{}``, and options in the body precede those of the query.
 
     Args:
         text: the body holds texts, which may have any number of brackets.
-        query: the query may have options, too; those of the body take precedence.
+        query: the query may have options, too.
 
     Raises:
-        ClientException: 400; the body is not JSON, a key is unknown, a value cannot be used, or the query has
-            options that nothing would read.
+        ClientException: 400.
     """
     if request.query_params and not query:
         names = ", ".join(printable(name) for name in request.query_params)
@@ -93,11 +86,7 @@ async def read_control(
 
 
 def query_of(request: HTTPRequest, kind: type[StructT]) -> StructT:
-    """Read the query string as ``kind``, like a control body.
-
-    Raises:
-        ClientException: 400; a key is unknown or a value cannot be used.
-    """
+    """Read the query string as ``kind``, like a control body."""
     given = dict(request.query_params)
     try:
         return msgspec.convert(given, kind, strict=False)
@@ -128,12 +117,9 @@ def unreadable(error: Exception, raw: bytes, kind: type[msgspec.Struct]) -> Fiel
 def decode_large(
     raw: bytes, decoder: "msgspec.json.Decoder[StructT]", prompts: dict[str, bytes], max_prompts: int
 ) -> StructT:
-    """Decode ``raw`` with the result of ``decoder``, prompt by prompt.
+    """Decode ``raw`` as ``decoder`` does, but prompt by prompt.
 
-    Args:
-        prompts: JSON that stands in for each field that holds prompts (a text, texts, ids or lists of ids)
-            meanwhile.
-        max_prompts: maximum number of prompts.
+    ``prompts`` are the fields that hold prompts, with JSON that stands in for each meanwhile.
 
     Raises:
         InvalidRequest: a limit is exceeded, or a value has the wrong type.
@@ -208,10 +194,10 @@ def _ids(field: str, value: bytes) -> list[int]:
 
 
 class UnknownKeys:
-    """Log of keys that no field of a body has: OpenAI's routes ignore them, and each is logged once.
+    """Log of unknown keys, which OpenAI's routes ignore; each is logged once, at most :data:`MAX_KEYS` in
+    all.
 
-    Memory and log lines are bounded, whatever clients send. A body without unknown keys makes no objects that
-    grow with it: values are not decoded. Threads may share an object.
+    A body without unknown keys makes no objects that grow with it. Threads may share an object.
     """
 
     def __init__(self) -> None:
@@ -219,11 +205,7 @@ class UnknownKeys:
         self._lock = Lock()
 
     def note(self, route: str, body: bytes, kind: type[msgspec.Struct], ignored: frozenset[str]) -> None:
-        """Log the keys of ``body`` that are neither fields of ``kind``, its decoded type, nor ``ignored``.
-
-        Raises:
-            InvalidRequest: a key is not UTF-8, which decoders of ``kind`` do not notice.
-        """
+        """Log the keys of ``body`` that are neither fields of ``kind``, its decoded type, nor ``ignored``."""
         try:
             unknown = _unknown_in(body, kind, ignored)
         except UnicodeDecodeError as error:
@@ -255,7 +237,6 @@ def _hint(key: str, kind: type[msgspec.Struct]) -> str:
 
 
 def _unknown_in(body: bytes, kind: type[msgspec.Struct], ignored: frozenset[str]) -> list[str]:
-    """Return the unknown keys of ``body``; only the first of a large one, which might have millions."""
     try:
         _key_decoder(kind, ignored).decode(body)
     except msgspec.ValidationError as error:

@@ -1,7 +1,6 @@
 """``caesura serve``: a scheduler and its HTTP server in one command.
 
-Invariant: the server listens only when the engine is ready, and says where once it has answered. ``watch.py``
-says how the command ends, and what becomes of it without its engine.
+Invariant: the server listens only when the engine is ready, and says where once it has answered.
 """
 
 import asyncio
@@ -25,8 +24,15 @@ from ..exceptions import EngineError, InvalidRequest
 from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler, engine_command
 from ..launch.notify import notify
-from ..launch.supervise import log_format_option, restart_options, status_of, stop_timeout_s, supervised
-from ..launch.supervisor import RestartPolicy, Supervisor
+from ..launch.supervisor import (
+    RestartPolicy,
+    Supervisor,
+    log_format_option,
+    restart_options,
+    status_of,
+    stop_timeout_s,
+    supervised,
+)
 from .options import (
     ADMIN_KEY,
     API_KEY,
@@ -47,11 +53,9 @@ if TYPE_CHECKING:
     from .server import Server
 
 Launched = LaunchedScheduler | Supervisor | ReplicaProcesses
-"""The engine or engines that this command has started."""
 StartedT = TypeVar("StartedT", Supervisor, ReplicaProcesses)
 
 MAX_DESCRIPTORS = 1 << 20
-"""Number of open descriptors beyond which the limit is not raised."""
 _NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[serve]"'
 
 
@@ -109,7 +113,6 @@ def _raise_descriptor_limit() -> None:
 def _run(
     options: ServeOptions, scheduler_arguments: list[str], bound: socket.socket, tls: ssl.SSLContext | None
 ) -> int:
-    """Run until the end; return the exit status."""
     run: Any = asyncio.run
     with contextlib.suppress(ImportError):  # not on this platform
         import uvloop
@@ -173,10 +176,7 @@ def _started(engines: StartedT) -> StartedT:
 async def _connected(
     options: ServeOptions, launched: Launched | None
 ) -> AsyncIterator[tuple[AsyncSchedulerClient, str, "ReplicaFleet | None"]]:
-    """Connect to the engine or engines.
-
-    The value is the client, the place of the engines for people, and the fleet, or None with one engine.
-    """
+    """Connect; yield the client, the engines' place for people, and the fleet, or None with one engine."""
     from .context import OWNER
 
     if isinstance(launched, ReplicaProcesses):
@@ -231,7 +231,7 @@ async def _serve(
 async def front_end(
     options: ServeOptions, client: AsyncSchedulerClient, fleet: "ReplicaFleet | None" = None
 ) -> "FrontEnd":
-    """Make the state of the handlers, from the engine's first answer."""
+    """Make the handlers' state from the engine's first answer."""
     from ..text.tokenizer import TextTokenizer, TokenizerMissing
     from ..text.tokenizer_manager import TokenizerManager
     from .context import FrontEnd

@@ -1,9 +1,4 @@
-"""State that every handler uses: connection, tokenizer manager, settings, counters and worker threads.
-
-Invariants: a :class:`FrontEnd` is made once, before the first request, and holds no state of the engine, so
-several front ends may serve one. At most :data:`MAX_WAITING` pieces of work wait for a thread; one more is
-refused.
-"""
+"""State that every handler uses, made once before the first request; it holds no state of the engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -29,13 +24,11 @@ OWNER = "http"
 THREADS = 4
 MAX_WAITING = 256
 SLICE = 32
-"""Pieces of a batch, each well below a millisecond, between two chances for other tasks."""
+"""Pieces of a batch between two chances for other tasks."""
 T = TypeVar("T")
 
 
 class FrontEnd:
-    """Everything that handlers need; ``front: Front`` in a handler's signature."""
-
     def __init__(
         self,
         *,
@@ -60,22 +53,17 @@ class FrontEnd:
 
 
 Front = NamedDependency[FrontEnd]
-"""Type of the parameter ``front`` of handlers."""
 
 
 class Workers:
-    """Threads for long work, started when they are needed."""
+    """At most :data:`THREADS` threads for long work; :data:`MAX_WAITING` pieces may wait for one."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="caesura-http")
         self._held = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work``; after a cancellation it still counts until it has ended.
-
-        Raises:
-            QueueFull: too much work is waiting.
-        """
+        """Return the result of ``work``, which counts until it ends; raise QueueFull if too much waits."""
         if self._held >= THREADS + MAX_WAITING:
             raise QueueFull(f"{self._held} pieces of text work are waiting; try again later")
         self._held += 1

@@ -1,7 +1,7 @@
 """HTTP error responses: SGLang's bodies and status codes, OpenAI's under ``/v1``.
 
-Invariants: a request that is wrong is 400, never 422; 401 and 403 are about keys; 503 means that the engine
-is away or takes no more, and that the request may be tried again. No response has a traceback or a key.
+Invariants: a wrong request is 400, never 422; 401 and 403 are about keys; 503 means that the engine is away
+or takes no more, and that the request may be tried again. No response has a traceback or a key.
 """
 
 import logging
@@ -13,14 +13,13 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.types import ExceptionHandlersMap, Scope, Send
 
-from ...io_struct import CaesuraError, ErrorCode, text
+from ...io_struct import CaesuraError, ErrorCode, field_errors
 from ...io_struct.field_errors import nearest
 from ..exceptions import RETRYABLE
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-"""Value of ``Retry-After`` in every 503."""
 MAX_PRINTED_CHARACTERS = 200
 
 _STATUS: dict[str, int] = {
@@ -39,7 +38,7 @@ _STATUS: dict[str, int] = {
     ErrorCode.INTERNAL: 500,
 }
 _PERMANENT = frozenset(code for code, status in _STATUS.items() if status == 503) - RETRYABLE
-"""Conditions of the engine that the same request would meet again."""
+"""Conditions that the same request would meet again."""
 _NATIVE_V1 = ("/v1/loads", "/v1/tokenize", "/v1/detokenize")
 
 _ADAPTERS = "there are no LoRA adapters: merge the adapter and send all weights"
@@ -77,37 +76,31 @@ _NOT_OFFERED = {
     '"filesystem")',
     "/collective_rpc": "no methods of the engine are called by name",
 }
-"""Routes of SGLang and vLLM that are not served, with the sentence that the 404 says; none of them is a route
-here.
-"""
+"""Routes of SGLang and vLLM that are not served, with the sentence of the 404."""
 
 
 class BodyTooLarge(HTTPException):
-    """The body has more bytes than the route takes."""
-
     status_code = 413
 
 
 def printable(given: str, limit: int = MAX_PRINTED_CHARACTERS) -> str:
     """Return ``given`` with escapes for what is not visible, cut off after ``limit`` characters."""
-    shown = text.printable(given[:limit])
+    shown = field_errors.printable(given[:limit])
     return shown if len(given) <= limit else f"{shown}… ({len(given)} characters)"
 
 
 def status_of(error: CaesuraError) -> int:
-    """Return the HTTP status of a typed error: 400 unless the engine's condition is the reason."""
+    """Return a typed error's HTTP status: 400 unless the engine's condition is the reason."""
     # A code that is not known comes from a newer engine, and is not the request's fault.
     unknown = 400 if isinstance(error.code, ErrorCode) else 500
     return _STATUS.get(error.code, unknown)
 
 
 def json_response(value: Any, status: int = 200) -> Response[bytes]:
-    """Return a response with ``value`` as JSON."""
     return json_bytes(msgspec.json.encode(value), status)
 
 
 def json_bytes(encoded: bytes, status: int = 200) -> Response[bytes]:
-    """Return a response with JSON that is already encoded."""
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
     return Response(encoded, status_code=status, media_type="application/json", headers=headers)
 
@@ -142,13 +135,11 @@ def error_object(message: str, status: int, code: str | None = None) -> dict[str
 def openai_error(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return OpenAI's error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
 
 
 async def send_error(scope: Scope, send: Send, status: int, message: str) -> None:
-    """Answer with an error from below the handlers."""
     found = _plain_error(scope, message, status)
     body = msgspec.json.encode({"error": message} if status == 401 and "object" in found else found)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

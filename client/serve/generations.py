@@ -1,9 +1,7 @@
-"""The generations of one HTTP call, complete or streamed: the common part of all generating routes.
+"""The generations of one HTTP call, complete or streamed.
 
-Invariants:
-- Every prompt is counted when it begins and once when it ends, however it ends.
-- Only one chunk is queued here for a slow reader: the tokenizer manager joins what is new.
-- Closing a stream ends the generations that were not read.
+Invariants: every prompt is counted when it begins and once when it ends; one chunk is queued for a slow
+reader, as the tokenizer manager joins what is new; closing a stream ends the generations that were not read.
 """
 
 import asyncio
@@ -20,11 +18,7 @@ _Queue = asyncio.Queue[tuple[int, Chunk | CaesuraError | None]]
 
 
 async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
-    """Return all samples of each prompt.
-
-    Raises:
-        EngineError: of the first prompt that was refused or failed; the others are aborted.
-    """
+    """Return all samples of each prompt; if one is refused or fails, the others are aborted."""
     await front.admission.check()
     counts = [_Count(front.metrics) for _ in requests]
     try:
@@ -44,11 +38,7 @@ async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[
 async def merged(
     front: FrontEnd, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Yield the chunks of all prompts as they come, each with the position of its prompt.
-
-    Raises:
-        EngineError: as :func:`whole`.
-    """
+    """Yield the chunks of all prompts as they come, each with the position of its prompt."""
     await front.admission.check()
     if len(requests) == 1:
         async with aclosing(_counted(front, requests[0])) as chunks:
@@ -76,10 +66,7 @@ async def merged(
 
 
 async def label_for(front: FrontEnd, samples: Sequence[Sample]) -> str:
-    """Return the engine's weight version, or its last known one, for samples that ended without a token.
-
-    Empty if all have tokens, which say it themselves.
-    """
+    """Return the engine's last known weight version for samples without tokens; empty if all have some."""
     if all(sample.output.output_ids for sample in samples):
         return ""
     label = await _engine_label(front)
@@ -88,10 +75,7 @@ async def label_for(front: FrontEnd, samples: Sequence[Sample]) -> str:
 
 @contextmanager
 def asking_label(front: FrontEnd) -> Iterator[Awaitable[str | None]]:
-    """Ask for the engine's present weight version beside a generation, whose first token comes later.
-
-    The result is None if the engine has never answered.
-    """
+    """Ask for the present weight version beside a generation; None if the engine has never answered."""
     task = asyncio.ensure_future(_engine_label(front))
     try:
         yield task
@@ -141,18 +125,15 @@ class _Count:
         metrics.request_started()
 
     def heard(self) -> None:
-        """Note that something was generated."""
         if self._first is None:
             self._first = time.monotonic() - self._began
 
     def finished(self, samples: Sequence[Sample]) -> None:
-        """Note that all samples have ended."""
         tokens = sum(len(sample.output.output_ids) for sample in samples)
         kinds = {sample.output.finish_reason.type for sample in samples}
         self._end(tokens, next((kind for kind in ("abort", "length") if kind in kinds), "stop"))
 
     def failed(self, error: BaseException) -> None:
-        """Note that the generation was refused or failed, or that its client left."""
         self._end(0, "error" if isinstance(error, CaesuraError) else "abort")
 
     def _end(self, tokens: int, kind: str) -> None:

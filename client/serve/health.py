@@ -1,11 +1,8 @@
 """Health of the engine, determined within a second; and admission of generations during vLLM's ``/pause``.
 
-Invariants:
-- At most one health probe is in progress, shared by all callers; a late answer counts when it comes.
-- An engine that is gone is unhealthy at once. A silent one is unhealthy, unless it has work, in which case it
-  may be computing a long step: then its last answer counts for :data:`BUSY_S`.
-- A pause that has ended elsewhere (its lease, a client of the socket) refuses no generation, since the engine
-  is asked.
+Invariants: all callers share one health probe, whose late answer counts when it comes. An engine that is gone
+is unhealthy at once; a silent one, too, unless it has work, when its last answer counts for :data:`BUSY_S`. A
+pause that has ended elsewhere refuses no generation, since the engine is asked.
 """
 
 import asyncio
@@ -18,22 +15,16 @@ from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import Busy, EnginePaused, NotIdle, TimedOut
 
 NOBODY = ""
-"""Owner of the front end's own questions and those of supervisors and pages, which are no sign of life of a
-trainer.
-"""
+"""Owner of the front end's own questions, which are no sign of life of a trainer."""
 PROBE_S = 0.8
-"""Seconds to wait for an answer; an engine without a step to compute answers within 0.1 s."""
+"""Seconds to wait for an answer, which takes 0.1 s without a step to compute."""
 BUSY_S = 10.0
 """Seconds that a working engine may be silent: longer than a step, or than a bucket of weights."""
 POLL_S = 0.02
-"""Seconds between two looks at an engine that drains."""
 
 
 class EngineHealth:
-    """Health of the engine of one client."""
-
     def __init__(self, client: AsyncSchedulerClient, has_work: Callable[[], bool]) -> None:
-        """``has_work`` returns True while something is being generated for this front end."""
         self._client = client
         self._has_work = has_work
         self._last: GetStatusReqOutput | None = None
@@ -42,11 +33,7 @@ class EngineHealth:
         self._asked_at = 0.0
 
     async def check(self) -> GetStatusReqOutput:
-        """Return the engine's status within :data:`PROBE_S`; its last one if it works and is silent.
-
-        Raises:
-            EngineError: the engine is gone, or silent without a reason.
-        """
+        """Return the engine's status within :data:`PROBE_S`; its last one if it works and is silent."""
         probe = self._shared_probe()
         await asyncio.wait({probe}, timeout=PROBE_S)
         if probe.done():
@@ -57,11 +44,7 @@ class EngineHealth:
         raise TimedOut("the engine does not answer", id="", timeout=PROBE_S)
 
     async def status(self) -> GetStatusReqOutput:
-        """Return a fresh status, waiting for a working engine but not for one that is known to hang.
-
-        Raises:
-            EngineError: the engine is gone, or does not answer.
-        """
+        """Return a fresh status, waiting for a working engine but not for one that is known to hang."""
         asked = self._probe is not None and not self._probe.done()
         hangs = asked and monotonic() - self._asked_at > BUSY_S
         status = await self._client.status(owner=NOBODY, timeout=PROBE_S if hangs else BUSY_S)
@@ -88,8 +71,6 @@ class EngineHealth:
 
 
 class Admission:
-    """Refusal of generations from the start of a pause in mode ``abort`` or ``wait`` to its end."""
-
     def __init__(self, health: EngineHealth) -> None:
         self._health = health
         self._pausing: object | None = None  # the call of /pause that drains the engine, or pauses it
@@ -105,11 +86,7 @@ class Admission:
         self._pausing, self._refuses = None, False
 
     async def check(self) -> None:
-        """Check that a generation may begin.
-
-        Raises:
-            EnginePaused: a pause refuses new generations.
-        """
+        """Raise EnginePaused if a pause refuses new generations."""
         if self._refuses and not self.pausing:
             self._refuses = (await self._health.status()).generation != "running"
         if self.pausing or self._refuses:
@@ -119,8 +96,7 @@ class Admission:
     async def refusing(self, *, drain: bool) -> AsyncGenerator[None, None]:
         """Refuse generations inside the block, which pauses the engine, and then until that pause ends.
 
-        Args:
-            drain: wait until every request has ended before the block is entered.
+        With ``drain`` the block is entered when every request has ended.
 
         Raises:
             Busy: ``/resume`` or another pause came during the drain.

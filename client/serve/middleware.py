@@ -2,15 +2,12 @@
 
 Invariants:
 - Keys are checked here only, in constant time, and appear in no log, error or answer.
-- Every route has ``opt={"access": "open" | "user" | "admin"}``; without one it counts as ``admin``. ``admin``
-  (whatever changes the engine) needs the admin key; if none is set, the API key; if neither is set, nothing
-  (a server without keys binds loopback only, or was started with ``--insecure-bind``). ``user`` needs the API
-  key if one is set; the admin key is accepted as well.
-- A web page of another origin cannot use a server without keys through a browser, not even if its name has
-  been made to point at this machine (DNS rebinding): such a request must name this machine, or the address
-  that the server listens on.
-- A body over its limit is refused while it arrives, or before if its length is announced; it is never held
-  whole. A route without ``opt["body"]`` has the smallest limit.
+- ``opt={"access": "open" | "user" | "admin"}``; without it, ``admin``. ``admin`` (whatever changes the
+  engine) needs the admin key, else the API key if set; ``user`` needs either key if the API key is set. A
+  server without keys binds loopback only, or was started with ``--insecure-bind``.
+- A web page of another origin cannot use a server without keys through a browser, not even by DNS rebinding:
+  the request must name this machine, or the address that the server listens on.
+- A body over the limit of ``opt["body"]`` is refused while it arrives, and never held whole.
 """
 
 import hmac
@@ -32,18 +29,14 @@ from .server import RESERVED
 ACCESS_CLASSES = frozenset({"open", "user", "admin"})
 MAX_COMMAND_BYTES = 1 << 20
 MAX_SPECS_BYTES = 16 << 20
-"""Size of the names and shapes of a hundred thousand tensors."""
 MAX_TEXT_BYTES = 4 << 20
-"""Size of conversations and other texts, which are decoded in one piece while nothing else runs."""
+"""Size of texts, which are decoded in one piece while nothing else runs."""
 _GENERATING = ("prompts", "text")
 _BINARY_TYPES = ("application/octet-stream", "application/x-safetensors")
 _ROUTING_KEY = b"x-smg-routing-key"
-"""Header of sglang-router and its successor smg."""
 
 
 class AuthMiddleware(ASGIMiddleware):
-    """Answers 401 or 403 if the caller may not use the route."""
-
     def __init__(self, options: ServeOptions) -> None:
         api, admin = (key.encode() if key else b"" for key in (options.api_key, options.admin_key))
         self._user_keys = [key for key in (api, admin) if key] if api else []
@@ -94,7 +87,6 @@ def _from_other_site(headers: dict[bytes, bytes]) -> bool:
 
 
 def _hostname(url: str) -> str | None:
-    """Return the host in lower case, without brackets and port, or None."""
     try:
         return urlsplit(url).hostname
     except ValueError:
@@ -102,12 +94,7 @@ def _hostname(url: str) -> str | None:
 
 
 class BodyLimit(ASGIMiddleware):
-    """Answers 413 to a body over the limit of its route, by ``opt["body"]``.
-
-    That is ``prompts``, ``text``, ``specs``, ``weights``, or missing. On a connection over the maximum
-    number, generating routes are answered 503.
-
-    """
+    """Answers 413 to a body over the limit of its route, and 503 to generations on a surplus connection."""
 
     def __init__(self, options: ServeOptions) -> None:
         limit = options.max_body_bytes
@@ -171,11 +158,7 @@ def routing_key(given: object) -> str | None:
 
 
 def makes_tokens(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    """Guard a route that needs a language model; it runs before the body is read.
-
-    Raises:
-        Unsupported: the engine makes images.
-    """
+    """Guard a route that needs a language model, before the body is read."""
     if _front(connection).options.makes_images:
         raise Unsupported(
             f"{min(handler.paths)} needs a language model, and this engine makes images: "
@@ -185,11 +168,7 @@ def makes_tokens(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRo
 
 
 def makes_images(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    """Guard a route that needs a diffusion pipeline; it runs before the body is read.
-
-    Raises:
-        Unsupported: the engine makes tokens.
-    """
+    """Guard a route that needs a diffusion pipeline, before the body is read."""
     if not _front(connection).options.makes_images:
         raise Unsupported(
             f"{min(handler.paths)} needs a diffusion pipeline to make an image, and this engine serves a "

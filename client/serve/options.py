@@ -1,11 +1,8 @@
 """Options of ``caesura serve``: its command line, keys, address and TLS.
 
-Invariants:
-- Each option of the command line is stated once, as a field of :class:`CommandLine`.
-- Keys come from files or the environment, never from the command line. No child process inherits them, and no
-  repr shows them.
-- An address beyond loopback needs an API key, or ``--insecure-bind``.
-- Invalid files are reported before anything starts; nothing asks for a password at a terminal.
+Invariants: each option is stated once, as a field of :class:`CommandLine`. Keys come from files or the
+environment, never from the command line; no child process inherits them, and no repr shows them. Invalid
+files are reported before anything starts; nothing asks for a password at a terminal.
 """
 
 import contextlib
@@ -28,18 +25,17 @@ OPEN_TO_ALL = (
     "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to "
     "any address and have files under --weights-root read"
 )
-"""What anyone who reaches a server without keys can do; for the help and the warning at start."""
+"""What anyone who reaches a server without keys can do."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 def _option(default: Any, text: str, kind: Any = None, **more: Any) -> Any:
-    """Return a field that is an option of the command line: its default, help text and click type."""
     return field(default=default, metadata={"help": text, "type": kind, **more})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """Values of the command line. Its options are generated from these fields, in their order."""
+    """The command line's options, in their order."""
 
     model: str | None = _option(
         None, "Hugging Face model folder. Required unless --endpoint is given.", click.Path()
@@ -141,7 +137,6 @@ class CommandLine:
 
 
 def command_line_options(command: CommandT) -> CommandT:
-    """Decorate a click command with the options of :class:`CommandLine`."""
     for each in reversed(fields(CommandLine)):
         if each.metadata:
             given: dict[str, Any] = {"is_flag": True} if each.default is False else dict(each.metadata)
@@ -156,29 +151,27 @@ def command_line_options(command: CommandT) -> CommandT:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(CommandLine):
-    """Settings of one front end: the command line, the keys, and what the engine has said about its model."""
+    """Settings of one front end: the command line, the keys, and facts about the engine's model."""
 
     api_key: str | None = field(default=None, repr=False)
-    """Key of user routes. None means that they need none."""
+    """Key of user routes, or None."""
     admin_key: str | None = field(default=None, repr=False)
-    """Key of admin routes. None means ``api_key``, if there is one."""
+    """Key of admin routes. None means ``api_key``."""
     model_path: str = ""
-    """Folder of the served model."""
     tokenizer_path: str = ""
-    """Folder of the tokenizer; empty without one."""
+    """Empty without a tokenizer."""
     context_length: int = 0
     makes_images: bool = False
-    """The engine serves a diffusion pipeline, not a language model."""
     latent_bytes_per_pixel: float = 0.0
-    """Bytes of a latent in a result, for each pixel of its image."""
+    """Bytes of a result's latent, for each pixel of its image."""
     vocab_size: int = 0
 
     @property
     def update_root(self) -> str:
-        """The weights root that is enforced; empty if nothing is loaded from disk.
+        """The enforced weights root; empty if nothing is loaded from disk.
 
-        By default it is the parent of the model's own folder, or that folder alone if its parent is the root
-        of the file system.
+        By default the parent of the model's folder, or that folder alone if its parent is the file system's
+        root.
         """
         if self.weights_root or not self.model_path:
             return self.weights_root or ""
@@ -188,16 +181,12 @@ class ServeOptions(CommandLine):
 
     @property
     def model_name(self) -> str:
-        """The id of the model for OpenAI clients."""
+        """Id of the model for OpenAI clients."""
         return self.served_model_name or self.model_path
 
 
 def take_key(variable: str, file: str | None) -> str | None:
-    """Return the key in ``file``, else in the environment variable, which is removed; None without either.
-
-    Raises:
-        click.UsageError: the file cannot be read, or the key is empty.
-    """
+    """Return the key in ``file``, else in the environment variable, which is removed; None without either."""
     key = os.environ.pop(variable, None)
     if file is not None:
         try:
@@ -214,18 +203,13 @@ def take_key(variable: str, file: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if ``host`` names this machine only."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def check_host(host: str, api_key: str | None, *, insecure: bool) -> None:
-    """Refuse to listen where others can connect without a key.
-
-    Raises:
-        click.UsageError: ``host`` is beyond loopback, without an API key and without ``insecure``.
-    """
+    """Refuse to listen where others can connect without a key."""
     if not is_loopback(host) and api_key is None and not insecure:
         raise click.UsageError(
             f"--host {host} can be reached from other machines: it needs --api-key-file (or {API_KEY}) and "
@@ -245,11 +229,7 @@ def warn(host: str, api_key: str | None, tls: ssl.SSLContext | None) -> None:
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the address but does not listen yet.
-
-    Raises:
-        click.ClickException: the address cannot be bound.
-    """
+    """Return a socket that is bound to the address but does not listen yet."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -264,11 +244,7 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def tls_context(options: CommandLine) -> ssl.SSLContext | None:
-    """Return the TLS context, for TLS 1.2 or later, or None without a certificate.
-
-    Raises:
-        click.UsageError: a file is missing, unreadable or does not fit.
-    """
+    """Return the TLS context, for TLS 1.2 or later, or None without a certificate."""
     certfile, keyfile, ca_certs = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
     password_file = options.ssl_keyfile_password_file
     if certfile is None:

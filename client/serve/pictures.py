@@ -1,8 +1,7 @@
-"""Images as PNG, and the last image that was made through this server, small, for the dashboard.
+"""Images as PNG, and the last one made through this server, small, for the dashboard.
 
-Invariants: at most one picture is kept, and nothing is written to disk. It leaves by ``/dashboard/data``
-only, which needs the key of a user, as the routes do that make images. Prompts, seeds and request ids are not
-kept.
+Invariants: at most one picture is kept, in memory, without prompt, seed and request id. It leaves by
+``/dashboard/data`` only, which needs the key of a user.
 """
 
 import io
@@ -14,7 +13,7 @@ from ..connection.images import ImageOutput, ImageTensor
 from .pages.document import Picture
 
 LONGEST = 160
-"""Pixels of the longest side of the small picture: at most 77 KB before compression."""
+"""Pixels of the longest side of the small picture."""
 
 
 def png_of(image: ImageTensor, longest: int | None = None) -> bytes:
@@ -31,8 +30,6 @@ def png_of(image: ImageTensor, longest: int | None = None) -> bytes:
 
 
 class LastImage:
-    """The last image among this server's answers."""
-
     def __init__(self) -> None:
         self._picture: Picture | None = None
 
@@ -49,6 +46,6 @@ class LastImage:
             )
 
     def after(self, number: int) -> Picture | None:
-        """Return the picture; None if there is none, or if the page shows it already, under ``number``."""
+        """Return the picture; None if there is none, or if it is ``number``."""
         picture = self._picture
         return None if picture is None or picture.number == number else picture

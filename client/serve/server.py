@@ -1,16 +1,16 @@
 """uvicorn's server and its protocol, with limits for connections.
 
-uvicorn itself has no deadline for heads and bodies, no limit on the size of heads, and cannot close an idle
-connection for a new one.
+uvicorn has no deadline for heads and bodies, no limit on heads, and cannot close an idle connection for a new
+one.
 
 Invariants:
 - Every connection ends, whatever its peer does: first byte, head, body, idle time and the reading of a
   response have deadlines, the first two before keys are checked. Only a complete request that is being
-  answered has none, since generation can take any time.
+  answered has none.
 - The size of received data that no handler has taken yet is limited.
 - At the limit, a connection without a request is closed for a new one, first those that never had a request.
-  If all have requests, some more connections are accepted for health, load and commands.
-- The end of the server is bounded as well: what is left after :data:`SHUTDOWN_S` is dropped.
+  If all have requests, some more are accepted for health, load and commands.
+- What is left :data:`SHUTDOWN_S` after the end of the server is dropped.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ SHUTDOWN_S = 10
 HANDSHAKE_S = 10.0
 """Seconds for a TLS handshake, before it counts as a connection."""
 OTHER_DESCRIPTORS = 256
-"""Descriptors that are not for connections: the engine's socket, files, libraries."""
+"""Descriptors that are not for connections."""
 _SWEEP_TICKS = 5
-"""Ticks of uvicorn, of 0.1 s, between two looks at all connections."""
+"""Ticks of uvicorn, of 0.1 s, between two sweeps."""
 MAX_HEAD_BYTES = 64 << 10
-"""Maximum bytes of a request's line and headers, or of its trailers; one more read is still held."""
+"""Maximum bytes of a request's line and headers, or trailers; one more read is still held."""
 MAX_PIPELINED = 16
-"""Maximum requests of one connection behind the one that is answered; nothing more is read meanwhile."""
+"""Maximum requests behind the one that is answered."""
 RESERVED = "caesura.reserved"
-"""Key among the extensions of a scope whose connection is over the limit: generation is refused."""
+"""Extension of a scope whose connection is over the limit: generation is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,25 +52,22 @@ class Deadlines:
     """Seconds that a peer may take."""
 
     first_byte: float = 20.0
-    """From the connection to its first byte."""
     head: float = 10.0
     """From the first byte of a head to its last."""
     body: float = 20.0
-    """For a body, beside what :attr:`body_rate` gives."""
+    """Beside what :attr:`body_rate` gives."""
     body_rate: float = 64 << 10
-    """Bytes per second that a body must reach on average, once :attr:`body` is used up."""
+    """Bytes per second that a body must reach on average, after :attr:`body`."""
     linger: float = 5.0
     """For the rest of a body that was answered before it was complete."""
     keep_alive: float = 120.0
-    """Between requests. Trainers keep connections during an update; closing one just when it is used again
-    costs a retry.
-    """
+    """Between requests; trainers keep connections during an update."""
     stalled: float = 600.0
-    """For a peer that reads none of the bytes that wait for it."""
+    """Without reading any of the bytes that wait."""
 
 
 class _Awaited(Enum):
-    """What the peer is expected to send next; the value is the reason if it does not."""
+    """Expected next from the peer; the value is the reason if it does not come."""
 
     FIRST_BYTE = "first_byte"
     HEAD = "head"
@@ -80,15 +77,13 @@ class _Awaited(Enum):
 
 
 class Connections:
-    """All connections of one server."""
-
     def __init__(self, limit: int = 4096, reserve: int = 64, deadlines: Deadlines | None = None) -> None:
         """Allow ``limit`` connections of any kind, and ``reserve`` more for health and commands."""
         self.limit = limit
         self.reserve = reserve
         self.deadlines = deadlines or Deadlines()
         self.closed: Counter[str] = Counter()
-        """Number of connections that the server ended, by reason."""
+        """Connections that the server ended, by reason."""
         self._all: set[BoundedProtocol] = set()
         self._strangers: dict[BoundedProtocol, None] = {}  # have never had a request, oldest first
         self._idle: dict[BoundedProtocol, None] = {}  # have no request now, longest first
@@ -97,7 +92,6 @@ class Connections:
         return len(self._all)
 
     def admit(self, connection: "BoundedProtocol") -> bool:
-        """Take a new connection, which may end another one; return False if there is no room."""
         if len(self._all) >= self.limit:
             longest = next(iter(self._strangers or self._idle), None)
             if longest is not None:
@@ -112,31 +106,25 @@ class Connections:
         return True
 
     def working(self, connection: "BoundedProtocol") -> None:
-        """Note that a connection has a request now."""
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
 
     def rests(self, connection: "BoundedProtocol") -> None:
-        """Note that the requests of a connection have been answered."""
         self._idle[connection] = None
 
     def forget(self, connection: "BoundedProtocol") -> None:
-        """Note that a connection is closed."""
         self._all.discard(connection)
         self.working(connection)
 
     def sweep(self, now: float) -> None:
-        """End the connections that are past a deadline."""
         for connection in list(self._all):
             connection.check(now)
 
     def stop(self, now: float) -> None:
-        """Give requests that are not complete one more second."""
         for connection in list(self._all):
             connection.hurry(now + 1.0)
 
     def abort(self) -> None:
-        """Drop all connections."""
         for connection in list(self._all):
             connection.end("shutdown", abort=True)
 
@@ -178,11 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response(f"A request's head is over the limit of {MAX_HEAD_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
-        """Begin a request.
-
-        Raises:
-            OverflowError: too many requests wait already; that ends the parsing, with 400.
-        """
+        """Begin a request; OverflowError ends the parsing, with 400, if too many wait."""
         if len(self.pipeline) >= MAX_PIPELINED:
             self._table.closed["pipelined"] += 1
             raise OverflowError
@@ -229,12 +213,10 @@ class BoundedProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def hurry(self, until: float) -> None:
-        """Set a deadline for a request that is not complete."""
         if self._awaited is not _Awaited.NOTHING:
             self._until = until
 
     def check(self, now: float) -> None:
-        """End the connection if it is past a deadline."""
         if self._stalls(now):
             self.end("stalled", abort=True)
         elif not self.transport.is_closing() and now > self._deadline(now):
@@ -380,11 +362,9 @@ class Server(uvicorn.Server):
             self.connections.sweep(asyncio.get_running_loop().time())
 
     def stop_accepting(self) -> None:
-        """Accept no new connections; those that are open go on."""
         for server in self.servers:
             server.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the command."""
         yield

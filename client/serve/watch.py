@@ -1,11 +1,9 @@
 """Ends the server: after signals, and when the engine has ended for good.
 
-Invariants:
-- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The
-  engine drains if it was started so; a second signal ends that, and the server with it. An engine that ends
-  by itself ends the server with status 1, after every waiting client has got its error.
-- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once. With
-  ``--replicas`` it ends when the last of them has ended for good.
+Invariants: a signal ends the engine first, so that every request in flight is answered, then the server; a
+second one ends the engine's drain. An engine that ends by itself ends the server with status 1, after every
+waiting client has got its error. With ``--restart`` the server outlives the engine and refuses requests
+meanwhile; with ``--replicas`` it ends with the last of them.
 """
 
 import asyncio
@@ -21,8 +19,7 @@ from ..exceptions import EngineRestarting
 from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler
 from ..launch.notify import notify
-from ..launch.supervise import status_of
-from ..launch.supervisor import Down, Serving, State, Supervisor
+from ..launch.supervisor import Down, Serving, State, Supervisor, status_of
 
 if TYPE_CHECKING:
     from .context import FrontEnd
@@ -31,13 +28,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXIT_GRACE_S = 0.3
-"""Seconds between the engine's unexpected end and the server's, in which the errors are sent."""
+"""Seconds between the engine's unexpected end and the server's, in which errors are sent."""
 TOLD_S, LOOK_S = 5.0, 0.02
-"""Seconds that calls may take to notice the lost connection, and between two looks at whether they have."""
+"""Seconds for calls to notice the lost connection, and between two looks."""
 DRAIN_S = 5.0
-"""Seconds that generations on an engine that was not started here may go on after a signal, before they are
-aborted.
-"""
+"""Seconds for generations on an engine that was not started here, after a signal."""
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -48,7 +43,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Cancel the block at a stop signal: the command exits with 128 and the signal's number.
+    """Cancel the block at a stop signal: exit with 128 and the signal's number.
 
     A second signal does not interrupt the cleanup; a third one has its default action.
     """
@@ -74,10 +69,9 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 async def unless_stopped(starting: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``starting``, which a stop signal cancels. The loop keeps its signal handlers.
+    """Return the result of ``starting``; a stop signal cancels it and is raised as KeyboardInterrupt(number).
 
-    Raises:
-        KeyboardInterrupt: a signal came; the argument is its number.
+    The loop keeps its signal handlers.
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(starting)
     received: list[int] = []
@@ -100,8 +94,6 @@ async def unless_stopped(starting: Coroutine[Any, Any, T]) -> T:
 
 
 class Watch:
-    """Watch over a server, its signals and its engine."""
-
     def __init__(
         self,
         server: "Server",
@@ -109,7 +101,6 @@ class Watch:
         launched: LaunchedScheduler | Supervisor | ReplicaProcesses | None,
     ) -> None:
         self.status = 0
-        """Exit status of the command."""
         self._server = server
         self._front = front
         self._launched = launched
@@ -119,7 +110,6 @@ class Watch:
         self._signals: list[signal.Signals] = []
 
     def begin(self) -> None:
-        """Begin to watch."""
         loop = self._loop
         self._signals = stop_signals()
         for number in self._signals:
@@ -131,7 +121,6 @@ class Watch:
             loop.add_reader(self._process, self._on_exit)
 
     def end(self) -> None:
-        """Stop watching."""
         for number in self._signals:
             self._loop.remove_signal_handler(number)
         self._forget_process()

@@ -1,6 +1,4 @@
-"""Text on both sides of the tokens: clients, tokenizers, incremental decoding, stop strings, chat templates.
-No torch.
-"""
+"""Text from and to tokens: clients, tokenizers, detokenizers, stop strings, chat templates. No torch."""
 
 from .detokenizer import Detokenizer, output_text
 from .stop_strings import StopMatcher, StopStrings

@@ -1,11 +1,10 @@
 """``ChatTemplate``: a conversation as one prompt, by the Jinja template that comes with a model.
 
 Invariants:
-- A template is code of the checkpoint's author, and is not trusted: it runs in a process of its own
-  (``template_worker.py``) that the kernel ends when it takes too much, and in Jinja's sandbox there. Any
-  failure of it is an :class:`~..exceptions.InvalidRequest` of the conversation, and the next one has a new
-  process.
-- Threads that render at the same time have a process each. A process is used again, and ends with its
+- A template is code of the checkpoint's author, and is not trusted: it runs in Jinja's sandbox, in a process
+  of its own (``template_worker.py``) that the kernel ends when it takes too much. Any failure is an
+  :class:`~..exceptions.InvalidRequest` of the conversation, and the next one has a new process.
+- Threads that render at the same time have a process each. A process is reused, and ends with its
   ``ChatTemplate``.
 - Keys of messages whose value is null are left out.
 """
@@ -24,18 +23,18 @@ from typing import Any
 from ..exceptions import CheckpointError, InvalidRequest
 
 CPU_S = 2
-"""Seconds of CPU time that a rendering has."""
+"""Maximum seconds of CPU time of a rendering."""
 MEMORY_BYTES = 512 << 20
-"""Address space of a process that renders."""
+"""Address space of a rendering process."""
 MAX_CHARACTERS = 16 << 20
-"""Characters of a prompt."""
+"""Maximum characters of a prompt."""
 PATIENCE_S = 60.0
-"""Seconds after which a process that does not get its CPU time is given up."""
+"""Seconds after which a process that gets no CPU time is killed."""
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class _Process:
-    """One process that renders."""
+    """A rendering process."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._connection, theirs = multiprocessing.Pipe()
@@ -57,10 +56,11 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """Send a request and wait for its answer.
+        """Send a request and return its answer.
 
         Raises:
             EOFError, OSError: the process has ended, or does not answer.
+
         """
         if self._start:
             start, self._start = self._start, b""
@@ -72,7 +72,7 @@ class _Process:
         return answer
 
     def end(self) -> str:
-        """End the process; return what it ended of."""
+        """End the process; return why it ended."""
         self._connection.close()
         if self.runs:
             self._process.kill()
@@ -86,9 +86,7 @@ class ChatTemplate:
     """The chat templates of one model."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Compile ``sources``: template by name, ``"default"`` and perhaps ``"tool_use"``.
-        ``special_tokens``: ``bos_token`` and the like, which templates use by name.
-        """
+        """Take templates by name (``"default"``, ``"tool_use"``) and special tokens (``bos_token``, ...)."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._idle: dict[int, list[_Process]] = {}  # by the process that started them: a fork has none
@@ -102,12 +100,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the prompt of a conversation; ``variables`` are further variables of the template
-        (``enable_thinking``, …).
+        """Return the prompt of a conversation; ``variables`` are further ones (``enable_thinking``).
 
         Raises:
             InvalidRequest: no messages, or the template refuses them, fails on them or takes too much.
             CheckpointError: the template is not valid Jinja.
+
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", field="messages")
@@ -155,7 +153,7 @@ class ChatTemplate:
 
 
 def _idle_one(idle: list[_Process]) -> _Process | None:
-    """Take one out that has not been ended by somebody else meanwhile."""
+    """Take out a process that still runs, if there is one."""
     while idle:
         process = idle.pop()
         if process.runs:

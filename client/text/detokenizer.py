@@ -2,11 +2,11 @@
 
 Invariants:
 - All pieces together are the text of all output ids, decoded after the last :data:`CONTEXT` tokens of the
-  prompt (:func:`output_text`). These tokens of the prompt decide, for instance, whether the first word keeps
-  the space before it. A character that begins in the prompt belongs to the output that completes it.
-- A piece never ends within a character: U+FFFD at the end is held back until the next token shows whether it
-  was an incomplete character. If it still is U+FFFD then, it is given out. :meth:`Detokenizer.flush` gives
-  out what is held back at the end of the output.
+  prompt (:func:`output_text`). For instance, they decide if the first word keeps the space before it. A
+  character that begins in the prompt belongs to the output that completes it.
+- A piece never ends within a character: U+FFFD at the end is held back until the next token, which completes
+  the character or shows that it is invalid. :meth:`Detokenizer.flush` returns what is held back at the end of
+  the output.
 - Work per token is bounded: only the last tokens are decoded again.
 """
 
@@ -15,21 +15,19 @@ from collections.abc import Sequence
 from .tokenizer import TextTokenizer
 
 CONTEXT = 8
-"""Tokens that are kept when the window is cut. A token has at least one byte and a character at most four. So
-the first three tokens may be decoded wrongly and the last three may still change; those between are decoded
-as in the whole text.
+"""Tokens that are kept when the window is cut. A token has at least one byte and a character at most four, so
+the first three tokens may be decoded wrongly and the last three may still change; the others are decoded as
+in the whole text.
 """
 
 WINDOW = 24
-"""Most decoded tokens that are kept. Larger: fewer cuts, each of which decodes twice; smaller: less to decode
-again.
-"""
+"""Maximum tokens that are kept. A larger window is cut less often; a smaller one has less to decode again."""
 
 _HALF = "\ufffd"
 
 
 class Detokenizer:
-    """One sample's ids as text, piece by piece."""
+    """The text of one sample, piece by piece."""
 
     __slots__ = ("_open", "_prompt_text", "_sent", "_skipped", "_tokenizer", "_window", "settled")
 
@@ -41,12 +39,12 @@ class Detokenizer:
         self._window = _context(tokenizer, prompt_ids, self._skipped)
         self._prompt_text: str | None = self._decode(self._window)  # None once the output has begun
         self._sent = len(self._prompt_text or "")
-        self._open = 0  # tokens at the window's end whose bytes may go on: never decoded yet
+        self._open = 0  # tokens at the window's end whose bytes may go on, not decoded yet
         self.settled = True
-        """Whether the text given out contains all ids that were fed."""
+        """True if the returned text contains all ids that were fed."""
 
     def copy(self) -> "Detokenizer":
-        """Return a copy of this detokenizer, in the same state and independent of it."""
+        """Return an independent copy in the same state."""
         twin = Detokenizer.__new__(Detokenizer)
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))
@@ -54,7 +52,7 @@ class Detokenizer:
         return twin
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Add ids; returns the text that is certain now, which is empty while a character is incomplete."""
+        """Add ids; return the text that is certain now, which is empty while a character is incomplete."""
         skipped, size = self._skipped, self._tokenizer.size
         shown = [token for token in ids if token not in skipped and token < size]
         if not shown:
@@ -116,7 +114,7 @@ def output_text(
 
 
 def _common(first: str, second: str) -> int:
-    """Length of the common beginning of both."""
+    """Return the length of the common prefix."""
     shorter = min(len(first), len(second))
     return next((at for at in range(shorter) if first[at] != second[at]), shorter)
 

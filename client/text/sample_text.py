@@ -1,9 +1,8 @@
-"""``SampleText``: text and stop strings of one sample as its tokens arrive; and ``cut``, the text before a
-stop string.
+"""Text and stop strings of one sample as its tokens arrive; and results cut at a stop string.
 
 Invariants:
-- Text that was given out is final: no stop string can begin in it and no character in it is incomplete. All
-  of it together is the text of the sample.
+- Returned text is final: no stop string can begin in it and no character in it is incomplete. All of it
+  together is the text of the sample.
 - A stop string ends the output after the token that completes it: the first token with which the decoded
   output contains the stop string. The result does not depend on how the tokens were divided into messages.
 """
@@ -25,8 +24,9 @@ class SampleText:
     """The text of one sample, as its tokens arrive.
 
     Attributes:
-        length: tokens up to and including the one that completed a stop string; None while there is none.
-        settled: tokens whose text is known; without stop strings, all.
+        length: number of tokens up to the one that completed a stop string, or None.
+        settled: number of tokens whose text is known; without stop strings, all.
+
     """
 
     __slots__ = (
@@ -50,12 +50,11 @@ class SampleText:
         skip_special_tokens: bool = True,
         min_new_tokens: int = 0,
     ) -> None:
-        """Stop strings are not looked for in the text of the first ``min_new_tokens`` tokens."""
+        """Stop strings do not count in the text of the first ``min_new_tokens`` tokens."""
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         self._matcher = None if stops is None else StopMatcher(stops)
         self._skip = min_new_tokens
-        # What a match is traced back to its token with: the state after the last settled token, and what came
-        # since.
+        # A match is traced back to its token from the state after the last settled token.
         self._checkpoint = self._detokenizer if stops is None else self._detokenizer.copy()
         self._before = 0  # characters up to the checkpoint
         self._unsettled: list[int] = []
@@ -65,12 +64,12 @@ class SampleText:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was found."""
+        """The stop string that was found, or None."""
         match = None if self._matcher is None else self._matcher.match
         return None if match is None else match.stop
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Add ids; returns the text that is certain now. Text after a stop string is ignored."""
+        """Add ids; return the text that is certain now. Text after a stop string is ignored."""
         if self._matcher is None:
             self.settled += len(ids)
             return self._detokenizer.feed(ids)
@@ -88,8 +87,11 @@ class SampleText:
         return shown
 
     def finish(self, last: Sequence[int] = ()) -> str:
-        """Return the rest of the text, when the output is complete. ``last``: ids whose text is added without
-        looking for stop strings in them, such as a stop token that is to be kept.
+        """Return the rest of the text, when the output is complete.
+
+        Args:
+            last: ids whose text is added without a search, such as a stop token that is kept.
+
         """
         if self.length is not None:
             return ""
@@ -104,7 +106,7 @@ class SampleText:
         return shown[: len(shown) - len(tail)] + self._detokenizer.feed(last) + self._detokenizer.flush()
 
     def _note(self, ids: Sequence[int], text: str) -> None:
-        """Remember ids that a later match could have to be traced back through."""
+        """Remember ids through which a later match could have to be traced back."""
         self._unsettled += ids
         self._text += text
         if self.stop is not None:
@@ -131,8 +133,9 @@ class SampleText:
 
 
 def cut(output: GenerateOutput, length: int) -> GenerateOutput:
-    """Return the output with only its first ``length`` tokens: every list about output tokens is cut. Values
-    about the prompt, the finish reason and the times are unchanged.
+    """Return the output with only its first ``length`` tokens: every list over output tokens is cut.
+
+    Values of the prompt, the finish reason and the times are unchanged.
     """
     if length >= len(output.output_ids):
         return output

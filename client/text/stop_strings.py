@@ -1,10 +1,9 @@
 """Finds stop strings in text as it arrives.
 
 Invariants:
-- The first complete match counts, and of several that end at the same character the longest. So the result
-  does not depend on how the text is divided into tokens, or tokens into messages.
-- Text that could be the beginning of a stop string is held back until it cannot be one any more, or until the
-  text ends.
+- The first complete match counts; of several that end at the same character, the longest. So the result does
+  not depend on how text is divided into tokens, or tokens into messages.
+- Text that could begin a stop string is held back until it cannot any more, or until the text ends.
 - The time is linear in the text and does not depend on the number of stop strings (Aho and Corasick 1975).
 """
 
@@ -22,21 +21,26 @@ class StopStrings:
     __slots__ = ("depth", "fail", "first", "longest", "next")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raise InvalidRequest if a stop string is empty or not a string."""
+        """Build the automaton.
+
+        Raises:
+            InvalidRequest: a stop string is empty or not a string.
+
+        """
         _check(stops)
         self.next: list[dict[str, int]] = [{}]
-        """Per state: the state after each character that continues a stop string."""
+        """State after each character that continues a stop string, by state."""
         self.fail = [0]
-        """Per state: the state of its longest proper suffix that begins a stop string."""
+        """State of the longest proper suffix that begins a stop string, by state."""
         self.depth = [0]
-        """Per state: characters of a stop string that have been seen."""
+        """Characters of a stop string that have been seen, by state."""
         self.longest = [0]
-        """Per state: length of the longest stop string that ends here; 0: none."""
+        """Length of the longest stop string that ends, or 0, by state."""
         for stop in stops:
             self._add(stop)
         self._link()
         self.first = re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]")
-        """Matches a character that begins a stop string."""
+        """Pattern of the characters that begin stop strings."""
 
     def _add(self, stop: str) -> None:
         state = 0
@@ -67,8 +71,11 @@ class StopStrings:
 
 
 def shared_stop_strings(stops: Sequence[str]) -> StopStrings:
-    """Return the automaton of these stop strings; requests with the same stop strings share it. Raises like
-    :class:`StopStrings`.
+    """Return the automaton of these stop strings, which requests with the same ones share.
+
+    Raises:
+        InvalidRequest: a stop string is empty or not a string.
+
     """
     _check(stops)
     return _built(tuple(stops))
@@ -79,22 +86,22 @@ def _check(stops: Sequence[str]) -> None:
         raise InvalidRequest("stop strings must be strings that are not empty", field="stop")
 
 
-@lru_cache(maxsize=8)  # those of the prompts that are being sent: a batch has one or a few
+@lru_cache(maxsize=8)  # a batch has one or a few
 def _built(stops: tuple[str, ...]) -> StopStrings:
     return StopStrings(stops)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Where a stop string was found."""
+    """A stop string that was found."""
 
     stop: str
     end: int
-    """Characters of the whole text up to and including it."""
+    """Characters of the whole text up to and including the stop string."""
 
 
 class StopMatcher:
-    """Looks for stop strings in the text of one sample."""
+    """Search for stop strings in the text of one sample."""
 
     __slots__ = ("_held", "_seen", "_state", "_stops", "match")
 
@@ -104,11 +111,12 @@ class StopMatcher:
         self._held = ""
         self._seen = 0
         self.match: Match | None = None
-        """The stop string that was found; None before."""
+        """The stop string that was found, or None."""
 
     def feed(self, text: str) -> str:
-        """Add text; returns the text in which no stop string can begin any more. After a :attr:`match` this
-        is the text before it, and later text is ignored.
+        """Add text; return the text in which no stop string can begin any more.
+
+        After a :attr:`match` this is the text before it, and later text is ignored.
         """
         if self.match is not None:
             return ""
@@ -130,7 +138,7 @@ class StopMatcher:
         return buffer[:clear]
 
     def skip(self, text: str) -> str:
-        """Add text without looking for stop strings, and return it; only before the first :meth:`feed`."""
+        """Add text without a search, and return it; only before the first :meth:`feed`."""
         self._seen += len(text)
         return text
 

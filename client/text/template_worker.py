@@ -3,10 +3,10 @@
 Started by its path, so nothing of the package is imported here.
 
 Invariants:
-- The kernel limits memory and CPU time, whatever a template does and also after the parent has ended. The
-  process ends when its connection is closed.
-- Templates run in Jinja's immutable sandbox and get what transformers gives them (``apply_chat_template``):
-  the same globals, filters and extensions.
+- The kernel limits memory and CPU time, even after the parent has ended. The process ends when its connection
+  is closed.
+- Templates run in Jinja's immutable sandbox, with the globals, filters and extensions of transformers'
+  ``apply_chat_template``.
 """
 
 import json
@@ -24,11 +24,11 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MESSAGE_CHARACTERS = 1000
-"""Characters of an error that a template raises."""
+"""Maximum characters of an error that a template raises."""
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """``{% generation %}`` marks text of the assistant for training; here only its body is rendered."""
+    """``{% generation %}``, which marks text of the assistant for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -68,7 +68,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _allow(seconds: int) -> None:
-    """Let the kernel end this process after so many more seconds of CPU time, and up to one on top."""
+    """Let the kernel end this process after so many more seconds of CPU time, or up to one more."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
@@ -84,7 +84,7 @@ class Worker:
         self._compiled: dict[str, jinja2.Template] = {}
 
     def answer(self, name: str, variables: dict[str, Any]) -> dict[str, str]:
-        """Return the text of a template, or why there is none."""
+        """Return the text of a template, or an error."""
         try:
             if name not in self._compiled:
                 self._compiled[name] = self._environment.from_string(self._sources[name])
@@ -98,7 +98,7 @@ class Worker:
 
 
 def _message(error: Exception) -> str:
-    """Return the message of ``error``, which may be a template's: short, and text that can be encoded."""
+    """Return the message of ``error``, cut off, in text that can be encoded."""
     return str(error)[:MAX_MESSAGE_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,8 +1,7 @@
-"""``AsyncTextClient`` and ``TextClient``: generation with text input, stop strings and text output, from
-Python.
+"""Clients for generation with text input, stop strings and text output, for asyncio and for threads.
 
 Invariants:
-- Tokenizing, decoding and the search for stop strings are those of the HTTP front end (tokenizer_manager.py).
+- The HTTP front end tokenizes, decodes and searches for stop strings in the same way (tokenizer_manager.py).
 - A call that fails, times out or is interrupted aborts what it started.
 - The blocking client runs an event loop in a thread of its own; any number of threads may call it.
 """
@@ -32,9 +31,7 @@ ResultT = TypeVar("ResultT")
 
 
 class TextOptions(TypedDict, total=False):
-    """Keywords of every generation of text: fields of :class:`~.tokenizer_manager.GenerationRequest`, with
-    its defaults.
-    """
+    """Keywords of every generation of text: fields of :class:`~.tokenizer_manager.GenerationRequest`."""
 
     no_stop_trim: bool
     skip_special_tokens: bool
@@ -80,19 +77,20 @@ class AsyncTextClient:
         timeout: float | None = None,
         **options: Unpack[TextOptions],
     ) -> Any:
-        """Generate and wait for the results. One prompt returns one :class:`Sample` (a list if ``n`` > 1); a
-        list of prompts returns a list of samples in the order of the prompts, with the ``n`` samples of each
-        prompt together.
+        """Generate and wait for the results.
+
+        One prompt returns one :class:`Sample` (a list if ``n`` > 1); a list of prompts returns a list of
+        samples in the order of the prompts, with the ``n`` samples of each prompt together.
 
         Args:
             prompt: text or token ids, or a list of such prompts.
-            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a
-                dict of its fields.
+            sampling_params: one for all prompts, or one per prompt: :class:`SamplingParams`, or a dict of its
+                fields.
             stop: strings at which a sample ends; ``text`` and tokens are cut there.
             no_stop_trim: keep the stop string or token in the text.
             skip_special_tokens: leave special tokens out of the text; True by default.
             add_special_tokens: let the tokenizer add its special tokens to text, such as BOS; True by
-                default. False for prompts that a chat template has written.
+                default. Give False for prompts that a chat template has written.
             rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
             timeout: seconds for the whole call. None means no limit.
 
@@ -102,6 +100,7 @@ class AsyncTextClient:
             TimedOut: not all generations ended within ``timeout``; they are aborted.
             InvalidRequest: a prompt is neither text nor token ids, or a parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
+
         """
         prompts, single = _prompts(prompt)
         params = per_prompt_sampling(sampling_params, len(prompts))
@@ -129,14 +128,13 @@ class AsyncTextClient:
         **options: Unpack[TextOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the text of one prompt as it comes; the last chunk of each sample has its :class:`Sample`.
+
         Closing the generator early aborts the request. Arguments and errors are those of :meth:`generate`.
         """
         return self._manager.stream(_request(prompt, sampling_params, stop, rid, options))
 
     async def close(self) -> None:
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
-        Idempotent.
-        """
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running."""
         await self.client.close()
 
     async def __aenter__(self) -> Self:
@@ -149,9 +147,7 @@ class AsyncTextClient:
 
 
 class TextClient:
-    """Text over a connection to one engine, for any number of threads; arguments are those of
-    :class:`AsyncTextClient`.
-    """
+    """Text over a connection to one engine, for any number of threads; see :class:`AsyncTextClient`."""
 
     def __init__(
         self,
@@ -179,7 +175,7 @@ class TextClient:
         timeout: float | None = None,
         **options: Unpack[TextOptions],
     ) -> Any:
-        """Generate and wait for the results; see :meth:`AsyncTextClient.generate`."""
+        """Generate and wait for the results, as :meth:`AsyncTextClient.generate`."""
         return self._run(
             lambda: self._text.generate(
                 prompt, sampling_params, stop=stop, rid=rid, timeout=timeout, **options
@@ -195,7 +191,7 @@ class TextClient:
         rid: str | None = None,
         **options: Unpack[TextOptions],
     ) -> Iterator[Chunk]:
-        """Yield the text of one prompt as it comes; see :meth:`AsyncTextClient.stream`."""
+        """Yield the text of one prompt as it comes, as :meth:`AsyncTextClient.stream`."""
         chunks = self._text.stream(prompt, sampling_params, stop=stop, rid=rid, **options)
 
         async def following() -> Chunk | None:
@@ -212,9 +208,7 @@ class TextClient:
                         ending.result()
 
     def close(self) -> None:
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
-        Idempotent.
-        """
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running."""
         if not self._process.is_here:
             return
         with self._submitting:
@@ -241,7 +235,7 @@ class TextClient:
             raise
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> "Future[ResultT]":
-        """Start ``work`` in the loop; after :meth:`_end` was submitted, nothing is."""
+        """Start ``work`` in the loop, unless :meth:`_end` was submitted before."""
         with self._submitting:
             if self._closed:
                 raise EngineDied("this client is closed")
@@ -265,7 +259,7 @@ def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
 
 
 def _prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """Return the prompts, and whether the caller passed one rather than several."""
+    """Return the prompts, and True if the caller passed one rather than several."""
     if isinstance(given, str):
         return [given], True
     if isinstance(given, Sequence) and given and isinstance(given[0], str):

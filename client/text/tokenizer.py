@@ -4,7 +4,7 @@ Invariants:
 - The results equal those of ``transformers.AutoTokenizer`` for the same folder, without importing
   transformers: ids of a text, text of ids, prompt of a conversation. As there, no spaces are added between
   special tokens, and ``clean_up_tokenization_spaces``, which damages byte-level text, is not applied.
-- Immutable after loading, so threads may share it.
+- A tokenizer is immutable after loading, so threads may share it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _SPECIAL_TOKENS = (
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 DECODE_LONG = 4096
-"""Ids whose decoding takes about a millisecond."""
+"""Number of ids whose decoding takes about a millisecond."""
 
 
 class TokenizerMissing(CheckpointError):  # noqa: N818  (named as its base is)
@@ -44,10 +44,11 @@ class TextTokenizer:
         skipped: the ids that ``skip_special_tokens`` leaves out.
         byte_ids: ids that stand for one byte each where the decoder joins runs of them into characters
             (SentencePiece's byte fallback); empty for byte-level tokenizers.
-        size: ids from here on are unknown, and decode to nothing.
-        longest: characters of the longest entry of the vocabulary. A text of ``n`` characters is at least ``n
-            / longest`` tokens, but where the tokenizer drops or joins characters (unknown ones, in
+        size: first id that is unknown; it and all above decode to nothing.
+        longest: characters of the longest entry of the vocabulary. A text of ``n`` characters has at least
+            ``n / longest`` tokens, unless the tokenizer drops or joins characters (unknown ones, in
             SentencePiece).
+
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class TextTokenizer:
     @classmethod
     def from_folder(cls, path: str | Path) -> "TextTokenizer":
         """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``.
-        Whether a text gets a BOS token is up to ``tokenizer.json``: ``add_bos_token`` of the config is not
-        looked at, as in transformers.
+
+        ``tokenizer.json`` decides if a text gets a BOS token; as in transformers, ``add_bos_token`` of the
+        config has no effect.
 
         Raises:
             TokenizerMissing: there is no ``tokenizer.json``.
             CheckpointError: a file cannot be read.
+
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -95,23 +98,25 @@ class TextTokenizer:
         return cls(tokenizer, special, _chat_templates(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written out in it are recognised.
+        """Return the token ids of a text; special tokens written out in it are recognised.
 
         Raises:
-            InvalidRequest: not valid Unicode.
+            InvalidRequest: the text is not valid Unicode.
+
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"text is not valid Unicode: {error}", field="text") from error
-        # Without offsets, which nobody asks for; and unlike ``encode`` it lets other threads run meanwhile.
+        # Without offsets; and unlike ``encode`` it lets other threads run meanwhile.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; unknown ids are left out.
+        """Return the text of token ids; unknown ids are left out.
 
         Raises:
             InvalidRequest: an id is negative or not an integer.
+
         """
         try:
             if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
@@ -122,7 +127,7 @@ class TextTokenizer:
 
     @property
     def backend(self) -> Tokenizer:
-        """The library's object, for reading what has no method here."""
+        """The library's object, to read what has no method here."""
         return self._tokenizer
 
     def render_chat(
@@ -133,11 +138,11 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the prompt of a conversation; encode it without adding special tokens, the template has
-        written them.
+        """Return the prompt of a conversation, to be encoded without adding special tokens.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
+
         """
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template", field="messages")
@@ -147,7 +152,7 @@ class TextTokenizer:
 
 
 def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of ``<0x00>`` … ``<0xFF>``, if the decoder reads them as bytes."""
+    """Return the ids of ``<0x00>`` … ``<0xFF>``, if the decoder reads them as bytes."""
     if tokenizer.decoder is None or tokenizer.decoder.decode(["<0x41>"]) != "A":
         return frozenset()
     found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -155,7 +160,7 @@ def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; empty where there is no file."""
+    """Return the JSON object of a file; empty without the file."""
     if not file.is_file():
         return {}
     try:
@@ -188,9 +193,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. ``chat_template.jinja`` goes before ``chat_template.json`` and
-    ``tokenizer_config.json``.
-    """
+    """Return templates by name; ``chat_template.jinja`` takes precedence."""
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(in_config, str):

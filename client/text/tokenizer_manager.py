@@ -2,13 +2,13 @@
 
 Invariants:
 - Every sample ends in exactly one :class:`Sample`, or its request in one exception. Messages of the engine
-  that arrive after a stop string was found (more tokens, the reply to the abort) do not change the sample;
-  only an error of the engine is raised.
-- The engine does not generate tokens that are not needed: a stop string aborts its sample there, and a
-  cancelled :meth:`generate` or a closed :meth:`stream` aborts its request.
-- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk. Stop
-  strings are searched for as tokens arrive, independently of the reader.
-- Requests without stop strings that do not stream get one message from the engine, and are decoded once.
+  after a stop string was found (more tokens, the reply to the abort) do not change the sample; only an error
+  of the engine is raised.
+- The engine generates no tokens that are not needed: a stop string aborts its sample there, and a cancelled
+  :meth:`generate` or a closed :meth:`stream` aborts its request.
+- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk. The search
+  for stop strings goes on as tokens arrive, independently of the reader.
+- A request without stop strings that does not stream gets one message from the engine, and is decoded once.
 
 Runs on one event loop, that of the client.
 """
@@ -16,7 +16,7 @@ Runs on one event loop, that of the client.
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -26,47 +26,49 @@ from ..connection.async_client import AsyncSchedulerClient
 from ..connection.connection import Generation
 from ..connection.prompts import token_ids
 from ..connection.request_limits import check_limits
-from ..connection.results import GenerateOutput, TokenDelta
+from ..connection.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs, joined_masks
 from ..exceptions import EngineError, InvalidRequest, PromptTooLong
-from .deltas import joined, part
 from .sample_text import SampleText, cut
 from .stop_strings import StopStrings, shared_stop_strings
 from .tokenizer import TextTokenizer
 
 ENCODE_INLINE = 2048
-"""Characters of the longest text that is tokenized on the event loop: about a millisecond. Longer ones take a
+"""Characters of the longest text that is tokenized on the event loop, in about a millisecond; others take a
 thread.
 """
 
 START_SLICE = 32
-"""Generations of a batch that are started before others are served."""
+"""Generations of a batch that are started before other tasks run."""
 
 _DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt with ``sampling_params.n`` samples. The constructor raises InvalidRequest if a field is too
-    large.
+    """One prompt with ``sampling_params.n`` samples.
+
+    Raises:
+        InvalidRequest: a field is too large.
+
     """
 
     prompt: str | Sequence[int]
-    """Text is tokenized here."""
+    """Text, which is tokenized, or token ids."""
     sampling_params: SamplingParams = _DEFAULTS
     stop: Sequence[str] = ()
-    """Stop strings; the front end looks for them, the engine knows tokens only."""
+    """Stop strings; the front end searches for them, the engine knows tokens only."""
     no_stop_trim: bool = False
     """Keep the matched stop string or token in the text."""
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     add_special_tokens: bool = True
-    """Where the prompt is text."""
+    """For a prompt that is text."""
     detokenize: bool = True
-    """False: the text stays empty, and ``stop`` must be."""
+    """False leaves the text empty; ``stop`` must be empty, too."""
     rid: str | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
-    """-1: no logprobs of the prompt."""
+    """Position from which on the prompt has logprobs; -1 means none."""
     top_logprobs_num: int = 0
     token_ids_logprob: Sequence[int] | None = None
     return_sampled_logprob: bool = False
@@ -76,12 +78,16 @@ class GenerationRequest:
     cache_salt: str = ""
     min_weights_epoch: int | None = None
     scored: bool = False
-    """Only the prompt is of interest: the engine samples a token all the same, which is left out of
-    everything.
-    """
+    """Only the prompt is of interest: the token that the engine samples all the same is left out."""
 
     def __post_init__(self) -> None:
         check_limits(self)
+
+
+_ENGINE_FIELDS = [
+    each.name for each in fields(GenerationRequest) if each.name in GenerateReqInput.__struct_fields__
+]
+"""Fields of a request that go to the engine as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +103,10 @@ class Sample:
     text: str
     """The text, without the stop string or token that ended it unless ``no_stop_trim``."""
     output: GenerateOutput
-    """Tokens, logprobs and spans, all cut at the token that completed a stop string; its finish reason is
-    then ``stop``.
+    """Tokens, logprobs and spans, all cut at the token that completed a stop string (finish reason ``stop``).
     """
     matched: int | str | None
-    """Stop string or token id that ended it; None unless the finish reason is ``stop``."""
+    """Stop string or token id that ended it. None unless the finish reason is ``stop``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +118,11 @@ class Chunk:
     rid: str
     """Request id: the given one, or a random one."""
     text: str
-    """The new text: never half a character, and held back while it could be the beginning of a stop string.
-    """
+    """The new text, of whole characters, as far as no stop string can begin in it."""
     delta: TokenDelta | None
-    """New tokens; None where only text is new."""
+    """New tokens. None if only text is new."""
     finished: Sample | None
-    """The result, in the last chunk of this sample; else None."""
+    """The result, in the last chunk of this sample, or None."""
     prompt_tokens: int
     """Length of the prompt, in tokens."""
 
@@ -131,11 +135,11 @@ class _Work:
     prompt_ids: list[int]
     wire: GenerateReqInput
     tokenizer: TextTokenizer | None
-    """None: ids only."""
+    """None means that only ids are wanted."""
     stops: StopStrings | None
 
     def new_text(self) -> SampleText | None:
-        """Return the object that makes text of one sample's tokens; None if no text is wanted."""
+        """Return the text of a new sample; None if no text is wanted."""
         if self.tokenizer is None:
             return None
         return SampleText(
@@ -147,7 +151,7 @@ class _Work:
         )
 
     def finished(self, output: GenerateOutput, text: str, stopped: SampleText | None) -> Sample:
-        """Return the terminal result; ``stopped`` is given where a stop string ended it."""
+        """Return the terminal result; ``stopped`` has the stop string that ended it, if any."""
         if self.request.scored:
             ended = output.finish_reason.type in ("stop", "length")
             reason = FinishReason(type="length", length=0) if ended else output.finish_reason
@@ -167,9 +171,7 @@ class _Work:
 
 
 class _Follower:
-    """The tokens of one sample that have arrived, and which of them its reader has not seen. Text is made
-    when it is asked for.
-    """
+    """The tokens of one sample that have arrived, made into text when it is asked for."""
 
     def __init__(self, work: _Work, index: int) -> None:
         self._work = work
@@ -185,22 +187,22 @@ class _Follower:
         self._given = False  # the reader has its terminal result
 
     def arrive(self, delta: TokenDelta) -> None:
-        """More tokens."""
+        """Take new tokens."""
         if not self._work.request.scored:
             self._arrived.append(delta)
 
     def end(self, output: GenerateOutput) -> None:
-        """Return the engine's terminal result; all tokens have arrived."""
+        """Take the engine's terminal result; all tokens have arrived."""
         self._output = output
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
+        """True if a stop string was found."""
         return self._text is not None and self._text.length is not None
 
     @property
     def generating(self) -> bool:
-        """Whether the engine may still work on it."""
+        """True while the engine may still work on it."""
         return self._output is None
 
     def advance(self) -> None:
@@ -212,8 +214,7 @@ class _Follower:
             self._ended = output is not None
             return
         ids = list(chain.from_iterable(delta.output_ids for delta in arrived))
-        # A stop token has no text of its own. It comes in one message with the end, so none is taken for text
-        # before.
+        # A stop token has no text, and comes in one message with the end.
         last = ids[-1:] if output is not None and output.finish_reason.matched is not None else []
         self._show(text.feed(ids[: len(ids) - len(last)]))
         if output is not None and not self._ended:
@@ -249,22 +250,20 @@ class _Follower:
             self._unread.append(text)
 
     def _read_tokens(self) -> TokenDelta | None:
-        """Tokens are given out together with their text: they wait while a stop string could still cut them
-        off.
-        """
+        """Return the tokens whose text is known: others may still be cut off by a stop string."""
         if not self._tokens:
             return None
         delta = joined(self._tokens)
         known = len(delta.output_ids)
         if self._text is not None and (self.stopped or not self._ended):
             known = min(known, self._text.settled - self._read)
-        self._tokens = [part(delta, known, None)] if known < len(delta.output_ids) else []
+        self._tokens = [delta.cut(known, None)] if known < len(delta.output_ids) else []
         self._read += known
-        return part(delta, 0, known) if known else None
+        return delta.cut(0, known) if known else None
 
 
 class _Flow:
-    """One request whose tokens are processed as they arrive: it receives the client's deltas."""
+    """Receiver of the deltas of one request, which processes tokens as they arrive."""
 
     def __init__(self, work: _Work, channel: Channel) -> None:
         self.changed = asyncio.Event()
@@ -279,24 +278,24 @@ class _Flow:
 
     def on_tokens(self, delta: TokenDelta) -> None:
         follower = self.follower(delta.index)
-        if not follower.stopped:  # what comes before the engine knows is nobody's
+        if not follower.stopped:  # the engine does not know of the stop yet
             follower.arrive(delta)
             self._note(delta.index)
 
     def on_finished(self, output: GenerateOutput) -> None:
-        if output.finish_reason.type != "error":  # an error becomes the whole request's
+        if output.finish_reason.type != "error":  # the waiter raises it for the whole request
             self.follower(output.index).end(output)
             self._note(output.index)
 
     def follower(self, index: int) -> _Follower:
-        """Sample ``index``."""
+        """Return the follower of sample ``index``."""
         found = self._followers.get(index)
         if found is None:
             found = self._followers[index] = _Follower(self._work, index)
         return found
 
     def next_chunk(self) -> Chunk | None:
-        """Return the unread part of one sample, of the one that has waited longest; None: there is none."""
+        """Return what is unread of the sample that has waited longest; None if nothing is."""
         while self._unread:
             index = next(iter(self._unread))
             del self._unread[index]
@@ -309,7 +308,7 @@ class _Flow:
         self._unread[index] = None
         self.changed.set()
         if self._work.stops is not None:
-            if not self._unsearched:  # once for all messages that are there, after they have been read
+            if not self._unsearched:  # once, after all messages that are there
                 asyncio.get_running_loop().call_soon(self._search)
             self._unsearched[index] = None
 
@@ -329,9 +328,7 @@ def _abort(channel: Channel, generation: Generation[Result, Deltas], index: int 
 
 
 class TokenizerManager:
-    """Generates text over one client. Without a tokenizer prompts and results are token ids, and texts are
-    empty.
-    """
+    """Generates text over one client. Without a tokenizer prompts are token ids, and texts are empty."""
 
     def __init__(
         self,
@@ -340,8 +337,10 @@ class TokenizerManager:
         *,
         context_length: int | None = None,
     ) -> None:
-        """``context_length``: the engine's, in tokens. Texts that must be longer are refused without
-        tokenizing them. None: no limit.
+        """Take the engine's context length in tokens; None means no limit.
+
+        Texts that must be longer are refused without tokenizing them.
+
         """
         self.client = client
         self.tokenizer = tokenizer
@@ -349,12 +348,13 @@ class TokenizerManager:
         self._live: set[Generation[Result, Deltas]] = set()
 
     async def generate(self, request: GenerationRequest) -> list[Sample]:
-        """All samples of one prompt, in order. Cancelled: aborted.
+        """Return all samples of one prompt, in order. If cancelled, the generation is aborted.
 
         Raises:
-            InvalidRequest: a prompt that is no text or no ids, stop strings or text where there is no
-                tokenizer, ...
-            EngineError: refused or failed; what had been generated is in ``.output`` and ``.outputs``.
+            InvalidRequest: the prompt is neither text nor ids, or there is text or a stop string without a
+                tokenizer.
+            EngineError: refused or failed; ``.output`` and ``.outputs`` have what had been generated.
+
         """
         work = await self._prepare(request, stream=False)
         if work.stops is None:
@@ -366,8 +366,12 @@ class TokenizerManager:
         return [flow.follower(output.index).sample() for output in outputs]
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks as they come; each sample's last has its :class:`Sample`. Closed early: aborted. Raises as
-        :meth:`generate`, refusals at the first step, failures after what had been generated.
+        """Yield chunks as they come; the last of each sample has its :class:`Sample`. If closed early, abort.
+
+        Raises:
+            EngineError: as :meth:`generate`; a refusal at the first step, a failure after what had been
+                generated.
+
         """
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
@@ -386,8 +390,11 @@ class TokenizerManager:
                 _abort(self.client.channel, flow.generation)
 
     async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
-        """Many prompts at once, in order. Cancelled, or one refused or failed: the others are aborted, and
-        the first such error is raised, with its position as a note.
+        """Return the samples of many prompts, in order; a failure or cancellation aborts all others.
+
+        Raises:
+            EngineError: of the first prompt that was refused or failed, with its position as a note.
+
         """
         tasks: list[asyncio.Task[list[Sample]]] = []
         try:
@@ -400,7 +407,7 @@ class TokenizerManager:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
-                task.cancel()  # those that are done stay so
+                task.cancel()  # those that are done keep their result
         errors = [(position, task.exception()) for position, task in enumerate(tasks) if task.done()]
         for position, error in errors:
             if error is not None:
@@ -409,23 +416,21 @@ class TokenizerManager:
         return [task.result() for task in tasks]
 
     def abort_all(self) -> None:
-        """Abort every generation of this manager; each returns what it has. Generations of other clients go
-        on.
-        """
+        """Abort every generation of this manager, but none of other clients; each returns what it has."""
         for generation in self._live:
             _abort(self.client.channel, generation)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
-            PromptTooLong: it has more characters than the context has tokens, times those of the longest
-                token.
+            PromptTooLong: it has more characters than as many of the longest token as fit into the context.
+
         """
         return self._encoder(text).encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids, by themselves."""
+        """Return the text of token ids, without context."""
         return self._need_tokenizer("tokens").decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -444,8 +449,9 @@ class TokenizerManager:
         return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
 
     def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
-        """Return the tokenizer, if ``text`` can fit into the context. Checked before, since tokenizing takes
-        hundreds of bytes per character.
+        """Return the tokenizer, if ``text`` can fit into the context.
+
+        Tokenizing takes hundreds of bytes for each character.
         """
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
@@ -472,24 +478,10 @@ class TokenizerManager:
             if not request.detokenize:
                 raise InvalidRequest("stop strings need detokenize", field="stop")
         ids = await self._prompt_ids(request)
-        wire = GenerateReqInput(
-            rid=request.rid,
-            input_ids=ids,
-            sampling_params=request.sampling_params,
-            return_logprob=request.return_logprob,
-            logprob_start_len=request.logprob_start_len,
-            top_logprobs_num=request.top_logprobs_num,
-            token_ids_logprob=None
-            if request.token_ids_logprob is None
-            else token_ids(request.token_ids_logprob),
-            return_sampled_logprob=request.return_sampled_logprob,
-            return_sampling_mask=request.return_sampling_mask,
-            return_routed_experts=request.return_routed_experts,
-            routed_experts_start_len=request.routed_experts_start_len,
-            stream=stream or stops is not None,
-            cache_salt=request.cache_salt,
-            min_weights_epoch=request.min_weights_epoch,
-        )
+        given = {name: getattr(request, name) for name in _ENGINE_FIELDS}
+        if request.token_ids_logprob is not None:
+            given["token_ids_logprob"] = token_ids(request.token_ids_logprob)
+        wire = GenerateReqInput(input_ids=ids, stream=stream or stops is not None, **given)
         return _Work(request, ids, wire, self.tokenizer if request.detokenize else None, stops)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
@@ -516,8 +508,52 @@ class TokenizerManager:
 
 
 def _whole(work: _Work, output: GenerateOutput) -> Sample:
-    """Return the result of a sample that was not followed."""
+    """Return the result of a sample whose tokens came at once."""
     follower = _Follower(work, output.index)
     follower.arrive(output.as_delta())
     follower.end(output)
     return follower.sample()
+
+
+def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Join contiguous deltas of one sample into one, for a reader that is slower than the engine."""
+    first = deltas[0]
+    if len(deltas) == 1:
+        return first
+    logprobs = [delta.output_logprobs or () for delta in deltas]
+    return replace(
+        first,
+        output_ids=list(chain.from_iterable(delta.output_ids for delta in deltas)),
+        output_logprobs=None if first.output_logprobs is None else list(chain.from_iterable(logprobs)),
+        output_top_logprobs=_joined_further([delta.output_top_logprobs for delta in deltas]),
+        output_token_ids_logprobs=_joined_further([delta.output_token_ids_logprobs for delta in deltas]),
+        details=_joined_details([delta.details for delta in deltas]),
+    )
+
+
+def _joined_further(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return TokenLogprobs(
+        k=known[0].k,
+        ids=list(chain.from_iterable(part.ids for part in known)),
+        logprobs=list(chain.from_iterable(part.logprobs for part in known)),
+    )
+
+
+def _joined_details(parts: Sequence[TokenDetails | None]) -> TokenDetails | None:
+    """Return None unless every part has details: those of the last tokens come with the terminal result."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return TokenDetails(
+        weights=list(chain.from_iterable(part.weights for part in known)),
+        raw_logprobs=_flat([part.raw_logprobs for part in known]),
+        sampled_logprobs=_flat([part.sampled_logprobs for part in known]),
+        sampling_mask=joined_masks([part.sampling_mask for part in known]),
+    )
+
+
+def _flat(parts: Sequence[list[float] | None]) -> list[float] | None:
+    return None if parts[0] is None else list(chain.from_iterable(part or () for part in parts))

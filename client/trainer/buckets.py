@@ -30,18 +30,13 @@ DTYPE_NAMES = {
 """Maps a torch dtype to its name on the wire, which is that of safetensors."""
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Checkpoint names and tensors: a mapping such as ``model.state_dict()``, or pairs such as its ``items()``.
-"""
+"""Checkpoint names and tensors: a mapping such as ``model.state_dict()``, or pairs."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """Some rows of a tensor."""
-
     name: str
-    """Checkpoint name of the tensor."""
     dtype: torch.dtype
-    """A dtype that has a name on the wire."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     start_row: int
@@ -52,20 +47,18 @@ class Piece:
 
 @dataclass(slots=True)
 class Bucket:
-    """Pieces that are sent together."""
-
     pieces: list[Piece] = field(default_factory=list)
-    """In the order of their tensors, rows ascending."""
+    """Pieces in the order of their tensors, rows ascending."""
     nbytes: int = 0
-    """Bytes of all pieces, with the padding between pieces in shared memory."""
+    """Bytes with the padding between pieces in shared memory."""
 
 
 def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Return each name with its tensor.
 
     Raises:
-        InvalidRequest: these are no named tensors, or one cannot be sent: it has no values, is sharded, or
-            has a dtype that the wire has no name for.
+        InvalidRequest: no named tensors, or one has no values, is sharded, or has a dtype without a wire
+            name.
     """
     if isinstance(named_tensors, torch.nn.Module):
         raise InvalidRequest(
@@ -157,7 +150,7 @@ def _cut(name: str, tensor: Tensor, bucket_bytes: int) -> Iterator[Piece]:
 
 
 def spec_of(piece: Piece, *, buffer: int = 0, offset: int = 0) -> TensorSpec:
-    """Return the description of ``piece``, which begins ``offset`` bytes into buffer number ``buffer``."""
+    """Return the description of ``piece``, which begins ``offset`` bytes into frame ``buffer``."""
     return TensorSpec(
         name=piece.name,
         dtype=DTYPE_NAMES[piece.dtype],
@@ -183,5 +176,5 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def padded(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up so that what follows is aligned for every dtype and cache line."""
+    """Return ``nbytes`` rounded up to the alignment of every dtype and cache line."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

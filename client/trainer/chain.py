@@ -7,10 +7,9 @@ A link is a process group whose rank 0 is the sender.
 Invariants:
 - Engines load in two phases (two_phase.py). One that fails costs itself and those behind it, never those
   before it: these commit.
-- A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 further
-  buckets.
-- Links belong to one chain. An engine's end closes when an update over it fails, so that no engine waits for
-  the next: close the chain then, and create one of the engines that live.
+- A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 buckets more.
+- Links belong to one chain. An engine's end closes when an update over it fails: close the chain then, and
+  create one of the engines that live.
 - An engine that sends its weights serves on. The rendezvous is this process's and carries no weights.
 """
 
@@ -48,13 +47,14 @@ from .rendezvous import (
 from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields, started
 
 if TYPE_CHECKING:
-    from ..connection.control_client import ControlClient
+    from ..connection.blocking import ControlClient
 
 CLONE_BROADCAST_TIMEOUT_S = 60.0
-"""Seconds of one broadcast of a clone: nothing is gathered meanwhile, as it may be in a trainer's update."""
+"""Seconds of one broadcast of a clone; shorter than a trainer's, since nothing is gathered meanwhile."""
 Head = Callable[[Callable[[], bool]], str | None]
-"""Broadcasts all tensors over link 0, and returns the label of the update; None leaves it unchanged. Its
-argument returns True once the first engine has answered and takes no further broadcast."""
+"""Broadcasts all tensors over link 0, and returns the label of the update or None. Its argument returns True
+once the first engine has answered and takes no further broadcast.
+"""
 
 
 class WeightUpdateChain:
@@ -170,16 +170,14 @@ def clone_weights(
 ) -> list[WeightUpdateReqOutput]:
     """Give the committed weights of ``source`` to ``targets``, and return their replies in order.
 
-    All are engines of one model, the targets replicas that joined late or have lost their weights. Each
-    target has the source's label afterwards, unless ``weight_version`` is another; epochs are each engine's
-    own. The options are those of every update: by default a running target retracts its requests and flushes
-    its prefix cache.
+    All are engines of one model. Each target has the source's label afterwards, unless ``weight_version`` is
+    another; epochs are each engine's own. The options are those of every update: by default a running target
+    retracts its requests and flushes its prefix cache.
 
     Args:
-        bucket_bytes: maximum size of a broadcast of whole tensors, at least one in each; source and targets
-            have two of them in memory.
-        master_address: address of this process for the engines; they connect to one another by their own
-            addresses.
+        bucket_bytes: maximum size of a broadcast of whole tensors, at least one in each; every engine has two
+            of them in memory.
+        master_address: address of this process for the engines; they connect to one another by their own.
         backend: None means nccl if every engine is on a CUDA device, else gloo.
         timeout_s: maximum seconds for joining.
         broadcast_timeout_s: maximum seconds for each broadcast, after which a hanging engine is given up.
@@ -244,7 +242,7 @@ def join_links(
 ) -> None:
     """Join each of ``engines`` with the next, over ``links`` in ``store``, of this process at ``address``.
 
-    ``limits`` are the maximum seconds for joining, and for each broadcast.
+    ``limits`` are the seconds for joining, and for each broadcast.
 
     Raises:
         CaesuraError: the error of an engine; ``group_error`` if one did not join in time.

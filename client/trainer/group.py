@@ -3,17 +3,15 @@
 Invariants:
 - The trainer never waits for a broadcast that an engine does not receive: the refusal arrives over the
   engine's socket and ends the wait.
-- After a failed broadcast the ranks are out of step. The group is then dead on both sides; close it and
-  create another.
-- Tensors are sent whole and as bytes, so any dtype works. Buckets are filled one at a time, in one buffer
-  that is reused.
+- After a failed broadcast the group is dead on both sides; close it and create another.
+- Tensors are sent whole and as bytes, so any dtype works. One buffer is filled with one bucket at a time.
 
-The group is an ordinary one of torch.distributed (``transfer/process_group.py``). A group that a trainer has
-made itself works as well (:meth:`WeightUpdateGroup.__init__`).
+The group is an ordinary one of torch.distributed; one that a trainer has made itself works as well.
 """
 
 import contextlib
 import copy
+import operator
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -37,11 +35,10 @@ from ...transfer.process_group import (
     make_backend,
     mark_present,
 )
-from ..connection.channel import wait_for
+from ..connection.channel import at_once, finished, wait_for
 from ..connection.options import UpdateOptions, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from .buckets import NamedTensors, bucket_size, manifest, pairs
-from .driving import drive
 from .rendezvous import (
     GRACE_S,
     await_ranks,
@@ -52,11 +49,11 @@ from .rendezvous import (
     make_store,
     ranks_of,
 )
-from .steps import Await, Run, Send, Steps, in_one_session
+from .steps import Await, Run, Send, Steps, drive, in_one_session
 from .two_phase import started
 
 if TYPE_CHECKING:
-    from ..connection.control_client import ControlClient
+    from ..connection.blocking import ControlClient
 
 LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
@@ -164,11 +161,7 @@ class WeightUpdateGroup:
     ) -> Steps:
         """Yield all messages of one update, and its broadcasts.
 
-        More than one bucket makes a session of its own, unless the options name one: the update is then all
-        or nothing.
-
-        Args:
-            options: fields of ``WeightUpdateOptions``.
+        More than one bucket makes a session of its own, all or nothing, unless the options name one.
         """
         if self._dead is not None:
             raise self._error(self._dead)
@@ -210,10 +203,11 @@ class WeightUpdateGroup:
                 futures.append(started(client, request, send.expects))
             return _Tickets(futures)
 
+        @at_once
         def replies(tickets: _Tickets, request: Request) -> list[Any]:
             return _replies(clients, tickets.futures, request, timeout)
 
-        found: list[WeightUpdateReqOutput] = drive(steps, start, replies)
+        found: list[WeightUpdateReqOutput] = finished(drive(steps, start, replies, at_once(operator.call)))
         return found
 
     def close(self) -> None:
@@ -230,13 +224,9 @@ class WeightUpdateGroup:
         self.close()
 
     def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
-        """Broadcast ``part`` for calls that somebody else makes.
+        """Broadcast ``part`` for calls that somebody else makes; GroupError if the group is dead.
 
-        Args:
-            answered: returns True when an engine takes no more of it.
-
-        Raises:
-            GroupError: it failed, and the group is dead.
+        ``answered`` returns True when an engine takes no more of it.
         """
         if self._dead is None:
             self._send(part, load_format, answered)
@@ -326,12 +316,7 @@ class WeightUpdateGroup:
 
 
 def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
-    """Return ``backend``, or the best one that this process and all engines have.
-
-    Raises:
-        InvalidRequest: these are no clients, or no backend.
-        Unsupported: this process has no device for it.
-    """
+    """Return ``backend``, or the best one that this process and all engines have."""
     if not isinstance(clients, Sequence):
         raise InvalidRequest(
             f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
@@ -353,7 +338,6 @@ class _Tickets:
         self.futures = futures
 
     def done(self) -> bool:
-        """Return True if one of them failed, or all have answered."""
         return any(f.done() and f.exception() is not None for f in self.futures) or all(
             f.done() for f in self.futures
         )

@@ -1,4 +1,4 @@
-"""How the ranks of a weight update group meet: in a store of this process, of which engines are told.
+"""The meeting of the ranks of a weight update group: in a store of this process, of which engines are told.
 
 Invariant: nothing here waits without a limit, nor keeps the process alive.
 """
@@ -20,7 +20,7 @@ from ..exceptions import EngineError, GroupError
 from .two_phase import started
 
 if TYPE_CHECKING:
-    from ..connection.control_client import ControlClient
+    from ..connection.blocking import ControlClient
 
 GRACE_S = 5.0
 """Seconds between one side's end of something and the other's."""
@@ -42,7 +42,7 @@ def invite(
     Args:
         limits: seconds for joining, and for each broadcast.
         first_rank: 0 for a group of engines alone, 1 if this process is rank 0.
-        ranks: number of ranks of each engine (its ``tp``); None means one each.
+        ranks: number of ranks of each engine.
     """
     counts = [1] * len(clients) if ranks is None else list(ranks)
     return [
@@ -75,10 +75,7 @@ def await_ranks(joining: Sequence[Future[Any]], timeout_s: float) -> None:
 
 
 def make_store(address: str, port: int, limit: timedelta, size: int = 1) -> tuple[Any, bool]:
-    """Return a store in this process, and True if ``address`` is one of this host.
-
-    Args:
-        size: number of ranks; 1 for a store that serves any number of groups of engines alone.
+    """Return a store for ``size`` ranks in this process, and True if ``address`` is one of this host.
 
     Raises:
         GroupError: nothing can listen there.

@@ -1,8 +1,7 @@
 """Memory that a trainer shares with an engine of the same host, on the host or on one CUDA device.
 
 Invariants:
-- A bucket is exported once and used for many updates. Every message names the same export, so an engine opens
-  it once per session.
+- A bucket is exported once and used for many updates; an engine opens it once per session.
 - When it is closed or garbage collected, an engine unmaps it (host memory) or has closed it with its session
   (device memory); the engine's replies say when the memory may be written again.
 - Data is complete when it is announced: filling device memory waits for earlier work and for its own copies.
@@ -25,7 +24,7 @@ from .buckets import Bucket, NamedTensors, Piece, manifest, padded, pairs, spec_
 
 
 def common_cuda_device(tensors: Iterable[Tensor]) -> torch.device | None:
-    """Return the CUDA device that all of ``tensors`` are on, or None if there is no such device."""
+    """Return the CUDA device that has all of ``tensors``, or None."""
     devices = {tensor.device for tensor in tensors}
     device = devices.pop() if len(devices) == 1 else None
     return device if device is not None and device.type == "cuda" else None
@@ -71,10 +70,7 @@ class SharedBucket:
         return self._bytes[offset : offset + nbytes]
 
     def fill(self, bucket: Bucket, offset: int = 0) -> list[TensorSpec]:
-        """Copy the pieces of the bucket to byte ``offset`` and after; return where they are.
-
-        The copies are complete when this returns.
-        """
+        """Copy the pieces of the bucket to byte ``offset`` and after; return where they are."""
         if self.device is not None:
             torch.cuda.synchronize(self.device)  # the pieces may be in the making on any stream
         specs = []
@@ -102,9 +98,8 @@ class SharedBucket:
 class SharedTensors:
     """Named tensors in memory that is shared with engines; an ipc update passes them without copying.
 
-    Iterating yields (name, tensor) pairs, so every other transport takes them as well. Do not write to the
-    tensors while an update runs: from its call until it returns, or, after ``TimedOut``, until the engine has
-    answered.
+    Iterating yields (name, tensor) pairs, for other transports. Do not write to the tensors while an update
+    runs: until it returns, or after ``TimedOut`` until the engine has answered.
     """
 
     def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
@@ -185,7 +180,7 @@ class SharedBuckets:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, device: torch.device | None = None) -> SharedBucket:
-        """Return a bucket of at least ``nbytes`` on ``device``; raises as :class:`SharedBucket`."""
+        """Return a bucket of at least ``nbytes`` on ``device``."""
         bucket = self._swap(None)
         if bucket is not None and bucket.nbytes >= nbytes and bucket.device == device:
             return bucket
@@ -194,7 +189,7 @@ class SharedBuckets:
         return SharedBucket(nbytes, device)
 
     def give_back(self, bucket: SharedBucket) -> None:
-        """Keep the bucket for the next update; drop one that an engine may still read instead."""
+        """Keep the bucket for the next update; one that an engine may still read is dropped instead."""
         other = self._swap(bucket)
         if other is not None:
             other.close()

@@ -1,24 +1,21 @@
 """The messages of one update, whichever client sends them.
 
-An update is a generator. It yields actions and is sent their results, so that the blocking and the asyncio
-client share the same code:
-
-    Send(request, buffers) -> a ticket, at once       Await(ticket) -> the reply, or the error is thrown into
-    the generator Run(work)              -> what ``work()`` returns; it may block
+An update is a generator. It yields :class:`Send`, :class:`Await` and :class:`Run`, and is sent their results,
+so that the blocking and the asyncio client share its code.
 
 Invariants:
 - Two or three messages are in flight, together at most one bucket in size: while the engine copies one, the
   next is prepared. Memory is not reused before the reply to its message has arrived; if no caller waits for
   the reply any more, the memory is left to those messages.
 - An update that fails aborts its own session and no other: it names the session by the id of its ``begin``,
-  which is known before the reply. ``close()`` of the generator cannot do this, since a closed generator
-  cannot send; so interrupts and cancellations must be thrown into it, like errors.
+  which is known before the reply. A closed generator cannot send, so interrupts and cancellations must be
+  thrown into it, like errors.
 - Tensors must not change until the update has returned or raised. What the engine reads later is a copy, or
-  belongs to an aborted session, and is never committed.
+  belongs to an aborted session.
 """
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,19 +44,17 @@ UNDER_WAY = 2
 """Number of messages of one update that wait for their answers."""
 HOST_UNDER_WAY = 3
 """The same through shared memory of the host. Its parts have the smallest size, so that they stay in the
-last-level cache, where the engine finds them; the third one hides the time that a message takes.
+last-level cache; the third one hides the time that a message takes.
 """
 
 
 class Ticket(Protocol):
-    """A message that was sent: a future of either kind."""
+    """A future of either kind."""
 
-    def done(self) -> bool:
-        """Return True if the answer has arrived."""
-        ...
+    def done(self) -> bool: ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> object:
-        """Call the function when the answer has arrived; it is kept alive until then."""
+        """Call the function, which is kept alive until then, when the answer has arrived."""
         ...
 
 
@@ -68,13 +63,11 @@ class Send:
     """Send a message and go on; the generator gets its :class:`Ticket`."""
 
     request: ControlRequest
-    """Header of the message."""
     buffers: list[memoryview] = field(default_factory=list)
     """The frames behind the header."""
 
     @property
     def expects(self) -> type[Reply]:
-        """Type of the answer."""
         begins = isinstance(self.request, BeginWeightUpdateReqInput)
         return BeginWeightUpdateReqOutput if begins else WeightUpdateReqOutput
 
@@ -84,9 +77,7 @@ class Await:
     """Wait for the answer; the generator gets the reply."""
 
     ticket: Any
-    """A :class:`Ticket` of this client."""
     request: ControlRequest
-    """The message that is answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +85,44 @@ class Run:
     """Call a function that may block; the generator gets its result."""
 
     work: Callable[[], Any]
-    """Asyncio clients call it in a thread."""
 
 
 Steps = Generator[Send | Await | Run, Any, WeightUpdateReqOutput]
 """One update: its actions one after the other, and at last the reply to all of it."""
+
+
+async def drive(
+    steps: Steps,
+    start: Callable[[Send], Any],
+    wait: Callable[[Any, Any], Awaitable[Any]],
+    run: Callable[[Callable[[], Any]], Awaitable[Any]],
+) -> Any:
+    """Carry out ``steps`` and return their reply.
+
+    Every exception of a step, interrupts and cancellations included, is thrown into the steps, which then end
+    their session.
+
+    Args:
+        start: sends a message and returns its ticket.
+        wait: waits for the answer, given the ticket and the request.
+        run: calls a function that may block.
+    """
+    try:
+        wanted = next(steps)
+        while True:
+            try:
+                if isinstance(wanted, Send):
+                    came = start(wanted)
+                elif isinstance(wanted, Run):
+                    came = await run(wanted.work)
+                else:
+                    came = await wait(wanted.ticket, wanted.request)
+            except BaseException as error:  # noqa: BLE001  the steps raise it again
+                wanted = steps.throw(error)
+            else:
+                wanted = steps.send(came)
+    except StopIteration as stop:
+        return stop.value
 
 
 def call(
@@ -114,8 +138,7 @@ def tensor_steps(
 ) -> Steps:
     """Yield all messages of one update over the socket; ``options`` are fields of ``WeightUpdateOptions``.
 
-    A single message is sent from a copy in memory of ``shared``, because it may be committed after its sender
-    has stopped waiting.
+    A single message is sent from a copy, because it may be committed after its sender has stopped waiting.
     """
     tensors = list(pairs(named_tensors))
     bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
@@ -153,7 +176,6 @@ def ipc_steps(
 
 
 def total_bytes(tensors: list[tuple[str, Any]]) -> int:
-    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for _, tensor in tensors)
 
 
@@ -170,9 +192,8 @@ def in_one_session(
 ) -> Steps:
     """Make ``num_calls`` calls in a session of their own, all or nothing; a single one needs no session.
 
-    Args:
-        options: if they have a ``session_id``, everything belongs to that session instead.
-        exchanges: makes the calls, given their options, which name the session.
+    ``exchanges`` makes the calls, given their options, which name the session. If ``options`` have a
+    ``session_id``, everything belongs to that session instead.
     """
     if not num_calls:
         raise InvalidRequest(
@@ -303,8 +324,7 @@ def _some_at_a_time(
     """Send messages 0 to ``count - 1``, at most ``under_way`` before the first is answered; return the last
     reply.
 
-    ``kept`` is the memory that the messages refer to. It lives until all of them are answered, whatever ends
-    this.
+    ``kept`` is the memory that the messages refer to: it lives until all of them are answered.
     """
     pending: list[tuple[Ticket, ControlRequest]] = []
     reply: WeightUpdateReqOutput | None = None

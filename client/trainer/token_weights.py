@@ -1,6 +1,4 @@
-"""Importance weights of a batch of samples as a tensor: :func:`~caesura.client.importance_weights` for padded
-tensors.
-"""
+""":func:`~caesura.client.importance_weights` for padded tensors."""
 
 from collections.abc import Sequence
 

@@ -1,12 +1,10 @@
 """An update of several engines by blocking clients: all of them load, then those commit that could.
 
 Invariants:
-- A refusal comes before a byte is written: each engine opens a session with the whole manifest first, or none
-  does.
+- A refusal comes before a byte is written: each engine opens a session with the whole manifest, or none does.
 - No engine commits before every engine has everything, or cannot get it.
 - An engine that fails costs no other its update: :class:`PartialUpdate` names those that have it and those
-  that have not. The latter are poisoned at worst, until the next complete update (``clone_weights`` from one
-  that has it).
+  that have not. The latter are poisoned at worst, until the next complete update.
 - Sessions that are open when an update ends early are aborted, without waiting for engines that may be gone.
 """
 
@@ -36,7 +34,7 @@ from ..exceptions import EngineError, InvalidRequest, PartialUpdate
 from .shared import SharedTensors
 
 if TYPE_CHECKING:
-    from ..connection.control_client import ControlClient
+    from ..connection.blocking import ControlClient
 
 
 class TwoPhaseUpdate:
@@ -158,9 +156,8 @@ def update_from_shared(
 ) -> list[WeightUpdateReqOutput]:
     """Update engines of this host from one export of all tensors, and return their replies in order.
 
-    All engines read it at the same time: each is sent a message with its handle. The memory must not change
-    until this returns. ``timeout`` is the maximum seconds of each wait for an engine's answer; the options
-    are those of every update.
+    All engines read it at the same time. The memory must not change until this returns. ``timeout`` is the
+    maximum seconds of each wait for an engine's answer; the options are those of every update.
 
     Raises:
         CaesuraError: an engine refused; nothing was written then.
@@ -202,7 +199,6 @@ def started(client: "ControlClient", request: Request, expects: type[Message]) -
 
 
 def require_clients(clients: object) -> None:
-    """Raise ``invalid_request`` unless these are several clients, or one, in a list."""
     if not isinstance(clients, Sequence) or not clients:
         raise InvalidRequest(
             f"clients must be a list of clients, at least one, not a {type(clients).__name__}",

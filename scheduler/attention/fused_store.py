@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..cache.pool import MHAPool
+from ..kernels import Elementwise, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
-from ..kernels.dispatch import Elementwise, elementwise_for
 
 if TYPE_CHECKING:
     from ..execution.forward import ForwardBatch

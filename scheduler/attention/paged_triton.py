@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..cache.pool import MHAPool
 from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
-from ..kernels import TRITON, best
+from ..kernels import TRITON, Elementwise, best, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
-from ..kernels.dispatch import Elementwise, elementwise_for
 from .fused_store import fused_store
 from .sdpa import SdpaBackend
 from .shape import Shape

@@ -22,10 +22,9 @@ from ..cache.routing import RoutingPool
 from ..cache.state_pool import StatePool, StateShape
 from ..cache.window_pages import WindowPages, storage_pages
 from ..kernels import serving
-from ..memory.device_memory import MinReduce, available_memory_if_known
+from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
-from ..models.base import ForeignModel
 from ..models.config import load_model_config
 from ..models.hybrid import state_shape
 from ..models.registry import build_model
@@ -91,7 +90,7 @@ def load_model(
     load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
     loader.forget_written()
     model.finalize_weights()
-    if isinstance(model, ForeignModel):
+    if model_config.transformers_config is not None:
         with nobody():
             model.check()
     return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)
@@ -220,7 +219,7 @@ def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None
     Raises:
         CaesuraError: ``unsupported``, the configuration does not give the pool's size either.
     """
-    free = available_memory_if_known(config.device, empty_cache=True, group=group)
+    free = get_available_memory(config.device, empty_cache=True, group=group)
     if free is None and config.kv_pool_tokens is None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,

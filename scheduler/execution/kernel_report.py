@@ -17,7 +17,6 @@ from ..kernels.delta import LARGEST_HEAD, computable
 from ..kernels.linear import packable, scalable
 from ..kernels.native import why_not
 from ..layers.fp8_products import dense_for, experts_for
-from ..models.base import ForeignModel
 from ..models.config_moe import MoeConfig
 from ..models.hybrid import state_shape
 from ..runtime.config import EngineConfig
@@ -62,18 +61,17 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
             by["experts"] = experts.by
     if TORCH in (by["linear"], by["attention"]):
         by["decoder"] = TORCH
-    foreign = loaded.model if isinstance(loaded.model, ForeignModel) else None
-    if foreign is not None:
-        if by["decoder"] == TORCH or not foreign.in_one_call:
-            by["elementwise"] = TORCH
-        if foreign.torch_experts:
-            by["experts"] = TORCH
-    if model.moe is None and loaded.model.routing is None and (foreign is None or not foreign.torch_experts):
+    foreign, lm = model.transformers_config is not None, loaded.model
+    if foreign and (by["decoder"] == TORCH or not lm.in_one_call):
+        by["elementwise"] = TORCH
+    if lm.torch_experts:
+        by["experts"] = TORCH
+    if model.moe is None and lm.routing is None and not lm.torch_experts:
         del by["experts"]
     _name_layers(by, loaded)
     if loaded.device.type != "cpu":
         return Serving(by, _why_not_better(attention, loaded.device))
-    reason = None if foreign is not None and foreign.in_one_call else why_torch(loaded)
+    reason = None if foreign and lm.in_one_call else why_torch(loaded)
     if reason is None and by["attention"] == TORCH:
         reason = f"attention_backend = {config.attention_backend!r}"
     return Serving(by, reason)

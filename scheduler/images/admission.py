@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...io_struct import GenerateImagesReqInput, TensorSpec
 from ..runtime.dtypes import DTYPES
-from ..scheduling.live_requests import LiveRequests
-from ..scheduling.waiting_queue import require_room
+from ..scheduling.waiting_queue import LiveRequests, require_room
 from ..weights.source import BufferSource
 from .family import MAX_IDS, Embeds, Family, invalid
 from .footprint import Footprint

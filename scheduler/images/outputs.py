@@ -9,7 +9,9 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable
+import mmap
+from collections.abc import Sequence
+from itertools import accumulate
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -18,19 +20,20 @@ import torch
 from torch import Tensor
 
 from ...io_struct import FinishReason, GenerateImagesReqOutput, ResultTensor
-from ..memory.mapped_results import in_a_mapping
 from ..runtime.dtypes import NAMES
-from ..scheduling.live_requests import LiveRequests
 from ..scheduling.outputs import Outputs
-from ..scheduling.request import WeightStamp
+from ..scheduling.waiting_queue import LiveRequests
 from .batcher import ImageBatch, ImageBatcher
 from .request import Conditioning, ImageRequest
 from .runner import Decoded, DenoisedOnHost, Encoded, HostResult
 
 if TYPE_CHECKING:
     from ..messaging.outbox import Outbox
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+_ALIGN = 64
 
 TRAIN_TIMESTEPS = 1000
 """Timestep at sigma 1, in the terms of trainers and of diffusers."""
@@ -38,15 +41,9 @@ TRAIN_TIMESTEPS = 1000
 
 class ImageOutputs(Outputs[ImageRequest]):
     def __init__(
-        self,
-        batcher: ImageBatcher,
-        live: LiveRequests[ImageRequest],
-        outbox: "Outbox",
-        *,
-        on_finished: Callable[[ImageRequest, GenerateImagesReqOutput], None],
-        stamp: WeightStamp,
+        self, engine: "Engine", batcher: ImageBatcher, live: LiveRequests[ImageRequest], outbox: "Outbox"
     ) -> None:
-        super().__init__(batcher.waiting, live, outbox, on_finished=on_finished, stamp=stamp)
+        super().__init__(engine, batcher.waiting, live, outbox)
         self._batcher = batcher
 
     def record(self, batch: ImageBatch, output: HostResult) -> None:
@@ -167,3 +164,19 @@ def _tensors(sample: ImageRequest, reason: FinishReason) -> dict[str, Tensor]:
     elif sample.is_denoised and sample.latent is not None and reason.type == "length":
         tensors["final_latents"] = sample.latent
     return {name: torch.as_tensor(each).cpu().contiguous() for name, each in tensors.items()}
+
+
+def in_a_mapping(arrays: Sequence[np.ndarray]) -> list[memoryview]:
+    """Return copies of ``arrays`` (uint8 [n]) in one anonymous mapping, which goes with the last of them.
+
+    A result is stored long after its step. In malloc's heap, small blocks that live long split the free ones
+    of megabytes: on a tiny pipeline it took 0.4 MB more from the system for each image of 5 KB.
+    """
+    starts = [0, *accumulate(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]
+    mapping = memoryview(mmap.mmap(-1, max(1, starts[-1])))
+    found = []
+    for start, array in zip(starts, arrays, strict=False):
+        part = mapping[start : start + array.nbytes]
+        part[:] = array.data
+        found.append(part)
+    return found

@@ -18,15 +18,17 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import WeightSlot
+from ..memory.host_copy import exhaust
 from ..memory.residency import ComponentResidencyManager
 from ..memory.workspace import Workspace
+from ..models.base import Weights
 from ..runtime.config import EngineConfig
 from ..runtime.dtypes import by_torch_name
 from ..runtime.files import is_pipeline
 from ..weights.components import ComponentSource
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
-from .component_residency import leave_after_loading, strategy_of
+from .component_residency import strategy_of
 from .components import (
     Blocks,
     Component,
@@ -47,41 +49,23 @@ DEFAULT_COMPONENT = "transformer"
 FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiffusion3, Flux, QwenImage)}
 
 
-class DiffusionModel:
+class DiffusionModel(Weights):
     def __init__(self, components: Mapping[str, Component]) -> None:
+        """``components``: the transformer's first."""
         self.parts = components
-        self._slots = {
-            name: slot for component in components.values() for name, slot in component.slots.items()
-        }
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Names of the components, the transformer's first."""
-        return tuple(self.parts)
+        self.components = tuple(components)
+        self.kept_components = frozenset(name for name, each in components.items() if each.movable)
+        self._slots = {name: slot for each in components.values() for name, slot in each.slots.items()}
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self._slots
-
-    @property
-    def kept_components(self) -> frozenset[str]:
-        return frozenset(name for name, each in self.parts.items() if each.movable is not None)
-
-    @property
-    def optional_names(self) -> frozenset[str]:
-        return frozenset()
-
-    def own_name(self, name: str) -> str:
-        return name
 
     def is_skipped(self, name: str) -> bool:
         component, _, key = name.partition(".")
         return component in self.parts and self.parts[component].skips(key)
 
     def finalize_weights(self) -> None:
-        """Nothing is derived."""
-
-    def derived(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ()
+        pass  # nothing is derived
 
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
         for component in self.parts.values():
@@ -129,18 +113,20 @@ def load_pipeline(
         if name not in names:
             continue
         strategy = strategy_of(name, config)
-        mover = None if strategy is None else residency.register(name, strategy, tag="weights")
+        # A window of blocks leaves as many holes in the allocator as a large component.
+        layerwise = strategy is not None and strategy.kind == "layerwise"
+        mover = None if strategy is None else residency.register(name, strategy, memory_intensive=layerwise)
         class_path = next(path for path in allowed if path.endswith(f".{names[name]}"))
         with residency.component("weights" if mover is None else name):
             component, checkpoint = build_component(name, root / name, class_path, dtype, device, mover)
         if strategy is not None:
-            movable[name] = Blocks(component.module) if strategy.kind == "layerwise" else None
+            movable[name] = Blocks(component.module) if layerwise else None
             residency.divide(name, blocks.tensors() if (blocks := movable[name]) is not None else [])
         if folder is not None and name == DEFAULT_COMPONENT:
             checkpoint = open_component(folder, component)
         _load(component, checkpoint, workspace, config.load_bucket_bytes)
         if mover is not None:
-            leave_after_loading(residency, name)
+            exhaust(residency.leave([name]))
         components[name] = component
         digests.append(checkpoint.local_digest)
     components = {name: components[name] for name in kind.classes if name in components}

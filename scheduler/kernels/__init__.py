@@ -2,6 +2,8 @@
 
 Invariant: torch is always an answer. A user of an operation asks once, when it is constructed, and keeps its
 torch code for the answer :data:`TORCH`; nothing else in the engine knows what a machine can do.
+``elementwise.py`` and ``triton_elementwise.py`` take the same arguments and round alike: a layer is written
+once for both. Routed experts differ: on the CPU weights are packed and rows grouped otherwise.
 """
 
 import logging
@@ -9,10 +11,14 @@ import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
+from typing import Protocol, cast
 
 import torch
+from torch import Tensor
 
-from . import native
+from . import elementwise, native
+from .attention_form import Bend, HeadNorms
 
 logger = logging.getLogger(__name__)
 
@@ -55,3 +61,62 @@ def why_not_triton(device: torch.device) -> str | None:
     if reason is not None:
         logger.warning("torch computes instead of kernels in Triton, in more launches: %s", reason)
     return reason
+
+
+class Elementwise(Protocol):
+    """Functions of ``elementwise.py`` and ``triton_elementwise.py``."""
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        from_one: bool = False,
+    ) -> Tensor: ...
+
+    def gate_mul(self, gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor: ...
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        kv_slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        out: Tensor,
+        norm: HeadNorms | None = None,
+    ) -> Tensor: ...
+
+    def rotate_latents(
+        self,
+        q_rope: Tensor,
+        kv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norm: tuple[Tensor, float],
+        queries: Tensor,
+        keys: Tensor,
+        *,
+        interleaved: bool,
+    ) -> None: ...
+
+
+def elementwise_for(device: torch.device, dtype: torch.dtype) -> Elementwise | None:
+    """Return the module for tensors of ``dtype`` on ``device``, or None if torch serves."""
+    by = best("elementwise", device, dtype)
+    if by == TRITON:
+        return cast("Elementwise", triton_for("elementwise", device, dtype))
+    return None if by == TORCH else elementwise
+
+
+def triton_for(operation: str, device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """Return the module ``triton_{operation}.py`` if it serves, else None."""
+    if best(operation, device, dtype) != TRITON:
+        return None
+    return import_module(f".triton_{operation}", __package__)

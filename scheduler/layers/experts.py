@@ -15,16 +15,16 @@ Shazeer et al., 2017, arXiv:1701.06538. Invariants:
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, TRITON, best, elementwise
+from ..kernels import TORCH, TRITON, best, elementwise, elementwise_for, triton_for
 from ..kernels import experts as kernel
 from ..kernels.attention_form import Bend
-from ..kernels.dispatch import TritonExperts, elementwise_for, triton_experts_for
 from ..kernels.linear import packable
 from .fp8_block import Fp8ExpertMatrix
 from .fp8_products import experts_for
@@ -132,7 +132,7 @@ class Experts:
             packable(size, place.dtype) for size in (hidden_size, intermediate_size)
         )
         self._fp8: FlashInferExperts | None = None
-        self._triton = triton_experts_for(place.device, place.dtype)
+        self._triton = triton_for("experts", place.device, place.dtype)
         self._elementwise = elementwise_for(place.device, place.dtype)
         gate_up, down = [intermediate_size] * 2, [hidden_size]
         self._gate_up = self._matrix(f"{name}.gate_up", gate_up, hidden_size, place)
@@ -176,7 +176,8 @@ class Experts:
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
-            return self._triton.combine(self._plain(rows, ends), places, weights, addend)
+            summed: Tensor = self._triton.combine(self._plain(rows, ends), places, weights, addend)
+            return summed
         if self._compiled:
             out = self._forward_compiled(x, expert_ids, weights)
         else:
@@ -184,10 +185,11 @@ class Experts:
             out = combine(self._plain(x.index_select(0, tokens), ends), places, weights)
         return out if addend is None else out.add_(addend)
 
-    def _sorted(self, x: Tensor, expert_ids: Tensor, triton: TritonExperts) -> tuple[Tensor, Tensor, Tensor]:
+    def _sorted(self, x: Tensor, expert_ids: Tensor, triton: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows by expert, the place of each pair, and the ends, from one kernel if pairs are few."""
         if 0 < expert_ids.numel() <= triton.MAX_PAIRS:
-            return triton.sort_rows(x, expert_ids, self.count)
+            found: tuple[Tensor, Tensor, Tensor] = triton.sort_rows(x, expert_ids, self.count)
+            return found
         tokens, places, ends = sort_by_expert(expert_ids, self.count)
         return x.index_select(0, tokens), places, ends
 

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend
-from ..kernels import TORCH, TRITON, best
+from ..kernels import TORCH, TRITON, Elementwise, best, elementwise_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
-from ..kernels.dispatch import Latents, latents_for
 from .fp8_block import Fp8Matrix
 from .linear import Linear, divided, fp8_blocks
 from .matrix import PackedSlot
@@ -295,7 +294,7 @@ class LatentAttention(CompositeLayer):
             bias=bias,
             place=place,
         )
-        self._kernels = latents_for(place.device, place.dtype)
+        self._kernels = elementwise_for(place.device, place.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
@@ -338,7 +337,7 @@ class LatentAttention(CompositeLayer):
         kv: Tensor,
         angles: tuple[Tensor, Tensor],
         backend: AttentionBackend,
-        kernels: Latents,
+        kernels: Elementwise,
     ) -> Tensor:
         """Compute the same from the projections on; products are written where they are read next."""
         tokens, heads, latent, width = kv.shape[0], self._heads, self._shape.kv_lora_rank, kv.shape[1]

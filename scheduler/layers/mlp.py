@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels import elementwise_for
 from ..kernels.attention_form import Bend
-from ..kernels.dispatch import elementwise_for
 from .linear import Linear
 from .parameters import CompositeLayer, Layer, Placement
 from .sharding import even

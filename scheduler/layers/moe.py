@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, TRITON, best, elementwise
+from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import GroupRouting, choosable
-from ..kernels.dispatch import triton_experts_for
 from .experts import Experts
 from .linear import Linear
 from .matrix import Matrix
@@ -66,13 +65,16 @@ class TopKRouter(CompositeLayer):
         self.top_k, self.normalize = top_k, normalize
         self.in_groups: GroupRouting | None = None
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
-        self._triton = triton_experts_for(place.device, place.dtype)
+        self._triton = triton_for("experts", place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
         logits = self._logits.forward(x)
         if self._triton is not None:
-            return self._triton.route(logits, self.top_k, normalize=self.normalize, record=record)
+            found: tuple[Tensor, Tensor] = self._triton.route(
+                logits, self.top_k, normalize=self.normalize, record=record
+            )
+            return found
         if self._compiled:
             ids, weights = kernel.route(logits, self.top_k, normalize=self.normalize)
         else:
@@ -130,7 +132,7 @@ class GroupedRouter:
         self._bias: Parameter | None = None
         if bias:
             self._bias = Parameter(f"{name}.bias", (num_experts,), torch.float32, place.device)
-        self._triton = triton_experts_for(place.device, place.dtype)
+        self._triton = triton_for("experts", place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         bias, by = None if self._bias is None else self._bias.data, self.in_groups
@@ -140,7 +142,7 @@ class GroupedRouter:
         elif self._triton is None:
             ids, weights = self._choose(self._logits(x), bias)
         else:
-            return self._triton.route(
+            found: tuple[Tensor, Tensor] = self._triton.route(
                 self._logits(x),
                 self.top_k,
                 normalize=self.normalize,
@@ -152,6 +154,7 @@ class GroupedRouter:
                 group_score="top2" if by.best_two else "max",
                 record=record,
             )
+            return found
         record.copy_(ids)
         return ids, weights
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels.dispatch import elementwise_for
+from ..kernels import elementwise_for
 from .parameters import Parameter, Placement, WeightSlot
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..kernels.dispatch import rotations_for
+from ..kernels import triton_for
 from .parameters import Placement
 
 _BLOCK = 1024
@@ -93,7 +93,7 @@ class RotaryEmbedding:
         self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(place.device)
         self._factor = rope.attention_factor
         self._dtype = place.dtype
-        self._kernels = rotations_for(place.device, place.dtype)
+        self._kernels = triton_for("elementwise", place.device, place.dtype)
         self._table: tuple[Tensor, Tensor] | None = None
         if place.device.type == "cpu":
             self._table = self._compute(torch.arange(_BLOCK))
@@ -101,7 +101,10 @@ class RotaryEmbedding:
     def forward(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Map int64 [T], all below ``longest``, to cosine and sine, each [T, 1, head_dim / 2]."""
         if self._kernels is not None:
-            return self._kernels.angles(positions, self._inverse_frequencies, self._factor, self._dtype)
+            angles: tuple[Tensor, Tensor] = self._kernels.angles(
+                positions, self._inverse_frequencies, self._factor, self._dtype
+            )
+            return angles
         if self._table is None:
             return self._compute(positions)
         cosines, sines = self.table(longest)

@@ -13,7 +13,6 @@ they move.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import ClassVar
 
 import torch
@@ -144,9 +143,7 @@ class OffloadableComponent:
     ) -> None:
         self.name, self.strategy = name, strategy
         self.memory_intensive = False
-        """As its last use said."""
-        self.waited_s = 0.0
-        """Seconds that the host has waited for layers, since this was last reset."""
+        """True to empty the device cache when it has left, whatever its size."""
         self._make_storage = make_storage
         self._make_copy = make_copy if strategy.preserve else None
         self._pieces: list[tuple[Tensor, Component]] = []
@@ -223,10 +220,6 @@ class Strategy:
 
     preserve: bool = True
     """Values survive while it is away."""
-    keep_after_use: bool = True
-    """What a use has brought stays until the request ends."""
-    keep_on_warm_up: bool = False
-    """It stays when a request that was a warm-up ends."""
     kind: ClassVar[Residency]
 
     def peak_bytes(self, component: OffloadableComponent) -> int:
@@ -258,14 +251,10 @@ class ComponentOffloadStrategy(Strategy):
 class ResidentStrategy(Strategy):
     """Always on the device; away only while its memory is released by tag."""
 
-    keep_on_warm_up: bool = True
     kind: ClassVar[Residency] = "resident"
 
     def leave(self, component: OffloadableComponent) -> Iterator[None]:
         yield from ()
-
-
-RESIDENT = ResidentStrategy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +293,4 @@ class LayerwiseOffloadStrategy(Strategy):
                 exhaust(unit.drop())
         for number in wanted:
             layers[number].prefetch()
-        started = perf_counter()
         layers[layer].ready()
-        component.waited_s += perf_counter() - started

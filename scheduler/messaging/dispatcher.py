@@ -31,10 +31,10 @@ from ...io_struct import (
     Message,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
+    Request,
     ScoreReqInput,
     ShutdownReqInput,
     ShutdownReqOutput,
-    ToScheduler,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
     decode_request,
@@ -125,7 +125,7 @@ class Dispatcher:
         engine.commands.refuse_rest(message, code)
 
     def _known(
-        self, client: bytes, message: ToScheduler, frame: bytes, buffers: list[memoryview]
+        self, client: bytes, message: Request, frame: bytes, buffers: list[memoryview]
     ) -> list[Message] | None:
         """Return what ``message`` gets without being started: the answer to a query, stored answers, an
         error; else None.
@@ -149,7 +149,7 @@ class Dispatcher:
         engine.device_cache.after_failure(type(message).__name__)
         return [answer]
 
-    def _begin(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
+    def _begin(self, client: bytes, message: Request, buffers: list[memoryview]) -> None:
         """Start what ``message`` asks for, or answer with the error."""
         engine = self._engine
         try:
@@ -173,7 +173,7 @@ class Dispatcher:
         engine.replies.answer(message.id, answer)
 
 
-def _decode(header: bytes, buffers: list[memoryview]) -> ToScheduler:
+def _decode(header: bytes, buffers: list[memoryview]) -> Request:
     message = decode_request(header)
     if buffers and not isinstance(message, UpdateWeightsFromTensorReqInput | GenerateImagesReqInput):
         raise CaesuraError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
 from ..observability.throughput import SampleTotals
 from ..runtime.guard import checked, defect
-from ..scheduling.live_requests import LiveSample
+from ..scheduling.waiting_queue import LiveSample
 from .answers import SampleResult
 
 if TYPE_CHECKING:

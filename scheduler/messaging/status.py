@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage, StageStatus
-from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
+from ..memory.device_memory import DeviceMemoryReading, get_available_memory
 from ..runtime.config import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _kv(engine: "Engine") -> KVUsage:
 
 def _memory(engine: "Engine") -> DeviceMemory:
     reading = DeviceMemoryReading.of(engine.device_module)
-    each = [available_memory_if_known(engine.config.device)]
+    each = [get_available_memory(engine.config.device)]
     each += [rank.available for rank in engine.executor.status()]
     known = [size for size in each if size is not None]
     return DeviceMemory(

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...io_struct import DeltaDetails, DeltaWeights, SamplingMask, StreamDelta
 from ..scheduling.request import Request
-from ..scheduling.sampling_masks import joined_masks
+from ..scheduling.sampling import joined_masks
 
 
 @dataclass(frozen=True, slots=True)

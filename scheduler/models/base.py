@@ -1,87 +1,82 @@
-"""The interface of models to the engine."""
+"""The interface of models to the engine, and the weights part of models that are made of layers.
 
+Invariant: every parameter of a language model, and every derived tensor, belongs to one layer.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from functools import cached_property
 
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm
 from ..layers.moe import RoutedExperts
-from ..layers.parameters import WeightSlot
+from ..layers.parameters import DerivingLayer, Layer, WeightSlot
+from . import multimodal
 from .config import ModelConfig
 
 
-class Weights(Protocol):
+class Weights(ABC):
     """Interface of a model of any kind to updates, checks and counts of weights."""
 
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Return parts with folders of their own, the default of an update first; empty for a model of one.
+    components: tuple[str, ...] = ()
+    """Parts with folders of their own, the default of an update first; a tensor is ``component.name``."""
+    kept_components: frozenset[str] = frozenset()
+    """Those of :attr:`components` kept on the host, where updates write them."""
+    optional_names: frozenset[str] = frozenset()
+    """Names in :meth:`weight_slots` that a complete checkpoint may lack."""
 
-        A tensor of a part is known as ``component.name``.
-        """
-        ...
-
-    @property
-    def kept_components(self) -> frozenset[str]:
-        """Return those of :attr:`components` kept on the host, where updates write them."""
-        ...
-
+    @abstractmethod
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Return the destination of each checkpoint tensor, by its name there."""
-        ...
-
-    @property
-    def optional_names(self) -> frozenset[str]:
-        """Return names in :meth:`weight_slots` that a complete checkpoint may lack."""
-        ...
+        """Return the destination of each checkpoint tensor, by its name there; a tied one once."""
 
     def own_name(self, name: str) -> str:
         """Return the name in :meth:`weight_slots` of a tensor that some checkpoints call otherwise."""
-        ...
+        return name
 
+    @abstractmethod
     def is_skipped(self, name: str) -> bool:
         """Return True if a checkpoint tensor of this name is ignored, on purpose."""
-        ...
 
+    @abstractmethod
     def finalize_weights(self) -> None:
         """Derive tensors that depend on several parameters, into preallocated storage; once, at commit."""
-        ...
 
     def derived(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor that :meth:`finalize_weights` derives, by engine name."""
-        ...
+        yield from ()
 
+    @abstractmethod
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and derived tensor, each once, by engine name."""
-        ...
 
 
-class CausalLM(Weights, Protocol):
+class CausalLM(Weights):
     """A causal language model over paged KV. Its parameters have no values until it is loaded."""
 
     config: ModelConfig
     routing: RoutedExperts | None
     """Record of the experts that the last forward chose, or None without experts."""
+    forms: Sequence[AttentionForm]
+    """Attention form of each layer that has KV: a backend has to serve them all."""
+    in_one_call: bool
+    """The fused decoder computes all layers in one call, if the step's attention is compiled, too."""
+    torch_experts = False
+    """Another library's code computes some of its experts."""
 
-    @property
-    def in_one_call(self) -> bool:
-        """The fused decoder computes all layers in one call, if the step's attention is compiled, too."""
-        ...
+    @abstractmethod
+    def owners(self) -> Iterator[Layer]:
+        """Yield layers that own parameters, in the order of the checkpoint; a tied head owns nothing."""
 
-    @property
-    def forms(self) -> Sequence[AttentionForm]:
-        """Attention form of each layer that has KV: a backend has to serve them all."""
-        ...
-
+    @abstractmethod
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Return hidden states of the step's S sampled tokens, [S, hidden], after the final norm.
 
         ``backend.plan(batch)`` has been called. Runs under ``torch.inference_mode``.
         """
-        ...
 
+    @abstractmethod
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
@@ -90,25 +85,38 @@ class CausalLM(Weights, Protocol):
         For weights that are there layer by layer, and work that lets others in between. Pieces run under
         ``torch.inference_mode``.
         """
-        ...
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Map [S, hidden] to [S, vocab] in the model's dtype, valid until the next call.
 
         None within :func:`~..layers.logits_processor.autotune_dummy_run_mode`: the head was not called then.
         """
-        ...
 
-
-@runtime_checkable
-class ForeignModel(Protocol):
-    """A causal language model whose modules are another library's."""
-
-    torch_experts: bool
-
-    @property
-    def in_one_call(self) -> bool: ...
-
+    @abstractmethod
     def check(self) -> None:
-        """Compare with the other library's results; CaesuraError UNSUPPORTED_MODEL if they differ."""
-        ...
+        """Compare with the library whose modules compute it, if any; UNSUPPORTED_MODEL if they differ."""
+
+    def own_name(self, name: str) -> str:
+        return multimodal.own_name(self.config.architecture, name)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        return {slot.name: slot for layer in self.owners() for slot in layer.slots()}
+
+    def finalize_weights(self) -> None:
+        for layer in self._deriving:
+            layer.finalize()
+
+    def derived(self) -> Iterator[tuple[str, Tensor]]:
+        for layer in self._deriving:
+            yield from layer.derived()
+
+    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
+        for layer in self.owners():
+            for parameter in layer.parameters():
+                yield parameter.name, parameter.data
+        yield from self.derived()
+
+    @cached_property
+    def _deriving(self) -> list[DerivingLayer]:
+        return [layer for layer in self.owners() if isinstance(layer, DerivingLayer)]

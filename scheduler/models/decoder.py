@@ -25,9 +25,9 @@ from ..layers.moe import RoutedExperts
 from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
+from .base import CausalLM
 from .config import ModelConfig
 from .fused_decoder import FusedDecoder
-from .layered import LayeredModel
 from .multimodal import is_vision_tensor
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -118,9 +118,7 @@ class DecoderLayer:
         return (self.input_norm, self.attention, self.mlp_norm, self.mlp, *(self.norms_behind or ()))
 
 
-class DecoderForCausalLM(LayeredModel):
-    """A decoder-only language model; see :class:`~.base.CausalLM` for the contract."""
-
+class DecoderForCausalLM(CausalLM):
     def __init__(
         self,
         config: ModelConfig,
@@ -166,6 +164,8 @@ class DecoderForCausalLM(LayeredModel):
         self._rotary = [rotary[rope] for rope in config.ropes]
         self._logits = LogitsProcessor(project, vocab, place=place)
         self._kernel = FusedDecoder.of(config, self._layers, self._norm, place)
+        self.in_one_call = self._kernel is not None
+        self.forms = [block.form for block in attention if block.form is not None]
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         if self._kernel is not None and backend.paged is not None:
@@ -201,17 +201,11 @@ class DecoderForCausalLM(LayeredModel):
             return residual[:0]
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
 
-    @property
-    def in_one_call(self) -> bool:
-        return self._kernel is not None
-
-    @property
-    def forms(self) -> Sequence[AttentionForm]:
-        forms = (layer.attention.form for layer in self._layers)
-        return [form for form in forms if form is not None]
-
     def logits(self, hidden: Tensor) -> Tensor | None:
         return self._logits.forward(hidden)
+
+    def check(self) -> None:
+        pass  # its modules are the engine's own
 
     def is_skipped(self, name: str) -> bool:
         """Return True for rotary buffers, multi-token prediction, copies of tied heads, and vision towers."""
@@ -225,7 +219,6 @@ class DecoderForCausalLM(LayeredModel):
         return _ROTARY_BUFFER.fullmatch(name) is not None
 
     def owners(self) -> Iterator[Layer]:
-        """Yield embedding, layers, norm and head; a tied head owns nothing."""
         yield self._embed
         for layer in self._layers:
             yield from layer.layers()

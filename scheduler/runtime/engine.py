@@ -22,7 +22,7 @@ from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..execution.build import MakeRunner, build_runner
 from ..executor.executor import Executor
-from ..memory.device_cache import DeviceCache
+from ..memory.device_memory import DeviceCache
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager
 from ..messaging.answers import Answers

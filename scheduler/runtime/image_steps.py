@@ -20,9 +20,8 @@ from ..kernels import TORCH
 from ..memory.device_module import device_module_for
 from ..memory.host import HOST
 from ..messaging.outbox import Outbox
-from ..scheduling.live_requests import LiveRequests
 from ..scheduling.step_recovery import Recovery
-from ..scheduling.waiting_queue import WaitingQueue
+from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
 from .config import PAGE_SIZE
 from .steps import Steps
 
@@ -66,9 +65,7 @@ def image_steps(engine: "Engine") -> Steps:
     live: LiveRequests[ImageRequest] = LiveRequests()
     outbox = Outbox(engine.router.send, one_by_one=True)
     footprint = Footprint(loaded.family, module, on_host=on_host)
-    outputs = ImageOutputs(
-        batcher, live, outbox, on_finished=engine.replies.finished, stamp=engine.state.stamp
-    )
+    outputs = ImageOutputs(engine, batcher, live, outbox)
     return Steps(
         loaded=loaded,
         open_folder=lambda path, name: open_component(path, loaded.model.parts[name or ""]),

@@ -7,7 +7,6 @@ are built (``execution/build.py``).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ...io_struct import GenerateReqInput, Message
@@ -25,13 +24,10 @@ from ..execution.model_runner import ModelRunner
 from ..messaging.outbox import Outbox
 from ..scheduling.batcher import Batcher
 from ..scheduling.chunking import ChunkSizer
-from ..scheduling.live_requests import LiveRequests
-from ..scheduling.output_processor import OutputProcessor
-from ..scheduling.outputs import Outputs
+from ..scheduling.outputs import OutputProcessor, Outputs
 from ..scheduling.request import Request, RequestTable
 from ..scheduling.step_recovery import Recovery, restore_tokens
-from ..scheduling.stepping import StepBatcher, StepRunner
-from ..scheduling.waiting_queue import WaitingQueue, admit
+from ..scheduling.waiting_queue import LiveRequests, WaitingQueue, admit
 from ..scoring.reference import load_reference
 from ..scoring.scoring import ReferenceModel
 from ..weights.loaded_model import LoadedWeights
@@ -39,7 +35,10 @@ from ..weights.transports.disk import OpenFolder, open_fitting
 from .config import PAGE_SIZE
 
 if TYPE_CHECKING:
+    from ..execution.forward import Runner
+    from ..images.batcher import ImageBatcher
     from ..images.prompt_cache import PromptCache
+    from ..images.runner import ImageRunner
     from .engine import Engine
 
 
@@ -52,14 +51,14 @@ class Steps:
     loaded: LoadedWeights
     open_folder: OpenFolder
     reference: ReferenceModel | None = None
-    runner: StepRunner
+    runner: "Runner | ImageRunner"
     graphs: DecodeGraphs | None = None
     request_type: type[Message]
     admit: Callable[[Any, list[memoryview], bytes, int], list[Any]]
     """Makes the samples of a message, its buffers, its client and the number of samples that wait."""
     live: LiveRequests[Any]
     waiting: WaitingQueue[Any]
-    batcher: StepBatcher
+    batcher: "Batcher | ImageBatcher"
     prompts: "PromptCache | None" = None
     outputs: Outputs[Any]
     outbox: Outbox
@@ -109,9 +108,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     )
     live: LiveRequests[Request] = LiveRequests()
     outbox = Outbox(engine.router.send)
-    outputs = OutputProcessor(
-        table, batcher, waiting, live, outbox, on_finished=engine.replies.finished, stamp=stamp
-    )
+    outputs = OutputProcessor(engine, batcher, live, outbox)
     recovery = Recovery(
         batcher, outputs, engine.device_cache, restore=partial(restore_tokens, batcher, runner)
     )
@@ -123,7 +120,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         graphs=own.graphs if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,
         admit=lambda message, _, client, waiting: admit(
-            message, client=client, limits=limits, waiting=waiting, now=monotonic()
+            message, client=client, limits=limits, waiting=waiting
         ),
         live=live,
         waiting=waiting,

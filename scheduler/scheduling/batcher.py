@@ -29,7 +29,7 @@ from ..execution.forward import ForwardBatch
 from ..runtime.config import PAGE_SIZE
 from .chunking import ChunkSizer
 from .request import Phase, Request, RequestTable
-from .sampling_inputs import InputSpan, input_spans, input_tokens, sampling_batch
+from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
 from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...io_struct import GREEDY_BELOW, MAX_SAMPLING_MASK, GenerateReqInput, SamplingParams, WeightVersionSpan
-from .sampling_extras import LogprobRecord, SamplingExtras
-from .sampling_masks import SamplingMaskRecord
+from .sampling import LogprobRecord, SamplingExtras, SamplingMaskRecord
 
 if TYPE_CHECKING:
     from ..cache.manager import RequestKV
@@ -118,7 +117,7 @@ class Request:
     failed_alone_at: int | None = None
     """Tokens computed when a step of only its next token ran out of memory."""
 
-    # Written by output_processor.py, evict and bind.
+    # Written by outputs.py, evict and bind.
     record: LogprobRecord | None = None
     masks: SamplingMaskRecord | None = None
     evicted: OutputArrays = field(default_factory=OutputArrays.empty)
@@ -181,7 +180,7 @@ def make_requests(
             routed_from=message.routed_experts_start_len if message.return_routed_experts else None,
             early_stops=(*params.stop_token_ids, *eos_token_ids),
             record=LogprobRecord.of(message),
-            masks=SamplingMaskRecord.of(message),
+            masks=SamplingMaskRecord() if message.return_sampling_mask else None,
             continued=message.continued_tokens,
             details=message.stream_details,
         )
@@ -252,9 +251,7 @@ class RequestTable:
         prompt_len = len(request.prompt)
         # These two allocate memory and may raise, so they come first, while nothing has been moved.
         self._set_stop_ids(slot, request.stop_ids)
-        masked = request.masks is not None
-        self.extras.bind(slot, params, request.early_stops, prompt_len, request.record, masked=masked)
-        self.extras.output_start[slot] = prompt_len - request.continued
+        self.extras.bind(slot, request)
         length = prompt_len + len(evicted.tokens)
         request.slot = slot
         self.by_slot[slot] = request
@@ -270,7 +267,7 @@ class RequestTable:
         greedy = params.temperature < GREEDY_BELOW
         self.greedy[slot] = greedy
         self.temperature[slot] = 1.0 if greedy else params.temperature
-        most = min(self.vocab_size, MAX_SAMPLING_MASK) if masked else self.vocab_size
+        most = self.vocab_size if request.masks is None else min(self.vocab_size, MAX_SAMPLING_MASK)
         self.top_k[slot] = most if params.top_k <= 0 else min(params.top_k, most)
         self.top_p[slot] = params.top_p
         self.filtered[slot] = not greedy and (
@@ -284,9 +281,7 @@ class RequestTable:
         self.stale_kv[slot] = False
         self.inflight[slot] = 0
         self.live[slot] = True
-        self.stamp[
-            slot
-        ] = -1  # makes output_processor.py compare with the last span before it opens a new one
+        self.stamp[slot] = -1  # outputs.py then compares with the last span before it opens a new one
 
     def release(self, request: Request) -> None:
         """Release the slot; the caller has copied the outputs or does not need them."""

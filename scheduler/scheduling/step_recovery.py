@@ -21,15 +21,16 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...io_struct import ErrorCode, StepFailures
 from ..execution.forward import Runner
-from ..memory.device_cache import DeviceCache
-from ..memory.device_memory import is_out_of_memory
-from .batcher import Batcher
+from ..memory.device_memory import DeviceCache, is_out_of_memory
 from .outputs import Outputs
-from .stepping import StepBatcher
+
+if TYPE_CHECKING:
+    from ..images.batcher import ImageBatcher
+    from .batcher import Batcher
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Failure:
 class Recovery:
     def __init__(
         self,
-        batcher: StepBatcher,
+        batcher: "Batcher | ImageBatcher",
         outputs: Outputs[Any],
         device_cache: DeviceCache,
         *,
@@ -131,7 +132,7 @@ class Recovery:
             self._outputs.fail(requests, f"the step failed: {failure.message}")
 
 
-def restore_tokens(batcher: Batcher, runner: Runner) -> None:
+def restore_tokens(batcher: "Batcher", runner: Runner) -> None:
     """Restore the states and last tokens that rolled back steps have overwritten."""
     batcher.restart_states()
     slots, tokens = batcher.last_tokens()

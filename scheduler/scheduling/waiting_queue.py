@@ -1,4 +1,4 @@
-"""Admission and the queue of requests without KV.
+"""Admission, the registry of live requests, and the queue of those without KV.
 
 Invariants:
 - A request that could not run alone on an empty engine is refused here, with the numbers; later stages refuse
@@ -10,11 +10,12 @@ Invariants:
 """
 
 import secrets
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic
+from time import monotonic
+from typing import Generic, Protocol, TypeVar
 
 from ...io_struct import (
     MAX_INT32,
@@ -25,7 +26,6 @@ from ...io_struct import (
     GenerateReqInput,
 )
 from ..runtime.config import PAGE_SIZE
-from .live_requests import SampleT
 from .request import Phase, Request, make_requests
 
 MAX_FURTHER_BYTES = 32 << 20
@@ -49,7 +49,7 @@ class AdmissionLimits:
 
 
 def admit(
-    message: GenerateReqInput, *, client: bytes, limits: AdmissionLimits, waiting: int, now: float
+    message: GenerateReqInput, *, client: bytes, limits: AdmissionLimits, waiting: int
 ) -> list[Request]:
     """Check a generate message and make its requests, one per sample; changes no state.
 
@@ -57,30 +57,28 @@ def admit(
         CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool``,
             ``queue_full``.
     """
-    params = message.sampling_params
+    params, prompt_len = message.sampling_params, len(message.input_ids)
     for field, value, requirement in params.problems():
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST,
-            f"sampling_params.{field} = {value!r} {requirement}",
-            field=f"sampling_params.{field}",
-            value=value if value == value else "nan",
-        )
-    _check_ids("input_ids", message.input_ids, limits.vocab_size)
-    _check_ids("sampling_params.stop_token_ids", params.stop_token_ids, limits.vocab_size)
-    _check_ids("sampling_params.logit_bias", list(params.logit_bias or ()), limits.vocab_size)
-    prompt_len = len(message.input_ids)
+        field = f"sampling_params.{field}"
+        raise _invalid(f"{field} = {value!r} {requirement}", field, value if value == value else "nan")
+    for field, ids in (
+        ("input_ids", message.input_ids),
+        ("sampling_params.stop_token_ids", params.stop_token_ids),
+        ("sampling_params.logit_bias", list(params.logit_bias or ())),
+    ):
+        _check_ids(field, ids, limits.vocab_size)
     if prompt_len == 0:
-        said = "input_ids is empty: a prompt has at least one token id"
-        raise CaesuraError(ErrorCode.INVALID_REQUEST, said, field="input_ids", value=[])
-    if message.continued_tokens >= prompt_len:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST,
-            f"continued_tokens = {message.continued_tokens} must be less than "
-            f"the {prompt_len} tokens of input_ids",
-            field="continued_tokens",
-            value=message.continued_tokens,
-        )
-    _check_routing(message, limits)
+        raise _invalid("input_ids is empty: a prompt has at least one token id", "input_ids", [])
+    if (continued := message.continued_tokens) >= prompt_len:
+        requirement = f"must be less than the {prompt_len} tokens of input_ids"
+        raise _invalid(f"continued_tokens = {continued} {requirement}", "continued_tokens", continued)
+    if message.return_routed_experts and not limits.has_experts:
+        reason = "return_routed_experts: this model has no experts"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="return_routed_experts")
+    if (start := message.routed_experts_start_len) > prompt_len:
+        field = "routed_experts_start_len"
+        reason = f"{field} = {start} is beyond the prompt of {prompt_len} tokens"
+        raise _invalid(reason, field, start, prompt_tokens=prompt_len)
     require_room(params.n, waiting, limits.max_waiting)
     limit = _total_limit(prompt_len, params.max_new_tokens, limits)
     _check_further_logprobs(message, limit, limits)
@@ -90,19 +88,19 @@ def admit(
         seed=params.seed if params.seed is not None else secrets.randbits(63),
         limit=limit,
         eos_token_ids=limits.eos_token_ids,
-        arrival=now,
+        arrival=monotonic(),
     )
+
+
+def _invalid(reason: str, field: str, value: object, **detail: object) -> CaesuraError:
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=field, value=value, **detail)
 
 
 def require_room(samples: int, waiting: int, limit: int) -> None:
     """Raise ``queue_full`` for samples that do not fit into the queue."""
     if waiting + samples > limit:
-        raise CaesuraError(
-            ErrorCode.QUEUE_FULL,
-            f"{waiting} samples are waiting, the limit is {limit}",
-            waiting=waiting,
-            limit=limit,
-        )
+        reason = f"{waiting} samples are waiting, the limit is {limit}"
+        raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=waiting, limit=limit)
 
 
 def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:
@@ -117,8 +115,8 @@ def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionL
             max_new_tokens=new_tokens,
             limit=limits.context_len,
         )
-    # The last sampled token needs no KV. A request without max_new_tokens is limited by the pool instead of
-    # refused.
+    # The last sampled token needs no KV. Without max_new_tokens the pool limits a request instead of refusing
+    # it.
     needed = prompt_len + new_tokens - 1
     if needed > limits.pool_tokens and max_new_tokens is None and prompt_len <= limits.pool_tokens:
         return limits.pool_tokens + 1
@@ -132,62 +130,80 @@ def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionL
     return prompt_len + new_tokens
 
 
-def _check_routing(message: GenerateReqInput, limits: AdmissionLimits) -> None:
-    start, prompt_len = message.routed_experts_start_len, len(message.input_ids)
-    if message.return_routed_experts and not limits.has_experts:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            "return_routed_experts: this model has no experts",
-            field="return_routed_experts",
-        )
-    if start > prompt_len:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST,
-            f"routed_experts_start_len = {start} is beyond the prompt of {prompt_len} tokens",
-            field="routed_experts_start_len",
-            value=start,
-            prompt_tokens=prompt_len,
-        )
-
-
 def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: AdmissionLimits) -> None:
     """Refuse values out of range, and extra logprobs that would make a result too large for one message."""
-    top, token_ids, start = (
-        message.top_logprobs_num,
-        message.token_ids_logprob or [],
-        message.logprob_start_len,
-    )
-    prompt_len, most = len(message.input_ids), min(MAX_TOP_LOGPROBS, limits.vocab_size)
-    nbytes = (8 * top + 4 * len(token_ids)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
-    num_ids, fits = len(token_ids), nbytes <= MAX_FURTHER_BYTES or not message.return_logprob
+    top, token_ids = message.top_logprobs_num, message.token_ids_logprob or []
+    start, prompt_len, num_ids = message.logprob_start_len, len(message.input_ids), len(token_ids)
+    most = min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    nbytes = (8 * top + 4 * num_ids) * (limit - (start if 0 <= start < prompt_len else prompt_len))
+    fits = nbytes <= MAX_FURTHER_BYTES or not message.return_logprob
     too_large = f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}"
     most_ids = f"has at most {MAX_TOKEN_IDS_LOGPROB} ids"
-    problems = (
+    for field, value, requirement, holds in (
         ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
         ("logprob_start_len", start, "must be a position, or -1", -1 <= start <= MAX_INT32),
         ("token_ids_logprob", num_ids, most_ids, num_ids <= MAX_TOKEN_IDS_LOGPROB),
         ("top_logprobs_num", top, too_large, fits),
-    )
-    for field, value, requirement, holds in problems:
+    ):
         if not holds:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, f"{field} = {value}: {requirement}", field=field, value=value
-            )
+            raise _invalid(f"{field} = {value}: {requirement}", field, value)
     _check_ids("token_ids_logprob", token_ids, limits.vocab_size)
 
 
 def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary; the wire's types have refused negative ones."""
     if ids and max(ids) >= vocab_size:
-        position = next(i for i, token in enumerate(ids) if token >= vocab_size)
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST,
-            f"{field}[{position}] = {ids[position]} is outside the vocabulary of {vocab_size}",
-            field=field,
-            position=position,
-            value=ids[position],
-            vocab_size=vocab_size,
-        )
+        position, value = next((i, token) for i, token in enumerate(ids) if token >= vocab_size)
+        reason = f"{field}[{position}] = {value} is outside the vocabulary of {vocab_size}"
+        raise _invalid(reason, field, value, position=position, vocab_size=vocab_size)
+
+
+class LiveSample(Protocol):
+    message_id: str
+    rid: str
+    index: int
+    client: bytes
+    """Client that gets the result; changes when a retry attaches from another socket."""
+    phase: Phase
+
+    @property
+    def key(self) -> tuple[str, int]: ...
+
+
+SampleT = TypeVar("SampleT", bound=LiveSample)
+
+
+class LiveRequests(Generic[SampleT]):
+    """All requests from admission to their end, whether they wait, run or are frozen by a pause."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[str, int], SampleT] = {}
+        self._by_rid: defaultdict[str, list[SampleT]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[SampleT]:
+        """Iterate over a copy, in the order of admission: finishing a request removes it."""
+        return iter(list(self._by_key.values()))
+
+    def add(self, requests: Iterable[SampleT]) -> None:
+        for request in requests:
+            self._by_key[request.key] = request
+            self._by_rid[request.rid].append(request)
+
+    def remove(self, request: SampleT) -> None:
+        del self._by_key[request.key]
+        samples = self._by_rid[request.rid]
+        samples.remove(request)
+        if not samples:
+            del self._by_rid[request.rid]
+
+    def samples(self, rid: str) -> list[SampleT]:
+        return list(self._by_rid.get(rid, ()))
+
+    def of_client(self, client: bytes) -> list[SampleT]:
+        return [request for request in self._by_key.values() if request.client == client]
 
 
 class WaitingQueue(Generic[SampleT]):

@@ -15,6 +15,7 @@ from ...io_struct import CaesuraError, ErrorCode, Residency
 from ..execution.build import build_backend, load_model, longest_context, make_pool, require_deterministic
 from ..execution.forward import StepLimits
 from ..memory.device_module import device_module_for
+from ..memory.host_copy import exhaust
 from ..memory.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy, ResidentStrategy, Strategy
 from ..memory.residency import ComponentResidencyManager
 from ..models.base import CausalLM
@@ -36,10 +37,10 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
     """Load the reference model, if the configuration has one; raises what loading the policy does."""
     if config.reference_model_path is None:
         return None
-    residency.register(WEIGHTS.name, _STRATEGIES[config.reference_residency][0], tag="weights")
-    residency.register(PAGES.name, _STRATEGIES[config.reference_residency][1], tag="weights")
-    residency.begin_request("load_reference", warm_up=True)
-    with residency.component(WEIGHTS.name):
+    weights, pages = _STRATEGIES[config.reference_residency]
+    residency.register(WEIGHTS, weights, memory_intensive=True)
+    residency.register(PAGES, pages)
+    with residency.component(WEIGHTS):
         loaded = load_model(replace(config, model_path=config.reference_model_path, context_len=None))
     if loaded.config.delta is not None:
         raise CaesuraError(
@@ -49,12 +50,12 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
             "scoring does not have",
             fields=["architectures"],
         )
-    residency.divide(WEIGHTS.name, _layers(loaded.model))
+    residency.divide(WEIGHTS, _layers(loaded.model))
     if config.deterministic:
         require_deterministic(loaded)
     context_len = longest_context(config, loaded)
     num_pages = 1 + pages_for(config.reference_pool_tokens or context_len)  # page 0 is scratch
-    with residency.component(PAGES.name):
+    with residency.component(PAGES):
         pool = make_pool(loaded, num_pages)
     limits = StepLimits.of(
         max_rows=config.sizes.rows,
@@ -73,12 +74,9 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
         max_tokens=config.sizes.chunk_tokens,
         max_waiting=config.max_waiting_requests,
     )
-    for use in (WEIGHTS, PAGES):
-        residency.use("load_reference", use)
-        for _ in residency.finish_use(use):
-            pass
-    for _ in residency.finish_request("load_reference"):
-        pass
+    for name in (WEIGHTS, PAGES):
+        residency.use(name)
+    exhaust(residency.leave([WEIGHTS, PAGES]))
     module = device_module_for(loaded.device)
     if hasattr(module, "synchronize"):  # loading used another stream than steps do
         module.synchronize()

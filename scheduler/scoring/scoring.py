@@ -38,7 +38,6 @@ from ..cache.allocator import PageAllocator
 from ..execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import streams_of
-from ..memory.residency import ComponentUse
 from ..memory.workspace import Workspace
 from ..models.base import CausalLM
 from ..runtime.config import PAGE_SIZE
@@ -53,11 +52,9 @@ logger = logging.getLogger(__name__)
 SLICE_S = 0.025
 """Longest time that scoring runs before the loop receives messages again; one layer may take longer."""
 
-WEIGHTS = ComponentUse(name="reference", memory_intensive=True)
-PAGES = ComponentUse(name="reference_kv")
+WEIGHTS, PAGES = "reference", "reference_kv"
 """The components that a chunk uses, by the names under which they are registered."""
 
-_REQUEST = "score"
 _ROWS = 16
 """The output head processes a multiple of this many rows; fewer are hardly faster."""
 _ROW_BYTES_CPU = 10 << 20
@@ -201,16 +198,15 @@ class Scoring:
         return ReferenceStatus(
             model_path=self._reference.model_path,
             residency=self._reference.residency,
-            weights=engine.residency.nbytes(WEIGHTS.name),
-            device_bytes=engine.residency.device_bytes(WEIGHTS.name),
+            weights=engine.residency.nbytes(WEIGHTS),
+            device_bytes=engine.residency.device_bytes(WEIGHTS),
             pending_sequences=len(self._queue),
             scored_tokens=self._scored_tokens,
         )
 
     def _serve(self) -> Generator[None, None, None]:
-        """Compute until the queue is empty, as one request of the residency manager, one stage per chunk."""
+        """Compute until the queue is empty, a chunk at a time; then let the reference leave the device."""
         engine = self._engine
-        engine.residency.begin_request(_REQUEST)
         while self._queue:
             chunk, failure = self._plan(), None
             try:
@@ -224,7 +220,7 @@ class Scoring:
                 engine.device_cache.after_failure(failure.message)
         failure_message = ""
         try:
-            yield from engine.residency.finish_request(_REQUEST)
+            yield from engine.residency.leave([WEIGHTS, PAGES])
         except (OSError, RuntimeError) as error:
             failure_message = f"the reference could not leave the device: {error}"
             logger.error("the reference could not leave the device", exc_info=error)
@@ -250,9 +246,8 @@ class Scoring:
 
     def _compute(self, chunk: list["_Span"]) -> Generator[None, None, None]:
         engine = self._engine
-        uses = (WEIGHTS, PAGES)
-        yield from engine.residency.before_stage(_REQUEST, uses)
-        at_layer, _ = [engine.residency.use(_REQUEST, use) for use in uses]
+        yield from engine.residency.bring([WEIGHTS, PAGES])
+        at_layer, _ = engine.residency.use(WEIGHTS), engine.residency.use(PAGES)
         batch, targets = _batch(chunk, self._reference.device)
         self._reference.backend.plan(batch)
         steps = self._reference.model.forward_by_layer(batch, self._reference.backend)
@@ -270,8 +265,6 @@ class Scoring:
             yield
         self._chunks.observe(len(batch.input_ids), slowest)
         out = yield from self._logprobs(hidden, targets, _scales(chunk, self._reference.device))
-        for use in uses:
-            yield from engine.residency.finish_use(use)
         yield from self._wait_for_device()
         self._record(chunk, out.cpu().numpy())
 

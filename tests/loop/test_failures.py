@@ -43,7 +43,7 @@ from caesura.io_struct import (
 )
 from caesura.scheduler.execution.forward import ForwardBatch
 from caesura.scheduler.runtime.config import PAGE_SIZE
-from caesura.scheduler.scheduling import sampling_inputs
+from caesura.scheduler.scheduling import sampling
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "open": lambda driver: (driver.engine.cache, "open"),
     "extend": lambda driver: (driver.engine.cache, "extend"),
     "bind": lambda driver: (driver.engine.batcher.table, "bind"),
-    "noise": lambda driver: (sampling_inputs, "noise"),
+    "noise": lambda driver: (sampling, "noise"),
     "build": lambda driver: (driver.engine.batcher, "_build"),
     "execute": lambda driver: (driver.runner, "before"),
     "outputs": lambda driver: (driver.runner, "after"),

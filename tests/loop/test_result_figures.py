@@ -66,7 +66,7 @@ def test_a_result_tells_its_request_apart(driver):
 
 def test_times_count_from_the_arrival(driver, monkeypatch):
     now = [1000.0]
-    for module in ("runtime.steps", "scheduling.batcher", "scheduling.output_processor"):
+    for module in ("scheduling.waiting_queue", "scheduling.batcher", "scheduling.outputs"):
         monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", lambda: now[0])
     driver.call(PauseGenerationReqInput(mode="retract"))
     rid = driver.generate(PROMPT, 30)

@@ -21,7 +21,7 @@ from caesura.io_struct import (
 from caesura.scheduler.execution.forward import ForwardBatch
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
-from caesura.scheduler.scheduling import output_processor
+from caesura.scheduler.scheduling import outputs
 
 VOCAB, KINDS, NEW = 97, 3, 14
 PARAMS = [
@@ -185,7 +185,7 @@ def test_a_stream_with_details_has_the_masks_of_its_tokens(tiny_model, depth):
 def test_masks_that_would_not_fit_a_message_end_their_sample_alone(tiny_model, depth, monkeypatch):
     with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
         requests = start(driver)
-        monkeypatch.setattr(output_processor, "MAX_MASK_BYTES", 4 * 9 * 5)
+        monkeypatch.setattr(outputs, "MAX_MASK_BYTES", 4 * 9 * 5)
         driver.run_until_idle()
         result = driver.result(requests[1][0])
         assert (result.finish_reason.type, result.finish_reason.code) == ("error", "invalid_request")

@@ -427,7 +427,7 @@ def test_a_reference_that_cannot_come_is_a_typed_error(tiny_model, reference, ju
     from caesura.scheduler.memory import residency as module
 
     with driver_with(tiny_model, reference, residency) as driver:
-        monkeypatch.setattr(module, "available_memory_if_known", lambda *_, **__: 10)
+        monkeypatch.setattr(module, "get_available_memory", lambda *_, **__: 10)
         message = ScoreReqInput(input_ids=sequences(5), start=[1])
         reply = driver.call(message)
         assert isinstance(reply, ErrorReply)
@@ -444,7 +444,7 @@ def test_the_pool_of_the_policy_leaves_room_for_what_is_still_to_come(tiny_model
     sizes = {}
     for residency in RESIDENCIES:
         free = 3_000_000
-        monkeypatch.setattr(build, "available_memory_if_known", lambda *_, **__: free)  # noqa: B023 (used within the turn)
+        monkeypatch.setattr(build, "get_available_memory", lambda *_, **__: free)  # noqa: B023 (used within the turn)
         with driver_with(
             tiny_model, reference, residency, kv_pool_tokens=None, max_running_requests=200
         ) as driver:

@@ -20,7 +20,7 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.scheduling import sampling_inputs
+from caesura.scheduler.scheduling import sampling
 
 VOCAB = 97
 
@@ -111,7 +111,7 @@ def test_a_request_waits_for_a_row(driver):
 
 
 STAGES = {
-    "noise": lambda driver: (sampling_inputs, "noise"),
+    "noise": lambda driver: (sampling, "noise"),
     "open": lambda driver: (driver.engine.cache, "open"),
     "execute": lambda driver: (driver.runner, "before"),
     "outputs": lambda driver: (driver.runner, "after"),

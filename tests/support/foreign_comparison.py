@@ -17,7 +17,7 @@ from support.forward_batches import PagedModel, Sequence, load_model
 from torch import Tensor
 
 from caesura.scheduler.kernels import TORCH, best
-from caesura.scheduler.models.base import CausalLM, ForeignModel
+from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
@@ -59,7 +59,6 @@ def compare(architecture: str, folder: Path | None = None, **changes: Any) -> Co
     for name, each in zip(("old", "new"), models):
         each.save_pretrained(folder / name)
     model = load_model(str(folder / "old"), torch.float32, backend="transformers")
-    assert isinstance(model, ForeignModel)
     model.check()
     compared = Compared(*models, model, folder / "new", {})
     kinds = [False] if best("attention", "cpu", torch.float32) == TORCH else [False, True]

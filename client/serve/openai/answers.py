@@ -1,11 +1,9 @@
 """Common part of the answers of completions and chats: choices, usage, and server-sent events.
 
-Invariants:
-- The id of an answer is the ``rid`` of its generation, so that ``/abort_request`` can end it.
-- A prompt counts once in the usage, however many samples it has.
-- A stream's first event is made before its answer begins: an immediate refusal has its HTTP status, a later
-  failure is an event with OpenAI's error object. Either way the stream ends with ``[DONE]``.
-- A client that leaves ends its generations.
+Invariants: the id of an answer is the ``rid`` of its generation, for ``/abort_request``. A stream's first
+event is made before its answer begins: an immediate refusal has its HTTP status, a later failure is an event
+with OpenAI's error object. Either way the stream ends with ``[DONE]``. A client that leaves ends its
+generations.
 """
 
 import time
@@ -18,21 +16,19 @@ import msgspec
 from litestar import Response
 from msgspec import UNSET, UnsetType
 
-from ....io_struct import CaesuraError, WeightVersionSpan
+from ....io_struct import WeightVersionSpan
 from ...text.tokenizer_manager import ENCODE_INLINE, Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
 from ..context import FrontEnd, in_slices
 from ..generations import label_for, merged, whole
-from ..responses import events, unless_left
-from ..sglang.generate import DONE, experts_of, meta_info
+from ..responses import frame, streamed, unless_left
+from ..sglang.generate import experts_of, meta_info
 from .common import CommonRequest, error_body
 
 T = TypeVar("T")
 
 
 class TokenDetails(msgspec.Struct, kw_only=True):
-    """``prompt_tokens_details``."""
-
     cached_tokens: int
 
 
@@ -46,20 +42,18 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """Fields of all choices and chunks beyond OpenAI's. All are absent unless asked for."""
+    """Fields of all choices and chunks beyond OpenAI's, absent unless asked for."""
 
     matched_stop: int | str | UnsetType | None = UNSET
-    """The token id or the stop string that ended the choice, null if it ended otherwise, absent before."""
+    """Token id or stop string that ended the choice; null if it ended otherwise, absent before."""
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
-    """Spans of tokens by the weights that sampled them, of a finished choice."""
+    """Spans of tokens by the weights that sampled them."""
     meta_info: dict[str, Any] | UnsetType = UNSET
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """A response, or a chunk of a stream."""
-
     id: str
     object: str
     created: int
@@ -69,34 +63,28 @@ class Body(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any] | UnsetType = UNSET
     """``weight_version`` of finished choices, and with ``return_meta_info`` SGLang's ``weight_versions``."""
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Those of the choices, if there is one prompt."""
+    """The choices' prompt, if there is one."""
     sglext: dict[str, Any] | UnsetType = UNSET
     """``routed_experts``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request, ready to be generated."""
-
     id: str
     object: str
-    """``object`` of the answer, or of a stream's chunks."""
+    """``object`` of the answer or chunk."""
     model: str
     requests: list[GenerationRequest]
     """One for each prompt; choice ``i * samples + j`` is sample ``j`` of prompt ``i``."""
     samples: int
-    """``n``."""
     stream: bool
     include_usage: bool
-    """The stream ends with the usage."""
     meta_info: bool
-    """Finished choices have ``meta_info``."""
     scored: bool = False
-    """The prompts are only scored: the token that is sampled all the same does not count."""
+    """The prompts are only scored: the token that is sampled does not count."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, choices: list[Any], **fields: Any) -> bytes:
-        """Return a response or a chunk, encoded; ``fields`` are further ones of :class:`Body`."""
         if choices and len(self.requests) == 1:
             fields["prompt_token_ids"] = choices[0].prompt_token_ids
         return msgspec.json.encode(
@@ -111,14 +99,13 @@ class Job:
         )
 
     def index(self, position: int, sample: int) -> int:
-        """Return the number of the choice that is sample ``sample`` of prompt ``position``."""
         return position * self.samples + sample
 
 
 def make_job(
     front: FrontEnd, request: CommonRequest, kind: str, requests: list[GenerationRequest], **fields: Any
 ) -> Job:
-    """Make a job, whose answer has ``object`` = ``kind``; ``fields`` are further ones of :class:`Job`."""
+    """Make the job of an answer whose ``object`` is ``kind``."""
     options = request.stream_options
     return Job(
         id=request.rid if isinstance(request.rid, str) else str(requests[0].rid),
@@ -139,7 +126,6 @@ async def planned(front: FrontEnd, text_size: int, plan: Callable[[], T]) -> T:
 
 
 def finish_fields(sample: Sample) -> dict[str, Any]:
-    """Return ``finish_reason`` and ``matched_stop`` of a choice."""
     reason = sample.output.finish_reason.type
     return {"finish_reason": reason, "matched_stop": sample.matched if reason == "stop" else None}
 
@@ -147,9 +133,8 @@ def finish_fields(sample: Sample) -> dict[str, Any]:
 def token_fields(
     request: CommonRequest, prompt_ids: Sequence[int] | None, token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the token ids of a choice or chunk, as far as asked for.
-
-    ``prompt_ids`` None means that an earlier chunk had them.
+    """Return the wanted token ids of a choice or chunk; ``prompt_ids`` None means that an earlier one had
+    them.
     """
     fields: dict[str, Any] = {}
     if request.return_token_ids:
@@ -160,7 +145,7 @@ def token_fields(
 
 
 def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> Usage:
-    """Return the usage of a whole request; ``scored`` as in :class:`Job`."""
+    """Return the usage of a whole request."""
     prompt = cached = completion = 0
     for sample in samples:
         completion += len(sample.output.output_ids)
@@ -178,12 +163,8 @@ def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> Usage:
 
 
 def finished_fields(samples: Sequence[Sample], label: str, *, with_spans: bool) -> dict[str, Any]:
-    """Return ``metadata`` and ``sglext`` of finished choices, with lists of values if there are several.
-
-    Args:
-        label: the engine's weight version, for samples without a token; ``weight_version`` is the newest of
-            all.
-        with_spans: add ``weight_versions`` to the metadata, as SGLang does. OpenAI's metadata has texts only.
+    """Return ``metadata`` and ``sglext`` of finished choices; ``label`` is the version of samples without a
+    token.
     """
     spans = [sample.output.weight_versions for sample in samples]
     last = max((each[-1] for each in spans if each), key=lambda span: span.epoch, default=None)
@@ -203,31 +184,20 @@ def _alone(values: list[Any]) -> Any:
 
 
 class Form(Protocol):
-    """Turns samples into choices. ``index`` is the number of the choice, ``position`` that of its prompt."""
+    """Turns samples into choices; ``index`` is the choice's number, ``position`` its prompt's."""
 
     def choice(self, index: int, position: int, sample: Sample) -> Choice:
-        """Return a finished sample."""
+        pass
 
     def chunk(self, index: int, position: int, chunk: Chunk) -> Choice | None:
-        """Return what is new of a sample; None if that is not visible, but never for its last chunk."""
+        """Return what is new of a sample; None if nothing is visible, but never for its last chunk."""
 
 
 async def answer(request: HTTPRequest, front: FrontEnd, job: Job, form: Form) -> Response[Any]:
-    """Generate, and answer in full or as a stream.
-
-    Raises:
-        EngineError: refused, or failed before the answer began.
-        ClientLeft: the client has disconnected.
-    """
-    if not job.stream:
-        return await unless_left(request, _whole(front, job, form))
-    frames = _frames(front, job, form)
-    try:
-        first = await unless_left(request, anext(frames))
-    except BaseException:
-        await frames.aclose()
-        raise
-    return events(_guarded(front, first, frames))
+    """Generate, and answer in full or as a stream."""
+    if job.stream:
+        return await streamed(request, front, _frames(front, job, form), error_body)
+    return await unless_left(request, _whole(front, job, form))
 
 
 async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
@@ -247,20 +217,6 @@ async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
     return Response(body, media_type="application/json", status_code=200)
 
 
-async def _guarded(
-    front: FrontEnd, first: bytes, rest: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    try:
-        async with aclosing(rest):
-            yield first
-            async for frame in rest:
-                yield frame
-    except CaesuraError as error:
-        front.metrics.error(error.code)
-        yield _frame(msgspec.json.encode(error_body(error)))
-        yield DONE
-
-
 async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes, None]:
     finished: list[Sample] = []
     async with aclosing(merged(front, job.requests)) as chunks:
@@ -270,14 +226,13 @@ async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes
                 finished.append(chunk.finished)
                 label = await label_for(front, [chunk.finished])
                 _finished(job, choice, position, chunk.finished, label)
-                yield _frame(
+                yield frame(
                     job.body([choice], **finished_fields([chunk.finished], label, with_spans=job.meta_info))
                 )
             elif choice is not None:
-                yield _frame(job.body([choice]))
+                yield frame(job.body([choice]))
     if job.include_usage:
-        yield _frame(job.body([], usage=usage_of(finished)))
-    yield DONE
+        yield frame(job.body([], usage=usage_of(finished)))
 
 
 def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: str) -> Choice:
@@ -285,7 +240,3 @@ def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: st
     if job.meta_info:
         choice.meta_info = meta_info(sample, job.requests[position], label, None)
     return choice
-
-
-def _frame(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"

@@ -1,7 +1,5 @@
-"""``/v1/chat/completions``.
-
-Invariants: the model's own template makes a prompt of the conversation, and only its special tokens are
-added; the answer of the model is one text, tool calls and reasoning included.
+"""``/v1/chat/completions``: the model's own template makes the prompt, and only its special tokens are added;
+the answer is one text, tool calls and reasoning included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +7,6 @@ from typing import Any, ClassVar
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
@@ -38,8 +35,6 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "functio
 
 
 class ChatRequest(CommonRequest, kw_only=True):
-    """``POST /v1/chat/completions``."""
-
     REFUSED: ClassVar[dict[str, str]] = {
         **REFUSED,
         "functions": "superseded by tools",
@@ -57,11 +52,11 @@ class ChatRequest(CommonRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     tools: list[dict[str, Any]] | None = None
-    """Passed to the template; the model's answer stays text."""
+    """For the template; the answer stays text."""
     tool_choice: str | dict[str, Any] | None = None
-    """``auto`` or ``none``, with the same result: the template sees the tools, and no calls are parsed."""
+    """``auto`` or ``none``, with the same result: no calls are parsed."""
     reasoning_effort: str | None = None
-    """Passed to the template."""
+    """A variable of the template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template."""
     add_generation_prompt: bool | None = None
@@ -76,16 +71,12 @@ class ChatRequest(CommonRequest, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The assistant's answer."""
-
     role: str = "assistant"
     content: str
     refusal: None = None
 
 
 class ChatChoice(Choice, kw_only=True):
-    """One answer."""
-
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
@@ -93,15 +84,13 @@ class ChatChoice(Choice, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new of an answer; empty in its last chunk if nothing is."""
+    """Empty in the last chunk if nothing is new."""
 
     role: str | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(Choice, kw_only=True):
-    """One answer in a chunk."""
-
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -112,11 +101,6 @@ _decoder = msgspec.json.Decoder(ChatRequest, strict=False)
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    """Decode a body.
-
-    Raises:
-        InvalidRequest: it is malformed, or a field is refused by name.
-    """
     return decode_request(_decoder.decode, body, ChatRequest)
 
 
@@ -128,7 +112,6 @@ def decode_chat(body: bytes) -> ChatRequest:
     exception_handlers=EXCEPTION_HANDLERS,
 )
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
-    """Answer a conversation."""
     body = await request.body()
 
     def read() -> ChatRequest:
@@ -182,14 +165,7 @@ def _prompt(manager: TokenizerManager, request: ChatRequest) -> list[int]:
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in the form that templates know.
-
-    Content becomes one text (parts are joined by newlines), and arguments of earlier tool calls become
-    objects rather than JSON.
-
-    Raises:
-        InvalidRequest: an unknown role, or content that is not text.
-    """
+    """Return messages in the form that templates know: text content, and tool arguments as objects."""
     if not messages:
         raise InvalidRequest("messages is empty", field="messages")
     return [_message(f"messages[{position}]", message) for position, message in enumerate(messages)]
@@ -242,8 +218,6 @@ def _with_object(name: str, function: dict[str, Any]) -> dict[str, Any]:
 
 
 class ChatForm:
-    """Makes choices of samples and chunks."""
-
     def __init__(self, manager: TokenizerManager, request: ChatRequest, prompt_ids: Sequence[int]) -> None:
         self._request = request
         self._prompt_ids = prompt_ids
@@ -251,7 +225,6 @@ class ChatForm:
         self._begun: set[int] = set()
 
     def choice(self, index: int, position: int, sample: Sample) -> ChatChoice:
-        """Return a finished sample."""
         logprobs = (
             chat_logprobs(output_positions(sample.output), self._tokens) if self._request.logprobs else None
         )
@@ -287,6 +260,3 @@ class ChatForm:
                 [] if delta is None else delta.output_ids,
             ),
         )
-
-
-ROUTES: list[HTTPRouteHandler] = [chat_completions]

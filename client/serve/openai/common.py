@@ -1,14 +1,10 @@
 """Common part of requests to the OpenAI routes: fields, refusals, errors.
 
-Invariants:
-- ``null`` means "not given" for every optional field. Keys that no struct names are ignored, as by the
-  servers that these clients know; the log names each of them once.
-- A field that would change the output and is not supported is listed in :data:`REFUSED` with the reason, and
-  refused by name unless its value asks for nothing (null, false, empty). A field that changes no output is in
-  :data:`IGNORED`.
-- docs/reference/openai.md has a row for every field of the request structs (a test compares them).
-- Errors have OpenAI's form, ``{"error": {message, type, param, code}}``: 400 for the request's fault, 404 for
-  an unknown model, 503 if the engine is away or takes no more.
+Invariants: ``null`` means "not given". Unknown keys are ignored, and each is logged once. A field that would
+change the output and is not supported is refused unless its value asks for nothing (:data:`REFUSED`); one
+that changes no output is ignored (:data:`IGNORED`). docs/reference/openai.md has a row for every field (a
+test compares). Errors have OpenAI's form: 400 for the request's fault, 404 for an unknown model, 503 if the
+engine is away or full.
 """
 
 import re
@@ -33,12 +29,11 @@ from ..responses import ClientLeft, client_left
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 AnySeed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""A seed; OpenAI's clients may send negative ones, which are folded into 63 bits."""
+"""OpenAI's clients may send negative seeds, which are folded into 63 bits."""
 DEFAULT_MODEL = "default"
-"""Name that clients of SGLang give to any served model."""
+"""Name that clients of SGLang give to any model."""
 MAX_STOP_STRINGS = 32
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-"""Values that ask for nothing."""
 
 REFUSED = {
     "json_schema": "constrained decoding is not supported",
@@ -66,7 +61,7 @@ REFUSED = {
     "bootstrap_host": "prefill and decode run in one engine",
     "bootstrap_room": "prefill and decode run in one engine",
 }
-"""Fields of both generating routes that are refused, with the reason."""
+"""Fields that are refused, with the reason."""
 
 IGNORED = {
     "user": "a label",
@@ -87,7 +82,6 @@ IGNORED = {
     "include_reasoning": "reasoning stays in the text",
     "custom_params": "for processors of logits, which are refused",
 }
-"""Keys that are ignored, with the reason."""
 IGNORED_KEYS = frozenset(IGNORED)
 if TYPE_CHECKING:
     _RefusedFields = msgspec.Struct
@@ -96,19 +90,16 @@ else:
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """``stream_options``."""
-
     include_usage: bool | None = None
-    """One more chunk before the end, without choices, with the usage of the whole request."""
+    """One more chunk with the usage, without choices."""
 
 
 class CommonRequest(_RefusedFields, kw_only=True):
-    """Fields of both generating routes. One with the name of a parameter of the engine goes there."""
+    """Fields of both generating routes; one with the name of an engine's parameter goes there."""
 
     REFUSED: ClassVar[dict[str, str]] = REFUSED
 
     model: str | None = None
-    """Null or empty: the one that is served."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -117,46 +108,38 @@ class CommonRequest(_RefusedFields, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None
-    """Bias of the logit of each token id (a string in JSON)."""
+    """By token id (a string in JSON)."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
 
     # Beyond OpenAI, with SGLang's and vLLM's names
     rid: Identifier | list[Identifier] | None = None
-    """Name of the generations, for an abort; of several prompts: ``rid_0``, ``rid_1``, … Also the id of the
-    response.
-    """
+    """Name of the generations, for an abort (``rid_0``, ``rid_1``, … of several prompts), and id of the
+    response."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Count | None = None
     min_new_tokens: Count | None = None
-    """The same as ``min_tokens``."""
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     include_stop_str_in_output: bool | None = None
-    """The same as ``no_stop_trim``."""
     cache_salt: str | None = None
     extra_key: str | None = None
-    """Joined to ``cache_salt``."""
     min_weights_epoch: int | None = None
-    """Refuse on an engine whose weights are older."""
     return_token_ids: bool | None = None
-    """Return ``token_ids`` in each choice and chunk, and ``prompt_token_ids`` in each choice, in a stream
-    with its first chunk.
-    """
+    """Return ``token_ids``, and ``prompt_token_ids`` in each choice, or in its first chunk."""
     return_prompt_token_ids: bool | None = None
-    """Return only the latter."""
     return_tokens_as_token_ids: bool | None = None
     """Write tokens ``token_id:17`` in logprobs."""
     return_routed_experts: bool | None = None
     routed_experts_start_len: Count | None = None
     return_meta_info: bool | None = None
-    """Return ``meta_info`` of the native route in each finished choice."""
+    """Return the native route's ``meta_info`` in each finished choice."""
     response_format: dict[str, Any] | None = None
     """Only ``{"type": "text"}``."""
     modalities: list[str] | None = None
@@ -167,11 +150,6 @@ RequestT = TypeVar("RequestT", bound=CommonRequest)
 
 
 def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: type[RequestT]) -> RequestT:
-    """Decode ``body`` with ``decode``, a decoder of ``kind``.
-
-    Raises:
-        InvalidRequest: the body is malformed, or a field is refused by name.
-    """
     try:
         request = decode(body)
     except UNREADABLE as error:
@@ -197,7 +175,6 @@ def invalid_body(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> I
 
 
 def sampling_params(request: CommonRequest, max_new_tokens: int | None) -> SamplingParams:
-    """Return the engine's sampling parameters; the engine checks their ranges."""
     given = {name: getattr(request, name, None) for name in SamplingParams.__struct_fields__}
     given["logit_bias"] = request.logit_bias or None
     if request.min_tokens is not None:
@@ -209,11 +186,7 @@ def sampling_params(request: CommonRequest, max_new_tokens: int | None) -> Sampl
 
 
 def common_fields(request: CommonRequest) -> dict[str, Any]:
-    """Return fields of a :class:`GenerationRequest` of either route, without prompt, rid and logprobs.
-
-    Raises:
-        InvalidRequest: too many stop strings, or ``stream_options`` without a stream.
-    """
+    """Return fields of a :class:`GenerationRequest`, without prompt, rid and logprobs."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"{len(stop)} stop strings; at most {MAX_STOP_STRINGS}", field="stop")
@@ -233,11 +206,7 @@ def common_fields(request: CommonRequest) -> dict[str, Any]:
 
 
 def check_batch(front: FrontEnd, request: CommonRequest, prompts: int) -> None:
-    """Refuse more samples than the server takes at once.
-
-    Raises:
-        InvalidRequest: prompts times ``n`` are over ``max_batch``.
-    """
+    """Refuse more than ``max_batch`` samples."""
     samples = prompts * (request.n or 1)
     if samples > front.options.max_batch:
         raise InvalidRequest(
@@ -248,11 +217,7 @@ def check_batch(front: FrontEnd, request: CommonRequest, prompts: int) -> None:
 
 
 def rids_for(request: CommonRequest, prompts: int, prefix: str) -> list[str]:
-    """Return a name for each prompt: the caller's, or new ones.
-
-    Raises:
-        InvalidRequest: the caller's list has another length.
-    """
+    """Return a name for each prompt: the caller's, or new ones."""
     rid = f"{prefix}-{new_id()}" if request.rid is None else request.rid
     if isinstance(rid, str):
         return [rid] if prompts == 1 else [f"{rid}_{i}" for i in range(prompts)]
@@ -262,28 +227,20 @@ def rids_for(request: CommonRequest, prompts: int, prefix: str) -> list[str]:
 
 
 class ModelNotFound(HTTPException):
-    """The model is not served here."""
-
     status_code = 404
 
 
 def check_model(front: FrontEnd, name: str | None) -> None:
-    """Refuse a model other than the served one, whose names are null, its name, its folder and ``default``.
-
-    Raises:
-        ModelNotFound: another name.
-    """
+    """Refuse models other than the served one (null, its name, its folder or ``default``)."""
     options = front.options
     if name and name not in (options.model_name, options.model_path, DEFAULT_MODEL):
         raise ModelNotFound(f"the model {shown(name)} does not exist; {options.model_name!r} is served")
 
 
 _FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "input_ids": "prompt"}
-"""OpenAI's names of the engine's fields."""
 
 
 def error_body(error: CaesuraError) -> dict[str, Any]:
-    """Return OpenAI's error object."""
     param = str(error.detail.get("field") or "").removeprefix("sampling_params.")
     code = "context_length_exceeded" if error.code == ErrorCode.PROMPT_TOO_LONG else str(error.code)
     body = openai_error(error.message, status_of(error), param=_FIELDS.get(param, param) or None, code=code)

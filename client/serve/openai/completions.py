@@ -1,7 +1,5 @@
-"""``/v1/completions``.
-
-Invariants: choice ``i * n + j`` is sample ``j`` of prompt ``i``; with ``echo`` every choice begins with its
-prompt, and its logprobs with those of the prompt.
+"""``/v1/completions``: choice ``i * n + j`` is sample ``j`` of prompt ``i``; with ``echo`` every choice
+begins with its prompt, and its logprobs with the prompt's.
 """
 
 from collections.abc import Sequence
@@ -9,7 +7,6 @@ from typing import Any, ClassVar
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct.generate import TokenId
 from ...exceptions import InvalidRequest
@@ -35,47 +32,33 @@ from .common import (
 from .logprobs import Logprobs, Offsets, TokenText, completion_logprobs, input_positions, output_positions
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default for completions."""
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
-    """``POST /v1/completions``."""
-
     REFUSED: ClassVar[dict[str, str]] = {**REFUSED, "suffix": "insertion is not supported"}
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    """Text, texts, token ids, or several lists of them."""
     echo: bool | None = None
-    """Begin each completion with the prompt, with its logprobs if asked for. ``max_tokens`` may then be 0."""
+    """Begin with the prompt and its logprobs; ``max_tokens`` may then be 0."""
     logprobs: TopCount | None = None
     """Number of the most likely tokens at each position, beside the sampled one."""
     add_special_tokens: bool | None = None
-    """For prompts that are text."""
     best_of: Count | None = None
     """At most ``n``: samples are not ranked."""
     suffix: Any = None
 
 
 class CompletionChoice(Choice, kw_only=True):
-    """One completion, or what is new of it."""
-
     index: int
     text: str
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
-    """``stop``, ``length`` or ``abort``."""
 
 
 _decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
 
 
 def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
-    """Decode a body.
-
-    Raises:
-        InvalidRequest: it is malformed, a field is refused by name, or there are more than ``max_batch``
-            prompts.
-    """
     if len(body) <= INLINE:
         request = decode_request(_decoder.decode, body, CompletionRequest)
     else:
@@ -98,7 +81,6 @@ def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
     exception_handlers=EXCEPTION_HANDLERS,
 )
 async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
-    """Continue one or several prompts."""
     body = await request.body()
     limit = front.options.max_batch
     large = len(body) > INLINE
@@ -125,11 +107,6 @@ def _tells_prompts(request: CompletionRequest) -> bool:
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """Return one entry for each prompt.
-
-    Raises:
-        InvalidRequest: there is none, or the list has different types.
-    """
     prompt: Any = request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -171,8 +148,6 @@ def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, "Completion
 
 
 class CompletionForm:
-    """Makes choices of samples and chunks."""
-
     def __init__(
         self, manager: TokenizerManager, request: CompletionRequest, prompts: Sequence[str | Sequence[int]]
     ) -> None:
@@ -191,7 +166,6 @@ class CompletionForm:
         self._offsets: dict[int, Offsets] = {}  # of the choices that have begun
 
     def choice(self, index: int, position: int, sample: Sample) -> CompletionChoice:
-        """Return a finished sample."""
         scored = self._request.max_tokens == 0  # the token that was sampled all the same is left out
         echo = self._echo[position]
         return CompletionChoice(
@@ -203,7 +177,6 @@ class CompletionForm:
         )
 
     def chunk(self, index: int, position: int, chunk: Chunk) -> CompletionChoice | None:
-        """Return what is new of a sample, or None if nothing of it is visible."""
         first = index not in self._offsets
         text = self._echo[position] + chunk.text if first else chunk.text
         wants_tokens = self._request.logprobs is not None or self._request.return_token_ids
@@ -240,6 +213,3 @@ class CompletionForm:
             cut = first.startswith(b" ") and not echo.startswith(" ")
         offsets = Offsets(self._tokens, skip_special_tokens=self._skip_special, leading_space_cut=cut)
         return completion_logprobs(positions, self._tokens, offsets)
-
-
-ROUTES: list[HTTPRouteHandler] = [completions]

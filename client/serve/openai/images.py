@@ -1,12 +1,8 @@
 """``/v1/images/generations``: images of one prompt from a diffusion policy, as PNG in base64.
 
-Invariants:
-- Image ``i`` has the noise of ``(seed, i)`` and no noise between the steps: it equals that of
-  ``generate_images`` with the same arguments.
-- Fields that would change the picture and are not supported are refused by name. Images are never stored, so
-  there are no URLs.
-- A client that leaves aborts its images. An image that was aborted is ``null``, and its ``finish_reason``
-  says so.
+Invariants: image ``i`` has the noise of ``(seed, i)``, and none between the steps, as ``generate_images``.
+Fields that would change it and are not supported are refused. Images are not stored, so there are no URLs. A
+client that leaves aborts its images. An aborted image is ``null``, and its ``finish_reason`` says so.
 """
 
 import re
@@ -17,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, SdeParams, WeightVersionSpan, new_id
 from ....io_struct.base import Identifier
@@ -25,16 +20,16 @@ from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEP
 from ...connection.images import ImageOutput
 from ...exceptions import InvalidRequest
 from ..bodies import UNREADABLE, HTTPRequest
+from ..commands import timed
 from ..context import Front
 from ..middleware import makes_images
 from ..pictures import png_of
-from ..responses import command, unless_left
+from ..responses import unless_left
 from .common import EXCEPTION_HANDLERS, NOTHING, AnySeed, check_model, invalid_body
 
 MAX_IMAGES = 256
-"""Maximum images of one request."""
 MAX_PIXELS = 1 << 25
-"""Maximum pixels of all images of one request: 96 MiB before compression, all of which the server holds."""
+"""Maximum pixels of one request: 96 MiB before compression, which the server holds."""
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})\Z")
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
@@ -48,14 +43,13 @@ REFUSED = {
     "mask": "images as input are not supported",
     "lora": "there are no adapters",
 }
-"""Fields that are refused, with the reason."""
 WITHOUT_EFFECT = {
     "quality": ("auto", "standard"),
     "background": ("auto", "opaque"),
     "output_format": ("png",),
     "output_compression": (100,),
 }
-"""Fields with the only values that are accepted, which have no effect."""
+"""Fields without effect, with the only values that are accepted."""
 IGNORED_KEYS = frozenset({"user", "moderation", "metadata"})
 if TYPE_CHECKING:
     _OtherFields = msgspec.Struct
@@ -66,11 +60,10 @@ else:
 
 
 class ImageRequestBody(_OtherFields, kw_only=True):
-    """``POST /v1/images/generations``. Null means "not given"; unknown keys are ignored and logged."""
+    """Null means "not given"; unknown keys are ignored and logged."""
 
     prompt: Text
     model: str | None = None
-    """Null or empty: the one that is served."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)] | None = None
     size: str | None = None
     """``WIDTHxHEIGHT`` in pixels. Null and ``auto``: the engine's default."""
@@ -82,12 +75,10 @@ class ImageRequestBody(_OtherFields, kw_only=True):
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] | None = None
     guidance_scale: Scale | None = None
     true_cfg_scale: Scale | None = None
-    """Takes precedence over ``guidance_scale``."""
     seed: AnySeed | None = None
-    """Null: random."""
     max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     rid: Identifier | None = None
-    """Name of the images, for an abort; also the id of the answer."""
+    """Name of the images, for an abort, and id of the answer."""
     min_weights_epoch: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
 
 
@@ -95,18 +86,12 @@ _decoder = msgspec.json.Decoder(ImageRequestBody, strict=False)
 
 
 class ImageData(msgspec.Struct, kw_only=True):
-    """One image of an answer."""
-
     b64_json: str | None
-    """A PNG; null for an image that was aborted."""
     finish_reason: str
     weight_versions: list[WeightVersionSpan]
-    """Spans of steps."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """OpenAI's ``ImagesResponse``, with the id, the seed and the weights beside it."""
-
     created: int
     data: list[ImageData]
     size: str
@@ -114,15 +99,10 @@ class Answer(msgspec.Struct, kw_only=True):
     id: str
     seed: int
     metadata: dict[str, Any]
-    """``weight_version``: the newest label among the images."""
+    """``weight_version``: the newest among the images."""
 
 
 def decode_body(body: bytes) -> ImageRequestBody:
-    """Decode a body.
-
-    Raises:
-        InvalidRequest: it is malformed, or a field is refused by name.
-    """
     try:
         asked = _decoder.decode(body)
     except UNREADABLE as error:
@@ -145,11 +125,6 @@ def decode_body(body: bytes) -> ImageRequestBody:
 
 
 def options_of(asked: ImageRequestBody) -> dict[str, Any]:
-    """Return keywords of ``generate_images``; the client has defaults for what the body leaves out.
-
-    Raises:
-        InvalidRequest: the size is invalid, or the answer would have too many pixels.
-    """
     width, height = size_of(asked.size)
     count = asked.n or 1
     if count * (width or 512) * (height or 512) > MAX_PIXELS:
@@ -175,11 +150,7 @@ def options_of(asked: ImageRequestBody) -> dict[str, Any]:
 
 
 def size_of(size: str | None) -> tuple[int | None, int | None]:
-    """Return width and height in pixels; None means the engine's default.
-
-    Raises:
-        InvalidRequest: the size has another form, or is beyond the wire's limit.
-    """
+    """Return width and height in pixels; None means the engine's default."""
     if size is None or size in ("", "auto"):
         return None, None
     found = _SIZE.match(size)
@@ -200,7 +171,6 @@ def size_of(size: str | None) -> tuple[int | None, int | None]:
     exception_handlers=EXCEPTION_HANDLERS,
 )
 async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Make images of one prompt."""
     body = await request.body()
     asked = decode_body(body)
     front.unknown_keys.note("/v1/images/generations", body, ImageRequestBody, IGNORED_KEYS)
@@ -209,7 +179,7 @@ async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]
     await front.admission.check()
     work = front.client.generate_images(asked.prompt, rid=rid, **options_of(asked))
     try:
-        made = await unless_left(request, command(front, "image_generations", work))
+        made = await unless_left(request, timed(front, "image_generations", work))
     except CaesuraError as error:
         if error.detail.get("field") in ("width", "height"):  # the body has a size
             error.detail = {**error.detail, "field": "size"}
@@ -241,6 +211,3 @@ def _encoded(rid: str, outputs: Sequence[ImageOutput]) -> bytes:
         metadata={"weight_version": None if newest is None else newest.version},
     )
     return msgspec.json.encode(answer)
-
-
-ROUTES: list[HTTPRouteHandler] = [generate_images]

@@ -1,10 +1,8 @@
 """Logprobs in OpenAI's format: tokens as text and as bytes, the most likely tokens, text offsets.
 
-Invariants:
-- The bytes of the tokens of an output, joined, are the bytes of its text (except special tokens and a leading
-  space), even if a character is spread over several tokens. Their texts are not: bytes that are no whole
-  character are written U+FFFD.
-- JSON has no infinity: a token that cannot occur has the logprob -9999, as OpenAI's do.
+Invariants: the bytes of an output's tokens, joined, are those of its text (but for special tokens and a
+leading space), even if a character is spread over several; bytes of no whole character are written U+FFFD.
+JSON has no infinity: a token that cannot occur has the logprob -9999, as OpenAI's do.
 """
 
 import codecs
@@ -22,40 +20,30 @@ Position = tuple[int, float | None, Sequence[tuple[float, int]]]
 
 
 class Logprobs(msgspec.Struct, kw_only=True):
-    """``logprobs`` of a completion: columns over its tokens."""
-
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Characters before each token, counted from the beginning of the choice's text."""
+    """Characters of the choice's text before each token."""
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
-    """One of several possible tokens of a chat."""
-
     token: str
-    """Text, with U+FFFD for bytes that are no whole character; ``bytes`` is exact."""
+    """Text, in which U+FFFD stands for bytes of no whole character."""
     logprob: float
     bytes: list[int]
 
 
 class ContentLogprob(TokenLogprob, kw_only=True):
-    """One position of a chat."""
-
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """``logprobs`` of a chat's choice."""
-
     content: list[ContentLogprob]
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's alphabet, in which byte-level vocabularies are written.
-
-    Printable bytes are themselves, the others are the code points from 256 on, in order (Radford et al. 2019,
+    """Return GPT-2's alphabet, in which byte-level vocabularies are written (Radford et al. 2019,
     encoder.py).
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
@@ -67,8 +55,6 @@ _BYTES = _byte_of_character()
 
 
 class _TokenTable:
-    """Bytes and text of each token id, looked up once."""
-
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {
@@ -111,17 +97,15 @@ def _table_of(tokenizer: TextTokenizer) -> _TokenTable:
 
 
 class TokenText:
-    """Text and bytes of tokens, or their ids in place of the text."""
+    """Text and bytes of tokens; ``as_ids`` (and a missing tokenizer) write ``token_id:17``."""
 
     def __init__(self, tokenizer: TextTokenizer | None, *, as_ids: bool = False) -> None:
-        """With ``as_ids`` tokens are written ``token_id:17``, as they are without a tokenizer."""
         self._table = None if tokenizer is None else _table_of(tokenizer)
         self._named = None if as_ids else self._table
         self.skipped: frozenset[int] = frozenset() if tokenizer is None else tokenizer.skipped
-        """Ids that texts leave out when special tokens are skipped."""
+        """Ids left out of texts when special tokens are skipped."""
 
     def text(self, token: int) -> str:
-        """Return the name of a token in logprobs."""
         return f"token_id:{token}" if self._named is None else self._named[token][1]
 
     def data(self, token: int) -> bytes:
@@ -130,16 +114,15 @@ class TokenText:
 
 
 class Offsets:
-    """Positions in characters at which the tokens of one choice begin in its text.
+    """Characters before each token of one choice.
 
-    A token within a character begins where the character does. A token after a stop string that was cut off
-    begins beyond the end of the text.
+    A token within a character begins where the character does; one after a stop string begins beyond the
+    text. With ``leading_space_cut`` the text lacks the space that its first token begins with.
     """
 
     def __init__(
         self, tokens: TokenText, *, skip_special_tokens: bool, leading_space_cut: bool = False
     ) -> None:
-        """With ``leading_space_cut`` the text begins without the space that its first token begins with."""
         self._tokens = tokens
         self._skipped = tokens.skipped if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -154,12 +137,11 @@ class Offsets:
 
 
 def output_positions(output: GenerateOutput | TokenDelta) -> list[Position]:
-    """Return the tokens of an output, or the new ones of a chunk."""
     return _positions(output.output_ids, output.output_logprobs, output.output_top_logprobs)
 
 
 def input_positions(prompt_ids: Sequence[int], output: GenerateOutput) -> list[Position]:
-    """Return the tokens of the prompt; none if the sample ended before its prompt was computed."""
+    """Return the prompt's tokens; none if the sample ended before its prompt was computed."""
     logprobs = output.input_logprobs
     if logprobs is None:
         return []
@@ -176,11 +158,7 @@ def _positions(
 
 
 def completion_logprobs(positions: Iterable[Position], tokens: TokenText, offsets: Offsets) -> Logprobs:
-    """Return columns over the positions.
-
-    Each position has the most likely tokens and the sampled one by their text; of several tokens with one
-    text the most likely stays.
-    """
+    """Return columns over the positions; of several top tokens with one text the most likely stays."""
     columns = Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, logprob, top in positions:
         name = tokens.text(token)
@@ -201,7 +179,6 @@ def completion_logprobs(positions: Iterable[Position], tokens: TokenText, offset
 
 
 def chat_logprobs(positions: Iterable[Position], tokens: TokenText) -> ChatLogprobs:
-    """Return one entry for each position."""
     content = []
     for token, logprob, top in positions:
         others = [

@@ -1,15 +1,10 @@
-"""``/v1/models``: the served model.
-
-Invariant: the id of the model never changes while the server runs, not even by an update of the weights from
-another folder. The version says which weights they are (``metadata`` of every answer, ``/model_info``).
-"""
+"""``/v1/models``: the served model, whose id never changes while the server runs."""
 
 import contextlib
 from pathlib import Path
 from typing import Any
 
 from litestar import Response, get
-from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
 from ..context import Front, FrontEnd
@@ -31,7 +26,7 @@ def _card(front: FrontEnd) -> dict[str, Any]:
 
 
 def _modified(model_path: str) -> int:
-    """Return the time of the checkpoint in seconds since 1970; 0 if this machine cannot see it."""
+    """Return the checkpoint's time in seconds since 1970; 0 if this machine cannot see it."""
     for name in ("config.json", "model_index.json"):
         with contextlib.suppress(OSError):
             return int((Path(model_path) / name).stat().st_mtime)
@@ -40,7 +35,6 @@ def _modified(model_path: str) -> int:
 
 @get("/v1/models", opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS, sync_to_thread=False)
 def list_models(front: Front) -> Response[bytes]:
-    """Return the one model as a list."""
     return json_response({"object": "list", "data": [_card(front)]})
 
 
@@ -51,14 +45,7 @@ def list_models(front: Front) -> Response[bytes]:
     sync_to_thread=False,
 )
 def get_model(front: Front, name: FromPath[str]) -> Response[bytes]:
-    """Return the model of that name, which may contain slashes.
-
-    Raises:
-        ModelNotFound: another model is served.
-    """
+    """Return the model of that name, which may contain slashes."""
     # A name that is a path begins with the slash that the route takes off.
     check_model(front, name if name == front.options.model_name else name.removeprefix("/"))
     return json_response(_card(front))
-
-
-ROUTES: list[HTTPRouteHandler] = [list_models, get_model]

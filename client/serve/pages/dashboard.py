@@ -1,12 +1,8 @@
 """``/dashboard``: a page with live figures of the engine, and the route of its data; ``/`` redirects to it.
 
-Invariants:
-- The page is the same bytes for everybody and has no figures: they come from ``/dashboard/data``, which needs
-  the key of a user. The key is typed into the page, kept in the browser's session storage, and sent in a
-  header only.
-- The page loads nothing from any other server, runs no script and applies no style but its own, cannot be
-  framed, and inserts all data as text.
-- It is answered in every state of the engine. Without the engine it shows the last figures, with their age.
+Invariants: the page is the same bytes for everybody, without figures: ``/dashboard/data`` needs a user's key,
+which is typed into the page, kept in the browser's session storage, and sent in a header only. It is answered
+in every state of the engine, then with the last figures and their age.
 """
 
 from time import time
@@ -14,7 +10,6 @@ from typing import Annotated
 
 import msgspec
 from litestar import MediaType, Response, get
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import GetMemoryHistoryReqOutput
 from ...connection.async_control_client import AsyncControlClient
@@ -29,13 +24,10 @@ from .engine_watch import ANSWER_S
 
 class _DataQuery(msgspec.Struct, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
-    """Number of the last memory event that the page has; the bound is that of numbers in scripts, and below 0
-    is 0.
-    """
+    """Number of the last memory event that the page has; bounded as numbers in scripts."""
     since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
-    """Time of the last tick that the page has."""
+    """Time of the page's last tick."""
     image: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
-    """Number of the image that the page shows."""
 
 
 @get("/", opt={"access": "open"}, summary="To the page", status_code=307)
@@ -46,7 +38,6 @@ async def root() -> Response[bytes]:
 
 @get("/dashboard", opt={"access": "open"}, summary="The engine as a page")
 async def page() -> Response[bytes]:
-    """Return the page, without figures."""
     content, policy = served()
     headers = {
         "content-security-policy": policy,
@@ -87,6 +78,3 @@ async def _history(client: AsyncControlClient, after: int) -> GetMemoryHistoryRe
         return await client.memory_history(after=after, owner=NOBODY, timeout=ANSWER_S)
     except EngineError:
         return None
-
-
-ROUTES: list[HTTPRouteHandler] = [root, page, data]

@@ -1,11 +1,8 @@
 """The page about an engine: without data, for the server that feeds it, or with its record, as a file.
 
-Invariants:
-- Both are the same page with the same script, so a file shows what the server shows.
-- The page runs no script and applies no style but its own, which a policy of hashes enforces. A file requests
-  nothing.
-- Data stands in a file as JSON without a ``<``, which the script shows as text.
-- Writing a file needs no package of ``caesura[serve]``.
+Invariants: both are the same page and script. It runs no script and applies no style but its own, which a
+policy of hashes enforces, and inserts data as text; in a file that is JSON without a ``<``, and nothing is
+requested. Writing a file needs no package of ``caesura[serve]``.
 """
 
 from base64 import b64encode
@@ -26,10 +23,8 @@ _FILE_POLICY = '<meta http-equiv="Content-Security-Policy" content="{}">'
 
 
 class Tick(msgspec.Struct, array_like=True):
-    """The load at one moment."""
-
     at: float
-    """Seconds since the epoch."""
+    """Unix time."""
     uptime_s: float
     generated_tokens: int
     running: int
@@ -39,13 +34,13 @@ class Tick(msgspec.Struct, array_like=True):
     reserved: int
     """Bytes that the device allocator holds."""
     loads: list[int] = []
-    """Samples that each replica has to generate; -1 if it does not serve. Empty without replicas."""
+    """Samples that each replica has to generate; -1 if it does not serve."""
     gap: bool = False
     """Nobody knows what the engine did since the tick before."""
 
 
 class Percentiles(msgspec.Struct, kw_only=True, frozen=True):
-    """Percentiles of a duration in seconds, since the start of the process that counts it."""
+    """Percentiles of a duration in seconds, since the process began."""
 
     name: str
     count: int
@@ -58,67 +53,54 @@ class UpdateTimes(msgspec.Struct, kw_only=True, frozen=True):
     """The last weight update by stage."""
 
     at: float
-    """End of the update, in seconds since the epoch."""
+    """Unix time of the update's end."""
     updates: int
-    """Number of updates between two looks, or of replicas that were updated; the times are their mean."""
+    """Updates between two looks, or updated replicas; the times are their mean."""
     seconds: dict[str, float]
-    """Seconds by stage, in the order of the stages."""
+    """Seconds by stage, in order."""
 
 
 class ReplicaView(msgspec.Struct, kw_only=True, frozen=True):
-    """A replica now."""
-
     name: str
     state: str
     reason: str
-    """Reason why it does not serve; empty if it does."""
 
 
 class Picture(msgspec.Struct, kw_only=True, frozen=True):
-    """An image, made small."""
-
     number: int
-    """Number of the answer with images, counted from 1 by this server."""
+    """Number of the answer with images, from 1."""
     at: float
-    """Time of the answer, in seconds since the epoch."""
     width: int
-    """Pixels of the image itself."""
     height: int
     png: str
-    """The small picture, in base64."""
 
 
 class PageData(msgspec.Struct, kw_only=True):
-    """Data that the page draws next. Times are seconds since the epoch, by the same clock as ``now``."""
+    """Data that the page draws next. Times are Unix times."""
 
     now: float
     answered: bool = True
-    """False: the engine does not answer, and ``status`` is its last."""
+    """False: ``status`` is the engine's last."""
     age_s: float = 0.0
-    """Age of ``status``."""
     throughput: float | None = None
-    """Tokens per second, or denoise steps of an image engine. None: nobody has watched."""
+    """Tokens, or denoise steps of images, per second. None: unknown."""
     model_name: str = ""
     status: GetStatusReqOutput | None
     """None: the engine has never answered."""
     history: GetMemoryHistoryReqOutput | None
-    """Memory events after the one that was asked for. None: the engine does not answer."""
+    """Memory events after the one that was asked for. None: no answer."""
     ticks: list[Tick] = []
     """Ticks after the time that was asked for."""
     latencies: list[Percentiles] = []
     update: UpdateTimes | None = None
-    """None: there was no update since this server began to look."""
+    """None: no update since this server began to look."""
     replicas: list[ReplicaView] = []
     image: Picture | None = None
-    """The last image that was made through the server. None: there is none, or the page has it."""
+    """The last image. None: there is none, or the page has it."""
 
 
 def write_page(record: MemoryRecord, path: Path) -> None:
-    """Write the page about ``record`` to ``path``.
-
-    Raises:
-        ValueError: the record is empty: an engine that serves has at least the event of its start.
-    """
+    """Write the page about ``record`` to ``path``; raise ValueError if it is empty."""
     if not record.events:
         raise ValueError("the engine has told of no event")
     history = GetMemoryHistoryReqOutput(
@@ -135,7 +117,6 @@ def filed(data: PageData) -> bytes:
 
 @cache
 def served() -> tuple[bytes, str]:
-    """Return the page without data, and the policy to send with it."""
     return _page(), f"{_policy()}; connect-src 'self'; frame-ancestors 'none'"
 
 
@@ -155,7 +136,6 @@ def _policy() -> str:
 
 @cache
 def _sources() -> tuple[str, str, str]:
-    """Return style, script and the HTML around them."""
     css, html, *scripts = (
         (FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.html", *_SCRIPTS)
     )

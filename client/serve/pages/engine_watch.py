@@ -1,12 +1,8 @@
 """The engine's status, looked at every second, and its load over time, for metrics and charts.
 
-Invariants:
-- The engine is asked at most every :data:`FRESH_S`, however many look. While it does not answer, its last
-  status is reported together with its age.
-- The last ticks are :data:`TICK_S` apart. Earlier ones are thinned: if there are too many, every second one
-  is dropped.
-- A tick has a gap before it if nobody knows what the engine did since the tick before; nothing is drawn
-  between the two. When such a tick is dropped, the gap moves to the next one.
+Invariants: the engine is asked at most every :data:`FRESH_S`; while it does not answer, its last status is
+reported with its age. The last ticks are :data:`TICK_S` apart, earlier ones are thinned by half. A tick has a
+gap if nobody knows what the engine did since the one before; if it is dropped, the gap moves to the next.
 """
 
 import asyncio
@@ -27,28 +23,25 @@ if TYPE_CHECKING:
     from ...group.replicas import ReplicaFleet
 
 FRESH_S = 0.2
-"""Age in seconds below which a status is reused."""
+"""Age below which a status is reused."""
 ANSWER_S = 2.0
-"""Timeout of a status request; an engine answers within 0.1 s in every state."""
+"""Timeout of a status request."""
 RATE_S = 1.0
-"""Window of the throughput in seconds."""
+"""Window of the throughput."""
 TICKS = 1200
 """Maximum number of recent ticks, and of earlier ones."""
 TICK_S = 1.0
-"""Seconds between two ticks."""
 GAP_S = 10.0
-"""Seconds without an answer after which a tick does not continue the one before."""
+"""Seconds without an answer after which a tick has a gap before it."""
 _UPDATE_STAGES = ("pause", "update.receive", "update.copy", "update.derive", "update.flush", "continue")
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The latest known status of an engine."""
-
     status: GetStatusReqOutput | None
     """None until the first answer."""
     answered: bool
-    """True if the engine answered the last request."""
+    """The engine answered the last request."""
     age_s: float
     """Age of the status; 0.0 without one."""
     throughput: float
@@ -56,11 +49,8 @@ class Look:
 
 
 class EngineWatch:
-    """Looks at an engine's status every second, and when it is asked for."""
-
     def __init__(self) -> None:
         self.fleet: ReplicaFleet | None = None
-        """Replicas whose status this is, or None with one engine."""
         self.ticks = Ticks()
         self.last_update: UpdateTimes | None = None
         self._restarts = 0
@@ -86,11 +76,9 @@ class EngineWatch:
 
     @property
     def restarts(self) -> int:
-        """Number of new engine processes that were seen."""
         return self._restarts if self.fleet is None else self.fleet.restarts
 
     def histograms(self) -> dict[str, Histogram]:
-        """Return what the engine counts of finished samples, by name."""
         if self._status is None:
             return {}
         totals = self._status.totals
@@ -98,7 +86,6 @@ class EngineWatch:
         return {name: Histogram(SECONDS, each) for name, each in counted.items() if each.counts}
 
     def replicas(self) -> list[ReplicaView]:
-        """Return the replicas as they are now."""
         members = [] if self.fleet is None else self.fleet.members
         return [
             ReplicaView(name=each.name, state=each.state, reason="" if each.serves else each.reason)
@@ -161,7 +148,6 @@ def _committed(status: GetStatusReqOutput) -> int:
 
 
 def percentiles(histograms: Mapping[str, Histogram]) -> list[Percentiles]:
-    """Return the percentiles of the histograms that have values."""
     return [
         Percentiles(name=name, count=each.total, p50=p50, p90=p90, p99=p99)
         for name, each in histograms.items()

@@ -1,13 +1,9 @@
 """Prometheus metrics: ``/metrics``, with the front end's counters and what the engine's status says.
 
-Invariants:
-- Counting costs about a microsecond: plain integers, converted to metrics at a scrape. (The histograms of
-  prometheus_client can neither observe a value several times at once nor give percentiles, which the
-  dashboard shows.)
-- Every name begins with :data:`PREFIX` and every series carries ``model_name``, as SGLang's do, so that its
-  dashboards work after one relabelling rule (docs/reference/metrics.md).
-- A scrape is answered even if the engine does not answer: with its last known values, and ``engine_up`` 0.
-- Counters never decrease while their process runs.
+Invariants: counting costs about a microsecond (prometheus_client's histograms can neither observe a value
+several times at once nor give percentiles). Every name begins with :data:`PREFIX` and every series has
+``model_name``, as SGLang's. A scrape is answered even without the engine: with its last values, and
+``engine_up`` 0.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 from litestar import Response, get
-from litestar.handlers import HTTPRouteHandler
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -50,9 +45,7 @@ class Metrics:
 
     def __init__(self, max_connections: int = 4096) -> None:
         self.engine = EngineWatch()
-        """The engine's status, sampled every second while the server runs."""
         self.connections = Connections(max_connections)
-        """The server's open connections."""
         self._started = 0
         self._finished: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -64,7 +57,6 @@ class Metrics:
 
     @property
     def under_way(self) -> int:
-        """Number of generations in progress."""
         return self._started - self._finished.total()
 
     def request_started(self) -> None:
@@ -74,14 +66,7 @@ class Metrics:
     def request_finished(
         self, tokens: int, seconds: float, first_token_s: float | None, finish_type: str
     ) -> None:
-        """Count a generation that has finished.
-
-        Args:
-            tokens: number of generated tokens, over all its samples.
-            seconds: from arrival to the end.
-            first_token_s: from arrival to the first token; None means unknown, as without streaming.
-            finish_type: ``stop``, ``length``, ``abort`` or ``error``.
-        """
+        """Count a finished generation; ``first_token_s`` is None without streaming."""
         self._finished[finish_type] += 1
         self._e2e.observe(seconds)
         if first_token_s is not None:
@@ -90,13 +75,11 @@ class Metrics:
                 self._inter_token.observe((seconds - first_token_s) / (tokens - 1), tokens - 1)
 
     def control(self, name: str, seconds: float, ok: bool) -> None:
-        """Count a command, its duration and its success."""
         key = (name, "ok" if ok else "error")
         self._control[key] += 1
         self._control_s[key] += seconds
 
     def error(self, code: str) -> None:
-        """Count a response with an error of this code."""
         self._errors[code] += 1
 
     def latencies(self) -> list[Percentiles]:
@@ -105,7 +88,6 @@ class Metrics:
         return percentiles(self.engine.histograms() | histograms)
 
     def families(self, model_name: str, look: Look) -> list[Metric]:
-        """Return all metric families; ``model_name`` is the served model's name."""
         families = Families(model_name)
         engine_families(families, look)
         gauge, counter, histogram = families.gauge, families.counter, families.histogram
@@ -137,26 +119,24 @@ class Families:
         self.found: list[Metric] = []
 
     def gauge(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
-        """Add values that can rise and fall."""
         self._add(GaugeMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
 
     def counter(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
-        """Add values that only rise; the name of their series ends in ``_total``."""
+        """Add values that only rise; their series' name ends in ``_total``."""
         self._add(CounterMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
 
     def states(self, name: str, text: str, label: str, states: Sequence[str], now: str | None) -> None:
-        """Add a gauge for each of ``states``: 1 for ``now``, else 0."""
+        """Add a gauge for each state: 1 for ``now``, else 0."""
         self.gauge(name, text, {state: float(state == now) for state in states}, (label,))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        """Add a distribution of values."""
         family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
         buckets, total = histogram.cumulative()
         family.add_metric((self._model_name,), buckets=buckets, sum_value=total)
         self.found.append(family)
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
-        """Add text values, as labels of a series with value 1; its name ends in ``_info``."""
+        """Add text values, as labels of a series with value 1."""
         family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
         family.add_metric((self._model_name,), values)
         self.found.append(family)
@@ -168,7 +148,6 @@ class Families:
 
 
 def engine_families(families: Families, look: Look) -> None:
-    """Add all metrics of ``look``."""
     text = "1 if the engine answers; if 0, the other metrics show its last known values."
     families.gauge("engine_up", text, look.answered)
     if look.status is None:
@@ -226,7 +205,6 @@ def _load(families: Families, status: GetStatusReqOutput, throughput: float) -> 
 
 
 def _tokens(families: Families, status: GetStatusReqOutput, throughput: float) -> None:
-    """Add what only language models have."""
     gauge, counter, kv, totals = families.gauge, families.counter, status.kv, status.totals
     gauge("gen_throughput", "Generation throughput in tokens per second.", throughput)
     gauge("num_used_tokens", "KV cache tokens held by running requests.", kv.held)
@@ -303,7 +281,6 @@ def _holding_kv(status: GetStatusReqOutput) -> int:
 
 
 def _replicas(model_name: str, fleet: "ReplicaFleet") -> list[Metric]:
-    """Return the families that only replicas have."""
     families, members = Families(model_name), fleet.members
     up = {member.name: member.serves for member in members}
     families.gauge("replica_up", "1 for each replica that serves.", up, ("replica",))
@@ -315,7 +292,7 @@ def _replicas(model_name: str, fleet: "ReplicaFleet") -> list[Metric]:
 
 
 class _Collected(Collector):
-    """Families that are complete, as the collector that the library requires."""
+    """Complete families, as the collector that the library requires."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -324,7 +301,7 @@ class _Collected(Collector):
         return self._families
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, which skips the check of names: the registry has no other collector."""
+        """Return nothing, which skips the check of names."""
         return ()
 
 
@@ -345,6 +322,3 @@ async def metrics(request: HTTPRequest, front: Front) -> Response[bytes]:
     if media_type.startswith("text/"):  # Litestar adds the charset itself; Prometheus refuses a duplicate
         media_type = media_type.replace("; charset=utf-8", "")
     return Response(encode(registry), media_type=media_type)
-
-
-ROUTES: list[HTTPRouteHandler] = [metrics]

@@ -2,13 +2,10 @@
 
 Invariants:
 - A field that would change the result and is not supported is refused by name; one that only hints is
-  ignored. Keys that are no field are refused, at the top level (where SGLang ignores them, and
-  ``max_new_tokens`` would have no effect) as in ``sampling_params``. The groups of fields are those of
-  ``docs/reference/http.md``; a test compares.
-- ``null`` means "left out" wherever it is not a value of its own (``max_new_tokens: null`` is "no limit").
+  ignored, and unknown keys are refused (a test compares with ``docs/reference/http.md``). ``null`` means
+  "left out" wherever it is not a value of its own (``max_new_tokens: null`` is "no limit").
 - Everything that goes to the engine with every prompt is bounded before it is copied for each of them.
-- An aborted sample is an ordinary answer with what it had. A client that leaves aborts its generations. The
-  samples of a stream share one bounded queue, so a slow reader holds back no memory.
+- An aborted sample is an ordinary answer with what it had. A client that leaves aborts its generations.
 - Lists over tokens have one entry for each output id, also of aborted samples.
 - A cumulative event is appended to, not encoded again, so the JSON of a stream costs what its tokens cost.
 """
@@ -23,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, post, route
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, RoutedExperts, SamplingMask, SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
@@ -36,16 +32,16 @@ from ...exceptions import RETRYABLE, InvalidRequest
 from ...group.router import routed_by
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
 from ..bodies import INLINE, UNREADABLE, VISIBLE, HTTPRequest, Strict, decode_large, read_control, unreadable
+from ..commands import timed
 from ..context import SLICE, Front, FrontEnd, in_slices
 from ..errors import engine_error, json_bytes, native_error, status_of
 from ..generations import asking_label, label_for, merged, whole
 from ..middleware import makes_tokens, routing_key
-from ..responses import ClientLeft, client_left, command, events, unless_left
+from ..responses import ClientLeft, client_left, frame, streamed, unless_left
 
 MAX_STOP_STRINGS = 32
-"""SGLang's limit."""
 MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS
-"""Maximum characters of the different stop strings of one call, whose prompts may each have their own."""
+"""Maximum characters of the different stop strings of one call."""
 
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH, pattern=VISIBLE)]
@@ -53,7 +49,6 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 ExpertsDtype = Literal["int32", "uint8"]
 LogprobsMode = Literal["selected", "support"]
 Texts = Callable[[int], str | None]
-"""Function that returns the text of one token."""
 _encode = msgspec.json.encode
 
 REFUSED = (
@@ -85,8 +80,6 @@ else:
 
 
 class SamplingBody(_OtherSampling, kw_only=True):
-    """``sampling_params`` with SGLang's names and defaults. Fields with the engine's names go there."""
-
     max_new_tokens: int | None = 128
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -110,7 +103,7 @@ class SamplingBody(_OtherSampling, kw_only=True):
 
 
 class GenerateBody(_OtherFields, kw_only=True):
-    """The top level. ``X | list`` fields take one value for all prompts, or a list of one each."""
+    """``X | list`` fields take one value for all prompts, or a list of one each."""
 
     text: str | list[str] | None = None
     input_ids: list[TokenId | list[TokenId]] | None = None
@@ -140,36 +133,26 @@ _decoder = msgspec.json.Decoder(GenerateBody)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRequest(GenerationRequest):
-    """A prompt of ``/generate``, and the form of its sampling mask."""
+    """A prompt, and the form of its sampling mask."""
 
     top_p_token_ids: bool = False
-    """slime's form: arrays in base64, and the logprobs of output tokens are those under the sampling
-    distribution.
-    """
+    """slime's form: base64 arrays, and logprobs under the sampling distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The content of one call of ``/generate``."""
-
     requests: list[NativeRequest]
     stream: bool
     as_list: bool
-    """The answer is a list: a batch, or more than one sample."""
+    """A batch, or more than one sample."""
     text_in_logprobs: bool
     prompt_token_ids: bool
     experts_dtype: ExpertsDtype
     routing_key: Any
-    """Requests of one key, a text or a number, go to one of several engines; any other value is no key."""
 
 
 def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
-    """Decode the body of a request.
-
-    Raises:
-        InvalidRequest: it is not JSON or nested too deeply, a value is of the wrong type or range, a sampling
-            parameter is unknown, or a field is refused.
-    """
+    """Decode a request; raise InvalidRequest for wrong values and refused fields."""
     try:
         if len(raw) <= INLINE:
             body = _decoder.decode(raw)
@@ -201,12 +184,7 @@ def _refuse(fields: msgspec.Struct, names: Sequence[str], prefix: str) -> None:
 
 
 def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
-    """Make one request of each prompt.
-
-    Raises:
-        InvalidRequest: no prompt, lists of different lengths, duplicate rids, more than ``max_batch`` samples
-            in all, a field over its size.
-    """
+    """Make one request of each prompt; raise InvalidRequest if the lists or sizes do not fit."""
     prompts, single = _prompts(body)
     count = len(prompts)
     if count > max_batch:
@@ -345,11 +323,7 @@ def _salts(body: GenerateBody, count: int) -> list[str]:
 
 
 def sampling_fields(body: SamplingBody) -> dict[str, Any]:
-    """Return the fields of a :class:`GenerationRequest` that ``sampling_params`` decides.
-
-    Raises:
-        InvalidRequest: a refused parameter is given, or a value is not of its type.
-    """
+    """Return the fields of a :class:`GenerationRequest` that ``sampling_params`` decides."""
     _refuse(body, REFUSED_SAMPLING, "sampling_params.")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > MAX_STOP_STRINGS:
@@ -388,7 +362,6 @@ def _wants_top_p_token_ids(body: SamplingBody) -> bool:
 
 
 def bias_of(given: dict[str, float]) -> dict[int, float]:
-    """Return ``logit_bias`` with token ids as keys: JSON has text keys only."""
     try:
         return msgspec.convert(given, dict[TokenId, float], str_keys=True)
     except msgspec.ValidationError as error:
@@ -404,7 +377,6 @@ def bias_of(given: dict[str, float]) -> dict[int, float]:
     guards=[makes_tokens],
 )
 async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
-    """Generate for one or many prompts, as one answer or as a stream of events."""
     try:
         job = await _planned(front, await request.body())
         with routed_by(routing_key(job.routing_key)):
@@ -416,7 +388,7 @@ async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
 
 
 async def _planned(front: FrontEnd, raw: bytes) -> Job:
-    """Plan the job of a body; large bodies and batches in a worker thread."""
+    """Plan a job; large bodies and batches in a worker thread."""
     limit, detokenize = front.options.max_batch, front.manager.tokenizer is not None
     if len(raw) > INLINE:
         return await front.workers.run(
@@ -434,7 +406,6 @@ async def _planned(front: FrontEnd, raw: bytes) -> Job:
 
 
 def refused(front: FrontEnd, error: CaesuraError) -> Response[bytes]:
-    """Answer that a generation failed, in the two forms that SGLang has for it."""
     front.metrics.error(error.code)
     status = status_of(error)
     return native_error(error) if status == 400 else engine_error(error, status)
@@ -459,30 +430,13 @@ async def _whole(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[by
 
 
 async def _streamed(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[Any]:
-    frames = _frames(front, job)
-    try:
-        first = await unless_left(request, anext(frames))  # a refusal is an answer of its own, not an event
-    except BaseException:
-        await frames.aclose()
-        raise
-    return events(_all_of(front, first, frames))
+    return await streamed(request, front, _frames(front, job), _stream_error)
 
 
-async def _all_of(
-    front: FrontEnd, first: bytes, frames: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(frames):
-        yield first
-        try:
-            async for frame in frames:
-                yield frame
-        except CaesuraError as error:
-            front.metrics.error(error.code)
-            status, retryable = status_of(error), error.code in RETRYABLE
-            kind = "invalid_request_error" if status < 500 else "server_error"
-            body = {"message": error.message, "type": kind, "code": status, "retryable": retryable}
-            yield _frame({"error": body})
-        yield DONE
+def _stream_error(error: CaesuraError) -> dict[str, Any]:
+    status, retryable = status_of(error), error.code in RETRYABLE
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "code": status, "retryable": retryable}}
 
 
 async def _frames(front: FrontEnd, job: Job) -> AsyncGenerator[bytes, None]:
@@ -510,7 +464,7 @@ async def _frames(front: FrontEnd, job: Job) -> AsyncGenerator[bytes, None]:
 
 
 def token_texts(manager: TokenizerManager, wanted: bool) -> Texts | None:
-    """Return the function for the third entry of a logprob; None fills it with null."""
+    """Return the function for the third entry of a logprob, or None for null."""
     if not wanted or manager.tokenizer is None:
         return None
     known: dict[int, str] = {}
@@ -537,22 +491,14 @@ def rows(values: TokenLogprobs, texts: Texts | None) -> Iterator[list[Any]]:
 
 
 def experts_of(output: GenerateOutput, dtype: ExpertsDtype = "int32") -> str | None:
-    """Return :func:`routed_experts` of a sample, or None.
-
-    None means that they were not asked for, or that no token was sampled: then those of the prompt are not
-    known either, and clients take any text for theirs.
-    """
+    """Return :func:`routed_experts` of a sample; None if not asked for or no token was sampled."""
     if output.routed_experts is None or not output.output_ids:
         return None
     return routed_experts(output.routed_experts, dtype)
 
 
 def routed_experts(routed: RoutedExperts, dtype: ExpertsDtype = "int32") -> str:
-    """Return little-endian [rows, layers, experts per token] in base64.
-
-    Raises:
-        InvalidRequest: ``uint8`` for a model of more than 256 experts.
-    """
+    """Return little-endian [rows, layers, experts per token] in base64; ``uint8`` has at most 256 experts."""
     if dtype == "uint8":
         if routed.dtype != "U8":
             raise InvalidRequest(
@@ -568,7 +514,6 @@ def routed_experts(routed: RoutedExperts, dtype: ExpertsDtype = "int32") -> str:
 
 
 def finish_reason(sample: Sample) -> dict[str, Any]:
-    """Return SGLang's form of the finish reason."""
     reason = sample.output.finish_reason
     if reason.type == "stop":
         return {"type": "stop", "matched": sample.matched}
@@ -662,19 +607,16 @@ def _add_input_logprobs(
 
 @dataclass(slots=True)
 class Answer:
-    """The form of the samples of one call."""
-
     texts: Texts | None
     with_text: bool
     prompt_token_ids: bool
     label: str = ""
-    """The engine's weight version, if a sample without tokens needs it."""
+    """The engine's weight version, for samples without tokens."""
     label_at_begin: str | None = None
-    """The same when a stream began, for its events before the last. None means unknown."""
+    """The same when a stream began. None means unknown."""
     experts_dtype: ExpertsDtype = "int32"
 
     def of(self, sample: Sample, request: GenerationRequest) -> dict[str, Any]:
-        """Return one finished sample."""
         answer: dict[str, Any] = {"text": sample.text} if self.with_text else {}
         answer["output_ids"] = sample.output.output_ids
         answer["meta_info"] = self.meta_of(sample, request)
@@ -683,18 +625,15 @@ class Answer:
         return answer
 
     def meta_of(self, sample: Sample, request: GenerationRequest) -> dict[str, Any]:
-        """Return ``meta_info`` of one finished sample."""
         return meta_info(sample, request, self.label, self.texts, self.experts_dtype)
 
 
 @dataclass(slots=True)
 class EventWriter:
-    """The events of one sample's stream."""
-
     answer: Answer
     request: GenerationRequest
     index: int | None
-    """Position of the sample in the call. None means that it is the only one."""
+    """Position in the call, or None if it is the only sample."""
     incremental: bool
     text: bytearray = field(default_factory=bytearray)
     ids: bytearray = field(default_factory=bytearray)
@@ -703,10 +642,9 @@ class EventWriter:
     count: int = 0
 
     def event(self, chunk: Chunk) -> bytes:
-        """Return the event of ``chunk``."""
         if chunk.finished is not None and not self.incremental:
             body = self.answer.of(chunk.finished, self.request)
-            return _frame(body if self.index is None else {**body, "index": self.index})
+            return frame(_encode(body if self.index is None else {**body, "index": self.index}))
         if self.incremental:
             for buffer in (self.text, self.ids, self.logprobs, *self.further.values()):
                 buffer.clear()
@@ -767,16 +705,7 @@ def _append(buffer: bytearray, items: list[Any]) -> None:
         buffer += _encode(items)[1:-1]
 
 
-def _frame(value: Any) -> bytes:
-    return b"data: %b\n\n" % _encode(value)
-
-
-DONE = b"data: [DONE]\n\n"
-
-
 class AbortBody(Strict, kw_only=True):
-    """``/abort_request``."""
-
     rid: str = ""
     abort_all: bool = False
     # accepted and ignored
@@ -790,8 +719,5 @@ async def abort_request(request: HTTPRequest, front: Front) -> Response[bytes]:
     body = await read_control(request, AbortBody)
     if body.rid or body.abort_all:
         work = front.client.abort(None if body.abort_all else body.rid, abort_all=body.abort_all)
-        await command(front, "abort_request", work)
+        await timed(front, "abort_request", work)
     return Response(b"", media_type="text/plain")
-
-
-ROUTES: list[HTTPRouteHandler] = [generate, abort_request]

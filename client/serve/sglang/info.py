@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from litestar import Response, get, route
 from litestar.exceptions import ClientException
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, GetStatusReqOutput
 from ..bodies import HTTPRequest, Strict, query_of
@@ -25,7 +24,7 @@ _PUBLIC = (
     "host", "port", "model_path", "tokenizer_path", "enable_memory_saver", "allow_pickled_tensors",
     "max_body_bytes", "max_update_bytes", "max_batch", "incremental_streaming",
 )  # fmt: skip
-"""Options that ``/server_info`` shows; keys are not among them."""
+"""Options that ``/server_info`` shows."""
 _PARALLEL = {
     "pp_size": 1,
     "dp_size": 1,
@@ -39,9 +38,7 @@ _PARALLEL = {
     "load_format": "auto",
     "skip_tokenizer_init": False,
 }
-"""Settings that trainers compare with their own, except the number of ranks. Replicas are data parallelism to
-them.
-"""
+"""Settings that trainers compare with their own; replicas are data parallelism to them."""
 
 
 async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
@@ -72,7 +69,6 @@ async def ping(front: Front) -> Response[bytes]:
 
 @get("/version", opt={"access": "user"})
 async def version(front: Front) -> Response[bytes]:
-    """Return the engine's release, in vLLM's form."""
     return json_response({"version": (await front.health.status()).version})
 
 
@@ -84,14 +80,12 @@ async def ready(front: Front) -> Response[bytes]:
 
 @get(["/weight_version", "/get_weight_version"], opt={"access": "user"})
 async def weight_version(front: Front) -> Response[bytes]:
-    """Return the label of the weights that serve."""
     status = await front.health.status()
     return json_response({"weight_version": status.weight_version, "weights_epoch": status.weights_epoch})
 
 
 @get(["/model_info", "/get_model_info"], opt={"access": "user"})
 async def model_info(front: Front) -> Response[bytes]:
-    """Return what is known of the served model."""
     status = await front.health.status()
     config = await asyncio.to_thread(_config, front.options.model_path)
     return json_response(
@@ -129,7 +123,6 @@ def _config(model_path: str) -> dict[str, Any]:
 
 @get(["/server_info", "/get_server_info"], opt={"access": "user"})
 async def server_info(front: Front) -> Response[bytes]:
-    """Return settings and state."""
     status = await front.health.status()
     parts = [status]
     if front.fleet is not None:
@@ -166,7 +159,7 @@ async def server_info(front: Front) -> Response[bytes]:
 
 
 def _sizes(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
-    """Return numbers of ranks, and the replicas, if there are any."""
+    """Return numbers of ranks, and the replicas, if any."""
     if front.fleet is None:
         count = 1 + len(status.ranks)
         return {"tp_size": count, "num_gpus": count}
@@ -303,19 +296,5 @@ async def get_load(front: Front) -> Response[bytes]:
 
 @get("/load", opt={"access": "user"})
 async def server_load(front: Front) -> Response[bytes]:
-    """Return the number of requests of this server that have not ended, in vLLM's form."""
+    """Return the number of this server's requests that have not ended, in vLLM's form."""
     return json_response({"server_load": front.metrics.under_way})
-
-
-ROUTES: list[HTTPRouteHandler] = [
-    health,
-    ping,
-    version,
-    ready,
-    weight_version,
-    model_info,
-    server_info,
-    loads,
-    get_load,
-    server_load,
-]

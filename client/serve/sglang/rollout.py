@@ -1,13 +1,10 @@
 """SGLang's ``/rollout/generate``: trajectories of a diffusion policy, JSON in, msgpack out.
 
-Invariants:
-- A body is refused by the engine or answered with one element for each output. If a client leaves or an
-  output fails, all are aborted.
-- The outputs that the server holds for one request are bounded: images and latents before anything is
-  computed, and all bytes as they come.
-- Output ``i`` has the noise of ``seed + i``, as in SGLang, so that each can be made again alone.
-- A tensor is ``{"__tensor__": true, "data", "shape", "dtype"}``, where ``data`` is a safetensors file with
-  the one tensor ``t``.
+Invariants: a request is refused or answered with one element for each output; if its client leaves or an
+output fails, all are aborted. What the server holds for one request is bounded: images and latents before
+anything is computed, and all bytes as they come. Output ``i`` has the noise of ``seed + i``, so it can be
+made again alone. A tensor is ``{"__tensor__": true, "data", "shape", "dtype"}``, whose data is a safetensors
+file with one tensor, ``t``.
 """
 
 import asyncio
@@ -16,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, GenerateImagesReqInput, SdeParams, new_id
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS, StepIndex
@@ -24,16 +20,16 @@ from ....transfer.safetensors import DTYPES, file_of_one
 from ...connection.images import ImageOutput, ImageTensor
 from ...exceptions import InvalidRequest, Unsupported
 from ..bodies import HTTPRequest, Strict, read_control
+from ..commands import timed
 from ..context import Front, FrontEnd
 from ..middleware import makes_images
-from ..responses import ClientLeft, client_left, command, unless_left
+from ..responses import ClientLeft, client_left, unless_left
 from .generate import refused
 
 MAX_OUTPUTS = 256
-"""Maximum outputs of one request."""
 MAX_SEED = (1 << 63) - 1 - MAX_OUTPUTS
 MAX_ANSWER_BYTES = 1 << 30
-"""Maximum bytes of all outputs of one request, which the server holds until the last has come."""
+"""Maximum bytes of all outputs of one request, held until the last has come."""
 
 Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
 Steps = Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)]
@@ -43,16 +39,12 @@ _IMAGE_BYTES_PER_PIXEL = 3
 
 
 class ExtraParams(Strict, kw_only=True):
-    """``extra_sampling_params``: parameters beyond SGLang's own fields."""
-
     sigmas: Annotated[list[float], msgspec.Meta(min_length=1, max_length=MAX_STEPS)] | None = None
     shift: float | None = None
     max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
 
 
 class RolloutBody(Strict, kw_only=True):
-    """``/rollout/generate``; defaults are SGLang's."""
-
     prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
     negative_prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
@@ -62,11 +54,10 @@ class RolloutBody(Strict, kw_only=True):
     num_outputs_per_prompt: Annotated[int, msgspec.Meta(ge=1, le=MAX_OUTPUTS)] = 1
     guidance_scale: float | None = None
     true_cfg_scale: float | None = None
-    """Takes precedence over ``guidance_scale``."""
     extra_sampling_params: ExtraParams | None = None
 
     rollout: bool = True
-    """False: an evaluation, without noise and without a trajectory."""
+    """False: an evaluation, without noise and trajectory."""
     rollout_sde_type: Literal["sde", "cps", "dance", "ode"] = "sde"
     rollout_noise_level: Annotated[float, msgspec.Meta(ge=0)] = 0.7
     rollout_log_prob_no_const: bool = False
@@ -87,19 +78,17 @@ class RolloutBody(Strict, kw_only=True):
 
     @property
     def scale(self) -> float | None:
-        """Scale of guidance. None means the engine's default."""
         return self.guidance_scale if self.true_cfg_scale is None else self.true_cfg_scale
 
 
 @post("/rollout/generate", status_code=200, opt={"access": "user", "body": "prompts"}, guards=[makes_images])
 async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Make images of one prompt, with what a trainer needs of their trajectories."""
     body = await read_control(request, RolloutBody, text=True)
     rid = new_id()
     try:
         await front.admission.check()
         seeds, outputs = await unless_left(
-            request, command(front, "rollout_generate", _outputs(front, body, rid))
+            request, timed(front, "rollout_generate", _outputs(front, body, rid))
         )
     except ClientLeft:
         return client_left()
@@ -161,7 +150,7 @@ def _require_small(body: RolloutBody, options: dict[str, Any], latent_bytes_per_
 
 
 def _options(body: RolloutBody) -> dict[str, Any]:
-    """Return keywords of ``generate_images``; the client has defaults for what the body leaves out."""
+    """Return keywords of ``generate_images``, which has defaults for what the body leaves out."""
     extra = body.extra_sampling_params or ExtraParams()
     given = {
         "negative_prompt": body.negative_prompt,
@@ -257,6 +246,3 @@ def _tensor(tensor: ImageTensor) -> dict[str, Any]:
         "shape": tensor.shape,
         "dtype": f"torch.{DTYPES[tensor.dtype].torch}",
     }
-
-
-ROUTES: list[HTTPRouteHandler] = [rollout_generate]

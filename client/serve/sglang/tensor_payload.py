@@ -1,10 +1,8 @@
 """Weights in HTTP bodies: safetensors files, and SGLang's pickles parsed into plain fields.
 
-Invariants:
-- Nothing is unpickled: ``transfer/legacy_pickle.py`` records what would have been imported and called, and
-  only the calls named here have a meaning. All others are refused by name.
-- Only byte ranges inside the received data are sent on, with specs that the engine checks again.
-- Shared memory must have a name that torch gives (``/torch_…``) and belong to this user, and is copied out.
+Invariants: nothing is unpickled: ``transfer/legacy_pickle.py`` records what would have been called, and only
+the calls named here have a meaning. Only byte ranges inside the received data are sent on. Shared memory must
+have a name that torch gives (``/torch_…``) and belong to this user, and is copied out.
 """
 
 import base64
@@ -33,7 +31,6 @@ from ...exceptions import InvalidRequest, Unsupported
 MAX_FRAME_BYTES = 1 << 30
 """Limit of the wire: a tensor goes in a frame of its own."""
 _ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
-"""Further names that torch has for a dtype."""
 
 _SHARED_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
 _SHARED_HEADER = 64
@@ -42,15 +39,13 @@ _SHARED_HEADER = 64
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Tensors whose bytes go to the engine with the message."""
-
     specs: list[TensorSpec]
     buffers: list[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensors:
-    """Tensors in one allocation of a CUDA device of another process."""
+    """Tensors in one CUDA allocation of another process."""
 
     handle: CudaIPCHandle
     specs: list[TensorSpec]
@@ -66,11 +61,7 @@ def dtype_of(name: str) -> str:
 
 
 def read_safetensors(body: bytes) -> Frames:
-    """Read a safetensors file, each tensor as a frame, without a copy.
-
-    Raises:
-        InvalidRequest: it is not one, or does not hold what its header says.
-    """
+    """Read a safetensors file, each tensor as a frame, without a copy."""
     try:
         start = LENGTH_BYTES + header_length(body[:LENGTH_BYTES], len(body))
         data = memoryview(body)[start:]
@@ -98,7 +89,7 @@ def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
     """Read ``serialized_named_tensors``, as one part for each storage of the tensors.
 
     Raises:
-        InvalidRequest: not exactly one payload (this engine is one rank), no base64, or not what SGLang's
+        InvalidRequest: not exactly one payload (an engine is one rank), no base64, or not what SGLang's
             clients send.
         Unsupported: tensors that this process cannot reach.
         CaesuraError: ``malformed_message``; it is no pickle of plain fields.
@@ -121,16 +112,12 @@ def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """The storage of tensors: shared memory of this host by name, or a CUDA allocation."""
-
     nbytes: int
     place: bytes | CudaIPCHandle
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor in contiguous bytes of a storage."""
-
     name: str
     dtype: str
     shape: list[int]

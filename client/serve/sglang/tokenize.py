@@ -4,7 +4,6 @@ from typing import Any
 
 from litestar import Response, post
 from litestar.exceptions import ClientException
-from litestar.handlers import HTTPRouteHandler
 
 from ..bodies import HTTPRequest, Strict, read_control
 from ..context import Front, FrontEnd
@@ -13,8 +12,6 @@ from ..middleware import makes_tokens
 
 
 class TokenizeBody(Strict, kw_only=True):
-    """``/tokenize``."""
-
     prompt: str | list[str] | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
@@ -61,8 +58,6 @@ def _tokens_of(front: FrontEnd, body: TokenizeBody) -> list[list[int]]:
 
 
 class DetokenizeBody(Strict, kw_only=True):
-    """``/detokenize``."""
-
     tokens: list[int | list[int]]
     skip_special_tokens: bool = True
     # accepted and ignored
@@ -90,6 +85,3 @@ async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     )
     text = texts if nested else texts[0]
     return json_response({"text": text, "prompt": text})  # the latter is vLLM's name
-
-
-ROUTES: list[HTTPRouteHandler] = [tokenize, detokenize]

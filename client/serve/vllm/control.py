@@ -1,31 +1,30 @@
-"""Pause and resume as vLLM's servers do, weights from a folder and liveness as prime-rl asks them for it.
+"""Pause and resume as vLLM 0.33 does, weights from a folder and liveness as prime-rl 0.8.0 asks for them.
 
-The routes and their answers are those of vLLM 0.33 and prime-rl 0.8.0 (src/prime_rl/utils/client.py,
-src/prime_rl/inference/vllm/server.py).
-
-Invariants: each command is one of SGLang's routes or several. An error that a retry cannot mend is 4xx, which
-prime-rl does not repeat. A pause that clears the cache leaves no KV of earlier weights, neither a request's
-nor the prefix cache's.
+Invariants: an error that a retry cannot mend is 4xx, which prime-rl does not repeat. A pause that clears the
+cache leaves no KV of earlier weights, neither a request's nor the prefix cache's.
 """
 
-from collections.abc import Coroutine
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
 from litestar import Response, get, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError
 from ...exceptions import Unsupported, WeightMismatch
 from ..bodies import HTTPRequest, Strict, read_control
+from ..commands import Form, answered, command
 from ..context import Front, FrontEnd
 from ..errors import json_response
-from ..responses import ClientLeft, client_left, command, unless_left
+from ..responses import ClientLeft, client_left, unless_left
 from ..sglang.updates import DiskBody, from_disk, uncommitted
 
 
+def _status(word: str) -> Form:
+    return Form(lambda *_: {"status": word})
+
+
 class PauseOptions(Strict, kw_only=True):
-    """``/pause``; in the query or in the body."""
+    """In the query or in the body."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
@@ -34,9 +33,8 @@ class PauseOptions(Strict, kw_only=True):
 
 @post("/pause", status_code=200, opt={"access": "admin"})
 async def pause(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Abort the requests, wait for their end, or keep them."""
     options = await read_control(request, PauseOptions, query=True)
-    answer = _answer(front, "pause_generation", _pause(front, options), "paused")
+    answer = answered(front, "pause_generation", _status("paused"), options, _pause(front, options))
     if options.mode != "wait":
         return await answer
     try:
@@ -56,11 +54,6 @@ async def _pause(front: FrontEnd, options: PauseOptions) -> None:
         await front.client.flush_cache()
 
 
-async def _answer(front: FrontEnd, name: str, work: Coroutine[Any, Any, Any], status: str) -> Response[bytes]:
-    await command(front, name, work)
-    return json_response({"status": status})
-
-
 @get("/is_paused", opt={"access": "user"})
 async def is_paused(front: Front) -> Response[bytes]:
     """Return true also while the last requests are waited for."""
@@ -72,47 +65,33 @@ async def is_paused(front: Front) -> Response[bytes]:
 async def resume(front: Front) -> Response[bytes]:
     """Go on, after the device allocator's unused blocks have been returned."""
     front.admission.open()
-    return await _answer(front, "continue_generation", front.client.continue_generation(), "resumed")
+    work = front.client.continue_generation()
+    return await answered(front, "continue_generation", _status("resumed"), None, work)
 
 
 class WeightsBody(Strict, kw_only=True):
-    """``/update_weights``."""
-
     weight_dir: str | None = None
 
 
-@post("/update_weights", status_code=200, opt={"access": "admin"})
-async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Load a checkpoint folder in place, under the folder's name as label.
-
-    Requests keep their KV; the prefix cache of earlier weights is not used any more.
-    """
-    body = await read_control(request, WeightsBody)
-
-    async def work() -> None:
-        if body.weight_dir is None:
-            raise Unsupported(
-                "weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "
-                '"filesystem")',
-                field="weight_dir",
-            )
-        label = PurePath(body.weight_dir).name
-        given = DiskBody(model_path=body.weight_dir, weight_version=label, flush_cache=False)
-        reply = await from_disk(front, given)
-        if not reply.committed:
-            raise WeightMismatch(uncommitted(reply))
-
-    return await _answer(front, "update_weights_from_disk", work(), "ok")
+@command("/update_weights", _status("ok"), name="update_weights_from_disk")
+async def update_weights(front: FrontEnd, body: WeightsBody) -> None:
+    """Load a checkpoint folder under its name as label; requests keep their KV, the prefix cache goes."""
+    if body.weight_dir is None:
+        raise Unsupported(
+            'weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "filesystem")',
+            field="weight_dir",
+        )
+    label = PurePath(body.weight_dir).name
+    given = DiskBody(model_path=body.weight_dir, weight_version=label, flush_cache=False)
+    reply = await from_disk(front, given)
+    if not reply.committed:
+        raise WeightMismatch(uncommitted(reply))
 
 
 @get("/liveness", opt={"access": "open"})
 async def liveness(front: Front) -> Response[bytes]:
-    """Answer 200 while the engine answers, paused or not."""
     try:
         await front.health.check()
     except CaesuraError:
         return json_response({"status": "engine_unresponsive"}, 503)
     return json_response({"status": "ok"})
-
-
-ROUTES: list[HTTPRouteHandler] = [pause, is_paused, resume, update_weights, liveness]

@@ -1,14 +1,9 @@
-"""vLLM's ``/inference/v1/generate``: token ids in, token ids out.
+"""vLLM's ``/inference/v1/generate``: token ids in, token ids out, as prime-rl's client sends and reads them.
 
-Request and answer are as prime-rl's client (``renderers.client``, 0.1.12) sends and reads them.
-
-Invariants:
-- ``sampling_params`` are read as the fields of ``/v1/completions``, which has vLLM's names: they are
-  honoured, ignored and refused in the same way, except ``prompt_logprobs`` and ``logprob_token_ids``. Without
-  ``max_tokens`` a sample may fill the context.
-- Stop strings cut the tokens, since there is no text.
-- Tokens are named ``token_id:17`` in logprobs, and each output token has one.
-- In ``routed_experts`` the key ``data`` comes first: the client cuts it out of the raw answer.
+Invariants: ``sampling_params`` are read as the fields of ``/v1/completions``, except ``prompt_logprobs`` and
+``logprob_token_ids``; without ``max_tokens`` a sample may fill the context. Stop strings cut the tokens,
+since there is no text. Tokens are named ``token_id:17`` in logprobs. In ``routed_experts`` ``data`` comes
+first: the client cuts it out of the raw answer.
 """
 
 import base64
@@ -16,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from litestar import Response, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct.field_errors import field_error
 from ....io_struct.generate import TokenId
@@ -68,8 +62,6 @@ else:
 
 
 class TokensBody(_RefusedFields, kw_only=True):
-    """``/inference/v1/generate``."""
-
     token_ids: list[TokenId]
     sampling_params: dict[str, Any] = {}  # noqa: RUF012  (a struct copies it)
     model: str | None = None
@@ -77,27 +69,25 @@ class TokensBody(_RefusedFields, kw_only=True):
     request_id: str | None = None
     """Name of the generation, for an abort."""
     priority: Any = None
-    """Ignored: requests run in the order of their arrival."""
+    """Ignored: requests run in order."""
     return_token_ids: Any = None
     """Ignored: they are always returned."""
     output_mode: Literal["tokens"] = "tokens"
 
 
 class LogprobsAsked(msgspec.Struct, kw_only=True):
-    """The fields of ``sampling_params`` that ``/v1/completions`` does not have, or refuses."""
+    """Fields of ``sampling_params`` that ``/v1/completions`` refuses or does not have."""
 
     prompt_logprobs: TopCount | None = None
-    """Number of the most likely tokens at each position of the prompt, beside its own."""
+    """Number of the most likely tokens at each position of the prompt."""
     logprob_token_ids: list[TokenId] = []
-    """Tokens whose logprobs are wanted at each position of the output."""
+    """Tokens whose logprobs are wanted at each output position."""
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """The logprob of one token at one position of the prompt."""
-
     logprob: float
     rank: int | None
-    """Rank among all tokens, from 1. Null: beyond the most likely ones that were asked for."""
+    """From 1. Null: beyond those that were asked for."""
 
 
 class RoutedExpertsData(msgspec.Struct, kw_only=True):
@@ -110,20 +100,16 @@ class RoutedExpertsData(msgspec.Struct, kw_only=True):
 
 
 class TokenChoice(msgspec.Struct, kw_only=True):
-    """One sample."""
-
     index: int
     token_ids: list[int]
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
-    """Token id or stop string that ended the sample."""
+    """Token id or stop string."""
     routed_experts: RoutedExpertsData | None
 
 
 class TokensAnswer(msgspec.Struct, kw_only=True):
-    """All samples of one prompt."""
-
     request_id: str
     choices: list[TokenChoice]
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
@@ -134,11 +120,7 @@ _DECODER = msgspec.json.Decoder(TokensBody, strict=False)
 
 
 def _read(front: FrontEnd, raw: bytes) -> tuple[TokensBody, CompletionRequest, LogprobsAsked]:
-    """Decode the body, its sampling parameters, and those of them that only this route has.
-
-    Raises:
-        InvalidRequest: the body is malformed, or a field is refused by name.
-    """
+    """Decode the body, its sampling parameters, and those of them that only this route has."""
     try:
         large = len(raw) > INLINE
         body = decode_large(raw, _DECODER, {"token_ids": b"[]"}, 1) if large else _DECODER.decode(raw)
@@ -264,7 +246,6 @@ async def _generated(
     exception_handlers=EXCEPTION_HANDLERS,
 )
 async def generate_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
-    """Continue one prompt of token ids."""
     raw = await request.body()
 
     def read() -> tuple[TokensBody, CompletionRequest, LogprobsAsked]:
@@ -275,6 +256,3 @@ async def generate_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
     check_batch(front, asked, 1)
     wanted = _request(asked, body.token_ids, logprobs)
     return await unless_left(request, _generated(front, wanted, asked, logprobs))
-
-
-ROUTES: list[HTTPRouteHandler] = [generate_tokens]

@@ -23,8 +23,8 @@ from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels.attention_form import AttentionForm
 from ...layers.logits_processor import LogitsProcessor
 from ...layers.parameters import Layer, Placement
+from ..base import CausalLM
 from ..config import ModelConfig
-from ..layered import LayeredModel
 from ..multimodal import is_vision_tensor
 from .assembly import Assembler
 from .attention import attending
@@ -46,7 +46,7 @@ class _DecoderOutput(ModelOutput):
     router_logits: Any = None
 
 
-class TransformersForCausalLM(LayeredModel):
+class TransformersForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         """Build the module over the engine's parameters; UNSUPPORTED_MODEL names what cannot be done."""
         module = build(config, place.dtype)
@@ -82,6 +82,7 @@ class TransformersForCausalLM(LayeredModel):
         self._logits = LogitsProcessor(self._project, config.vocab_size, place=place)
         self._by_layer = LayerByLayer(decoder, seen)
         self.traced = traced_decoder(module, decoder, seen, self.forms, place.dtype, place.device)
+        self.in_one_call = self.traced is not None and self.traced.in_one_call is not None
         self._skipped = _skipped(module)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
@@ -114,10 +115,6 @@ class TransformersForCausalLM(LayeredModel):
                 hidden: Tensor = end.value
                 return hidden.index_select(0, batch.sample_tokens)
             yield number
-
-    @property
-    def in_one_call(self) -> bool:
-        return self.traced is not None and self.traced.in_one_call is not None
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         return self._logits.forward(hidden)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...kernels.dispatch import Elementwise
+from ...kernels import Elementwise
 from .probe import FOREIGN_FAILURES
 
 _ROWS = 5

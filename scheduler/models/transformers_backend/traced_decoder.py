@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...execution.forward import AttentionBackend, ForwardBatch
+from ...kernels import elementwise_for
 from ...kernels.attention_form import AttentionForm
-from ...kernels.dispatch import elementwise_for
 from ...tracing.passes import compiled, tidy, write_in_place
 from ...tracing.tracer import NotTraceableError, Trace
 from .fused_decoder import fused_decoder

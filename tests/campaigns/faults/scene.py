@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from caesura.client.connection.scheduler_client import GenerationHandle
+from caesura.client.connection.blocking import GenerationHandle
 
 from .actors import Errand
 from .frontend import FrontEnd

@@ -103,7 +103,7 @@ MODULES = {
         ),
         wide=("tests/loop/test_occupation.py",),
     ),
-    "scheduler/scheduling/output_processor.py": Tests(
+    "scheduler/scheduling/outputs.py": Tests(
         near=(
             "tests/loop/test_result_figures.py",
             "tests/loop/test_accidents.py",

@@ -23,7 +23,6 @@ from caesura.client import (
 )
 from caesura.client.group import Fleet, FleetUpdateFailed
 from caesura.client.group.members import Member
-from caesura.client.group.recovery import Source
 from caesura.client.trainer import SharedTensors
 
 PROMPT = [5, 6, 7]
@@ -352,10 +351,3 @@ def test_engines_that_differ_are_no_fleet(engines, other_model):
     engines[1].update_weights_from_disk(other_model, weight_version="another")
     with pytest.raises(InvalidRequest, match="'another'"):
         run(engines, lambda fleet: fleet.status())
-
-
-@pytest.mark.long
-def test_a_folder_of_the_weights_is_known_as_long_as_it_is_theirs():
-    assert Source(model_path="/start").folder == "/start"
-    assert Source(model_path="/start", path="/new", updated=True).folder == "/new"
-    assert Source(model_path="/start", updated=True).folder is None

@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from caesura.client import (
     SamplingParams,
 )
 from caesura.client.group import replicas as replica_fleet
-from caesura.client.group.copying import Copies
 from caesura.client.group.members import EngineAddress
 from caesura.client.group.processes import ReplicaProcesses
+from caesura.client.group.recovery import Copies
 from caesura.client.group.replicas import ReplicaFleet
 from caesura.client.launch.supervisor import RestartPolicy
 from caesura.io_struct import WeightUpdateReqOutput
@@ -305,9 +304,9 @@ def test_a_restarted_replica_is_copied_to_only_if_it_has_not_restored_the_weight
     copied: list[str] = []
     copy = Copies.copy
 
-    def counted(self: Copies, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+    async def counted(self: Copies, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
         copied.append(target.name)
-        copy(self, donor, target, owner)
+        await copy(self, donor, target, owner)
 
     monkeypatch.setattr(Copies, "copy", counted)
 
@@ -336,10 +335,10 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
     begun, go = threading.Semaphore(0), threading.Event()
     copy = Copies.copy
 
-    def slow(self: Copies, *places: Any) -> None:
+    async def slow(self: Copies, *places: Any) -> None:
         begun.release()
-        assert go.wait(PATIENCE_S)
-        copy(self, *places)
+        assert await asyncio.to_thread(go.wait, PATIENCE_S)
+        await copy(self, *places)
 
     monkeypatch.setattr(Copies, "copy", slow)
 
@@ -496,7 +495,6 @@ def test_half_an_update_that_its_trainer_has_left_ends_with_the_lease(
 
 
 def test_a_copy_ends_with_its_server(tmp_path):
-    """Its thread would hold up the end of the server for as long as it takes, ten minutes at most."""
     copies = Copies()
     places = [EngineAddress(f"ipc://{tmp_path}/{name}", name=name) for name in ("donor", "target")]
     listeners: list[socket.socket] = []
@@ -505,13 +503,16 @@ def test_a_copy_ends_with_its_server(tmp_path):
         listeners[-1].bind(place.endpoint.removeprefix("ipc://"))
         listeners[-1].listen()
         listeners[-1].settimeout(PATIENCE_S)
-    with ThreadPoolExecutor(1) as threads:
-        copying = threads.submit(copies.copy, *places, "test")
-        listeners.append(listeners[0].accept()[0])
+
+    async def body() -> None:
+        copying = asyncio.ensure_future(copies.copy(*places, "test"))
+        listeners.append((await asyncio.to_thread(listeners[0].accept))[0])
         copies.end()
         with pytest.raises(InternalError, match=r"could not be copied: was killed by signal 9"):
-            copying.result(PATIENCE_S)
-    with pytest.raises(InternalError, match="the server ends"):
-        copies.copy(*places, "test")
+            await asyncio.wait_for(copying, PATIENCE_S)
+        with pytest.raises(InternalError, match="the server ends"):
+            await copies.copy(*places, "test")
+
+    asyncio.run(body())
     for each in listeners:
         each.close()

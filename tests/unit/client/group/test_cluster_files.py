@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from caesura.client.keygen import keygen
-from caesura.client.launch.supervise import supervise
+from caesura.client.launch.supervisor import supervise
 from caesura.scheduler.runtime.config import EngineConfig
 
 CLUSTER = Path(__file__).parents[4] / "examples" / "cluster"

@@ -3,8 +3,8 @@
 import pytest
 
 from caesura.client import InvalidRequest
-from caesura.client.group import placement
-from caesura.client.group.placement import VISIBLE, cuda_devices, placed, ranks_of
+from caesura.client.group import processes
+from caesura.client.group.processes import VISIBLE, cuda_devices, placed, ranks_of
 
 CPU = {"OMP_NUM_THREADS": "8", VISIBLE: ""}
 FOUR = {"OMP_NUM_THREADS": "8", VISIBLE: "4,5,GPU-x,7"}
@@ -53,7 +53,7 @@ def test_devices_are_those_that_torch_would_see():
 
 
 def test_more_processes_than_cores_can_run_are_refused_where_there_are_no_devices(monkeypatch):
-    monkeypatch.setattr(placement, "_cores", lambda: 2)
+    monkeypatch.setattr(processes, "_cores", lambda: 2)
     assert len(placed([], 8, CPU)) == 8
     for given, count in (([], 9), (["--tp", "2"], 5), (["--device", "cuda:0"], 1000)):
         with pytest.raises(InvalidRequest, match="2 cores: at most 4"):

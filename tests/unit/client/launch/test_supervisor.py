@@ -26,11 +26,17 @@ from caesura.client import (
     ShuttingDown,
     WeightMismatch,
 )
-from caesura.client.group.processes import ReplicaProcesses
-from caesura.client.launch import supervisor
 from caesura.client.launch.notify import notify, watchdog_interval_s
-from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of, stop_timeout_s
-from caesura.client.launch.supervisor import Down, Ended, RestartPolicy, Serving, Supervisor
+from caesura.client.launch.supervisor import (
+    GAVE_UP_STATUS,
+    Down,
+    Ended,
+    RestartPolicy,
+    Serving,
+    Supervisor,
+    status_of,
+    stop_timeout_s,
+)
 
 FAKE = support.fake_scheduler.__file__
 QUICK = {"first_delay_s": 0.01, "longest_delay_s": 0.02, "hang_timeout_s": 0.0, "stop_timeout_s": 10.0}
@@ -56,7 +62,8 @@ class Watched:
         return state
 
     def begin(self) -> "Watched":
-        self.supervisor.begin(self.states.put)
+        self.supervisor.subscribe(self.states.put)
+        self.supervisor.begin()
         return self
 
 
@@ -94,22 +101,6 @@ def test_a_killed_scheduler_comes_back_at_the_same_endpoint(watch, caplog):
     assert watched.next(Ended).error is None
     assert not psutil.pid_exists(second.pid)
     assert not watched.directory.exists()
-
-
-def test_a_start_listens_only_until_it_is_over(tmp_path, watch):
-    """Every restart would be kept for as long as the process lives."""
-    watched = watch()
-    watched.supervisor.start()
-    assert watched.supervisor._listeners == []
-    arguments = ["--model", "none"]
-    processes = ReplicaProcesses(arguments, 2, RestartPolicy(**QUICK))
-    for replica in processes.replicas:
-        replica.supervisor._command = [sys.executable, FAKE]
-    processes.start()
-    try:
-        assert [len(replica.supervisor._listeners) for replica in processes.replicas] == [1, 1]  # its own
-    finally:
-        processes.close()
 
 
 def test_the_last_words_of_a_crash_are_in_the_reason(watch):
@@ -198,9 +189,8 @@ def test_one_that_ignores_every_signal_is_killed_at_the_end(watch, caplog):
     assert "nor answered" not in caplog.text
 
 
-def test_one_that_says_nothing_when_it_is_to_end_is_not_waited_for(watch, caplog, monkeypatch):
-    monkeypatch.setattr(supervisor, "STOP_SILENCE_S", 0.3)
-    watched = watch("deaf", stop_timeout_s=PATIENCE, hang_timeout_s=PATIENCE).begin()
+def test_one_that_says_nothing_when_it_is_to_end_is_not_waited_for(watch, caplog):
+    watched = watch("deaf", stop_silence_s=0.3, stop_timeout_s=PATIENCE, hang_timeout_s=PATIENCE).begin()
     pid = watched.next(Serving).pid
     watched.supervisor.close()
     assert watched.next(Ended).error is None

@@ -11,7 +11,7 @@ from support.http_server import Listening, listening
 from support.waiting import PATIENCE_S, eventually
 
 from caesura.io_struct import GenerateReqInput, GetStatusReqInput, Message, Request
-from caesura.io_struct.ranks import RankStatus
+from caesura.io_struct.control import RankStatus
 
 
 class Moody:

@@ -10,18 +10,8 @@ import pytest
 import torch
 
 from caesura.client import InvalidRequest, TimedOut
-from caesura.client.trainer import (
-    Await,
-    Run,
-    Send,
-    SharedBucket,
-    SharedBuckets,
-    SharedTensors,
-    ipc_steps,
-    steps,
-    tensor_steps,
-)
-from caesura.client.trainer.buckets import buckets
+from caesura.client.trainer import SharedBucket, SharedBuckets, SharedTensors, buckets, steps
+from caesura.client.trainer.steps import Await, Run, Send, ipc_steps, tensor_steps
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,

@@ -12,8 +12,7 @@ from caesura.io_struct import MAX_SAMPLING_MASK, GenerateReqInput, SamplingParam
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.scheduling.request import RequestTable, make_requests
-from caesura.scheduler.scheduling.sampling_inputs import sampling_batch
-from caesura.scheduler.scheduling.sampling_masks import SamplingMaskRecord
+from caesura.scheduler.scheduling.sampling import SamplingMaskRecord, sampling_batch
 
 ROUNDING = 4e-6
 """Relative, of sums of float32 weights."""

@@ -14,8 +14,7 @@ from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.scheduling.request import Request, RequestTable, make_requests
-from caesura.scheduler.scheduling.sampling_extras import LogprobRecord
-from caesura.scheduler.scheduling.sampling_inputs import sampling_batch
+from caesura.scheduler.scheduling.sampling import LogprobRecord, sampling_batch
 
 VOCAB, SLOTS, CONTEXT = 23, 4, 64
 EOS = (2,)
@@ -213,14 +212,14 @@ def test_prompts_are_recorded_once_and_computed_again_until_they_are():
     none = np.empty((2, 0), np.float32)
     record.put_inputs(3, np.float32([-1, -2]), np.int32([[1], [2]]), np.float32([[-1], [-2]]), none)
     assert record.first_uncached == 3, "half of it does not count: all are of the same weights"
-    assert record.input_rows() == (None, None, None)
+    assert "input_logprobs" not in record.result_fields(0)
     record.put_inputs(5, np.float32([-3, -4]), np.int32([[3], [4]]), np.float32([[-3], [-4]]), none)
     assert record.first_uncached is None
     assert record.inputs_within(0, 8) == (0, 0)
-    logprobs, top, given_rows = record.input_rows()
-    assert np.frombuffer(logprobs, "<f4")[1:].tolist() == [-1, -2, -3, -4]
-    assert np.frombuffer(top.ids, "<i4").tolist() == [1, 2, 3, 4]
-    assert given_rows is None
+    fields = record.result_fields(0)
+    assert np.frombuffer(fields["input_logprobs"], "<f4")[1:].tolist() == [-1, -2, -3, -4]
+    assert np.frombuffer(fields["input_top_logprobs"].ids, "<i4").tolist() == [1, 2, 3, 4]
+    assert fields["input_token_ids_logprobs"] is None
 
 
 def test_a_row_depends_on_itself_alone():

@@ -9,7 +9,7 @@ from caesura.scheduler.execution.forward import SamplingBatch
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.scheduling.request import RequestTable, make_requests
-from caesura.scheduler.scheduling.sampling_inputs import sampling_batch
+from caesura.scheduler.scheduling.sampling import sampling_batch
 
 VOCAB = 3000
 META = torch.device("meta")

@@ -51,7 +51,7 @@ def rotations() -> None:
 
 
 def latents() -> None:
-    from caesura.scheduler.kernels.triton_rotations import rotate_latents
+    from caesura.scheduler.kernels.triton_elementwise import rotate_latents
 
     for heads in (16, 128):
         q, angle = zeros(3, heads, 192), zeros(3, 1, 32)
@@ -97,9 +97,9 @@ def test_kernel_compiles_for_hopper_within_its_registers(launch, tmp_path):
 
 
 def launches(tokens: int) -> None:
-    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
+    from caesura.scheduler.kernels import triton_elementwise, triton_experts
 
-    angles = triton_rotations.angles(
+    angles = triton_elementwise.angles(
         zeros(tokens, dtype=torch.int64), zeros(32, dtype=torch.float32), 1.0, BF16
     )
     triton_elementwise.rms_norm(zeros(tokens, 64), zeros(64), 1e-6, residual=zeros(tokens, 64))
@@ -107,7 +107,7 @@ def launches(tokens: int) -> None:
     qkv, keys, slots = zeros(tokens, 4, 64), zeros(9, 1, 16, 64), zeros(tokens, dtype=torch.int64)
     triton_elementwise.rope_store(qkv, 2, *angles, slots, keys, keys, out=qkv[:, :2])
     queries, down = zeros(tokens, 2, 96), zeros(tokens, 256)
-    triton_rotations.rotate_latents(
+    triton_elementwise.rotate_latents(
         zeros(tokens, 2, 80)[..., 16:], down[:, -96:], *angles, (zeros(32), 1e-6), queries, zeros(tokens, 96),
         interleaved=True,
     )  # fmt: skip

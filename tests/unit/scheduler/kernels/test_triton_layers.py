@@ -26,7 +26,6 @@ from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.execution.forward import StepLimits
-from caesura.scheduler.kernels import dispatch
 from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.layers import experts as experts_module
@@ -47,7 +46,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarni
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 if RUNS:
-    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
+    from caesura.scheduler.kernels import triton_elementwise, triton_experts
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
@@ -186,7 +185,7 @@ def test_latents_are_rounded_as_torch_does(dtype, interleaved, heads, latent, ro
     kv, weight = down[:, -latent - rope :], torch.randn(latent).to(dtype)
     cos, sin = torch.rand(2, 3, 1, rope // 2).to(dtype)
     queries, keys = torch.full((3, heads, latent + rope), 7.0).to(dtype), torch.empty_like(kv).contiguous()
-    triton_rotations.rotate_latents(
+    triton_elementwise.rotate_latents(
         q_rope, kv, cos, sin, (weight, 1e-6), queries, keys, interleaved=interleaved
     )
     assert bool((queries[..., :latent] == 7).all())
@@ -204,7 +203,7 @@ def test_angles_are_torchs(dtype, half):
         RopeParameters(attention_factor=1.2), 2 * half, place=Placement(dtype, DEVICE)
     )
     positions = torch.tensor([0, 1, 900, 1_000_000])
-    found = triton_rotations.angles(positions, embedding._inverse_frequencies, 1.2, dtype)
+    found = triton_elementwise.angles(positions, embedding._inverse_frequencies, 1.2, dtype)
     for mine, theirs in zip(found, embedding._compute(positions), strict=True):
         assert_rounded_alike(mine, theirs)
 
@@ -289,8 +288,8 @@ def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts,
 @pytest.fixture
 def served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     served = {"elementwise": kernels.TRITON, "experts": kernels.TRITON}
-    for module in (dispatch, experts_module, moe, sys.modules[PagedTritonBackend.__module__]):
-        monkeypatch.setattr(module, "best", lambda operation, *_: served[operation])
+    for module in (kernels, experts_module, moe, sys.modules[PagedTritonBackend.__module__]):
+        monkeypatch.setattr(module, "best", lambda operation, *_: served.get(operation, kernels.TORCH))
 
 
 def logits_of(model: Any, backend: type | None) -> list[Tensor]:

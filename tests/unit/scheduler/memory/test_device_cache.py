@@ -2,7 +2,7 @@
 
 import pytest
 
-from caesura.scheduler.memory.device_cache import DeviceCache
+from caesura.scheduler.memory.device_memory import DeviceCache
 
 MIB = 1 << 20
 

@@ -31,7 +31,7 @@ def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, family):
     assert needed > logits + 13192 * loaded.config.hidden_size * loaded.dtype.itemsize
     made = []
     monkeypatch.setattr(build, "make_pool", lambda loaded, num_pages, windows: made.append(num_pages - 1))
-    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: needed + (64 << 20))
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: needed + (64 << 20))
     page = (kv_bytes_per_token(loaded) + build.routing_bytes_per_token(loaded)) * PAGE_SIZE
     for model, share in ((there, 64 << 20), (loaded, needed + (64 << 20))):
         build_pool(config, model, 1 << 14)
@@ -67,7 +67,7 @@ def test_they_have_no_more_than_the_others(tmp_path):
 @pytest.mark.parametrize("share", [1 << 16, 1 << 17, 150_000])
 def test_a_share_of_memory_is_used_up_by_both(tmp_path, monkeypatch, share):
     config, loaded = windowed(tmp_path, kv_memory_fraction=0.5)
-    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 2 * share)
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 2 * share)
     pool = build_pool(config, loaded, 1 << 14)
     page = kv_bytes_per_token(loaded) * PAGE_SIZE
     used = sum(pages_of(pool)) * page
@@ -93,7 +93,7 @@ def test_states_have_a_row_for_each_request_and_one_for_a_prefix(tmp_path):
 @pytest.mark.parametrize(("share", "rows"), [(1 << 18, 12), (1 << 17, 7), (30_000, 1)])
 def test_states_and_pages_share_what_there_is(tmp_path, monkeypatch, share, rows):
     config, loaded = hybrid(tmp_path, kv_memory_fraction=0.5)
-    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 2 * share)
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 2 * share)
     pool = build_pool(config, loaded, 1 << 14)
     page = kv_bytes_per_token(loaded) * PAGE_SIZE
     assert pool.states.num_rows == 1 + rows
@@ -103,7 +103,7 @@ def test_states_and_pages_share_what_there_is(tmp_path, monkeypatch, share, rows
 
 def test_memory_that_holds_no_state_is_refused(tmp_path, monkeypatch):
     config, loaded = hybrid(tmp_path, kv_pool_tokens=16)
-    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 15_000)
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 15_000)
     with pytest.raises(CaesuraError, match="1 pages and 1 rows of states needs") as refused:
         build_pool(config, loaded, 256)
     assert refused.value.detail["needed_bytes"] > 15_000

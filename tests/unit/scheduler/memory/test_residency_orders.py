@@ -5,7 +5,7 @@ import sys
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.moving_components import LAYERS, USE, Model, accelerator, exhaust, host
+from support.moving_components import LAYERS, Model, accelerator, exhaust, host
 from support.properties import examples
 
 from caesura.scheduler.memory.offload import (
@@ -23,54 +23,40 @@ class AnyOrder(RuleBasedStateMachine):
         make=st.sampled_from([host, accelerator] if sys.platform == "linux" else [accelerator]),
         strategy=st.one_of(
             st.builds(ResidentStrategy),
-            st.builds(ComponentOffloadStrategy, keep_after_use=st.booleans(), keep_on_warm_up=st.booleans()),
-            st.builds(
-                LayerwiseOffloadStrategy,
-                window=st.integers(1, LAYERS + 1),
-                keep_after_use=st.booleans(),
-                keep_on_warm_up=st.booleans(),
-            ),
+            st.builds(ComponentOffloadStrategy),
+            st.builds(LayerwiseOffloadStrategy, window=st.integers(1, LAYERS + 1)),
         ),
     )
     def build(self, make, strategy):
         self.manager, self.strategy = make(), strategy
         self.model = Model(self.manager, strategy)
-        self.open: set[str] = set()
         self.released = False
         self.moved = False
 
     def teardown(self):
         self.manager.close()
 
-    @rule(request=st.sampled_from("rs"), warm_up=st.booleans())
-    def begin(self, request, warm_up):
-        self.manager.begin_request(request, warm_up=warm_up)
-        self.open.add(request)
+    @precondition(lambda self: not self.released)
+    @rule()
+    def use_all(self):
+        self.model.one_pass()
 
-    @precondition(lambda self: self.open and not self.released)
-    @rule(data=st.data())
-    def use_all(self, data):
-        self.model.one_pass(data.draw(st.sampled_from(sorted(self.open))))
-
-    @precondition(lambda self: self.open and not self.released)
-    @rule(data=st.data(), layers=st.integers(0, LAYERS), steps=st.integers(0, 9))
-    def give_up(self, data, layers, steps):
-        request = data.draw(st.sampled_from(sorted(self.open)))
-        bringing = self.manager.before_stage(request, [USE])
+    @precondition(lambda self: not self.released)
+    @rule(layers=st.integers(0, LAYERS), steps=st.integers(0, 9))
+    def give_up(self, layers, steps):
+        bringing = self.manager.bring(["model"])
         for _ in range(steps):
             next(bringing, None)
         bringing.close()
-        at_layer = self.manager.use(request, USE)
+        at_layer = self.manager.use("model")
         for number in range(layers):
             at_layer(number)
             self.model.check(number)
 
-    @precondition(lambda self: self.open and not self.released)
-    @rule(data=st.data())
-    def finish(self, data):
-        request = data.draw(st.sampled_from(sorted(self.open)))
-        exhaust(self.manager.finish_request(request))
-        self.open.remove(request)
+    @precondition(lambda self: not self.released)
+    @rule()
+    def leave(self):
+        exhaust(self.manager.leave(["model"]))
 
     @rule(data=st.data(), value=st.integers(1, 200))
     def write(self, data, value):
@@ -91,14 +77,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def every_value_can_be_read(self):
-        component = self.manager._registered["model"]
+        component = self.model.component
         for tensor, value in zip(self.model.tensors, self.model.values, strict=True):
             assert bool((component.values(tensor) == value).all())
 
     @invariant()
     def what_is_away_takes_no_memory(self):
-        units = self.manager._registered["model"].units
-        for unit in units:
+        for unit in self.model.component.units:
             if unit.on_device and not unit._coming:
                 assert all(bool(tensor.any()) for tensor in unit.tensors)
             if not unit.on_device:

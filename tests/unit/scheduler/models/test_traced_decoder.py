@@ -14,8 +14,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from caesura.scheduler.kernels import TORCH, best, native
-from caesura.scheduler.kernels.dispatch import elementwise_for
+from caesura.scheduler.kernels import TORCH, best, elementwise_for, native
 from caesura.scheduler.models.transformers_backend.norms import proven_norms
 
 CPU = torch.device("cpu")

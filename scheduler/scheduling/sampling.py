@@ -1,0 +1,389 @@
+"""Sampling beyond the plain columns of the table: rarely used parameters by slot, what a sample keeps of its
+sampling (extra log-probabilities, "further" in names, and masks), and a step's sampling inputs.
+
+Invariants:
+- A slot without extras costs a step one element of a boolean array. Gathering a step's inputs is array work
+  and changes no state, so a step that is built and not launched leaves no trace.
+- ``counted[slot]`` is the number of a penalised request's tokens that the runner's counter includes once
+  every launched step has run; 0 means that the counter must be rebuilt from the tokens.
+- What is recorded of an output position is overwritten when the position is sampled again, so a step that was
+  rolled back leaves nothing, and outlives retractions with the tokens.
+- A mask is what the sampler drew from, not a computation beside it: the sampled token is in it.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...io_struct import GenerateReqInput, LogprobRows, SamplingMask
+from ..execution.forward import InputTokens, SamplingBatch, SpecialRows
+from ..execution.sampler import noise
+
+if TYPE_CHECKING:
+    from .request import Request, RequestTable
+
+MAX_MASK_BYTES = 16 << 20
+"""Bytes of one sample's masks. A sample with more ends: its result would not fit into a message."""
+
+
+class LogprobRecord:
+    """The extra log-probabilities of one sample, kept as long as its request."""
+
+    def __init__(self, message: GenerateReqInput) -> None:
+        self.top = message.top_logprobs_num
+        self.token_ids = np.asarray(message.token_ids_logprob or (), np.int32)
+        prompt_len, start = len(message.input_ids), message.logprob_start_len
+        self.start: int | None = start if 0 <= start < prompt_len else None
+        """Prompt position after which log-probabilities are wanted, or None."""
+        self.num_inputs = 0 if self.start is None else prompt_len - 1 - self.start
+        self.known_inputs = 0
+        self._outputs = _Rows(self.top, len(self.token_ids))
+        self._inputs = _Rows(self.top, len(self.token_ids))
+        self._input_logprobs = np.empty(self.num_inputs, np.float32)
+
+    @staticmethod
+    def of(message: GenerateReqInput) -> "LogprobRecord | None":
+        record = LogprobRecord(message)
+        wanted = record.wants_outputs or record.start is not None
+        return record if message.return_logprob and wanted else None
+
+    @property
+    def wants_outputs(self) -> bool:
+        """True if extra log-probabilities are wanted at each sampled position."""
+        return self.top > 0 or len(self.token_ids) > 0
+
+    @property
+    def first_uncached(self) -> int | None:
+        """First position that must be computed even if it is cached, or None."""
+        return self.start if self.known_inputs < self.num_inputs else None
+
+    def inputs_within(self, start: int, end: int) -> tuple[int, int]:
+        """Return the positions among [start, end) whose logits are wanted, as ``(first, end)``."""
+        if self.start is None or self.known_inputs >= self.num_inputs:
+            return start, start
+        first = max(start, self.start)
+        return first, max(first, min(end, self.start + self.num_inputs))
+
+    def put_output(self, at: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray) -> None:
+        """Record output token ``at``, from rows [K], [K] and [M]; this sample's columns come first."""
+        self._outputs.put(at, top_ids[None], top[None], logprobs_of_ids[None])
+
+    def put_inputs(self, first: int, logprobs: np.ndarray, *columns: np.ndarray) -> None:
+        """Record the tokens behind the positions from ``first`` on: [I], and [I, …] with columns as above."""
+        assert self.start is not None
+        at = first - self.start
+        self._input_logprobs[at : at + len(logprobs)] = logprobs
+        self._inputs.put(at, *columns)
+        self.known_inputs = at + len(logprobs)
+
+    def forget_inputs(self) -> None:
+        """Drop the prompt's log-probabilities: it is computed again under other weights."""
+        self.known_inputs = 0
+
+    def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
+        """Return ``(top, token_ids)`` of the output tokens [start, end), None where not asked for."""
+        return self._outputs.wire(start, end, self.token_ids)
+
+    def result_fields(self, count: int) -> dict[str, Any]:
+        """Return the fields of a result with ``count`` output tokens; the prompt's first logprob is NaN."""
+        top, token_ids = self.output_rows(0, count)
+        fields: dict[str, Any] = {"output_top_logprobs": top, "output_token_ids_logprobs": token_ids}
+        if self.start is None or self.known_inputs < self.num_inputs:
+            return fields
+        top, token_ids = self._inputs.wire(0, self.num_inputs, self.token_ids)
+        logprobs = np.concatenate([np.full(1, np.nan, "<f4"), self._input_logprobs]).astype("<f4").tobytes()
+        inputs = {
+            "input_logprobs": logprobs,
+            "input_top_logprobs": top,
+            "input_token_ids_logprobs": token_ids,
+        }
+        return fields | inputs
+
+
+class _Rows:
+    """Growing arrays of log-probabilities by position: of the ``top`` likeliest and the requested tokens."""
+
+    def __init__(self, top: int, num_token_ids: int) -> None:
+        self._known = 0
+        self._top_ids = np.empty((0, top), np.int32)
+        self._top = np.empty((0, top), np.float32)
+        self._of_ids = np.empty((0, num_token_ids), np.float32)
+
+    def put(self, at: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray) -> None:
+        end = at + len(top)
+        if end > len(self._top):
+            room = max(end, 2 * len(self._top), 16)
+            self._top_ids, self._top, self._of_ids = (
+                np.concatenate([old, np.empty((room - len(old), old.shape[1]), old.dtype)])
+                for old in (self._top_ids, self._top, self._of_ids)
+            )
+        self._top_ids[at:end] = top_ids[:, : self._top.shape[1]]
+        self._top[at:end] = top[:, : self._top.shape[1]]
+        self._of_ids[at:end] = logprobs_of_ids[:, : self._of_ids.shape[1]]
+        self._known = end
+
+    def wire(
+        self, start: int, end: int, token_ids: np.ndarray
+    ) -> tuple[LogprobRows | None, LogprobRows | None]:
+        widths = top, num_ids = self._top.shape[1], self._of_ids.shape[1]
+        assert end <= self._known or not any(widths) or start == end, f"{self._known} rows, {end} tokens"
+        return (
+            _rows(top, self._top_ids[start:end], self._top[start:end]) if top else None,
+            _rows(num_ids, token_ids, self._of_ids[start:end]) if num_ids else None,
+        )
+
+
+def _rows(k: int, ids: np.ndarray, logprobs: np.ndarray) -> LogprobRows:
+    return LogprobRows(k=k, ids=ids.astype("<i4").tobytes(), logprobs=logprobs.astype("<f4").tobytes())
+
+
+class SamplingMaskRecord:
+    """The tokens that top-k, top-p and min-p left at each output position of one sample."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._positions: list[np.ndarray] = []
+
+    def put(self, at: int, kept: np.ndarray) -> None:
+        """Record output token ``at``, from bool [V]; what was recorded behind it is forgotten."""
+        for forgotten in self._positions[at:]:
+            self.nbytes -= forgotten.nbytes
+        del self._positions[at:]
+        assert len(self._positions) == at, f"{len(self._positions)} masks before token {at}"
+        ids = np.flatnonzero(kept).astype("<i4")
+        self._positions.append(ids)
+        self.nbytes += ids.nbytes
+
+    def at(self, position: int) -> np.ndarray:
+        """Return the token ids of one output position, int32, ascending."""
+        return self._positions[position]
+
+    def wire(self, count: int) -> SamplingMask:
+        assert count <= len(self._positions), f"{len(self._positions)} masks, {count} tokens"
+        return joined_masks(self._positions[:count])
+
+
+def joined_masks(positions: list[np.ndarray]) -> SamplingMask:
+    offsets = np.zeros(len(positions) + 1, "<i4")
+    np.cumsum([len(ids) for ids in positions], out=offsets[1:])
+    ids = np.concatenate([np.empty(0, "<i4"), *positions]).tobytes()
+    return SamplingMask(ids=ids, offsets=offsets.tobytes())
+
+
+class SamplingExtras:
+    """Rarely used sampling parameters by slot."""
+
+    def __init__(self, slots: int) -> None:
+        self.special = np.zeros(slots, np.bool_)
+        """True for slots that use anything below except ``min_p``."""
+        self.min_p = np.zeros(slots, np.float32)
+        self.repetition = np.ones(slots, np.float32)
+        self.frequency = np.zeros(slots, np.float32)
+        self.presence = np.zeros(slots, np.float32)
+        self.penalised = np.zeros(slots, np.bool_)
+        self.counter = np.zeros(slots, np.int64)
+        self.counted = np.zeros(slots, np.int64)
+        self.may_stop_at = np.zeros(slots, np.int64)
+        """Absolute position from which tokens in ``stops`` may be sampled."""
+        self.output_start = np.zeros(slots, np.int64)
+        """Position of the first token that penalties count as output."""
+        self.stops = _Ids(slots)
+        self.bias = _Ids(slots)
+        self.top = np.zeros(slots, np.int64)
+        self.token_ids = _Ids(slots)
+        self.masked = np.zeros(slots, np.bool_)
+        """True for slots that want the tokens that the filters keep."""
+        self.num_counters = 0
+        """Most counters that were ever in use at once."""
+        self._free_counters: list[int] = []  # a heap
+
+    def bind(self, slot: int, request: "Request") -> None:
+        """Set the parameters of ``slot``; allocates before it changes what a step reads."""
+        self.release(slot)  # an earlier bind that raised may have left its counter behind
+        params, record, prompt_len = request.params, request.record, len(request.prompt)
+        bias = params.logit_bias or {}
+        stops = request.early_stops if params.min_new_tokens else ()
+        self.stops.put(slot, stops, -np.inf)
+        self.bias.put(slot, list(bias), list(bias.values()))
+        self.token_ids.put(slot, () if record is None else record.token_ids, 0.0)
+        self.may_stop_at[slot] = prompt_len + params.min_new_tokens
+        self.output_start[slot] = prompt_len - request.continued
+        self.min_p[slot] = params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.presence[slot] = params.presence_penalty
+        self.top[slot] = record.top if record is not None else 0
+        self.masked[slot] = masked = request.masks is not None
+        self.counted[slot] = 0
+        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty - 1.0
+        self.penalised[slot] = penalised = any(penalties)
+        if penalised:
+            self.counter[slot] = self._take_counter()
+        wanting = masked or (record is not None and record.wants_outputs)
+        self.special[slot] = bool(penalised or bias or stops or wanting)
+
+    def release(self, slot: int) -> None:
+        if self.penalised[slot]:
+            heapq.heappush(self._free_counters, int(self.counter[slot]))
+        self.penalised[slot] = self.special[slot] = False
+
+    def _take_counter(self) -> int:
+        if self._free_counters:
+            return heapq.heappop(self._free_counters)
+        self.num_counters += 1
+        return self.num_counters - 1
+
+
+class _Ids:
+    """A list of token ids with values for every slot, padded with 0; as wide as the longest list so far."""
+
+    def __init__(self, slots: int) -> None:
+        self.count = np.zeros(slots, np.int64)
+        self.ids = np.zeros((slots, 0), np.int64)
+        self.values = np.zeros((slots, 0), np.float32)
+
+    def put(self, slot: int, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        tokens = np.asarray(ids, np.int64)
+        count = len(tokens)
+        missing = count - self.ids.shape[1]
+        if missing > 0:
+            self.ids = np.pad(self.ids, ((0, 0), (0, missing)))
+            self.values = np.pad(self.values, ((0, 0), (0, missing)))
+        self.count[slot] = count
+        self.ids[slot], self.values[slot] = 0, 0.0
+        self.ids[slot, :count], self.values[slot, :count] = tokens, values
+
+    def of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``(ids, values)`` of ``slots``, [n, W], where W is the length of the longest list."""
+        width = int(self.count[slots].max(initial=0))
+        return self.ids[slots, :width], self.values[slots, :width]
+
+
+def sampling_batch(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
+    """Return the inputs of ``slots``, int64 [S]; ``positions`` are those of the tokens to sample."""
+    filtered = slots[table.filtered[slots]]
+    any_filtered = bool(len(filtered))
+    min_p = table.extras.min_p[slots]
+    return SamplingBatch(
+        temperature=torch.from_numpy(table.temperature[slots]),
+        greedy=torch.from_numpy(table.greedy[slots]),
+        top_k=torch.from_numpy(table.top_k[slots]),
+        top_p=torch.from_numpy(table.top_p[slots]),
+        uniforms=torch.from_numpy(noise(table.seed[slots], table.index[slots], positions)),
+        any_sampled=not bool(table.greedy[slots].all()),
+        any_filtered=any_filtered,
+        want_raw=bool(table.want_raw[slots].any()),
+        want_sampled=bool(table.want_sampled[slots].any()),
+        min_p=torch.from_numpy(min_p) if any_filtered and min_p.any() else None,
+        largest_top_k=int(table.top_k[filtered].max()) if any_filtered else None,
+        special=_special_rows(table, slots, positions),
+    )
+
+
+def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> SpecialRows | None:
+    extras = table.extras
+    rows = np.flatnonzero(extras.special[slots])
+    if not len(rows):
+        return None
+    rows = rows[np.argsort(~extras.penalised[slots[rows]], kind="stable")]
+    slots, positions = slots[rows], positions[rows]
+    penalised = slots[extras.penalised[slots]]
+    out_of_date = extras.counted[penalised] != positions[: len(penalised)]
+    restarted = penalised[out_of_date]
+    assert (table.length[restarted] == positions[: len(penalised)][out_of_date]).all(), "a token is in flight"
+    prompts, outputs = _history(table, restarted)
+    bias_ids, bias = _biases(extras, slots, positions)
+    top, num_token_ids, masked = extras.top[slots], extras.token_ids.count[slots], extras.masked[slots]
+    wants = np.flatnonzero((top > 0) | (num_token_ids > 0) | masked)
+    return SpecialRows(
+        rows=torch.from_numpy(rows),
+        repetition=torch.from_numpy(extras.repetition[penalised]),
+        frequency=torch.from_numpy(extras.frequency[penalised]),
+        presence=torch.from_numpy(extras.presence[penalised]),
+        counters=torch.from_numpy(extras.counter[penalised]),
+        restarted=torch.from_numpy(extras.counter[restarted]),
+        prompt_at=prompts,
+        output_at=outputs,
+        bias_ids=torch.from_numpy(bias_ids),
+        bias=torch.from_numpy(bias),
+        wants=torch.from_numpy(wants),
+        wants_host=wants,
+        top=int(top.max(initial=0)),
+        masked=torch.from_numpy(masked[wants]),
+        num_masked=int(masked.sum()),
+        token_ids=torch.from_numpy(extras.token_ids.of(slots[wants])[0]),
+        num_counters=extras.num_counters,
+    )
+
+
+def _biases(
+    extras: SamplingExtras, slots: np.ndarray, positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``(token ids, values to add to their logits)``, [E, B]: biases, and -inf for early stops."""
+    ids, values = extras.bias.of(slots)
+    stop_ids, forbidden = extras.stops.of(slots)
+    too_early = positions < extras.may_stop_at[slots]
+    if not too_early.any():
+        return ids, values
+    forbidden = np.where(too_early[:, None], forbidden, np.float32(0.0))
+    return np.concatenate([ids, stop_ids], 1), np.concatenate([values, forbidden], 1)
+
+
+def _history(table: "RequestTable", slots: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return ``counter * vocab_size + token`` for the known tokens of ``slots``: of prompts, of outputs."""
+    prompts, outputs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for slot in slots:
+        base = table.extras.counter[slot] * table.vocab_size
+        tokens = table.tokens[slot, : table.length[slot]] + base
+        start = table.extras.output_start[slot]
+        prompts.append(tokens[:start])
+        outputs.append(tokens[start:])
+    return torch.from_numpy(np.concatenate(prompts)), torch.from_numpy(np.concatenate(outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpan:
+    """Prompt positions [first, first + count) of ``request`` whose log-probabilities a step computes."""
+
+    request: "Request"
+    record: LogprobRecord
+    first: int
+    count: int
+
+
+def input_spans(chunks: "list[tuple[Request, int]]", table: "RequestTable") -> list[InputSpan]:
+    """Return the prompt positions of ``chunks`` (request, tokens) whose log-probabilities are wanted."""
+    spans = []
+    for request, taken in chunks:
+        if request.record is not None:
+            start = int(table.scheduled[request.slot])
+            first, end = request.record.inputs_within(start, start + taken)
+            if first < end:
+                spans.append(InputSpan(request, request.record, first, end - first))
+    return spans
+
+
+def input_tokens(spans: list[InputSpan], slots: np.ndarray, offsets: np.ndarray) -> InputTokens | None:
+    """Return the runner's inputs for ``spans``; ``offsets`` [R] are query tokens' indices minus positions."""
+    if not spans:
+        return None
+    offset_of = dict(zip(slots.tolist(), offsets.tolist(), strict=True))
+    tokens, targets, token_ids = [], [], []
+    width = max(len(span.record.token_ids) for span in spans)
+    for span in spans:
+        positions = np.arange(span.first, span.first + span.count)
+        ids = span.record.token_ids.astype(np.int64)
+        tokens.append(positions + offset_of[span.request.slot])
+        targets.append(span.request.prompt[positions + 1].astype(np.int64))
+        token_ids.append(np.tile(np.pad(ids, (0, width - len(ids))), (span.count, 1)))
+    return InputTokens(
+        tokens=torch.from_numpy(np.concatenate(tokens)),
+        targets=torch.from_numpy(np.concatenate(targets)),
+        top=max(span.record.top for span in spans),
+        token_ids=torch.from_numpy(np.concatenate(token_ids)),
+    )
