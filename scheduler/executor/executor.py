@@ -28,7 +28,7 @@ from ..weights.source import WeightPiece, WeightSource
 from . import rendezvous
 from .parallel_runner import ParallelRunner
 from .rpc import Answer, Memory, Start, encode, raise_failures
-from .weight_sources import described
+from .worker_updates import described
 from .workers import Workers
 
 logger = logging.getLogger(__name__)

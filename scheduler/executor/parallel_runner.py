@@ -20,8 +20,7 @@ import numpy as np
 from ..execution.forward import ForwardBatch, ForwardOutput, HostOutput, Runner
 from ..execution.graphs import DecodeGraphs
 from ..kernels.collectives import RankLostError
-from .rpc import Answer
-from .step_encoding import encode_batch
+from .rpc import Answer, encode_batch
 
 if TYPE_CHECKING:
     from .executor import Executor, Pending

@@ -32,8 +32,7 @@ from ..weights.reading import Held, checksums, garbage
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from . import rendezvous
-from .rpc import Memory, Start
-from .step_encoding import decode_batch
+from .rpc import Memory, Start, decode_batch
 from .worker_updates import Operation, WorkerUpdates
 
 LEAVE_S = 2.0

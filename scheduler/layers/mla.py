@@ -17,7 +17,6 @@ Invariants:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from ..kernels import TORCH, TRITON, Elementwise, best, elementwise_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
 from .fp8_block import Fp8Matrix
-from .linear import Linear, divided, fp8_blocks
+from .linear import Linear, PackedTensors, divided, fp8_blocks
 from .matrix import PackedSlot
 from .norm import RMSNorm
 from .parameters import CompositeLayer, Layer, Parameter, Placement, PlainSlot, WeightSlot
@@ -36,23 +35,6 @@ from .sharding import Window, as_window, even, require_borders, sharded
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents: fixed by the architecture, whatever the config says of the others."""
-
-
-class PackedLatents(NamedTuple):
-    """Packed weights of latent attention, biases and norms; names as in ``kernels/decoder_layers.py``."""
-
-    qkv: Tensor
-    qkv_scales: Tensor | None
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor
-    o: Tensor
-    o_scales: Tensor | None
-    o_bias: Tensor | None
-    q_up: Tensor | None
-    q_up_scales: Tensor | None
-    w_kc: Tensor
-    w_vc: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +163,10 @@ class UpProjection:
             )
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor] | None:
+    def packed(self) -> PackedTensors | None:
         """Return ``w_kc`` and ``w_vc`` for compiled kernels, or None if they are plain."""
-        return None if self._products is None else (self._weights[0].data, self._weights[1].data)
+        w_kc, w_vc = self._weights
+        return None if self._products is None else {"w_kc": w_kc.data, "w_vc": w_vc.data}
 
     def absorb(self, q_nope: Tensor, out: Tensor) -> None:
         """Write [T, heads, nope] times ``w_kc`` to ``out`` [T, heads, latent]."""
@@ -348,26 +331,20 @@ class LatentAttention(CompositeLayer):
         return self._attend(queries, keys, backend)
 
     @property
-    def packed(self) -> PackedLatents | None:
+    def packed(self) -> PackedTensors | None:
         """Return the weights for the fused decoder kernel, or None if they are stored otherwise."""
-        down, o, up = self._down.packed, self._o.packed, self._kv_up.packed
-        q_up = None if self._q_up is None else self._q_up.packed
-        if down is None or o is None or up is None or (q_up is None and self._q_up is not None):
-            return None
-        return PackedLatents(
-            qkv=down,
-            qkv_scales=self._down.scales,
-            qkv_bias=self._down.bias,
-            q_norm=None if self._q_norm is None else self._q_norm.weight,
-            k_norm=self._kv_norm.weight,
-            o=o,
-            o_scales=self._o.scales,
-            o_bias=self._o.bias,
-            q_up=q_up,
-            q_up_scales=None if self._q_up is None else self._q_up.scales,
-            w_kc=up[0],
-            w_vc=up[1],
+        down, o, up = (
+            self._down.packed_as("qkv", bias=True),
+            self._o.packed_as("o", bias=True),
+            self._kv_up.packed,
         )
+        q_up: PackedTensors | None = {}
+        if self._q_up is not None and self._q_norm is not None:
+            q_up = self._q_up.packed_as("q_up")
+        if down is None or o is None or up is None or q_up is None:
+            return None
+        q_norm = None if self._q_norm is None else self._q_norm.weight
+        return down | o | up | q_up | {"q_norm": q_norm, "k_norm": self._kv_norm.weight}
 
     @property
     def shape(self) -> LatentShape:

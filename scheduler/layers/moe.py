@@ -15,7 +15,7 @@ from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import GroupRouting, choosable
 from .experts import Experts
-from .linear import Linear
+from .linear import Linear, PackedTensors
 from .matrix import Matrix
 from .mlp import GatedMLP
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
@@ -33,8 +33,8 @@ class Router(Layer, Protocol):
         ...
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        """The weight for compiled kernels, and the bias; or None if kernels do not serve this choice."""
+    def packed(self) -> PackedTensors | None:
+        """Weight and bias for compiled kernels, or None if they do not serve this choice."""
         ...
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,9 +90,9 @@ class TopKRouter(CompositeLayer):
         return ids, weights.to(logits.dtype).float()
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        weight = self._logits.packed
-        return None if weight is None or not self._compiled else (weight, self._logits.bias)
+    def packed(self) -> PackedTensors | None:
+        weight, bias = self._logits.packed, self._logits.bias
+        return {"router": weight, "router_bias": bias} if self._compiled and weight is not None else None
 
     def parts(self) -> Iterator[Layer]:
         yield self._logits
@@ -184,9 +184,9 @@ class GroupedRouter:
         return masked.flatten(1)
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        weight = self._matrix.packed
-        return None if weight is None else (weight, None if self._bias is None else self._bias.data)
+    def packed(self) -> PackedTensors | None:
+        weight, bias = self._matrix.packed, None if self._bias is None else self._bias.data
+        return None if weight is None else {"router": weight, "router_bias": bias}
 
     def slots(self) -> Iterator[WeightSlot]:
         yield self._matrix.slot(f"{self._module}.weight")

@@ -14,7 +14,6 @@ from support.checkpoints import (
     make_fp8_checkpoint,
 )
 from support.faults import NO_MEMORY, Fault
-from support.ranks import RankAlone
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.io_struct import (
@@ -32,6 +31,7 @@ from caesura.io_struct import (
 from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.kernels.native import why_not
 from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.runtime.config import EngineConfig
 
 VOCAB, TOLERANCE = 97, 1e-4
@@ -226,7 +226,7 @@ def test_an_update_from_disk_is_a_cold_load_and_states_survive_neither_it_nor_a_
     driver.run_until_idle()
     assert driver.result(again).output_logprobs == driver.result(rid).output_logprobs
     config = EngineConfig(model_path=models.paths[1], dtype="float32", device="cpu")
-    cold = load_model(config, parallel=RankAlone(0, models.tp))
+    cold = load_model(config, parallel=TensorParallel(0, models.tp))
     ours = dict(models.runner.model.named_storage())
     for name, tensor in cold.model.named_storage():
         assert torch.equal(ours[name], tensor), name

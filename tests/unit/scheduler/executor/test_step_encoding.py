@@ -15,7 +15,7 @@ from caesura.scheduler.execution.forward import (
     StateSegment,
     StateStep,
 )
-from caesura.scheduler.executor.step_encoding import decode_batch, encode_batch
+from caesura.scheduler.executor.rpc import decode_batch, encode_batch
 
 
 def assert_same(one: object, other: object) -> None:
