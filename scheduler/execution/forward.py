@@ -10,8 +10,8 @@ Invariants:
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,25 @@ from ..runtime.config import PAGE_SIZE
 
 if TYPE_CHECKING:
     from ..kernels.attention import PagedStep
+
+
+class Column(NamedTuple):
+    """An array of a step that travels to the device with it."""
+
+    per: Literal["token", "row", "sample"]
+    dtype: torch.dtype
+    padding: int
+    """Value in added rows."""
+
+
+def column(per: Literal["token", "row", "sample"], dtype: torch.dtype, padding: int = 0) -> dict[str, Column]:
+    """Return the metadata of a field that is a :class:`Column`."""
+    return {"column": Column(per, dtype, padding)}
+
+
+def columns_of(kind: type[Any]) -> dict[str, Column]:
+    """Return the columns of a dataclass by name."""
+    return {each.name: each.metadata["column"] for each in fields(kind) if each.metadata}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,22 +130,22 @@ def moved(owner: _Fields, move: Callable[[Tensor], Tensor]) -> _Fields:
 class SamplingBatch:
     """Sampling inputs of a step's S sampled tokens, on its device; the booleans are known on the host."""
 
-    temperature: Tensor
+    temperature: Tensor = field(metadata=column("sample", torch.float32, 1))
     """float32 [S]; 1.0 for greedy rows."""
-    greedy: Tensor
+    greedy: Tensor = field(metadata=column("sample", torch.bool, 1))
     """bool [S]"""
-    top_k: Tensor
+    top_k: Tensor = field(metadata=column("sample", torch.int64, 1))
     """int64 [S]; vocabulary size where unused."""
-    top_p: Tensor
+    top_p: Tensor = field(metadata=column("sample", torch.float32, 1))
     """float32 [S]; 1.0 where unused."""
-    uniforms: Tensor
+    uniforms: Tensor = field(metadata=column("sample", torch.float64))
     """float64 [S] in [0, 1): the noise, a pure function of (seed, sample index, absolute position)."""
     any_sampled: bool
     any_filtered: bool
     """True if some sampled row uses top-k, top-p or min-p."""
     want_raw: bool
     want_sampled: bool
-    min_p: Tensor | None = None
+    min_p: Tensor | None = field(default=None, metadata=column("sample", torch.float32))
     """float32 [S], or None if 0 for all."""
     largest_top_k: int | None = None
     """Largest top-k of the filtered rows, or None if it may be the whole vocabulary."""
@@ -178,15 +197,15 @@ class ForwardBatch:
 
     num_decode: int
     """Rows [0, num_decode) decode; the rest prefill."""
-    input_ids: Tensor
+    input_ids: Tensor = field(metadata=column("token", torch.int64))
     """int64 [T]. The runner fills in decode rows, from the token that the row's slot sampled last."""
-    positions: Tensor
+    positions: Tensor = field(metadata=column("token", torch.int64))
     """int64 [T]: absolute position of each query token."""
-    kv_slots: Tensor
+    kv_slots: Tensor = field(metadata=column("token", torch.int64))
     """int64 [T]: ``page * page_size + offset`` where the token's K and V are stored."""
     page_table: Tensor
     """int32 [R, P], padded with page 0; P covers the longest row of this batch."""
-    kv_lens: Tensor
+    kv_lens: Tensor = field(metadata=column("row", torch.int32, 1))
     """int32 [R]: KV length of each row after this step."""
     q_lens_host: Sequence[int]
     """[R]: query tokens per row (1 for decode rows)."""
@@ -194,14 +213,14 @@ class ForwardBatch:
     """[R]"""
     page_table_host: np.ndarray | None = None
     """``page_table`` on the host, valid while the step is planned."""
-    slots: Tensor
-    sample_tokens: Tensor
+    slots: Tensor = field(metadata=column("row", torch.int64))
+    sample_tokens: Tensor = field(metadata=column("sample", torch.int64))
     """int64 [S]: index into [0, T) of each token whose successor is sampled; decode rows first."""
-    sample_slots: Tensor
+    sample_slots: Tensor = field(metadata=column("sample", torch.int64))
     """int64 [S]: request slot that receives each sampled token."""
     sampling: SamplingBatch
     inputs: InputTokens | None = None
-    window_slots: Tensor | None = None
+    window_slots: Tensor | None = field(default=None, metadata=column("token", torch.int64))
     """``kv_slots`` in layers with a window that give pages back; None if all layers are alike."""
     window_table: Tensor | None = None
     """``page_table`` in the same layers; page 0 where the window has moved on."""

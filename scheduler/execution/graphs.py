@@ -195,9 +195,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, pool: object) -> _Captured:
         attention = self._backend.for_decode(size)
-        greedy, min_p = torch.ones(size, dtype=torch.bool), torch.zeros(size)
-        step = scratch_decode(size, self._limits.spare_slot, greedy=greedy, min_p=min_p)
-        with self._staging.staged(step) as staged:
+        with self._staging.staged(scratch_decode(size, self._limits.spare_slot)) as staged:
             attention.plan(staged)
         static = replace(
             staged,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..runtime.config import PAGE_SIZE
-from .forward import ForwardBatch, SamplingBatch
+from .forward import ForwardBatch, SamplingBatch, columns_of
 
 _TOP_K, _TOP_P = 20, 0.9
 
@@ -19,27 +19,23 @@ def dummy_decode(rows: int, vocab_size: int) -> ForwardBatch:
     top_k, top_p = torch.full((rows,), vocab_size), torch.ones(rows)
     top_k[:1], top_p[:1] = min(_TOP_K, vocab_size), _TOP_P
     uniforms = torch.full((rows,), 0.5, dtype=torch.float64)
-    return scratch_decode(
-        rows, 0, top_k=top_k, top_p=top_p, uniforms=uniforms, any_sampled=True, any_filtered=True
-    )
+    greedy = torch.zeros(rows, dtype=torch.bool)
+    columns = {"greedy": greedy, "top_k": top_k, "top_p": top_p, "uniforms": uniforms, "min_p": None}
+    return scratch_decode(rows, 0, **columns, any_sampled=True, any_filtered=True)
 
 
 def scratch_decode(rows: int, slot: int, **sampling: Any) -> ForwardBatch:
-    """Return decode rows of slot 0, sampled for ``slot``; by default as if unfiltered, at temperature 1."""
+    """Return decode rows of slot 0, sampled for ``slot``, greedily by default."""
     columns = {
-        "temperature": torch.ones(rows),
-        "greedy": torch.zeros(rows, dtype=torch.bool),
-        "top_k": torch.ones(rows, dtype=torch.int64),
-        "top_p": torch.ones(rows),
-        "uniforms": torch.zeros(rows, dtype=torch.float64),
-        **sampling,
+        name: torch.full((rows,), each.padding, dtype=each.dtype)
+        for name, each in columns_of(SamplingBatch).items()
     }
     return replace(
         scratch_prefill([1] * rows),
         num_decode=rows,
         sample_tokens=torch.arange(rows),
         sample_slots=torch.full((rows,), slot),
-        sampling=replace(scratch_prefill([]).sampling, **columns),
+        sampling=replace(scratch_prefill([]).sampling, **{**columns, **sampling}),
     )
 
 
@@ -48,6 +44,9 @@ def scratch_prefill(lengths: list[int]) -> ForwardBatch:
     tokens = sum(lengths)
     pages = -(-max(lengths, default=1) // PAGE_SIZE)
     none = torch.empty(0, dtype=torch.int64)
+    columns: dict[str, Any] = {
+        name: torch.empty(0, dtype=each.dtype) for name, each in columns_of(SamplingBatch).items()
+    }
     zeros = torch.zeros(tokens, dtype=torch.int64)
     return ForwardBatch(
         num_decode=0,
@@ -62,11 +61,7 @@ def scratch_prefill(lengths: list[int]) -> ForwardBatch:
         sample_tokens=none,
         sample_slots=none,
         sampling=SamplingBatch(
-            temperature=torch.empty(0),
-            greedy=torch.empty(0, dtype=torch.bool),
-            top_k=none,
-            top_p=torch.empty(0),
-            uniforms=torch.empty(0, dtype=torch.float64),
+            **columns,
             any_sampled=False,
             any_filtered=False,
             want_raw=False,

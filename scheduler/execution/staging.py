@@ -14,51 +14,33 @@ Invariants:
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..memory.device_module import StreamModule
-from .forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch, StepLimits, moved
+from .forward import (
+    Column,
+    ForwardBatch,
+    FurtherLogprobs,
+    HostOutput,
+    SamplingBatch,
+    StepLimits,
+    columns_of,
+    moved,
+)
 from .sampler import SamplerOutput
 
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    name: str
-    dtype: torch.dtype
-    per: Literal["token", "row", "sample"]
-    padding: int = 0
-    """Value in added rows."""
-
-    @property
-    def numpy(self) -> "np.dtype[Any]":
-        return np.dtype(str(self.dtype).removeprefix("torch."))
-
-
-_STEP = (
-    _Field("input_ids", torch.int64, "token"),
-    _Field("positions", torch.int64, "token"),
-    _Field("kv_slots", torch.int64, "token"),
-    _Field("window_slots", torch.int64, "token"),
-    _Field("slots", torch.int64, "row"),
-    _Field("kv_lens", torch.int32, "row", 1),
-    _Field("sample_tokens", torch.int64, "sample"),
-    _Field("sample_slots", torch.int64, "sample"),
-)
-_SAMPLING = (
-    _Field("temperature", torch.float32, "sample", 1),
-    _Field("greedy", torch.bool, "sample", 1),
-    _Field("top_k", torch.int64, "sample", 1),
-    _Field("top_p", torch.float32, "sample", 1),
-    _Field("uniforms", torch.float64, "sample"),
-    _Field("min_p", torch.float32, "sample"),
-)
+_STEP, _SAMPLING = columns_of(ForwardBatch), columns_of(SamplingBatch)
+_COLUMNS = {**_STEP, **_SAMPLING}
+_NUMPY = {each.dtype: np.dtype(str(each.dtype).removeprefix("torch.")) for each in _COLUMNS.values()}
+_OPTIONS = [each.name for each in fields(SamplingBatch) if each.name not in (*_SAMPLING, "special")]
 
 
 class InputStaging:
@@ -100,9 +82,9 @@ class InputStaging:
         end = starts[-1] + self._tables * counts["row"] * width * 4
         assert end <= len(self._bytes), f"{counts} and {width} pages a row are more than was announced"
         columns: dict[str, Any] = {}
-        for field, start in zip((*_STEP, *_SAMPLING), starts[:-1], strict=True):
-            owner = batch.sampling if field in _SAMPLING else batch
-            columns[field.name] = self._write(field, getattr(owner, field.name), start, counts[field.per])
+        for (name, column), start in zip(_COLUMNS.items(), starts[:-1], strict=True):
+            owner = batch if name in _STEP else batch.sampling
+            columns[name] = self._write(name, column, getattr(owner, name), start, counts[column.per])
         pages = self._bytes[starts[-1] : end].view(np.int32).reshape(self._tables, -1, width)
         for number, given in enumerate((batch.page_table, batch.window_table)[: self._tables]):
             pages[number, : batch.num_rows] = 0 if given is None else given.numpy()
@@ -125,26 +107,18 @@ class InputStaging:
                 sampling=self._sampling(batch.sampling, columns),
                 inputs=None if batch.inputs is None else moved(batch.inputs, self._to_device),
                 states=None if batch.states is None else batch.states.to(self._device.device),
-                **{field.name: columns[field.name] for field in _STEP},
+                **{name: columns[name] for name in _STEP},
             )
         finally:
             self._taken.record()
 
     def _sampling(self, given: SamplingBatch, columns: dict[str, Tensor]) -> SamplingBatch:
-        found = {field.name: columns[field.name] for field in _SAMPLING}
-        if given.min_p is None:
-            del found["min_p"]
-        return SamplingBatch(
-            **found,
-            any_sampled=given.any_sampled,
-            any_filtered=given.any_filtered,
-            want_raw=given.want_raw,
-            want_sampled=given.want_sampled,
-            want_last_kept=given.want_last_kept,
-            largest_top_k=given.largest_top_k,
-            # Rare, and of any size: these travel on their own.
-            special=None if given.special is None else moved(given.special, self._to_device),
-        )
+        # Special rows are rare, and of any size: they travel on their own.
+        special = None if given.special is None else moved(given.special, self._to_device)
+        found: dict[str, Any] = {name: getattr(given, name) for name in _OPTIONS}
+        for name in _SAMPLING:
+            found[name] = None if getattr(given, name) is None else columns[name]
+        return SamplingBatch(**found, special=special)
 
     def _to_device(self, values: Tensor) -> Tensor:
         return values.to(self._device.device, non_blocking=True)
@@ -152,24 +126,24 @@ class InputStaging:
     def _starts(self, counts: dict[str, int]) -> list[int]:
         """Return the offset of each field in bytes, then that of the page table."""
         starts = [0]
-        for field in (*_STEP, *_SAMPLING):
-            nbytes = counts[field.per] * field.dtype.itemsize
+        for column in _COLUMNS.values():
+            nbytes = counts[column.per] * column.dtype.itemsize
             starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         return starts
 
-    def _write(self, field: _Field, values: Tensor | None, start: int, count: int) -> Tensor:
+    def _write(self, name: str, column: Column, values: Tensor | None, start: int, count: int) -> Tensor:
         """Write to the host's block, padded to ``count``; return the device's view, samples unpadded."""
-        stop = start + count * field.dtype.itemsize
-        block = self._bytes[start:stop].view(field.numpy)
-        found = self._device[start:stop].view(field.dtype)
+        stop = start + count * column.dtype.itemsize
+        block = self._bytes[start:stop].view(_NUMPY[column.dtype])
+        found = self._device[start:stop].view(column.dtype)
         if values is None:
             block[:] = 0
             return found
-        assert values.dtype == field.dtype, f"{field.name} is {values.dtype}, not {field.dtype}"
+        assert values.dtype == column.dtype, f"{name} is {values.dtype}, not {column.dtype}"
         array = values.numpy()
-        padding = self._spare_slot if field.name == "sample_slots" else field.padding
+        padding = self._spare_slot if name == "sample_slots" else column.padding
         block[: len(array)], block[len(array) :] = array, padding
-        return found[: len(array)] if field.per == "sample" else found
+        return found[: len(array)] if column.per == "sample" else found
 
 
 class _OutputBlock:

@@ -21,7 +21,7 @@ from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded, stacked
 
 PackedTensors = dict[str, Any]
-"""Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`, for the fused decoder."""
+"""Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
 
 
 class Linear:
