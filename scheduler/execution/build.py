@@ -8,7 +8,6 @@ Invariants:
 import logging
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -42,13 +41,6 @@ from .model_runner import ModelRunner
 from .sampler import Sampler
 
 logger = logging.getLogger(__name__)
-
-
-class Agreement(MinReduce, Protocol):
-    @property
-    def sharing(self) -> int:
-        """Ranks whose memory is this rank's, too: those of a host, on its CPU."""
-        ...
 
 
 _TOUCHED_KV_BYTES = 128 << 20
@@ -137,17 +129,6 @@ def _state_shape(loaded: LoadedModel) -> StateShape:
     return state_shape(loaded.config).divided(loaded.parallel.size)
 
 
-def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
-    assert loaded.config.delta is not None
-    return StatePool(
-        num_layers=sum(loaded.config.delta.layers),
-        num_rows=num_rows,
-        shape=_state_shape(loaded),
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
-
-
 def build_states(pool: MHAPool | MLAPool) -> StateRows | None:
     return None if pool.states is None else StateRows(pool.num_pages, pool.states.num_rows)
 
@@ -164,24 +145,34 @@ def build_pool(
     context_len: int,
     *,
     kept_free: int = 0,
-    group: Agreement | None = None,
+    group: MinReduce | None = None,
+    sharing: int = 1,
 ) -> MHAPool | MLAPool:
     """Return the KV pool: of the configured size, or a share of what is free that can be used.
 
     Args:
         kept_free: bytes that are needed otherwise.
         group: ranks that all have as many pages, as few as the one with the least memory can have.
+        sharing: ranks whose memory is this rank's, too: those of a host, on its CPU.
     """
     per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
     per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
     most_windows = _window_pages(config, loaded)
     row_bytes = state_row_bytes(loaded)
     rows = _STATES_PER_ROW * config.sizes.rows if row_bytes else 0
-    left = _left_for_pool(config, kept_free, group)
+    left = get_available_memory(config.device, empty_cache=True, group=group)
+    if left is not None:
+        left = (left - kept_free) // sharing
     if config.kv_pool_tokens is not None:
         pages = pages_for(config.kv_pool_tokens)
+    elif left is None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"device {config.device} does not report its free memory: set kv_pool_tokens",
+            field="kv_pool_tokens",
+            value=None,
+        )
     else:
-        assert left is not None
         usable = config.sizes.rows * pages_for(context_len)
         share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
         if rows:
@@ -208,28 +199,16 @@ def build_pool(
         rows = group.all_reduce_min(rows)
     pool = make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
     if rows:
-        pool.states = make_states(loaded, rows + 1)  # and so is row 0
+        assert loaded.config.delta is not None
+        pool.states = StatePool(
+            num_layers=sum(loaded.config.delta.layers),
+            num_rows=rows + 1,  # row 0 is scratch, too
+            shape=_state_shape(loaded),
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
         logger.info("%d rows of states of %d bytes each, a row for each running request", rows, row_bytes)
     return pool
-
-
-def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None) -> int | None:
-    """Return the free bytes that this rank's pool may take, or None if the device does not tell.
-
-    Raises:
-        CaesuraError: ``unsupported``, the configuration does not give the pool's size either.
-    """
-    free = get_available_memory(config.device, empty_cache=True, group=group)
-    if free is None and config.kv_pool_tokens is None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"device {config.device} does not report its free memory: set kv_pool_tokens",
-            field="kv_pool_tokens",
-            value=None,
-        )
-    if free is None:
-        return None
-    return (free - kept_free) // (1 if group is None else group.sharing)
 
 
 def _affordable(share: int, per_page: int, per_window_page: int, most_windows: int) -> int:
@@ -307,7 +286,8 @@ def build_components(
     residency: ComponentResidencyManager,
     folder: str | None = None,
     parallel: TensorParallel = SINGLE,
-    group: Agreement | None = None,
+    group: MinReduce | None = None,
+    sharing: int = 1,
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
     """Return weights and pools, which can be released, and the limits that follow from their sizes."""
     with residency.component("weights"):
@@ -315,7 +295,7 @@ def build_components(
     context_len = longest_context(config, loaded)
     with residency.component("kv_cache"):
         kept_free = residency.still_to_come
-        pool = build_pool(config, loaded, context_len, kept_free=kept_free, group=group)
+        pool = build_pool(config, loaded, context_len, kept_free=kept_free, group=group, sharing=sharing)
         routing = build_routing_pool(loaded, pool.num_pages)
     if config.autotune and loaded.device.type == "cpu":
         pool.touch(_TOUCHED_KV_BYTES)

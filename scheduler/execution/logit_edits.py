@@ -81,7 +81,7 @@ class SpecialSampler:
         if len(rows.rows) < len(logits):
             out = self._ordinary.sample(logits, batch)
         else:
-            out = _empty_output(logits, batch)
+            out = SamplerOutput.empty(len(logits), logits.device, batch)
         further: list[FurtherLogprobs] = []
         for start in range(0, len(rows.rows), self._chunk_rows):
             part = slice(start, min(start + self._chunk_rows, len(rows.rows)))
@@ -180,13 +180,11 @@ def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Te
 
 def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
     kept = [part.kept for part in parts if part.kept is not None]
-    return FurtherLogprobs(
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        top_ids=torch.cat([part.top_ids for part in parts]),
-        top=torch.cat([part.top for part in parts]),
-        token_ids_logprobs=torch.cat([part.token_ids_logprobs for part in parts]),
-        kept=torch.cat(kept) if kept else None,
-    )
+    columns = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("logprobs", "top_ids", "top", "token_ids_logprobs")
+    }
+    return FurtherLogprobs(**columns, kept=torch.cat(kept) if kept else None)
 
 
 def _kept(scaled: Tensor, last: Tensor) -> Tensor:
@@ -206,16 +204,6 @@ def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
     """Return the log-softmax [c] of ``logits`` [c, V] at the sampled tokens; NaN where there is none."""
     found = torch.log_softmax(logits.float(), 1).gather(1, sampled.token_ids.clamp_min(0)[:, None])[:, 0]
     return found.where(sampled.token_ids >= 0, torch.nan)
-
-
-def _empty_output(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-    rows = len(logits)
-    return SamplerOutput(
-        token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
-        logprobs=torch.empty(rows, device=logits.device),
-        raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
-        sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
-    )
 
 
 def input_logprobs(

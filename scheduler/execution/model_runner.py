@@ -137,7 +137,12 @@ class ModelRunner:
             with self._waiting_both_ways():
                 with autotune_dummy_run_mode():
                     batch, hidden = self._dummy_run(rows)
-                self._run_head(batch, hidden[:head_rows])
+                if len(hidden := hidden[:head_rows]):
+                    logits = self.model.logits(hidden)
+                    assert logits is not None, "the mode is off"
+                    index = torch.arange(len(hidden), device=hidden.device)
+                    self._sampler.sample(logits, batch.sampling.select(index))
+                    self._special.warm_up(batch.sampling.select(index[:1]))
             self.synchronize()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -155,14 +160,6 @@ class ModelRunner:
         hidden = self._forward(staged, self._backend)
         self.model.logits(hidden)
         return staged, hidden
-
-    def _run_head(self, batch: ForwardBatch, hidden: Tensor) -> None:
-        if len(hidden):
-            logits = self.model.logits(hidden)
-            assert logits is not None, "the mode is off"
-            rows = torch.arange(len(hidden), device=hidden.device)
-            self._sampler.sample(logits, batch.sampling.select(rows))
-            self._special.warm_up(batch.sampling.select(rows[:1]))
 
     @contextmanager
     def _waiting_both_ways(self) -> Iterator[None]:

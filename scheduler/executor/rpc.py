@@ -22,6 +22,8 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..execution.forward import ForwardBatch
+from ..kernels.collectives import RankLostError
+from ..memory.device_memory import is_out_of_memory
 from ..runtime.config import EngineConfig
 
 
@@ -48,6 +50,10 @@ class Memory(msgspec.Struct, kw_only=True, array_like=True):
     reserved: int
     allocated: int
     available: int | None
+
+
+class AbandonedError(CaesuraError):
+    """Rank 0 has broken off an update."""
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -102,20 +108,22 @@ def methods_of(target: object) -> dict[str, Method]:
     return found
 
 
-def failure_of(error: BaseException, *, out_of_memory: bool, follows: bool = False) -> Failure:
+def failure_of(error: BaseException) -> Failure:
+    out_of_memory = is_out_of_memory(error)
+    code: str = ErrorCode.INTERNAL
+    message, detail = f"{type(error).__name__}: {error}", {}
     if isinstance(error, CaesuraError):
-        return Failure(
-            message=error.message,
-            code=error.code,
-            detail=msgspec.to_builtins(error.detail, str_keys=True),
-            out_of_memory=out_of_memory or error.code == ErrorCode.OUT_OF_MEMORY,
-            follows=follows,
-        )
+        code, message = error.code, error.message
+        detail = msgspec.to_builtins(error.detail, str_keys=True)
+        out_of_memory |= code == ErrorCode.OUT_OF_MEMORY
+    elif out_of_memory:
+        code = ErrorCode.OUT_OF_MEMORY
     return Failure(
-        message=f"{type(error).__name__}: {error}",
-        code=ErrorCode.OUT_OF_MEMORY if out_of_memory else ErrorCode.INTERNAL,
+        message=message,
+        code=code,
+        detail=detail,
         out_of_memory=out_of_memory,
-        follows=follows,
+        follows=isinstance(error, RankLostError | AbandonedError),
     )
 
 

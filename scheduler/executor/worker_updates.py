@@ -32,6 +32,7 @@ from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import DistributedSource, WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import WriteStream, pieces_of, uploader_of
+from .rpc import AbandonedError
 
 Operation = Generator[bool, None, Any]
 """Yields True when it waits for something; returns the answer's value."""
@@ -80,10 +81,6 @@ def _on_host(buffer: memoryview | Tensor) -> memoryview:
     if isinstance(buffer, Tensor):
         return memoryview(bytes_of(buffer.to(torch.device("cpu"))))
     return buffer
-
-
-class AbandonedError(CaesuraError):
-    """Rank 0 has broken off the update."""
 
 
 class WorkerUpdates:

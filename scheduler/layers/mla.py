@@ -209,7 +209,8 @@ class UpProjection:
 
     def _parts(self) -> Iterator[WeightSlot]:
         if self._products is None:
-            yield from (PlainSlot("", weight.name, weight.data[head]) for head, weight in self._by_row())
+            for head in range(self._heads):
+                yield from (PlainSlot("", weight.name, weight.data[head]) for weight in self._weights)
             return
         latent, (nope, value) = self._latent.length, self._sizes
         keys, values = self._weights
@@ -220,10 +221,6 @@ class UpProjection:
         for head in range(self._heads):
             yield TurnedSlot(keys.name, keys.data, head * rows[0], (nope, latent))
             yield PackedSlot("", values.name, values.data, head * rows[1], (value, latent))
-
-    def _by_row(self) -> Iterator[tuple[int, Parameter]]:
-        """Yield heads and one of their matrices each, in the order of ``kv_b_proj``'s rows."""
-        return ((head, weight) for head in range(self._heads) for weight in self._weights)
 
 
 class LatentAttention(CompositeLayer):

@@ -15,12 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..memory import residency
+from ..memory.offload import OffloadableComponent
 from ..memory.workspace import ALIGNMENT, Workspace
 from ..parallel.group import SINGLE, TensorParallel
 
@@ -243,6 +245,31 @@ class Parameter:
             return PlainSlot(checkpoint_name, self.name, self.data)
         length = self.data.shape[0] - start if length is None else length
         return PlainSlot(checkpoint_name, self.name, self.data.narrow(0, start, length))
+
+
+class OffloadableSlot(WeightSlot):
+    """One checkpoint tensor that is one whole parameter of ``movable``."""
+
+    __slots__ = ("_movable", "_tensor")
+
+    def __init__(self, parameter: Parameter, movable: OffloadableComponent) -> None:
+        tensor = parameter.data
+        super().__init__(parameter.name, parameter.name, tuple(tensor.shape), tensor.dtype)
+        self._movable = movable
+        self._tensor = tensor
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """Write rows. Raises OSError if the copy on the host cannot be written."""
+        self._movable.write(self._tensor, start * prod(self.shape[1:]), rows)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        values = self._movable.values(self._tensor)
+        return differ(rows, values if rows.shape == self.shape else values.narrow(0, start, rows.shape[0]))
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return a view, of host memory once the parameter has been offloaded."""
+        values = self._movable.values(self._tensor)
+        return values[start:stop] if self.shape else values
 
 
 class Layer(Protocol):

@@ -81,7 +81,9 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     reference = load_reference(config, residency)
     folder, stamp = engine.initial_weights.folder, engine.state.stamp
     started = executor.start(folder)
-    loaded, pool, routing, limits = build_components(config, residency, folder, executor.parallel, executor)
+    loaded, pool, routing, limits = build_components(
+        config, residency, folder, executor.parallel, executor, executor.sharing
+    )
     own = make_runner(config, loaded, pool, routing)
     if isinstance(own, ModelRunner):
         own.stages = engine.stages  # from here on: the steps of the warm-up do not count
