@@ -16,9 +16,8 @@ from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.kernels import experts, linear, native
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.kernels.elementwise import rotate_latents, sigmoid_mul
-from caesura.scheduler.layers.moe import GroupedRouter
+from caesura.scheduler.layers.moe import best_in_groups
 from caesura.scheduler.layers.norm import normalize
-from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import rotate
 
 DTYPES = native.FLOATS
@@ -134,14 +133,12 @@ def test_the_choice_by_groups_is_that_of_torch(
 ) -> None:
     count, top_groups = groups
     total, k = count * size, min(4, top_groups * size)
-    place = Placement(torch.float32, torch.device("cpu"))
     by = GroupRouting(groups=count, top_groups=top_groups, sigmoid=sigmoid, best_two=best_two, scale=1.7)
-    router = GroupedRouter("r", "r", 8, total, k, by, normalize=normalize, bias=biased, place=place)
     logits, bias = (
         normal(seed, torch.float32, tokens, total) * 3,
         normal(seed + 1, torch.float32, total) * 0.1,
     )
-    expected_ids, expected = router._choose(logits, bias if biased else None)
+    expected_ids, expected = best_in_groups(logits, bias if biased else None, k, by, normalize=normalize)
     for _ in instruction_sets():
         ids, weights = experts.route_in_groups(
             logits.clone(), bias if biased else None, k, by, normalize=normalize

@@ -31,7 +31,7 @@ from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
 from caesura.scheduler.layers.mlp import bent
-from caesura.scheduler.layers.moe import GroupedRouter
+from caesura.scheduler.layers.moe import Router
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
@@ -243,19 +243,22 @@ def test_the_lower_of_equal_experts_is_chosen_and_nothing_else_than_experts():
 @computed
 @pytest.mark.parametrize("sigmoid,bias", [(False, False), (True, True)])
 @pytest.mark.parametrize("groups,top_groups,group_score", [(1, 1, "max"), (4, 2, "top2"), (3, 1, "max")])
-def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group_score):
+def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group_score, monkeypatch):
     experts, top_k = groups * 20, 6
     by = GroupRouting(
         groups=groups, top_groups=top_groups, sigmoid=sigmoid, best_two=group_score == "top2", scale=2.5
     )
-    place = Placement(torch.float32, DEVICE)
-    router = GroupedRouter("r", "gate", 8, experts, top_k, by, normalize=bias, bias=bias, place=place)
-    for slot in router.slots():
-        slot.write(torch.randn(slot.shape), 0)
-    x, record = torch.randn(12, 8), torch.empty(12, top_k, dtype=torch.uint8)
-    expected_ids, expected = router.forward(x, record)
-    router._triton = triton_experts
-    ids, weights = router.forward(x, record.zero_())
+    place, x = Placement(torch.float32, DEVICE), torch.randn(12, 8)
+    found = []
+    for library in (None, triton_experts):
+        monkeypatch.setattr(moe, "triton_for", lambda *of, library=library: library)
+        router = Router("r", "gate", 8, experts, top_k, by=by, normalize=bias, bias=bias, place=place)
+        torch.manual_seed(1)
+        for slot in router.slots():
+            slot.write(torch.randn(slot.shape), 0)
+        record = torch.zeros(12, top_k, dtype=torch.uint8)
+        found.append((*router.forward(x, record), record))
+    (expected_ids, expected, _), (ids, weights, record) = found
     assert torch.equal(ids, expected_ids)
     assert torch.equal(record.long(), ids)
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
