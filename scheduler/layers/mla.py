@@ -27,9 +27,9 @@ from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
 from .fp8_block import Fp8Matrix
 from .linear import Linear, PackedTensors, divided, fp8_blocks
-from .matrix import PackedSlot
+from .matrix import Stored
 from .norm import RMSNorm
-from .parameters import CompositeLayer, Layer, Parameter, Placement, PlainSlot, WeightSlot
+from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 from .rotary import rotate
 from .sharding import Window, as_window, even, require_borders, sharded
 
@@ -62,34 +62,25 @@ class ScatteredSlot(WeightSlot):
         self._parts = parts
 
     def write(self, rows: Tensor, start: int) -> None:
-        for part, its_rows, its_start in self._overlapping(rows, start):
-            part.write(its_rows, its_start)
+        for part, own, of_rows in self._places(start, start + len(rows)):
+            part.write(rows[of_rows], own.start)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        return any(
-            part.differs(its_rows, its_start) for part, its_rows, its_start in self._overlapping(rows, start)
-        )
+        places = self._places(start, start + len(rows))
+        return any(part.differs(rows[of_rows], own.start) for part, own, of_rows in places)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         places = self._places(start, self.shape[0] if stop is None else stop)
-        return torch.cat([part.read(first, last) for part, first, last in places])
+        return torch.cat([part.read(own.start, own.stop) for part, own, _ in places])
 
-    def _overlapping(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
-        """Yield each part that has some of ``rows``, these rows, and the first one's place there."""
-        taken = 0
-        for part, first, last in self._places(start, start + len(rows)):
-            yield part, rows[taken : taken + last - first], first
-            taken += last - first
-
-    def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, int, int]]:
-        """Yield each part of the rows ``[start, stop)``, with their first and end in it."""
+    def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, slice, slice]]:
+        """Yield each part of rows ``[start, stop)``, where these are in it, and where it is among them."""
         begin = 0
         for part in self._parts:
-            size = part.shape[0]
-            first, last = max(start - begin, 0), min(stop - begin, size)
+            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
             if first < last:
-                yield part, first, last
-            begin += size
+                yield part, slice(first, last), slice(begin + first - start, begin + last - start)
+            begin += part.shape[0]
 
 
 class TurnedSlot(WeightSlot):
@@ -97,9 +88,9 @@ class TurnedSlot(WeightSlot):
 
     __slots__ = ("_matrix",)
 
-    def __init__(self, parameter: str, storage: Tensor, start: int, shape: tuple[int, int]) -> None:
-        self._matrix = PackedSlot("", parameter, storage, start, (shape[1], shape[0]))
-        super().__init__("", parameter, shape, storage.dtype)
+    def __init__(self, matrix: WeightSlot) -> None:
+        super().__init__("", matrix.parameter, (matrix.shape[1], matrix.shape[0]), matrix.dtype)
+        self._matrix = matrix
 
     def write(self, rows: Tensor, start: int) -> None:
         turned = rows.to(self.dtype).t()
@@ -136,24 +127,22 @@ class UpProjection:
         self._module, self._heads = module, heads.length
         self._rows, self._latent = heads.times(sum(sizes)), Window.whole(latent)
         self._fp8 = fp8_blocks([module], place)
-        self._sizes, self._workspace = sizes, place.workspace
-        names, dtype = [f"{name}.{part}" for part in ("w_kc", "w_vc")], place.dtype
-        shapes: list[tuple[int, ...]] = [(heads.length, size, latent) for size in sizes]
-        matrices = (latent, sizes[0]), (sizes[1], latent)
-        packed = best("linear", place.device, dtype) not in (TORCH, TRITON) and all(
-            kernel.packable(inputs, dtype) for _, inputs in matrices
+        self._workspace = place.workspace
+        nope, value = sizes
+        packed = best("linear", place.device, place.dtype) not in (TORCH, TRITON) and all(
+            kernel.packable(inputs, place.dtype) for inputs in (nope, latent)
         )
-        if packed:
-            storage = [kernel.storage_shape(*each, dtype) for each in matrices]
-            shapes = [(heads.length * rows, columns) for rows, columns in storage]
-        self._weights = [
-            Parameter(part, shape, dtype, place.device) for part, shape in zip(names, shapes, strict=True)
+        shapes = {"w_kc": (latent, nope) if packed else (nope, latent), "w_vc": (value, latent)}
+        self._stored = [
+            Stored(f"{name}.{part}", *shape, place, packed=packed, count=heads.length)
+            for part, shape in shapes.items()
         ]
+        self._weights = [stored.parameter for stored in self._stored]
         self._products: list[kernel.BatchedProduct] | None = None
         if packed:
             self._products = [
-                kernel.BatchedProduct(weight.data, heads.length, *each)
-                for weight, each in zip(self._weights, matrices, strict=True)
+                kernel.BatchedProduct(weight.data, heads.length, *shape)
+                for weight, shape in zip(self._weights, shapes.values(), strict=True)
             ]
         self._quantized: Fp8Matrix | None = None
         if (fp8 := self._fp8) is not None:
@@ -208,19 +197,10 @@ class UpProjection:
             yield from ((weight.name, weight.data) for weight in self._weights)
 
     def _parts(self) -> Iterator[WeightSlot]:
-        if self._products is None:
-            for head in range(self._heads):
-                yield from (PlainSlot("", weight.name, weight.data[head]) for weight in self._weights)
-            return
-        latent, (nope, value) = self._latent.length, self._sizes
-        keys, values = self._weights
-        rows = (
-            kernel.storage_shape(latent, 1, keys.data.dtype)[0],
-            kernel.storage_shape(value, 1, keys.data.dtype)[0],
-        )
         for head in range(self._heads):
-            yield TurnedSlot(keys.name, keys.data, head * rows[0], (nope, latent))
-            yield PackedSlot("", values.name, values.data, head * rows[1], (value, latent))
+            keys, values = (stored.slot("", number=head) for stored in self._stored)
+            yield keys if self._products is None else TurnedSlot(keys)
+            yield values
 
 
 class LatentAttention(CompositeLayer):
