@@ -40,7 +40,7 @@ class HybridBackend(AttentionBackend):
     def __init__(self, attention: AttentionBackend, pool: StatePool) -> None:
         self.fused = attention.fused
         self.reads_page_table = attention.reads_page_table
-        self._attention, self._pool = attention, pool
+        self._attention, self.pool = attention, pool
         self._step: StateStep | None = None
         self._segments: Segments | None = None
         self._decode = 0
@@ -65,7 +65,7 @@ class HybridBackend(AttentionBackend):
         """
         if self._segments is None:
             self._segments = segments_of(self._planned(), self._decode)
-        kernel(self._segments, *self._pool.layer(layer))
+        kernel(self._segments, *self.pool.layer(layer))
 
     def delta(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, layer: int) -> Tensor:
         """Compute convolution and delta rule of one layer, from each row's state to its next.
@@ -80,8 +80,8 @@ class HybridBackend(AttentionBackend):
         Returns:
             [T, value heads, value size], of ``mixed``'s dtype.
         """
-        step, shape = self._planned(), self._pool.shape
-        past, recurrent = self._pool.layer(layer)
+        step, shape = self._planned(), self.pool.shape
+        past, recurrent = self.pool.layer(layer)
         out = mixed.new_empty((mixed.shape[0], shape.value_heads, shape.value_size))
         decode = self._decode
         if decode:
@@ -116,7 +116,7 @@ class HybridBackend(AttentionBackend):
         past: Tensor,
         recurrent: Tensor,
     ) -> Tensor:
-        count, shape = mixed.shape[0], self._pool.shape
+        count, shape = mixed.shape[0], self.pool.shape
         if segment.source is None:
             before = mixed.new_zeros(shape.past)
             state = recurrent.new_zeros(shape.recurrent)

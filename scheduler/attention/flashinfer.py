@@ -120,18 +120,18 @@ class HostMemory:
     """Source of plans' copies to the device: written only after those of the plan before have been made."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copied: Any = None
+        self.copied: Any = None
         if device.type != "cpu":
-            self._copied = torch.get_device_module(device).Event()
+            self.copied = torch.get_device_module(device).Event()
 
     @contextmanager
     def written(self) -> Iterator[None]:
         """Enclose writes to the memory and the enqueuing of copies from it."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self.copied is not None:
+            self.copied.synchronize()
         yield
-        if self._copied is not None:
-            self._copied.record()
+        if self.copied is not None:
+            self.copied.record()
 
 
 class FormWrappers:
@@ -152,7 +152,7 @@ class FormWrappers:
         """
         self._library, self._kind = library, kind
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, PAGE_SIZE
-        self._workspace, self._graph_plans, self._graph_pages = workspace, graph_plans, graph_pages
+        self.workspace, self._graph_plans, self._graph_pages = workspace, graph_plans, graph_pages
         self._tensor_cores = on_tensor_cores(shape.num_heads, shape.num_kv_heads)
         self._options: dict[str, Any] = {
             "sm_scale": shape.scale if kind.scale is None else kind.scale,
@@ -168,15 +168,15 @@ class FormWrappers:
 
     def _decoding(self, **options: Any) -> Any:
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_tensor_cores=self._tensor_cores, **options
+            self.workspace, "HND", use_tensor_cores=self._tensor_cores, **options
         )
 
     def _prefilling(self) -> Any:
-        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "HND")
 
     def _with_sinks(self, **options: Any) -> Any:
         return getattr(self._library, _SINKS)(
-            self._workspace,
+            self.workspace,
             "HND",
             q_data_type=self._options["q_data_type"],
             kv_data_type=self._options["kv_data_type"],
@@ -188,7 +188,7 @@ class FormWrappers:
 
     def captured(self, rows: int) -> Any:
         """Return a wrapper for decode steps of ``rows`` rows, whose plans go where graphs find them."""
-        device = self._workspace.device
+        device = self.workspace.device
         ends, last = (torch.zeros(size, dtype=torch.int32, device=device) for size in (rows + 1, rows))
         if self._kind.sinks:
             wrapper = self._with_sinks(
@@ -205,7 +205,7 @@ class FormWrappers:
                 paged_kv_indices_buffer=self._graph_pages,
                 paged_kv_last_page_len_buffer=last,
             )
-        wrapper.reset_workspace_buffer(self._workspace, self._graph_plans)  # instead of one of its own
+        wrapper.reset_workspace_buffer(self.workspace, self._graph_plans)  # instead of one of its own
         return wrapper
 
     def plan(self, decode: Any, batch: ForwardBatch, host: Lists, device: Lists) -> None:
@@ -247,7 +247,7 @@ class FlashInferBackend(AttentionBackend):
         self._fused_over(pool, shape.num_heads)
         self._library = import_module("flashinfer") if library is None else library
         self._pool, self._shape = pool, shape
-        self._lists = {window: PageLists(limits, shape.device, window) for window in shape.windows}
+        self.lists = {window: PageLists(limits, shape.device, window) for window in shape.windows}
         needed = workspace_bytes(
             shape.num_heads,
             shape.num_kv_heads,
@@ -259,13 +259,13 @@ class FlashInferBackend(AttentionBackend):
         )
         needed = max(needed, self._asked(limits.rows, limits.tokens - limits.rows, limits.pages))
         workspace = self._zeros(needed, torch.uint8)
-        pages = {window: self._zeros(limits.rows * limits.pages, torch.int32) for window in self._lists}
-        self._forms: dict[FormKind, tuple[FormWrappers, Any]] = {}
+        pages = {window: self._zeros(limits.rows * limits.pages, torch.int32) for window in self.lists}
+        self.forms: dict[FormKind, tuple[FormWrappers, Any]] = {}
         """Wrappers of each form, and that of decode rows, which a graph has of its own."""
         for kind in shape.kinds:
             plans = self._zeros(_INT_WORKSPACE_BYTES, torch.uint8)
             form = FormWrappers(self._library, kind, shape, workspace, plans, pages[kind.window])
-            self._forms[kind] = form, form.decode
+            self.forms[kind] = form, form.decode
         self.host_memory = HostMemory(shape.device)
         self._num_decode = 0
         self._captured_rows: int | None = None
@@ -302,8 +302,8 @@ class FlashInferBackend(AttentionBackend):
         captured, rows = self._captured_rows, batch.num_rows
         assert captured is None or batch.num_decode == rows == captured, "captured for another number of rows"
         with self.host_memory.written():
-            filled = {window: lists.fill(batch) for window, lists in self._lists.items()}
-            for kind, (form, decode) in self._forms.items():
+            filled = {window: lists.fill(batch) for window, lists in self.lists.items()}
+            for kind, (form, decode) in self.forms.items():
                 form.plan(decode, batch, *filled[kind.window])
         if captured is None:
             self._num_decode = batch.num_decode
@@ -327,7 +327,7 @@ class FlashInferBackend(AttentionBackend):
         return self._attend(q, layer, form)
 
     def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
-        cache, (wrappers, decoding) = self._pool.layer(layer), self._forms[form.kind]
+        cache, (wrappers, decoding) = self._pool.layer(layer), self.forms[form.kind]
         sinks = () if form.sinks is None else (form.sinks.float(),)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode = self._num_decode
@@ -340,8 +340,8 @@ class FlashInferBackend(AttentionBackend):
     def for_decode(self, rows: int) -> AttentionBackend:
         captured = copy(self)
         captured._fused_over(self._pool, self._shape.num_heads)
-        captured._forms = {kind: (form, form.captured(rows)) for kind, (form, _) in self._forms.items()}
-        captured._step = {window: each.decode_views(rows) for window, each in self._lists.items()}
+        captured.forms = {kind: (form, form.captured(rows)) for kind, (form, _) in self.forms.items()}
+        captured._step = {window: each.decode_views(rows) for window, each in self.lists.items()}
         captured._num_decode = captured._captured_rows = rows
         return captured
 

@@ -88,12 +88,12 @@ class FlashInferLatentBackend(AttentionBackend):
             "q_data_type": shape.dtype,
             "kv_data_type": shape.dtype,
         }
-        self._lists = PageLists(limits, device)
+        self.lists = PageLists(limits, device)
         self._row_starts = torch.empty(limits.rows + 1, dtype=torch.int32, pin_memory=device.type != "cpu")
         torch.arange(limits.rows + 1, out=self._row_starts)
         self._workspace = self._zeros(workspace_bytes(shape.latent, device), torch.uint8)
         self._graph_pages = self._zeros(limits.rows * limits.pages, torch.int32)
-        self._decode, self._prefill = self._wrapper(), self._wrapper()
+        self.decode, self._prefill = self._wrapper(), self._wrapper()
         serves = serves_prefill(shape.num_heads, limits.rows, limits.tokens, device)
         self._torch = None if serves else LatentBackend(pool, shape)
         self.reads_page_table = not serves
@@ -114,13 +114,13 @@ class FlashInferLatentBackend(AttentionBackend):
         self._num_decode = decode = batch.num_decode
         self._kv_slots = batch.kv_slots
         with self.host_memory.written():
-            host, device = self._lists.fill(batch)
+            host, device = self.lists.fill(batch)
             first = int(host.indptr[decode])
             if decode:
                 # With the host's page numbers, a graph's wrapper would wait.
                 starts, ends = self._row_starts[: decode + 1], host.indptr[: decode + 1]
                 lists = starts, ends, device.indices[:first], host.kv_lens[:decode]
-                self._plan_rows(self._decode, lists, causal=False)
+                self._plan_rows(self.decode, lists, causal=False)
             if rows > decode:
                 lists = host.qo_indptr, host.prefill_indptr, device.indices[first:], host.kv_lens[decode:]
                 self._plan_rows(self._prefill, lists, causal=True)
@@ -139,14 +139,14 @@ class FlashInferLatentBackend(AttentionBackend):
         out = torch.empty((*q.shape[:2], self._latent), dtype=q.dtype, device=q.device)
         decode = self._num_decode
         if decode:
-            self._decode.run(query=q[:decode], kv_cache=cache, out=out[:decode])
+            self.decode.run(query=q[:decode], kv_cache=cache, out=out[:decode])
         if q.shape[0] > decode:
             self._prefill.run(query=q[decode:], kv_cache=cache, out=out[decode:])
         return out.flatten(1)
 
     def for_decode(self, rows: int) -> AttentionBackend:
         captured = copy(self)
-        captured._decode = self._wrapper(
+        captured.decode = self._wrapper(
             use_cuda_graph=True,
             qo_indptr=self._zeros(rows + 1, torch.int32),
             kv_indptr=self._zeros(rows + 1, torch.int32),

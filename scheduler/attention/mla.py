@@ -62,10 +62,10 @@ class LatentBackend(AttentionBackend):
         self._device, self._dtype = shape.device, shape.dtype
         self._page_cells = pool.page_size * pool.width
         self._limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
-        self._workspace = Workspace()
+        self.workspace = Workspace()
         self._columns = torch.empty(0, dtype=torch.int64, device=self._device)
         self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._groups: list[_Group] = []
+        self.groups: list[_Group] = []
 
     def plan(self, batch: ForwardBatch) -> None:
         self._kv_slots = batch.kv_slots
@@ -76,11 +76,11 @@ class LatentBackend(AttentionBackend):
         longest = int(pages.max(initial=0)) * self._pool.page_size
         if longest > len(self._columns):
             self._columns = torch.arange(2 * longest, device=self._device)
-        self._groups = []
+        self.groups = []
         for q_len in np.unique(q_lens):
             (rows,) = np.nonzero(q_lens == q_len)
             for chosen in group_rows(pages[rows], max_pages):
-                self._groups.append(self._plan_group(batch, rows[chosen], q_lens, kv_lens))
+                self.groups.append(self._plan_group(batch, rows[chosen], q_lens, kv_lens))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's latents, then attend.
@@ -96,7 +96,7 @@ class LatentBackend(AttentionBackend):
         self._pool.store(layer, k.squeeze(1), self._kv_slots)
         pages = self._pool.layer(layer).view(-1, self._page_cells)
         out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
-        for group in self._groups:
+        for group in self.groups:
             latents = self._gather(group, pages)
             for queries in group.queries:
                 attended = self._attend(queries, q[queries.tokens], latents)
@@ -138,7 +138,7 @@ class LatentBackend(AttentionBackend):
 
     def _gather(self, group: _Group, pages: Tensor) -> Tensor:
         shape = group.pages.shape[0], self._page_cells
-        gathered = self._workspace.take("gathered", shape, self._dtype, self._device)
+        gathered = self.workspace.take("gathered", shape, self._dtype, self._device)
         torch.index_select(pages, 0, group.pages, out=gathered)
         latents = gathered.view(-1, self._pool.width)
         latents.index_fill_(0, group.unused, 0.0)

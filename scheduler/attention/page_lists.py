@@ -58,8 +58,8 @@ class PageLists:
         rows, tokens = limits.rows, limits.tokens
         sizes = [rows + 1, rows, rows, rows + 1, rows + 1, tokens, tokens, rows * limits.pages]
         capacity = sum(_lines(size) for size in sizes)
-        self._host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type != "cpu")
-        self._ints: np.ndarray = self._host.numpy()
+        self.host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type != "cpu")
+        self._ints: np.ndarray = self.host.numpy()
         self.device = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     def fill(self, batch: ForwardBatch) -> tuple[Lists, Lists]:
@@ -69,9 +69,9 @@ class PageLists:
         for array in arrays:
             self._ints[start : start + len(array)] = array
             start += _lines(len(array))
-        self.device[:start].copy_(self._host[:start], non_blocking=True)
+        self.device[:start].copy_(self.host[:start], non_blocking=True)
         sizes = [len(array) for array in arrays]
-        return Lists.lay_out(self._host, sizes), Lists.lay_out(self.device, sizes)
+        return Lists.lay_out(self.host, sizes), Lists.lay_out(self.device, sizes)
 
     def decode_views(self, rows: int) -> Lists:
         """Return the places of a step of ``rows`` decode rows; of the page numbers, as many as fit."""

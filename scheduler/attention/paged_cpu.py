@@ -54,7 +54,7 @@ class PagedCpuBackend(AttentionBackend):
         self._attention = PagedAttention(
             shape.dtype, kv_heads, self._group, shape.head_dim, shape.scale, values, parts=parts
         )
-        self._workspace = Workspace()
+        self.workspace = Workspace()
 
     def plan(self, batch: ForwardBatch) -> None:
         tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
@@ -93,7 +93,7 @@ class PagedCpuBackend(AttentionBackend):
         return step
 
     def _attend(self, q: Tensor, layer: int, step: PagedStep, form: AttentionForm) -> Tensor:
-        out = self._workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)
+        out = self.workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)
         return self._attention(q, *self._stored(layer), step.page_table, step.tasks, out, form)
 
     def _latents(self, layer: int) -> tuple[Tensor, Tensor]:

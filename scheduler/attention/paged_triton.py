@@ -49,9 +49,9 @@ class PagedTritonBackend(SdpaBackend):
             "page_size": pool.page_size,
             "scale": shape.scale,
         }
-        self._multiprocessors = _MULTIPROCESSORS
+        self.multiprocessors = _MULTIPROCESSORS
         if device.type == "cuda":
-            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         size = limits.rows, limits.pages
         self._table = self._window_table = torch.zeros(size, dtype=torch.int32, device=device)
         if pool.window_pages is not None:
@@ -91,7 +91,7 @@ class PagedTritonBackend(SdpaBackend):
 
     def for_decode(self, rows: int) -> AttentionBackend:
         tables, kv_lens = (self._table[:rows], self._window_table[:rows]), self._kv_lens[:rows]
-        splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self._multiprocessors)
+        splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self.multiprocessors)
         kernel = self._kernels.PagedDecode(*tables, kv_lens, splits=splits, **self._sizes)
         return _CapturedDecode(self._pool, kernel, tables, kv_lens, num_heads=self._heads)
 

@@ -82,7 +82,7 @@ class SdpaBackend(AttentionBackend):
             num_kv_heads * pool.page_size * max(self._head_sizes) * self._dtype.itemsize
         )
         self._head_index = torch.arange(num_kv_heads, device=self._device).view(1, -1, 1)
-        self._workspace = Workspace()
+        self.workspace = Workspace()
         self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
         self._window_slots = self._slots
         self._num_decode = 0
@@ -307,7 +307,7 @@ class SdpaBackend(AttentionBackend):
     def _gather(self, pages: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
         """Copy these pages to the workspace, each [n * kv heads * P, page_size * size]."""
         cells = [pages.shape[0] * x.shape[1] for x in (k_pool, v_pool)]
-        parts = self._workspace.take("gathered", (sum(cells),), self._dtype, self._device).split(cells)
+        parts = self.workspace.take("gathered", (sum(cells),), self._dtype, self._device).split(cells)
         keys, values = (part.view(pages.shape[0], -1) for part in parts)
         torch.index_select(k_pool, 0, pages, out=keys)
         torch.index_select(v_pool, 0, pages, out=values)

@@ -94,7 +94,7 @@ class DecodeGraphs:
         on_stream: enters the forward stream.
         """
         self._forward, self._head, self._sampler = forward, head, sampler
-        self._backend = backend
+        self.backend = backend
         self._staging = staging
         self._limits = limits
         self._device = device
@@ -190,11 +190,11 @@ class DecodeGraphs:
         context, tokens = self._limits.context_len, self._limits.tokens
         lengths = [context] * (tokens // context) + ([tokens % context] if tokens % context else [])
         with self._staging.staged(scratch_prefill(lengths)) as staged:
-            self._backend.plan(staged)
-        self._forward(staged, self._backend)
+            self.backend.plan(staged)
+        self._forward(staged, self.backend)
 
     def _capture(self, size: int, pool: object) -> _Captured:
-        attention = self._backend.for_decode(size)
+        attention = self.backend.for_decode(size)
         with self._staging.staged(scratch_decode(size, self._limits.spare_slot)) as staged:
             attention.plan(staged)
         static = replace(

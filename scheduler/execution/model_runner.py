@@ -73,12 +73,12 @@ class ModelRunner:
         self.model = model
         self.stages = StageProfiler()
         self._routing = routing
-        self._backend = backend
-        self._sampler = sampler
+        self.backend = backend
+        self.sampler = sampler
         self._special = SpecialSampler(sampler, model.config.vocab_size, device)
         self._streams = streams_of(device_module)
         # One more than there are requests, for the rows that graphs are padded with.
-        self._last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
         self._stream: torch.Stream | None = None
         self.graphs: DecodeGraphs | None = None
         if self._streams is not None:
@@ -108,8 +108,8 @@ class ModelRunner:
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step; on the CPU it has run when this returns."""
         if self._stream is None:
-            self._backend.plan(batch)
-            return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self._backend))))
+            self.backend.plan(batch)
+            return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self.backend))))
         with self._waiting_both_ways():
             output = self._outputs.send(self._step(batch))
         return output
@@ -117,9 +117,9 @@ class ModelRunner:
     @torch.inference_mode()
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         with self.on_stream():
-            device = self._last_tokens.device
+            device = self.last_tokens.device
             index, values = (torch.from_numpy(array).to(device, torch.int64) for array in (slots, tokens))
-            self._last_tokens[index] = values
+            self.last_tokens[index] = values
 
     def synchronize(self) -> None:
         if self._stream is not None:
@@ -141,7 +141,7 @@ class ModelRunner:
                     logits = self.model.logits(hidden)
                     assert logits is not None, "the mode is off"
                     index = torch.arange(len(hidden), device=hidden.device)
-                    self._sampler.sample(logits, batch.sampling.select(index))
+                    self.sampler.sample(logits, batch.sampling.select(index))
                     self._special.warm_up(batch.sampling.select(index[:1]))
             self.synchronize()
         except (MemoryError, RuntimeError) as error:
@@ -156,8 +156,8 @@ class ModelRunner:
         """Run a decode step up to its logits; return it and its hidden states [rows, hidden]."""
         batch = dummy_decode(batch_size, self.model.config.vocab_size)
         with self._inputs.staged(batch) if self._stream is not None else nullcontext(batch) as staged:
-            self._backend.plan(staged)
-        hidden = self._forward(staged, self._backend)
+            self.backend.plan(staged)
+        hidden = self._forward(staged, self.backend)
         self.model.logits(hidden)
         return staged, hidden
 
@@ -180,14 +180,14 @@ class ModelRunner:
                 return self._sample(staged, hidden)
             with self.stages.stage("sample"):
                 return self.graphs.sample(batch)
-        with self._inputs.staged(batch, table=self._backend.reads_page_table) as staged:
-            self._backend.plan(staged)
-        return self._sample(staged, self._forward(staged, self._backend))
+        with self._inputs.staged(batch, table=self.backend.reads_page_table) as staged:
+            self.backend.plan(staged)
+        return self._sample(staged, self._forward(staged, self.backend))
 
     def _forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Compute hidden states [S, hidden] from the slots' last tokens, as a graph captures it."""
         decode = batch.num_decode
-        torch.index_select(self._last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
+        torch.index_select(self.last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
         wanted = batch
         if batch.inputs is not None:  # never captured: prompts are prefilled
             wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, batch.inputs.tokens]))
@@ -218,11 +218,11 @@ class ModelRunner:
         assert logits is not None, "a dummy run samples nothing"
         special = batch.sampling.special
         if special is None:
-            sampled = self._sampler.sample(logits, batch.sampling)
+            sampled = self.sampler.sample(logits, batch.sampling)
         else:
             sampled = self._special.sample(logits, batch.sampling, special)
         # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
-        self._last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+        self.last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
         return sampled, logits
 
 

@@ -50,9 +50,9 @@ class InputStaging:
         capacity = self._starts(counts)[-1] + self._tables * limits.rows * limits.pages * 4
         self._spare_slot = limits.spare_slot
         pinned = device.type != "cpu"
-        self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
-        self._bytes: np.ndarray = self._host.numpy()
-        self._device = torch.zeros(capacity, dtype=torch.uint8, device=device)
+        self.host_block = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+        self._bytes: np.ndarray = self.host_block.numpy()
+        self.device_block = torch.zeros(capacity, dtype=torch.uint8, device=device)
         self._taken = device_module.Event()
 
     @contextmanager
@@ -91,11 +91,11 @@ class InputStaging:
         pages[:, batch.num_rows :] = 0
         copied = end if table else starts[-1]
         shape = self._tables, counts["row"], width if table else 0
-        tables = self._device[starts[-1] : copied].view(torch.int32).view(shape)
+        tables = self.device_block[starts[-1] : copied].view(torch.int32).view(shape)
         if self._tables == 1:
             columns["window_slots"] = None
         try:
-            self._device[:copied].copy_(self._host[:copied], non_blocking=True)
+            self.device_block[:copied].copy_(self.host_block[:copied], non_blocking=True)
             yield ForwardBatch(
                 num_decode=batch.num_decode + added,
                 page_table=tables[0],
@@ -106,7 +106,7 @@ class InputStaging:
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
                 sampling=self._sampling(batch.sampling, columns),
                 inputs=None if batch.inputs is None else moved(batch.inputs, self._to_device),
-                states=None if batch.states is None else batch.states.to(self._device.device),
+                states=None if batch.states is None else batch.states.to(self.device_block.device),
                 **{name: columns[name] for name in _STEP},
             )
         finally:
@@ -121,7 +121,7 @@ class InputStaging:
         return SamplingBatch(**found, special=special)
 
     def _to_device(self, values: Tensor) -> Tensor:
-        return values.to(self._device.device, non_blocking=True)
+        return values.to(self.device_block.device, non_blocking=True)
 
     def _starts(self, counts: dict[str, int]) -> list[int]:
         """Return the offset of each field in bytes, then that of the page table."""
@@ -135,7 +135,7 @@ class InputStaging:
         """Write to the host's block, padded to ``count``; return the device's view, samples unpadded."""
         stop = start + count * column.dtype.itemsize
         block = self._bytes[start:stop].view(_NUMPY[column.dtype])
-        found = self._device[start:stop].view(column.dtype)
+        found = self.device_block[start:stop].view(column.dtype)
         if values is None:
             block[:] = 0
             return found

@@ -59,7 +59,7 @@ class Models:
     @property
     def runner(self):
         runner = self.driver.engine.runner
-        return runner if self.tp == 1 else runner._own
+        return runner if self.tp == 1 else runner.own
 
 
 THREE = {
@@ -218,7 +218,7 @@ def test_an_update_from_disk_is_a_cold_load_and_states_survive_neither_it_nor_a_
     assert driver.result(rid).cached_tokens == 0
     driver.call(PauseGenerationReqInput(mode="retract"))
     driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
-    pool = models.runner._backend._pool
+    pool = models.runner.backend.pool
     assert not any(storage.any() for layer in range(3) for storage in pool.layer(layer))
     driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
     driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
@@ -250,7 +250,7 @@ def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
     driver, prompts = models.driver, [prompt_of(60, 11), prompt_of(20, 12)]
     rids = {send(driver, prompt, 20): prompt for prompt in prompts}
     driver.tick(9)
-    backend = models.runner._backend
+    backend = models.runner.backend
     with monkeypatch.context() as patch:
         fault = Fault(patch, backend, "delta" if why_not() else "compiled", NO_MEMORY[1], {2})
         driver.tick(1)

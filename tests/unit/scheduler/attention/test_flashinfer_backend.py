@@ -220,7 +220,7 @@ def test_captured_decode_keeps_its_buffers_and_follows_each_plan():
         q, k, v = projections(3, seed)
         captured.plan(batch)
         torch_backend.plan(batch)
-        found = [t.data_ptr() for t in captured._forms[PLAIN.kind][1]._plans]
+        found = [t.data_ptr() for t in captured.forms[PLAIN.kind][1]._plans]
         assert found == (buffers or found)
         buffers = found
         torch.testing.assert_close(
@@ -238,12 +238,12 @@ def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captu
 
     class Event:
         def synchronize(self) -> None:
-            seen.append(("wait", backend._lists[None]._host.tolist()))
+            seen.append(("wait", backend.lists[None].host.tolist()))
 
         def record(self) -> None:
-            seen.append(("copied", backend._lists[None]._host.tolist()))
+            seen.append(("copied", backend.lists[None].host.tolist()))
 
-    backend.host_memory._copied = Event()
+    backend.host_memory.copied = Event()
     for seed in range(3):
         planned.plan(batch_of([(40 * seed, 1), (9, 1)], 2, seed))
     assert [kind for kind, _ in seen] == ["wait", "copied"] * 3
@@ -290,7 +290,7 @@ def test_the_library_is_asked_for_its_workspace(answer):
     backend = FlashInferBackend(pool, shape_over(pool), LIMITS, library)
     least = flashinfer.workspace_bytes(HEADS, KV_HEADS, SIZE, 8, torch.device("cpu"))
     told = 0 if isinstance(answer, Exception) else answer[0]
-    assert backend._forms[PLAIN.kind][0]._workspace.numel() == max(least, told)
+    assert backend.forms[PLAIN.kind][0].workspace.numel() == max(least, told)
     assert [name for name, _ in asked] == [*made]
     assert asked[0][1] == [(9,), (8,), (8,)]
 
@@ -299,7 +299,7 @@ def test_the_library_is_asked_for_its_workspace(answer):
 def test_large_groups_decode_on_tensor_cores(heads, expected):
     pool, limits = filled_pool(), StepLimits(rows=1, tokens=1, context_len=16)
     backend = FlashInferBackend(pool, attention_shape(pool, heads), limits, fake_flashinfer)
-    assert backend._forms[PLAIN.kind][1].use_tensor_cores is expected
+    assert backend.forms[PLAIN.kind][1].use_tensor_cores is expected
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_captured_decode_keeps_its_buffers_and_follows_each_plan():
         batch, given_inputs = batch_of([(seed * 15, 1), (89, 1), (3 + seed, 1)], 3, seed), inputs(3, 4, seed)
         captured.plan(batch)
         torch_backend.plan(batch)
-        found = [t.data_ptr() for t in captured._wrapper._plans]
+        found = [t.data_ptr() for t in captured.decode._plans]
         assert found == (buffers or found)
         buffers = found
         expected = torch_backend.forward(*given_inputs, 0)

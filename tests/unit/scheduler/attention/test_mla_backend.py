@@ -122,8 +122,8 @@ def test_the_workspace_and_scores_stay_within_the_limit(monkeypatch: pytest.Monk
     limit = 3 * PAGE * 26 * 4
     monkeypatch.setitem(mla._WORKSPACE_BYTES, "cpu", limit)
     backend = check(Scene(3, 20, 6, [(5, 1), (40, 1), (16, 1), (47, 1)] + [(0, 30)] * 2, 4, 3))
-    assert memory_of(backend._workspace, "gathered").nbytes <= limit
-    for group in backend._groups:
+    assert memory_of(backend.workspace, "gathered").nbytes <= limit
+    for group in backend.groups:
         for queries in group.queries:
             rows, count, _ = queries.positions.shape
             assert count == 1 or rows * count * 3 * queries.length * 4 <= limit
@@ -131,18 +131,18 @@ def test_the_workspace_and_scores_stay_within_the_limit(monkeypatch: pytest.Monk
 
 def test_stretches_of_a_prompt_see_no_more_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(mla._WORKSPACE_BYTES, "cpu", 2 * 8 * 64 * 4)
-    (group,) = check(Scene(2, 20, 6, [(0, 64)], 0, 4))._groups
+    (group,) = check(Scene(2, 20, 6, [(0, 64)], 0, 4)).groups
     assert [queries.length for queries in group.queries] == list(range(8, 65, 8))
 
 
 def test_one_long_row_does_not_pad_the_others() -> None:
     scene = Scene(2, 8, 2, [(20, 1), (1500, 1), (30, 1)] + [(10, 1)] * 20, 23, 4)
-    assert [group.num_rows for group in check(scene)._groups] == [1, 22]
+    assert [group.num_rows for group in check(scene).groups] == [1, 22]
 
 
 def test_rows_with_equally_many_new_tokens_are_one_group() -> None:
     backend = check(Scene(2, 8, 2, [(9, 1), (3, 1), (0, 9), (16, 9), (0, 8), (25, 1)], 2, 5))
-    groups = [(group.num_rows, group.queries[0].positions.shape[1]) for group in backend._groups]
+    groups = [(group.num_rows, group.queries[0].positions.shape[1]) for group in backend.groups]
     assert sorted(groups) == [(1, 8), (2, 9), (3, 1)]
 
 
@@ -150,12 +150,12 @@ def test_a_plan_serves_every_layer_and_the_workspace_only_grows() -> None:
     scene = Scene(2, 8, 2, [(100, 1)] * 4, 4, 8)
     backend = scene.backend()
     first = scene.attend(backend)
-    address = memory_of(backend._workspace, "gathered").data_ptr()
+    address = memory_of(backend.workspace, "gathered").data_ptr()
     with torch.inference_mode():
         assert torch.equal(backend.forward(scene.q, scene.k, scene.k[..., :8], 0), first)
         backend.plan(forward_batch([Row([0], 4, [1])], 1))
         assert backend.forward(scene.q[:1], scene.k[:1], scene.k[:1, :, :8], 0).shape == (1, 16)
-    assert memory_of(backend._workspace, "gathered").data_ptr() == address
+    assert memory_of(backend.workspace, "gathered").data_ptr() == address
 
 
 def test_the_pool_takes_what_the_paper_says_and_nothing_twice() -> None:

@@ -158,7 +158,7 @@ def test_rows_are_split_when_the_workspace_is_full(limit: int, monkeypatch: pyte
         backend.plan(scene.batch)
         backend.forward(scene.q, scene.k, scene.v, 0)
     longest = 3 * 2 * PAGE * 8 * 4
-    assert memory_of(backend._workspace, "gathered").nbytes // 2 <= max(limit, longest)
+    assert memory_of(backend.workspace, "gathered").nbytes // 2 <= max(limit, longest)
 
 
 def test_one_long_row_does_not_pad_the_others() -> None:
@@ -202,8 +202,8 @@ def test_the_workspace_only_grows() -> None:
         backend.plan(scene.batch)
         for _ in range(3):
             backend.forward(scene.q, scene.k, scene.v, 0)
-            addresses.add(memory_of(backend._workspace, "gathered").data_ptr())
+            addresses.add(memory_of(backend.workspace, "gathered").data_ptr())
         backend.plan(forward_batch([Row([0], 4, [1])], 1))
         backend.forward(scene.q[:1], scene.k[:1], scene.v[:1], 0)
-        addresses.add(memory_of(backend._workspace, "gathered").data_ptr())
+        addresses.add(memory_of(backend.workspace, "gathered").data_ptr())
     assert len(addresses) == 1

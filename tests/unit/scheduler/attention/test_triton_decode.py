@@ -77,7 +77,7 @@ def test_planned_decode_agrees_with_the_torch_backend(heads, kv_heads, size, dty
     pool, reference = filled_pool(kv_heads, size, dtype), filled_pool(kv_heads, size, dtype)
     scale = 1.1 * size**-0.5
     backend = PagedTritonBackend(pool, attention_shape(pool, heads, scale), limits(5))
-    backend._multiprocessors = multiprocessors
+    backend.multiprocessors = multiprocessors
     decode = backend.for_decode(3)
     torch_backend = SdpaBackend(reference, attention_shape(reference, heads, scale))
     generator = torch.Generator().manual_seed(2)
@@ -116,7 +116,7 @@ def test_every_form_agrees_with_the_torch_backend():
     backend = PagedTritonBackend(
         pools[0], attention_shape(pools[0], 4, kinds=[form.kind for form in FORMS]), limits(3)
     )
-    backend._multiprocessors = 8
+    backend.multiprocessors = 8
     decode, torch_backend = backend.for_decode(3), SdpaBackend(pools[1], attention_shape(pools[1], 4))
     q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     lengths = [0, 300, 63]
@@ -146,7 +146,7 @@ def dense(pool: MHAPool, q: torch.Tensor, pages: list[int], length: int) -> torc
 def test_stale_pages_and_padding_rows_disturb_nobody():
     pool = filled_pool(2, 16)
     backend = PagedTritonBackend(pool, attention_shape(pool, 4), limits(3))
-    backend._multiprocessors = 8
+    backend.multiprocessors = 8
     decode = backend.for_decode(3)
     q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     decode.plan(batch_of([100, 50, 7], 0))  # leaves page numbers behind

@@ -61,12 +61,12 @@ class Head:
     def __init__(self, runner: ModelRunner) -> None:
         self.rows: list[int] = []
         processor = runner.model._logits
-        self._project = processor._project
-        processor._project = self
+        self.project = processor.project
+        processor.project = self
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         self.rows.append(len(hidden))
-        return self._project(hidden, out)
+        return self.project(hidden, out)
 
 
 def cold_runner(path: str, **options: object) -> ModelRunner:
@@ -146,7 +146,7 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
         tensor.fill_(7.0)
     if routing is not None:
         routing._pages.fill_(99)
-    runner._last_tokens[:ROWS] = torch.arange(ROWS) + 3
+    runner.last_tokens[:ROWS] = torch.arange(ROWS) + 3
     weights = {name: tensor.clone() for name, tensor in loaded.model.named_storage()}
 
     runner.autotune(ROWS, 3)
@@ -156,7 +156,7 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
     if routing is not None:
         assert (routing._pages[0] != 99).any()
         assert (routing._pages[1:] == 99).all()
-    assert runner._last_tokens[:ROWS].tolist() == list(range(3, 3 + ROWS))
+    assert runner.last_tokens[:ROWS].tolist() == list(range(3, 3 + ROWS))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.model.named_storage())
     assert not runner.stages.totals()
 
@@ -165,8 +165,8 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
 def test_the_head_meets_a_bounded_number_of_rows(checkpoint, head_rows, expected):
     runner = cold_runner(checkpoint("qwen3"))
     head, sampled, batches = Head(runner), [], []
-    sample, forward = runner._sampler.sample, runner.model.forward
-    runner._sampler.sample = lambda logits, batch: sampled.append(sample(logits, batch))
+    sample, forward = runner.sampler.sample, runner.model.forward
+    runner.sampler.sample = lambda logits, batch: sampled.append(sample(logits, batch))
     runner.model.forward = lambda batch, backend: batches.append(batch) or forward(batch, backend)
     runner.autotune(ROWS, head_rows)
     assert [(batch.num_rows, batch.num_decode) for batch in batches] == [(ROWS, ROWS)]
@@ -218,7 +218,7 @@ def test_running_out_of_memory_is_a_warning(checkpoint, monkeypatch, caplog):
     def fail(batch: object) -> None:
         raise torch.OutOfMemoryError("out of memory: tried to allocate 3 GiB")
 
-    monkeypatch.setattr(runner._backend, "plan", fail)
+    monkeypatch.setattr(runner.backend, "plan", fail)
     with caplog.at_level(logging.WARNING):
         runner.autotune(ROWS, 1)
     assert "starts cold" in caplog.text
@@ -226,7 +226,7 @@ def test_running_out_of_memory_is_a_warning(checkpoint, monkeypatch, caplog):
     def break_down(batch: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(runner._backend, "plan", break_down)
+    monkeypatch.setattr(runner.backend, "plan", break_down)
     with pytest.raises(RuntimeError, match="a bug"):
         runner.autotune(ROWS, 1)
 
@@ -245,9 +245,9 @@ def test_everything_runs_on_the_forward_stream_with_waits_both_ways(checkpoint, 
     runner, device = streaming_runner(checkpoint("qwen3"), monkeypatch)
     head = Head(runner)
     fake_flashinfer.CALLS.clear()
-    forward, project = runner.model.forward, head._project
+    forward, project = runner.model.forward, head.project
     runner.model.forward = lambda *of: device.log.append("decoder") or forward(*of)
-    head._project = lambda *of: device.log.append("head") or project(*of)
+    head.project = lambda *of: device.log.append("head") or project(*of)
 
     runner.autotune(ROWS, 2)
     assert device.log == ["wait", "enter", "decoder", "head", "leave", "wait"]

@@ -386,10 +386,10 @@ def test_a_workspace_of_logits_that_grows_leaves_the_graph_its_own(checkpoints):
 def test_a_capture_changes_no_slots_last_token(checkpoints):
     one, all_requests = engine(checkpoints[0], captured=True), requests(11)
     one.runner.execute(sampled(step([], all_requests)))
-    before = one.runner._last_tokens[: LIMITS.rows].clone()
+    before = one.runner.last_tokens[: LIMITS.rows].clone()
     capture(one)
     assert one.runner.graphs.are_captured
-    assert torch.equal(one.runner._last_tokens[: LIMITS.rows], before)
+    assert torch.equal(one.runner.last_tokens[: LIMITS.rows], before)
 
 
 def test_a_head_that_cannot_be_captured_leaves_the_hidden_states_to_graphs(checkpoints, caplog):
@@ -428,7 +428,7 @@ def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, c
         """As Triton's: no RuntimeError."""
 
     one = engine(checkpoints[0], captured=True)
-    make = one.runner.graphs._backend.for_decode
+    make = one.runner.graphs.backend.for_decode
 
     def failing(rows: int):
         made = make(rows)
@@ -439,7 +439,7 @@ def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, c
         made.forward = forward
         return made
 
-    monkeypatch.setattr(one.runner.graphs._backend, "for_decode", failing)
+    monkeypatch.setattr(one.runner.graphs.backend, "for_decode", failing)
     with caplog.at_level(logging.WARNING):
         assert capture(one) == 0
     assert "out of resource: shared memory" in caplog.text
@@ -448,7 +448,7 @@ def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, c
 
 def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):
     one = engine(checkpoints[0], captured=True)
-    make, given = one.runner.graphs._backend.for_decode, []
+    make, given = one.runner.graphs.backend.for_decode, []
 
     def short(rows: int):
         if len(given) == 2:
@@ -456,7 +456,7 @@ def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):
         given.append(rows)
         return make(rows)
 
-    monkeypatch.setattr(one.runner.graphs._backend, "for_decode", short)
+    monkeypatch.setattr(one.runner.graphs.backend, "for_decode", short)
     with caplog.at_level(logging.WARNING):
         assert capture(one) == 2
     assert "no memory for graphs" in caplog.text
