@@ -308,27 +308,13 @@ class Runner(Protocol):
         ...
 
 
-class FusedAttention(Protocol):
-    """Head norms, rotation, store and attention in one call; queries in ``qkv`` may be overwritten."""
+FusedAttention = Callable[[Tensor, Tensor, Tensor, int, HeadNorms | None, AttentionForm], Tensor]
+"""Head norms, rotation, store and attention in one call, of these arguments:
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layer: int,
-        norm: HeadNorms | None = None,
-        form: AttentionForm = PLAIN,
-    ) -> Tensor:
-        """Args:
-            qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
-            cos, sin: [T, 1, rotated size / 2]: the rest of a head is not rotated.
-            norm: norms of queries and keys, if any.
-
-        Returns:
-            [T, query heads * head size]
-        """
-        ...
+[T, query heads + 2 kv heads, head size], queries, keys and values, of which queries may be overwritten;
+cosines and sines [T, 1, rotated size / 2], the rest of a head being not rotated; the layer; norms of queries
+and keys, if any; the layer's form. Returns [T, query heads * head size].
+"""
 
 
 class AttentionBackend(ABC):

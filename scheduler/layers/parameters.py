@@ -12,7 +12,7 @@ Invariants:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -120,23 +120,28 @@ class HalfSlot(TensorSlot):
     Attributes:
         whole: name of the tensor that they stand for.
         other: name of the half that belongs to this one.
+        forget: drops the data that waits for the other half.
+        make_room: keeps a small share of the tensor's size at most; the other half may be long in coming.
     """
 
-    __slots__ = ("other", "whole")
+    __slots__ = ("_take", "forget", "make_room", "other", "whole")
 
     def __init__(
-        self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype, *, whole: str, other: str
+        self,
+        names: tuple[str, str, str],
+        parameter: str,
+        shape: tuple[int, ...],
+        take: Callable[..., bool],
+        forget: Callable[[], None],
+        make_room: Callable[[], None],
     ) -> None:
-        super().__init__(name, parameter, shape, dtype)
-        self.whole, self.other = whole, other
+        """``names``: its own, the other's, and that of the whole; ``take`` does an update."""
+        name, self.other, self.whole = names
+        super().__init__(name, parameter, shape, torch.uint8)
+        self._take, self.forget, self.make_room = take, forget, make_room
 
-    @abstractmethod
-    def forget(self) -> None:
-        pass
-
-    @abstractmethod
-    def make_room(self) -> None:
-        """Keep no more than a small share of the tensor's size: the other half may be long in coming."""
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        return self._take(rows, start, compare=compare)
 
 
 class WeightSlot(TensorSlot):
