@@ -163,8 +163,6 @@ class EngineActor:
 
 @dataclass(slots=True)
 class _Slot:
-    """Actor and place of one replica."""
-
     name: str
     actor: Any
     group: PlacementGroup
@@ -384,7 +382,6 @@ class RolloutFleet(Fleet):
         return list(self._slots.values())
 
     async def _located(self, slots: list[_Slot]) -> list[EngineAddress]:
-        """Return the addresses of ``slots`` once their engines are ready."""
         found = await self._answered([slot.actor.replica.remote(self._client_key) for slot in slots])
         return [self._address(slot, replica) for slot, replica in zip(slots, found, strict=True)]
 

@@ -34,7 +34,7 @@ from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 from ... import __version__
 from ...io_struct import CaesuraError
@@ -45,7 +45,7 @@ from ...process.options import EngineOptions
 from ..connection.blocking import SchedulerClient
 from ..connection.curve import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
-from ..connection.options import LONGEST_S, seconds
+from ..connection.options import LONGEST_S, ConnectionOptions, seconds
 from ..exceptions import EngineDied, TimedOut, error_for
 
 logger = logging.getLogger(__name__)
@@ -76,16 +76,13 @@ class LaunchedScheduler:
         directory: Path | None = None,
         startup_timeout: float = 300.0,
         log_path: str | os.PathLike[str] | None = None,
-        curve_server_key: KeyOrFile | None = None,
-        curve_client_key_file: KeyOrFile | None = None,
+        **keys: Unpack[ConnectionOptions],
     ) -> None:
-        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
+        check_keys(keys)
         self._child = Child(command, directory, log_path)
         try:
             self.endpoint = self._child.wait_ready(startup_timeout)
-            self.client = SchedulerClient(
-                self.endpoint, curve_server_key=curve_server_key, curve_client_key_file=curve_client_key_file
-            )
+            self.client = SchedulerClient(self.endpoint, **keys)
         except BaseException:
             self._child.end()
             raise
@@ -343,6 +340,11 @@ class _Log:
             # A descriptor that was opened for appending writes nowhere else.
             with open(f"/proc/self/fd/{self.fd}", "r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), text, self._pid_at)
+
+
+def check_keys(options: ConnectionOptions) -> None:
+    """Refuse keys that cannot be used, before anything is made or started."""
+    ClientKeys.read(options.get("curve_server_key"), options.get("curve_client_key_file"))
 
 
 def how_it_ended(returncode: int | None) -> str:
