@@ -3,7 +3,7 @@
 Invariant: rows read and write the scratch page only. No page, slot's last token, seed or statistic changes.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ def dummy_decode(rows: int, vocab_size: int) -> ForwardBatch:
     top_k[:1], top_p[:1] = min(_TOP_K, vocab_size), _TOP_P
     uniforms = torch.full((rows,), 0.5, dtype=torch.float64)
     greedy = torch.zeros(rows, dtype=torch.bool)
-    columns = {"greedy": greedy, "top_k": top_k, "top_p": top_p, "uniforms": uniforms, "min_p": None}
-    return scratch_decode(rows, 0, **columns, any_sampled=True, any_filtered=True)
+    columns = {"greedy": greedy, "top_k": top_k, "top_p": top_p, "uniforms": uniforms}
+    unused = {each.name: None for each in fields(SamplingBatch) if each.default is None}
+    return scratch_decode(rows, 0, **unused, **columns, any_sampled=True, any_filtered=True)
 
 
 def scratch_decode(rows: int, slot: int, **sampling: Any) -> ForwardBatch:

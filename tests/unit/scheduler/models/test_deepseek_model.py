@@ -281,7 +281,7 @@ def test_the_engine_stores_latents_alone(folder: Path) -> None:
     assert isinstance(pool, MLAPool)
     assert pool.nbytes == (512 + 16) * kv_bytes_per_token(loaded)
     assert isinstance(
-        build_runner(config, loaded, pool, routing)._backend,
+        build_runner(config, loaded, pool, routing).backend,
         PagedCpuBackend if native.why_not() is None else LatentBackend,
     )
     pool.layer(1).fill_(3.0)
