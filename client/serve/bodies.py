@@ -54,6 +54,12 @@ class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body or query whose keys must all be known: ``mod`` for ``mode`` would abort requests."""
 
 
+def nullable_fields(kind: type[msgspec.Struct], *left_out: str) -> list[tuple[str, Any, None]]:
+    """Return the fields of ``kind`` for a body, in which each may be null or missing."""
+    fields = msgspec.structs.fields(kind)
+    return [(each.name, each.type | None, None) for each in fields if each.name not in left_out]
+
+
 async def read_control(
     request: HTTPRequest, kind: type[StructT], *, text: bool = False, query: bool = False
 ) -> StructT:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..cache.state_pool import StatePool, StateShape
+from ..cache.pool import StatePool, StateShape
 from ..execution.forward import AttentionBackend, ForwardBatch, StateSegment, StateStep
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..kernels.delta import NO_STATE, Segments
@@ -61,7 +61,7 @@ class HybridBackend(AttentionBackend):
 
         Args:
             layer: its number among those with states.
-            kernel: takes the segments, and the pool's :meth:`~..cache.state_pool.StatePool.layer`.
+            kernel: takes the segments, and the pool's :meth:`~..cache.pool.StatePool.layer`.
         """
         if self._segments is None:
             self._segments = segments_of(self._planned(), self._decode)

@@ -15,11 +15,8 @@ from ...io_struct import CaesuraError, ErrorCode
 from ..attention.backends import choose, make
 from ..attention.delta_rule import HybridBackend
 from ..attention.shape import Shape
-from ..cache.linear_states import StateRows
-from ..cache.pool import MHAPool, MLAPool
-from ..cache.routing import RoutingPool
-from ..cache.state_pool import StatePool, StateShape
-from ..cache.window_pages import WindowPages, storage_pages
+from ..cache.layer_ledgers import StateRows, WindowPages, storage_pages
+from ..cache.pool import MHAPool, MLAPool, RoutingPool, StatePool, StateShape
 from ..kernels import serving
 from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
@@ -34,7 +31,7 @@ from ..scheduling.waiting_queue import AdmissionLimits, pages_for
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import load_from_disk, open_checkpoint
-from ..weights.upload import uploader_of, write_stream_of
+from ..weights.upload import write_stream_of
 from .forward import AttentionBackend, Runner, StepLimits
 from .kernel_report import why_torch
 from .model_runner import ModelRunner
@@ -79,7 +76,7 @@ def load_model(
     model = build_model(model_config, dtype, device, parallel)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)
-    load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
+    load_from_disk(loader, checkpoint, config.load_bucket_bytes, write_stream_of(device))
     loader.forget_written()
     model.finalize_weights()
     if model_config.transformers_config is not None:

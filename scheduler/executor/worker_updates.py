@@ -23,15 +23,14 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..runtime.config import EngineConfig
-from ..weights.components import ComponentSource
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, write_some
 from ..weights.reading import require_finite
-from ..weights.source import BufferSource, SharedMemory, WeightSource
+from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightSource
 from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import DistributedSource, WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import WriteStream, pieces_of, uploader_of
+from ..weights.upload import WriteStream, pieces_of
 from .rpc import AbandonedError
 
 Operation = Generator[bool, None, Any]
@@ -100,7 +99,7 @@ class WorkerUpdates:
         self._loader = loaded.loader
         self._runner = runner
         self._groups = groups
-        self._uploader = uploader_of(write_stream, loaded.device)
+        self._write_stream = write_stream
         self._wake = wake
         self._workspace = Workspace()
         self._maps = SharedMemoryMaps(config.device)
@@ -118,7 +117,7 @@ class WorkerUpdates:
         opened = yield from self._opened(source, frames)
         self._require(turn)
         self._loader.check(opened.specs, complete=opened.complete)
-        pieces = pieces_of(opened, self._loader, self._uploader, self._config.load_bucket_bytes)
+        pieces = pieces_of(opened, self._loader, self._write_stream, self._config.load_bucket_bytes)
         self._pieces = pieces
         while (piece := next(pieces, END)) is None:
             yield True

@@ -25,8 +25,8 @@ from ..models.base import Weights
 from ..runtime.config import EngineConfig
 from ..runtime.dtypes import by_torch_name
 from ..runtime.files import is_pipeline
-from ..weights.components import ComponentSource
 from ..weights.loader import WeightLoader
+from ..weights.source import ComponentSource
 from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
 from .component_residency import strategy_of
 from .components import (

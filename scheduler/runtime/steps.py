@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The parts that know what a batch, an output and a sample are; the loop hands these from one to the
-    next.
-    """
-
     loaded: LoadedWeights
     open_folder: OpenFolder
     scoring: Scoring | None = None
@@ -95,14 +91,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     )
     waiting = WaitingQueue[Request]()
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
-    batcher = Batcher(
-        table,
-        cache,
-        waiting,
-        chunks=chunks,
-        share_prefixes=config.prefix_cache,
-        routing=routing,
-    )
+    batcher = Batcher(table, cache, waiting, chunks=chunks, routing=routing)
     live: LiveRequests[Request] = LiveRequests()
     outbox = Outbox(engine.router.send)
     outputs = OutputProcessor(engine, batcher, live, outbox)

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ....io_struct import CaesuraError, ErrorCode
-from ....transfer.safetensors import LENGTH_BYTES, SafetensorsError, header_length, parse_header
+from ....transfer.safetensors import LENGTH_BYTES, SafetensorsError, TensorEntry, header_length, parse_header
 from ...memory.workspace import Workspace
 from ...models.config import ModelBackend, ModelConfig, config_difference, load_model_config
 from ...runtime.dtypes import DTYPES
 from ...runtime.files import checkpoint_error, open_regular, read_small, require_folder
 from ..loader import WeightLoader
 from ..source import Pieces, WeightPiece
-from ..upload import Fill, Place, Uploader
+from ..upload import Fill, Place, WriteStream, pieces_of
 
 MAX_HEADER_BYTES = 16 << 20
 """Some 130,000 tensors; the format's own 100 MB would block the loop."""
@@ -52,35 +52,26 @@ class _Index(msgspec.Struct):
 
 
 @dataclass(slots=True, frozen=True)
-class StoredTensor:
-    name: str
-    dtype: str
-    """A key of :data:`~...dtypes.DTYPES`."""
-    shape: list[int]
-    file: int
-    offset: int
-    """Bytes from the start of the file."""
-    nbytes: int
-
-
-@dataclass(slots=True, frozen=True)
 class _File:
     path: Path
     identity: tuple[int, int, int, int]
     """Device, inode, size and modification time in ns of the file whose header was read."""
     header: bytes
-    header_bytes: int
+    """Its SHA-256."""
+    data_start: int
+    """First byte behind the header."""
     changed_ns: int
     """Time of the last change of any kind, which nobody can set."""
+    tensors: list[TensorEntry]
 
 
 class Checkpoint:
     """A checked folder of safetensors files; holds no open file."""
 
-    def __init__(self, path: Path, files: list[_File], tensors: list[StoredTensor]) -> None:
+    def __init__(self, path: Path, files: list[_File]) -> None:
         self.path = path
-        self.specs = tensors
-        self.total_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.specs = [tensor for file in files for tensor in file.tensors]
+        self.total_bytes = sum(tensor.nbytes for tensor in self.specs)
         self._files = files
 
     @property
@@ -129,8 +120,8 @@ class Checkpoint:
     ) -> Iterator[Fill]:
         """Yield the reads that :meth:`pieces` does; a file is open as long as one of its reads is known."""
         rows = _all_rows if owned is None else partial(_rows_needed, owned)
-        for number, file in enumerate(self._files):
-            tensors = [t for t in self.specs if t.file == number and not (skip is not None and skip(t.name))]
+        for file in self._files:
+            tensors = [t for t in file.tensors if not (skip is not None and skip(t.name))]
             if not tensors:
                 continue
             opened = _OpenFile(file)
@@ -216,27 +207,21 @@ def _open_folder(folder: Path) -> Checkpoint:
             folder, f"{reason}; only safetensors is read, never a pickle" if others else reason
         )
     files: list[_File] = []
-    tensors: list[StoredTensor] = []
-    header_bytes = 0
-    for number, file_path in enumerate(paths):
-        file, found = _read_file_header(file_path, number)
-        header_bytes += file.header_bytes
-        if header_bytes > MAX_HEADERS_BYTES:
+    for file_path in paths:
+        files.append(_read_file_header(file_path))
+        if sum(file.data_start for file in files) > MAX_HEADERS_BYTES:
             raise checkpoint_error(folder, f"has more than {MAX_HEADERS_BYTES} bytes of headers")
-        files.append(file)
-        tensors += found
-    _check_names(folder, files, tensors, index)
-    return Checkpoint(folder, files, tensors)
+    _check_names(folder, files, index)
+    return Checkpoint(folder, files)
 
 
 def load_from_disk(
-    loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int, uploader: Uploader | None = None
+    loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int, stream: WriteStream | None = None
 ) -> None:
     """Check and load a complete checkpoint without interruption, for a cold start."""
     loader.check(checkpoint.specs, complete=True)
     source = DiskSource(checkpoint, Workspace(), loader.owned)
-    pieces = source.pieces(bucket_bytes, loader.skip)
-    for piece in pieces if uploader is None else uploader.pieces(source, bucket_bytes, loader.skip):
+    for piece in pieces_of(source, loader, stream, bucket_bytes):
         assert piece is not None, "files never say that nothing has come"
         loader.write(piece)
 
@@ -257,7 +242,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return index.weight_map
 
 
-def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor]]:
+def _read_file_header(path: Path) -> _File:
     descriptor = open_regular(path)
     try:
         identity, changed_ns = _identity(descriptor), os.fstat(descriptor).st_ctime_ns
@@ -267,31 +252,23 @@ def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor
         if len(header) < length or _identity(descriptor) != identity:
             raise checkpoint_error(path, "changed while its header was read")
         data_start = LENGTH_BYTES + length
-        tensors = [
-            StoredTensor(
-                entry.name, entry.dtype, entry.shape, number, data_start + entry.offset, entry.nbytes
-            )
-            for entry in parse_header(header, size - data_start)
-        ]
+        tensors = parse_header(header, size - data_start)
     except SafetensorsError as error:
         raise checkpoint_error(path, str(error)) from error
     except OSError as error:
         raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
-    return _File(path, identity, hashlib.sha256(header).digest(), length, changed_ns), tensors
+    return _File(path, identity, hashlib.sha256(header).digest(), data_start, changed_ns, tensors)
 
 
-def _check_names(
-    folder: Path, files: list[_File], tensors: list[StoredTensor], index: dict[str, str] | None
-) -> None:
+def _check_names(folder: Path, files: list[_File], index: dict[str, str] | None) -> None:
     """Raise unless each name is in one file only, and where the index says."""
     found: dict[str, str] = {}
-    for tensor in tensors:
-        file = files[tensor.file].path.name
-        if tensor.name in found:
-            raise checkpoint_error(folder, f"holds {tensor.name!r} twice, in {found[tensor.name]} and {file}")
-        found[tensor.name] = file
+    for name, file in ((tensor.name, each.path.name) for each in files for tensor in each.tensors):
+        if name in found:
+            raise checkpoint_error(folder, f"holds {name!r} twice, in {found[name]} and {file}")
+        found[name] = file
     if index is None or index == found:
         return
     wrong = sorted(name for name in index.keys() | found.keys() if index.get(name) != found.get(name))
@@ -301,23 +278,23 @@ def _check_names(
     raise checkpoint_error(folder, f"has an index that puts {name!r} in {says} while it is in {has}{others}")
 
 
-def _all_rows(tensor: StoredTensor) -> tuple[range, ...]:
+def _all_rows(tensor: TensorEntry) -> tuple[range, ...]:
     return (range(tensor.shape[0] if tensor.shape else 1),)
 
 
-def _rows_needed(owned: Owned, tensor: StoredTensor) -> tuple[range, ...]:
+def _rows_needed(owned: Owned, tensor: TensorEntry) -> tuple[range, ...]:
     rows = owned(tensor.name)
     return _all_rows(tensor) if rows is None else rows
 
 
 def _runs(
-    tensors: list[StoredTensor], limit: int, rows: Callable[[StoredTensor], tuple[range, ...]]
-) -> Iterator[list[StoredTensor]]:
+    tensors: list[TensorEntry], limit: int, rows: Callable[[TensorEntry], tuple[range, ...]]
+) -> Iterator[list[TensorEntry]]:
     """Yield runs of adjacent, aligned tensors, at most ``limit`` bytes together.
 
     A tensor of which some rows are not needed is a run of its own.
     """
-    run: list[StoredTensor] = []
+    run: list[TensorEntry] = []
     for tensor in tensors:
         if rows(tensor) != _all_rows(tensor):
             yield from ([run] if run else [])
@@ -344,11 +321,11 @@ class _OpenFile:
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, part: Tensor, offset: int, name: str) -> None:
-        """Fill ``part``, uint8, from ``offset`` on; errors name the tensor ``name``."""
+        """Fill ``part``, uint8, from ``offset`` in the data on; errors name the tensor ``name``."""
         # A file rewritten under us could be right in size and torn in content: compare around every read.
         self._require_unchanged()
         view = memoryview(part.numpy().data)
-        done = 0
+        done, offset = 0, self.file.data_start + offset
         while done < len(view):
             try:
                 count = os.preadv(self.descriptor, [view[done:]], offset + done)
@@ -368,7 +345,7 @@ class _OpenFile:
             raise checkpoint_error(self.file.path, "changed while it was being read")
 
 
-def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
+def _fill_of_run(opened: _OpenFile, run: list[TensorEntry]) -> Fill:
     """Return one read of several small tensors: a read for each takes longer than the bytes."""
     begin, end, name = run[0].offset, run[-1].offset + run[-1].nbytes, run[0].name
     places = [
@@ -378,7 +355,7 @@ def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
 
 
 def _fills_of(
-    opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int, needed: tuple[range, ...]
+    opened: _OpenFile, tensor: TensorEntry, bucket_bytes: int, needed: tuple[range, ...]
 ) -> Iterator[Fill]:
     """Yield reads of the ``needed`` rows of a large tensor, of at most ``bucket_bytes`` or one row.
 

@@ -10,11 +10,6 @@ from caesura.client.exceptions import InternalError
 from caesura.io_struct import ScoreReqInput, ScoreReqOutput
 
 
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
 def by_position(request: ScoreReqInput):
     yield ScoreReqOutput(
         id=request.id,

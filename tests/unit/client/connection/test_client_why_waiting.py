@@ -29,11 +29,6 @@ def engine_in(**state):
     return handle
 
 
-@pytest.fixture
-def endpoint(tmp_path):
-    return f"ipc://{tmp_path}/s"
-
-
 def blocking(endpoint):
     with SchedulerClient(endpoint, owner="mine") as client:
         streaming, whole = client.submit([1], stream=True), client.submit([1])

@@ -16,9 +16,7 @@ from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import upload
 from caesura.scheduler.weights.source import BufferSource, WeightPiece, WeightSource
 from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
-from caesura.scheduler.weights.upload import BUCKETS, Uploader, WriteStream
-
-CPU = torch.device("cpu")
+from caesura.scheduler.weights.upload import BUCKETS, WriteStream
 
 
 def never(name: str) -> bool:
@@ -54,8 +52,8 @@ def uploaded(
 ) -> dict[str, Tensor]:
     device = LaggingDevice(eager_side=eager)
     target = Target(device, waits=waits)
-    uploader = Uploader(WriteStream(device, device.on_stream), CPU)
-    for piece in uploader.pieces(source, bucket_bytes, skip):
+    stream = WriteStream(device, device.on_stream)
+    for piece in stream.upload(source, bucket_bytes, skip):
         if piece is not None:
             target.write(piece)
     device.writing.synchronize()
@@ -137,10 +135,10 @@ def test_a_transports_memory_is_free_when_the_next_piece_is_asked_for() -> None:
 
 def test_received_tensors_are_written_before_waiting() -> None:
     device = LaggingDevice()
-    uploader = Uploader(WriteStream(device, device.on_stream), CPU)
+    stream = WriteStream(device, device.on_stream)
     came = [
         None if piece is None else piece.name
-        for piece in uploader.pieces(Scripted([1, 2, None, None, 3]), 1 << 20, never)
+        for piece in stream.upload(Scripted([1, 2, None, None, 3]), 1 << 20, never)
     ]
     assert came == ["t1", "t2", None, None, "t3"]
 
@@ -150,7 +148,7 @@ def test_one_bucket_is_on_its_way_while_another_is_written(
 ) -> None:
     device = LaggingDevice()
     stream = WriteStream(device, device.on_stream)
-    pieces = Uploader(stream, CPU).pieces(DiskSource(open_checkpoint(folder), Workspace()), 4096, never)
+    pieces = stream.upload(DiskSource(open_checkpoint(folder), Workspace()), 4096, never)
     next(pieces)
     copies = [work for work in stream._side.pending if getattr(work, "__name__", "") == "<lambda>"]
     assert len(copies) == 2
@@ -160,7 +158,7 @@ def test_one_bucket_is_on_its_way_while_another_is_written(
 
 def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
     device = LaggingDevice()
-    uploader = Uploader(WriteStream(device, device.on_stream), CPU)
+    stream = WriteStream(device, device.on_stream)
     reads, all_read = [], threading.Event()
     source = DiskSource(open_checkpoint(folder), Workspace())
 
@@ -177,7 +175,7 @@ def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
 
                 yield upload.Fill(fill.nbytes, counted, fill.places)
 
-    pieces = uploader.pieces(Counted(open_checkpoint(folder), Workspace()), 2048, never)
+    pieces = stream.upload(Counted(open_checkpoint(folder), Workspace()), 2048, never)
     next(pieces)
     assert all_read.wait()
     pieces.close()
