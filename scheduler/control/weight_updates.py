@@ -52,7 +52,7 @@ from ..weights.source import (
     in_component,
     renamed,
 )
-from ..weights.transports.disk import DiskSource
+from ..weights.transports.disk import Checkpoint
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of
 from .engine_state import Sender
@@ -131,7 +131,7 @@ class WeightUpdates:
         def open_source() -> WeightSource:
             component = chosen(engine.model.components, request.component)
             checkpoint = engine.open_folder(request.model_path, component)
-            return DiskSource(checkpoint, self._workspace, engine.loader.owned)
+            return checkpoint.into(self._workspace, engine.loader.owned)
 
         # In a thread, because the disk may be slow and the headers may be of any size.
         return (yield from self._update(request, sender, ("disk", None), open_source, in_thread=True))
@@ -260,8 +260,8 @@ class WeightUpdates:
         component, inner = _component(source), source.inner if isinstance(source, ComponentSource) else source
         if component not in (None, *self._engine.model.components[:1]):
             session.wrote_other_component = True
-        elif isinstance(inner, DiskSource):
-            session.model_path, session.digest = inner.path, inner.local_digest
+        elif isinstance(inner, Checkpoint):
+            session.model_path, session.digest = str(inner.path), inner.local_digest
 
     def _receive_ignored(
         self, source: WeightSource, stages: StageProfiler

@@ -82,7 +82,15 @@ def load_model(
     if model_config.transformers_config is not None:
         with nobody():
             model.check()
-    return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)
+    return LoadedModel(
+        config=model.config,
+        model=model,
+        loader=loader,
+        dtype=dtype,
+        device=device,
+        digest=checkpoint.local_digest,
+        parallel=parallel,
+    )
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:

@@ -27,7 +27,7 @@ from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, write_some
 from ..weights.reading import require_finite
 from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightSource
-from ..weights.transports.disk import DiskSource, open_fitting
+from ..weights.transports.disk import Checkpoint, open_fitting
 from ..weights.transports.distributed import DistributedSource, WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import WriteStream, pieces_of
@@ -64,8 +64,8 @@ def described(source: WeightSource) -> tuple[Source, Sequence[bytes | memoryview
     Raises:
         CaesuraError: ``unsupported``, no worker can open it.
     """
-    if isinstance(source, DiskSource):
-        return Folder(path=source.path, digest=source.digest), ()
+    if isinstance(source, Checkpoint):
+        return Folder(path=str(source.path), digest=source.digest), ()
     if isinstance(source, DistributedSource):
         # Rank 0 alone relays: the engines behind it are in a group of its own.
         return Broadcast(request=msgspec.structs.replace(source.request, relay_to=None)), ()
@@ -180,12 +180,10 @@ class WorkerUpdates:
         view = self._maps.view(memory.handle)[memory.start : memory.start + memory.nbytes]
         return BufferSource(source.name, source.specs, [view])
 
-    def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
+    def _folder(self, folder: Folder) -> Generator[bool, None, Checkpoint]:
         """Open a folder in a thread: steps go on meanwhile."""
         config, loader, workspace = self._loaded.config, self._loader, self._workspace
-        opening = Task(
-            lambda: DiskSource(open_fitting(folder.path, config), workspace, loader.owned), self._wake
-        )
+        opening = Task(lambda: open_fitting(folder.path, config).into(workspace, loader.owned), self._wake)
         while not opening.done:
             yield True
         found = opening.result()

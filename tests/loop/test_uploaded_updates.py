@@ -52,8 +52,7 @@ def driver(expected, tiny_model, monkeypatch) -> Iterator[EngineDriver]:
 
 
 def tensors_of(path) -> list[tuple[str, torch.Tensor]]:
-    bucket = torch.empty(1 << 20, dtype=torch.uint8)
-    return [(piece.name, piece.rows.clone()) for piece in open_checkpoint(path).pieces(bucket)]
+    return [(piece.name, piece.rows.clone()) for piece in open_checkpoint(path).pieces(1 << 20)]
 
 
 def checksum(driver: EngineDriver) -> str:

@@ -28,7 +28,7 @@ from ...models.config import ModelBackend, ModelConfig, config_difference, load_
 from ...runtime.dtypes import DTYPES
 from ...runtime.files import checkpoint_error, open_regular, read_small, require_folder
 from ..loader import WeightLoader
-from ..source import Pieces, WeightPiece
+from ..source import Pieces
 from ..upload import Fill, Place, WriteStream, pieces_of
 
 MAX_HEADER_BYTES = 16 << 20
@@ -66,13 +66,27 @@ class _File:
 
 
 class Checkpoint:
-    """A checked folder of safetensors files; holds no open file."""
+    """A checked folder of safetensors files, the source of an update; holds no open file."""
 
-    def __init__(self, path: Path, files: list[_File]) -> None:
+    name = "disk"
+    complete = True
+
+    def __init__(
+        self, path: Path, files: list[_File], workspace: Workspace | None = None, owned: Owned | None = None
+    ) -> None:
         self.path = path
         self.specs = [tensor for file in files for tensor in file.tensors]
         self.total_bytes = sum(tensor.nbytes for tensor in self.specs)
         self._files = files
+        self._workspace = workspace or Workspace()
+        self._owned = owned
+
+    def into(self, workspace: Workspace, owned: Owned | None = None) -> "Checkpoint":
+        """Return it to be read by way of ``workspace``, only the rows that are ``owned``.
+
+        Fresh memory would cost a page fault for every 4 KB of it, each time.
+        """
+        return Checkpoint(self.path, self._files, workspace, owned)
 
     @property
     def digest(self) -> str:
@@ -96,66 +110,35 @@ class Checkpoint:
         facts = [(file.identity[1], file.changed_ns) for file in self._files]
         return hashlib.sha256(f"{self.digest}{facts}".encode()).hexdigest()
 
-    def pieces(
-        self, bucket: Tensor, skip: Callable[[str], bool] | None = None, owned: Owned | None = None
-    ) -> Iterator[WeightPiece]:
-        """Read tensors in file order, large ones in ranges of rows.
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool] = lambda name: False) -> Pieces:
+        """Read tensors in file order, large ones in ranges of rows, into one bucket of ``bucket_bytes``.
 
-        Raises CHECKPOINT_ERROR when a file changed since its header was read, or ends early.
-
-        Args:
-            bucket: uint8 [n] on the CPU, reused for every piece, so that a piece is valid until the next. A
-                row that is larger than it is read into a temporary of its own.
-            skip: called once per tensor name; True passes over it without reading.
-            owned: tells which rows of a tensor are needed; None means all of them.
+        A row that is larger is read into a temporary of its own. Raises CHECKPOINT_ERROR when a file changed
+        since its header was read, or ends early.
         """
-        for fill in self.fills(len(bucket), skip, owned):
-            part = bucket if fill.nbytes <= len(bucket) else torch.empty(fill.nbytes, dtype=torch.uint8)
+        bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
+        for fill in self.fills(bucket_bytes, skip):
+            part = bucket if fill.nbytes <= bucket_bytes else torch.empty(fill.nbytes, dtype=torch.uint8)
             fill.read(part[: fill.nbytes])
             for place in fill.places:
                 yield place.piece(part)
 
-    def fills(
-        self, bucket_bytes: int, skip: Callable[[str], bool] | None = None, owned: Owned | None = None
-    ) -> Iterator[Fill]:
+    def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
         """Yield the reads that :meth:`pieces` does; a file is open as long as one of its reads is known."""
-        rows = _all_rows if owned is None else partial(_rows_needed, owned)
         for file in self._files:
-            tensors = [t for t in file.tensors if not (skip is not None and skip(t.name))]
+            tensors = [tensor for tensor in file.tensors if not skip(tensor.name)]
             if not tensors:
                 continue
             opened = _OpenFile(file)
-            for run in _runs(tensors, bucket_bytes, rows):
+            for run in _runs(tensors, bucket_bytes, self._rows):
                 if len(run) == 1:
-                    yield from _fills_of(opened, run[0], bucket_bytes, rows(run[0]))
+                    yield from _fills_of(opened, run[0], bucket_bytes, self._rows(run[0]))
                 else:
                     yield _fill_of_run(opened, run)
 
-
-class DiskSource:
-    """A checkpoint as the :class:`~..source.WeightSource` of an update: always complete."""
-
-    name = "disk"
-    complete = True
-
-    def __init__(self, checkpoint: Checkpoint, workspace: Workspace, owned: Owned | None = None) -> None:
-        """``workspace`` is kept between updates: fresh memory costs a page fault for every 4 KB of it, each
-        time.
-        """
-        self.specs = checkpoint.specs
-        self.total_bytes = checkpoint.total_bytes
-        self.path, self.digest = str(checkpoint.path), checkpoint.digest
-        self.local_digest = checkpoint.local_digest
-        self._checkpoint = checkpoint
-        self._workspace = workspace
-        self._owned = owned
-
-    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
-        bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
-        yield from self._checkpoint.pieces(bucket, skip, self._owned)
-
-    def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
-        return self._checkpoint.fills(bucket_bytes, skip, self._owned)
+    def _rows(self, tensor: TensorEntry) -> tuple[range, ...]:
+        owned = None if self._owned is None else self._owned(tensor.name)
+        return _all_rows(tensor) if owned is None else owned
 
 
 def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
@@ -220,7 +203,7 @@ def load_from_disk(
 ) -> None:
     """Check and load a complete checkpoint without interruption, for a cold start."""
     loader.check(checkpoint.specs, complete=True)
-    source = DiskSource(checkpoint, Workspace(), loader.owned)
+    source = checkpoint.into(Workspace(), loader.owned)
     for piece in pieces_of(source, loader, stream, bucket_bytes):
         assert piece is not None, "files never say that nothing has come"
         loader.write(piece)
@@ -280,11 +263,6 @@ def _check_names(folder: Path, files: list[_File], index: dict[str, str] | None)
 
 def _all_rows(tensor: TensorEntry) -> tuple[range, ...]:
     return (range(tensor.shape[0] if tensor.shape else 1),)
-
-
-def _rows_needed(owned: Owned, tensor: TensorEntry) -> tuple[range, ...]:
-    rows = owned(tensor.name)
-    return _all_rows(tensor) if rows is None else rows
 
 
 def _runs(

@@ -31,6 +31,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
+    WeightUpdateReqOutput,
 )
 from caesura.scheduler.weights.transports.ipc import KEPT
 
@@ -234,8 +235,9 @@ def test_shared_memory_that_could_fault_the_engine_is_refused(engine, family):
             replace(good, fd=0, inode=os.fstat(0).st_ino),
             replace(good, pid=2**22 - 1),
         ):
+            request = UpdateWeightsFromIPCReqInput(handle=handle, specs=specs)
             with pytest.raises(EngineError) as caught:
-                engine._call(UpdateWeightsFromIPCReqInput(handle=handle, specs=specs), object, 30)
+                engine.start(request, WeightUpdateReqOutput).result()
             assert caught.value.code == "invalid_request"
         os.close(unsealed)
         assert fcntl.fcntl(memory.handle.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

@@ -11,11 +11,10 @@ from support.lagging_streams import LaggingDevice
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, TensorSpec
-from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import upload
 from caesura.scheduler.weights.source import BufferSource, WeightPiece, WeightSource
-from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
+from caesura.scheduler.weights.transports.disk import open_checkpoint
 from caesura.scheduler.weights.upload import BUCKETS, WriteStream
 
 
@@ -73,8 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tensors(folder: Path) -> dict[str, Tensor]:
-    bucket = torch.empty(1 << 20, dtype=torch.uint8)
-    return {piece.name: piece.rows.clone() for piece in open_checkpoint(folder).pieces(bucket)}
+    return {piece.name: piece.rows.clone() for piece in open_checkpoint(folder).pieces(1 << 20)}
 
 
 @pytest.mark.parametrize(("waits", "eager"), [(False, False), (True, False), (False, True)])
@@ -82,7 +80,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def test_files_read_by_threads_arrive_whole(
     folder: Path, tensors: dict[str, Tensor], bucket_bytes: int, waits: bool, eager: bool
 ) -> None:
-    source = DiskSource(open_checkpoint(folder), Workspace())
+    source = open_checkpoint(folder)
     assert equal(uploaded(source, bucket_bytes, waits=waits, eager=eager), tensors)
 
 
@@ -102,7 +100,7 @@ def test_memory_of_a_message_arrives_whole(
 
 
 def test_skipped_tensors_are_neither_read_nor_sent(folder: Path, tensors: dict[str, Tensor]) -> None:
-    source = DiskSource(open_checkpoint(folder), Workspace())
+    source = open_checkpoint(folder)
     found = uploaded(source, 4096, lambda name: "mlp" in name)
     assert found.keys() == {name for name in tensors if "mlp" not in name}
 
@@ -148,7 +146,7 @@ def test_one_bucket_is_on_its_way_while_another_is_written(
 ) -> None:
     device = LaggingDevice()
     stream = WriteStream(device, device.on_stream)
-    pieces = stream.upload(DiskSource(open_checkpoint(folder), Workspace()), 4096, never)
+    pieces = stream.upload(open_checkpoint(folder), 4096, never)
     next(pieces)
     copies = [work for work in stream._side.pending if getattr(work, "__name__", "") == "<lambda>"]
     assert len(copies) == 2
@@ -160,9 +158,11 @@ def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
     device = LaggingDevice()
     stream = WriteStream(device, device.on_stream)
     reads, all_read = [], threading.Event()
-    source = DiskSource(open_checkpoint(folder), Workspace())
+    source = open_checkpoint(folder)
 
-    class Counted(DiskSource):
+    class Counted:
+        name, specs, total_bytes, complete = "disk", source.specs, source.total_bytes, True
+
         def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[upload.Fill]:
             for fill in source.fills(bucket_bytes, skip):
                 read = fill.read
@@ -175,7 +175,7 @@ def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
 
                 yield upload.Fill(fill.nbytes, counted, fill.places)
 
-    pieces = stream.upload(Counted(open_checkpoint(folder), Workspace()), 2048, never)
+    pieces = stream.upload(Counted(), 2048, never)
     next(pieces)
     assert all_read.wait()
     pieces.close()
@@ -184,7 +184,7 @@ def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
 
 def test_a_file_that_ends_early_fails_the_load_and_leaves_no_thread(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", seed=2)
-    source = DiskSource(open_checkpoint(tmp_path), Workspace())
+    source = open_checkpoint(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1000)

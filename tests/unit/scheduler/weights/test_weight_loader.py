@@ -38,8 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tensors(folder: Path) -> dict[str, Tensor]:
     checkpoint = open_checkpoint(folder)
-    bucket = torch.empty(1 << 20, dtype=torch.uint8)
-    return {piece.name: piece.rows.clone() for piece in checkpoint.pieces(bucket)}
+    return {piece.name: piece.rows.clone() for piece in checkpoint.pieces(1 << 20)}
 
 
 @pytest.fixture
