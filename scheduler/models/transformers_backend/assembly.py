@@ -1,28 +1,164 @@
-"""From a module on the meta device to one that computes over the engine's parameters.
+"""A transformers model: built on the meta device, then made to compute over the engine's parameters.
+
+transformers 5 keeps some weights in another form than checkpoints do (experts stacked in one parameter,
+modules renamed). What it would save is asked of it on the meta device, and each answer is traced back to the
+memory that it is a part of.
 
 Invariants:
+- No parameter is ever given memory by torch. Buffers that checkpoints do not hold (rotary frequencies) are
+  what transformers computes when it loads a checkpoint; they are allocated as always, so no release loses
+  them.
+- A checkpoint tensor, under the name and in the shape that ``save_pretrained`` writes, is a contiguous part
+  of one parameter; anything else is refused by name.
 - Linear layers, embeddings, the head and gated experts become the engine's layers; every other parameter
   (norms, routers, sinks) gets engine storage that the module's own code reads. Nothing stays meta.
 - Each checkpoint tensor has one slot; parts of one product are neighbours in one parameter.
 - Engine names of decoder layer N begin with ``layers.N.``, whatever the architecture calls it.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from ...layers.embedding import Embedding
 from ...layers.linear import Linear
 from ...layers.moe import RoutedExperts
 from ...layers.parameters import Layer, Parameter, Placement, PlainSlot, WeightSlot
+from ..config import ModelConfig
 from . import experts as moe
-from .names import checkpoint_parts
+from .attention import IMPLEMENTATION
+from .config import FAILURES, read_config
+from .experts import IMPLEMENTATION as EXPERTS
 from .probe import Probe, refused
 from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
-from .skeleton import float32_names, stored_tensors
+
+
+def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the module of this config on the meta device, with the engine's attention and experts.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, transformers' modules do not take the config.
+    """
+    kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
+    options = {"experts_implementation": EXPERTS} if kind._can_set_experts_implementation() else {}
+    try:
+        read = read_config(config)
+        with torch.device("meta"):
+            module: PreTrainedModel = kind._from_config(
+                read, dtype=dtype, attn_implementation=IMPLEMENTATION, **options
+            )
+    except FAILURES as error:
+        reason = f"its modules cannot be built: {type(error).__name__}: {error}"
+        raise refused(config.architecture, reason) from error
+    module.eval()
+    module.requires_grad_(False)
+    return module
+
+
+def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
+    """Give every buffer memory on ``device``, and those that are not of checkpoints their values.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, a tensor that is neither a parameter nor a buffer has no values.
+    """
+    for each in module.modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            each._buffers[name] = torch.zeros_like(buffer, device=device)
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True
+    module.initialize_weights()
+    for path, each in module.named_modules():
+        _fix_frequencies(each)
+        for name, value in vars(each).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise refused(type(module).__name__, f"{path}.{name} is neither a parameter nor a buffer")
+
+
+def _fix_frequencies(module: Any) -> None:
+    """Fix frequencies that follow a batch's longest position: the first set serves every context here."""
+    kind = getattr(module, "rope_type", None)
+    if kind is not None:  # what a forward on the meta device has left for the second set
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+            delattr(module, name)
+    if isinstance(kind, str):
+        module.rope_type = "default"
+    elif isinstance(kind, dict):
+        module.rope_type = dict.fromkeys(kind, "default")
+
+
+def stored_tensors(module: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield every parameter and buffer of checkpoints: name, owner, name there, tensor; a tied one once."""
+    tied = set(module.all_tied_weights_keys)
+    for path, each in module.named_modules(remove_duplicate=True):
+        tensors = dict(each._parameters)
+        tensors |= {k: b for k, b in each._buffers.items() if k not in each._non_persistent_buffers_set}
+        for name, tensor in tensors.items():
+            full = f"{path}.{name}" if path else name
+            if tensor is not None and full not in tied:
+                yield full, each, name, tensor
+
+
+def float32_names(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return names of tensors that transformers keeps in float32 in a model of ``dtype``, or None."""
+    kept = set(module._keep_in_fp32_modules_strict or ()) if dtype != torch.float32 else set()
+    if dtype == torch.float16:
+        kept |= set(module._keep_in_fp32_modules or ())
+    if not kept:
+        return None
+    return re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(kept)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring elements of a parameter."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    offset: int
+    """Elements from the parameter's first."""
+
+    def of(self, data: Tensor) -> Tensor:
+        return data.view(-1)[self.offset :][: prod(self.shape)].view(self.shape)
+
+
+class _WithoutCopies(TorchDispatchMode):
+    """Copies are their originals: a conversion makes its results contiguous, and they would not be views."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.name() == "aten::clone":
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def checkpoint_parts(module: PreTrainedModel) -> dict[str, Part]:
+    """Return every tensor of a meta module's checkpoints by name, a tied one once.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, a checkpoint tensor is no part of one parameter.
+    """
+    tied = set(module.all_tied_weights_keys)
+    state = {name: tensor for name, tensor in module.state_dict(keep_vars=False).items() if name not in tied}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in state.items()}
+    with _WithoutCopies():  # type: ignore[no-untyped-call]
+        saved = revert_weight_conversion(module, dict(state))
+    parts: dict[str, Part] = {}
+    for name, tensor in saved.items():
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        if owner is None or not tensor.is_contiguous():
+            raise refused(type(module).__name__, f"the checkpoint's {name} is no part of one parameter")
+        parts[name] = Part(owner, tuple(tensor.shape), tensor.storage_offset())
+    return parts
 
 
 @dataclass(slots=True)

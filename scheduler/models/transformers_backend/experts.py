@@ -7,7 +7,7 @@ Invariants:
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
@@ -16,7 +16,9 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from ...layers.experts import Experts
 from ...layers.moe import RoutedExperts
 from ...layers.parameters import Parameter, Placement, WeightSlot
-from .names import Part
+
+if TYPE_CHECKING:
+    from .assembly import Part
 
 IMPLEMENTATION = "caesura"
 
@@ -65,7 +67,7 @@ class NamedExperts:
             yield slot
 
 
-def checkpoint_names(module: nn.Module, path: str, parts: dict[str, Part]) -> list[str] | None:
+def checkpoint_names(module: nn.Module, path: str, parts: "dict[str, Part]") -> list[str] | None:
     """Return the checkpoint's names of gate, up and down of each expert, in the order of the slots.
 
     None if the engine's layer does not compute what ``module`` does, or checkpoints have other tensors.

@@ -18,7 +18,7 @@ from ...kernels.attention_form import AttentionForm
 from ...tracing.tracer import NotTraceableError, Trace, Tracer, merge
 from .attention import attend
 from .experts import Computed
-from .norms import Norm
+from .fusion import Norm
 from .probe import FOREIGN_FAILURES, Probe
 from .products import GatheredEmbedding, Given, Head, PartOfProduct, Product, SharedProduct
 
