@@ -121,31 +121,14 @@ class PagedAttention:
         threads = native.num_threads()
         scratch, thread_floats = self.scratch(threads)
         self._attend(
-            q.data_ptr(),
-            q.stride(0),
-            q.stride(1),
-            keys.data_ptr(),
-            values.data_ptr(),
-            self.kv_heads,
-            self.group,
-            self.head_size,
-            self.value_size,
-            self.parts,
-            self.head_size if self._latents else self.value_size,
-            page_table.data_ptr(),
-            page_table.stride(0),
-            tasks.ctypes.data,
-            len(tasks),
-            form.window or 0,
-            self.scale if form.scale is None else form.scale,
-            form.softcap or 0.0,
+            q.data_ptr(), q.stride(0), q.stride(1),
+            keys.data_ptr(), values.data_ptr(), self.kv_heads, self.group, self.head_size, self.value_size,
+            self.parts, self.head_size if self._latents else self.value_size,
+            page_table.data_ptr(), page_table.stride(0), tasks.ctypes.data, len(tasks),
+            form.window or 0, self.scale if form.scale is None else form.scale, form.softcap or 0.0,
             None if form.sinks is None else form.sinks.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            scratch,
-            thread_floats,
-            threads,
-        )
+            out.data_ptr(), out.stride(0), scratch, thread_floats, threads,
+        )  # fmt: skip
         return out
 
     def scratch(self, threads: int) -> tuple[int, int]:

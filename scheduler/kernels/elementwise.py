@@ -69,19 +69,9 @@ def rms_norm(
     ):
         raise ValueError(f"no norm: {_describe(x, weight, addend, out)}")
     _NORM[dtype](
-        x.data_ptr(),
-        x.stride(0),
-        None if residual is None else residual.data_ptr(),
-        addend.stride(0),
-        weight.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        rows,
-        size,
-        eps,
-        from_one,
-        native.num_threads(),
-    )
+        x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(), addend.stride(0),
+        weight.data_ptr(), out.data_ptr(), out.stride(0), rows, size, eps, from_one, native.num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -92,15 +82,9 @@ def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu")
     if not _readable(gate_up.dtype, gate_up, out) or width % 2 or out.shape != (rows, width // 2):
         raise ValueError(f"no gate: {_describe(gate_up, out)}")
     _GATE_MUL[gate_up.dtype](
-        gate_up.data_ptr(),
-        gate_up.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-        rows,
-        width // 2,
-        BENDS[bend],
+        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), rows, width // 2, BENDS[bend],
         native.num_threads(),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -130,27 +114,12 @@ def rope_store(
     q_weight, k_weight, eps, from_one = norm or (None, None, 0.0, False)
     _check_rotation(qkv, num_heads, cos, sin, kv_slots, keys, values, out, norm)
     _ROPE_STORE[qkv.dtype](
-        qkv.data_ptr(),
-        qkv.stride(0),
-        num_heads,
-        kv_heads,
-        size,
-        2 * cos.shape[-1],
-        None if q_weight is None else q_weight.data_ptr(),
-        None if k_weight is None else k_weight.data_ptr(),
-        eps,
-        from_one,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cos.stride(0),
-        kv_slots.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        tokens,
-        native.num_threads(),
-    )
+        qkv.data_ptr(), qkv.stride(0), num_heads, kv_heads, size, 2 * cos.shape[-1],
+        None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(),
+        eps, from_one, cos.data_ptr(), sin.data_ptr(), cos.stride(0),
+        kv_slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        out.data_ptr(), out.stride(0), tokens, native.num_threads(),
+    )  # fmt: skip
     return out
 
 

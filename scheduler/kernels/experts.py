@@ -96,16 +96,9 @@ def group(ids: Tensor, num_experts: int) -> Groups:
     tokens, places = torch.empty(ids.numel(), dtype=torch.int64), torch.empty_like(ids)
     experts, starts, scratch = torch.empty((3, num_experts + 1), dtype=torch.int64)
     count = _group(
-        ids.data_ptr(),
-        ids.numel(),
-        ids.shape[1],
-        num_experts,
-        tokens.data_ptr(),
-        places.data_ptr(),
-        experts.data_ptr(),
-        starts.data_ptr(),
-        scratch.data_ptr(),
-    )
+        ids.data_ptr(), ids.numel(), ids.shape[1], num_experts, tokens.data_ptr(), places.data_ptr(),
+        experts.data_ptr(), starts.data_ptr(), scratch.data_ptr(),
+    )  # fmt: skip
     if count < 0:
         raise IndexError(f"expert ids beyond [0, {num_experts})")
     return Groups(tokens, places, experts, starts, count)
@@ -165,18 +158,10 @@ class GroupedProduct:
                 f"in {out.dtype} {tuple(out.shape)} strides {out.stride()}"
             )
         self._compute(
-            x.data_ptr(),
-            self._weight.data_ptr(),
-            *address(self._scales),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            groups.experts.data_ptr(),
-            groups.starts.data_ptr(),
-            groups.count,
-            self._outputs,
-            self._inputs,
-            native.num_threads(),
-        )
+            x.data_ptr(), self._weight.data_ptr(), *address(self._scales),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), groups.experts.data_ptr(),
+            groups.starts.data_ptr(), groups.count, self._outputs, self._inputs, native.num_threads(),
+        )  # fmt: skip
         return out
 
 
@@ -198,13 +183,7 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
         )
     out = torch.empty((tokens, y.shape[1]), dtype=y.dtype)
     _COMBINE[y.dtype](
-        y.data_ptr(),
-        groups.places.data_ptr(),
-        weights.data_ptr(),
-        out.data_ptr(),
-        tokens,
-        k,
-        y.shape[1],
+        y.data_ptr(), groups.places.data_ptr(), weights.data_ptr(), out.data_ptr(), tokens, k, y.shape[1],
         native.num_threads(),
-    )
+    )  # fmt: skip
     return out

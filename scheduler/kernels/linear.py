@@ -155,19 +155,10 @@ class Product:
                 f"bias {None if bias is None else _described(bias)}, in {_described(out)}"
             )
         self._compute(
-            x.data_ptr(),
-            x.stride(0),
-            self._weight.data_ptr(),
-            *address(self._scales),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            rows,
-            outputs,
-            self._inputs,
-            wide,
-            native.num_threads(),
-        )
+            x.data_ptr(), x.stride(0), self._weight.data_ptr(), *address(self._scales),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, outputs,
+            self._inputs, wide, native.num_threads(),
+        )  # fmt: skip
         return out
 
 
