@@ -18,8 +18,8 @@ from ..memory.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy,
 from ..memory.residency import ComponentResidencyManager, ComponentUse
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.config import EngineConfig
-from .batcher import Kind
 from .components import Blocks
+from .request import Kind
 
 _LOADING = "load_pipeline"
 _STRATEGIES: dict[Residency, Strategy] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
-from caesura.scheduler.images.batcher import ImageBatch
+from caesura.scheduler.images.request import ImageBatch
 from caesura.scheduler.images.runner import ALONE, step_threads
 
 TOKENS, WIDTH, CHANNELS = 64, 128, 16
