@@ -113,9 +113,7 @@ class DecoderKernel:
         for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             shape.check(number, layer, kind, self._dtype, head_norms=head_eps is not None)
         if last_norm.shape != (shape.hidden,) or last_norm.dtype != self._dtype:
-            raise ValueError(
-                f"no last norm of {shape} in {self._dtype}: {last_norm.dtype} {tuple(last_norm.shape)}"
-            )
+            raise native.misfit(f"no last norm of {shape} in {self._dtype}", last_norm)
         self._ranks = ranks
         self._kinds, self._last_norm = kinds, last_norm
         self._parameters = [
@@ -266,11 +264,7 @@ class DecoderKernel:
             and all(table.dtype == torch.int32 and table.stride(1) == 1 for table in tables)
         )
         if not fits:
-            raise ValueError(
-                f"no layers of {shape} in {dtype}: residual {residual.dtype} {tuple(residual.shape)}, "
-                f"angles {tuple(cos.shape)}, "
-                f"pages {keys.dtype} {tuple(keys.shape)}, slots {tuple(step.kv_slots.shape)}"
-            )
+            raise native.misfit(f"no layers of {shape} in {dtype}", residual, cos, keys, step.kv_slots)
 
     def _attends_with(self, step: PagedStep, keys: Tensor, values: Tensor) -> bool:
         shape, attention = self._shape, step.attention
