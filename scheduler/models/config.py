@@ -120,13 +120,7 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
     except CaesuraError as error:
         if backend == "native" or error.code != ErrorCode.UNSUPPORTED_MODEL:
             raise
-        return _parse_instead(error, config, generation, source)
-
-
-def _parse_instead(
-    refused: CaesuraError, config: dict[str, Any], generation: dict[str, Any], source: str
-) -> ModelConfig:
-    """Parse by transformers an architecture that the engine has no file for; the error says both reasons."""
+        refused = error
     try:
         return _parse_by_transformers(config, generation, source)
     except CaesuraError as error:

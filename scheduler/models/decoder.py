@@ -11,7 +11,7 @@ Invariants:
 import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from ..layers.moe import RoutedExperts
 from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
-from .base import CausalLM
+from .base import CausalLM, result_of
 from .config import ModelConfig
 from .fused_decoder import FusedDecoder
 from .multimodal import is_vision_tensor
@@ -178,12 +178,7 @@ class DecoderForCausalLM(CausalLM):
                 backend.paged,
                 self.routing,
             )
-        steps = self.forward_by_layer(batch, backend)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return cast("Tensor", end.value)
+        return result_of(self.forward_by_layer(batch, backend))
 
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
@@ -255,25 +250,12 @@ def dense_mlp(config: ModelConfig, place: Placement, *, bend: Bend = "silu") -> 
     ]
 
 
-def attention_shape(
-    config: ModelConfig,
-    *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    qk_norm: bool = False,
-    norm_from_one: bool = False,
-    sinks: bool = False,
-    gated: bool = False,
-) -> AttentionShape:
+def attention_shape(config: ModelConfig, *, qk_norm: bool = False, **variants: bool) -> AttentionShape:
     return AttentionShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
         qk_norm_eps=config.rms_norm_eps if qk_norm else None,
-        norm_from_one=norm_from_one,
-        sinks=sinks,
-        gated=gated,
+        **variants,
     )

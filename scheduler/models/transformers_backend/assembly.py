@@ -18,7 +18,7 @@ Invariants:
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -161,17 +161,6 @@ def checkpoint_parts(module: PreTrainedModel) -> dict[str, Part]:
     return parts
 
 
-@dataclass(slots=True)
-class Assembled:
-    """Layers that own a module's parameters, and those that the engine calls itself."""
-
-    layers: list[Layer] = field(default_factory=list)
-    head: Head | None = None
-    """None if the module computes its logits itself."""
-    routing: RoutedExperts | None = None
-    torch_experts: bool = False
-
-
 class _Plain:
     def __init__(self, parameter: Parameter, slots: list[WeightSlot]) -> None:
         self._parameter, self._slots = parameter, slots
@@ -183,7 +172,9 @@ class _Plain:
         yield from self._slots
 
 
-class Assembler:
+class Assembled:
+    """A module whose parts the engine's layers have replaced; CaesuraError if a tensor has no place."""
+
     def __init__(self, module: PreTrainedModel, probe: Probe, place: Placement) -> None:
         self._module, self._probe, self._place = module, probe, place
         self._parts = checkpoint_parts(module)
@@ -193,10 +184,11 @@ class Assembler:
         self._float32 = float32_names(module, place.dtype)
         self._paths = dict(module.named_modules())
         self._done: set[str] = set()
-        self._result = Assembled()
-
-    def assemble(self) -> Assembled:
-        """Replace and allocate; CaesuraError UNSUPPORTED_MODEL if a checkpoint's tensor has no place."""
+        self.layers: list[Layer] = []
+        self.head: Head | None = None
+        """None if the module computes its logits itself."""
+        self.routing: RoutedExperts | None = None
+        self.torch_experts = False
         self._replace_embeddings()
         self._replace_experts()
         self._replace_products()
@@ -206,7 +198,6 @@ class Assembler:
         left = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if left:
             raise refused(type(self._module).__name__, f"parameters without a place: {', '.join(left[:3])}")
-        return self._result
 
     # Products
 
@@ -266,7 +257,7 @@ class Assembler:
         name = self._engine_name(f"{parent}.{last}" if parent else last)
         first = linears[0]
         product = Linear(name, first.in_features, parts, bias=first.bias is not None, place=self._place)
-        self._result.layers.append(product)
+        self.layers.append(product)
         return product
 
     # Embeddings and the head
@@ -294,14 +285,14 @@ class Assembler:
             project = self._product([head_path], [head]).forward
         else:
             return
-        self._result.head = Head(project, head.out_features, self._place)
-        self._set(head_path, self._result.head)
+        self.head = Head(project, head.out_features, self._place)
+        self._set(head_path, self.head)
 
     def _gathered(self, path: str, module: nn.Embedding, name: str, tied: bool) -> Embedding:
         vocab, hidden = module.num_embeddings, module.embedding_dim
         checkpoint = name.removesuffix(".weight")
         table = Embedding(self._engine_name(path), checkpoint, vocab, hidden, tied=tied, place=self._place)
-        self._result.layers.append(table)
+        self.layers.append(table)
         self._done.add(f"{path}.weight")
         gather_by(module, table, self._place)
         return table
@@ -316,19 +307,19 @@ class Assembler:
         if len(kinds) == 1:
             (top_k, count) = kinds.pop()
             if isinstance(count, int) and len(routed) == len(self._probe.routed):
-                self._result.routing = RoutedExperts(len(self._probe.layers), top_k, count, place=self._place)
+                self.routing = RoutedExperts(len(self._probe.layers), top_k, count, place=self._place)
         for path in routed:
             module = self._paths[path]
             names = moe.checkpoint_names(module, path, self._parts)
             replaced = None
             if names is not None:
                 replaced = moe.engine_experts(module, self._engine_name(path), path, self._place)
-                self._result.layers.append(moe.NamedExperts(replaced, names))
+                self.layers.append(moe.NamedExperts(replaced, names))
                 for name in ("gate_up_proj", "down_proj"):
                     self._done.add(f"{path}.{name}")
                     delattr(module, name)
-            self._result.torch_experts |= replaced is None
-            computed = moe.Computed(self._layer_of(path), self._result.routing, replaced)
+            self.torch_experts |= replaced is None
+            computed = moe.Computed(self._layer_of(path), self.routing, replaced)
             setattr(module, moe.Computed.ATTRIBUTE, computed)
 
     # Everything else
@@ -346,7 +337,7 @@ class Assembler:
             owner._buffers[attribute] = parameter.data
         else:
             setattr(owner, attribute, nn.Parameter(parameter.data, requires_grad=False))
-        self._result.layers.append(_Plain(parameter, slots))
+        self.layers.append(_Plain(parameter, slots))
 
     def _set(self, path: str, module: nn.Module) -> None:
         parent, _, name = path.rpartition(".")

@@ -26,7 +26,7 @@ from ...layers.parameters import Layer, Placement
 from ..base import CausalLM
 from ..config import ModelConfig
 from ..multimodal import is_vision_tensor
-from .assembly import Assembler, build, compute_buffers
+from .assembly import Assembled, build, compute_buffers
 from .attention import attending
 from .probe import Attended, Probe, probe, refused
 from .products import Given
@@ -56,7 +56,7 @@ class TransformersForCausalLM(CausalLM):
         first = seen.attended[0]
         scales = {call.scale for call in seen.attended}
         compute_buffers(module, place.device)
-        assembled = Assembler(module, seen, place).assemble()
+        assembled = Assembled(module, seen, place)
         self.config = replace(
             config,
             num_layers=len(seen.attended),
@@ -92,11 +92,7 @@ class TransformersForCausalLM(CausalLM):
 
     def hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return hidden states [T, hidden] of all tokens, by the attention that the module has now."""
-        out = self.decoder(
-            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
-        )
-        last: Tensor = out.last_hidden_state
-        return last[0]
+        return _hidden(self.decoder, input_ids, positions)
 
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
@@ -227,8 +223,10 @@ class LayerByLayer:
     def _run(self, input_ids: Tensor, positions: Tensor, result: Tensor | None) -> Tensor:
         for layer in self._noting:
             layer.result = result
-        out = self._decoder(
-            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
-        )
-        last: Tensor = out.last_hidden_state
-        return last[0]
+        return _hidden(self._decoder, input_ids, positions)
+
+
+def _hidden(decoder: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    out = decoder(input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+    last: Tensor = out.last_hidden_state[0]
+    return last
