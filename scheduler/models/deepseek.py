@@ -9,9 +9,8 @@ from ..layers.mla import LatentAttention
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import DEEPSEEK_V3, MoeFields
-from .decoder import DecoderForCausalLM
+from .decoder import DecoderForCausalLM, sparse_mlp
 from .family import Family
-from .sparse import sparse_mlp
 
 _V2 = Family(
     latent=True,

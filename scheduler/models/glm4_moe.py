@@ -5,9 +5,8 @@ from dataclasses import replace
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import DEEPSEEK_V3
-from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .decoder import DecoderForCausalLM, attention_shape, dense_attention, sparse_mlp
 from .family import Family
-from .sparse import sparse_mlp
 
 FAMILIES = {
     "Glm4MoeForCausalLM": Family(

@@ -4,9 +4,8 @@ from ..layers.experts import ExpertNames
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import MoeFields
-from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .decoder import DecoderForCausalLM, SparseNames, attention_shape, dense_attention, sparse_mlp
 from .family import Family
-from .sparse import SparseNames, sparse_mlp
 
 FAMILIES = {
     "GptOssForCausalLM": Family(

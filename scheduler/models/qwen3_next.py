@@ -5,10 +5,16 @@ from dataclasses import replace
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import MoeFields
-from .decoder import AttentionBlock, attention_shape, dense_mlp
+from .decoder import (
+    AttentionBlock,
+    HybridForCausalLM,
+    SparseNames,
+    attention_shape,
+    dense_mlp,
+    hybrid_attention,
+    sparse_mlp,
+)
 from .family import Family
-from .hybrid import HybridForCausalLM, hybrid_attention
-from .sparse import SparseNames, sparse_mlp
 
 _HYBRID = Family(num_kv_heads=2, head_dim=256, partial_rotary=0.25, delta=True)
 _MOE = MoeFields(count=512, top_k=10, width=512, normalize=True, stepped=True, shared=512)

@@ -37,7 +37,7 @@ from ..config import ModelConfig
 from . import experts as moe
 from .attention import IMPLEMENTATION
 from .config import FAILURES, read_config
-from .experts import IMPLEMENTATION as EXPERTS
+from .experts import EXPERTS
 from .probe import Probe, refused
 from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
 

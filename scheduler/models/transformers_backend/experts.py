@@ -20,7 +20,7 @@ from ...layers.parameters import Parameter, Placement, WeightSlot
 if TYPE_CHECKING:
     from .assembly import Part
 
-IMPLEMENTATION = "caesura"
+EXPERTS = "caesura"
 
 
 class Computed:
@@ -48,7 +48,7 @@ def _compute(module: nn.Module, hidden: Tensor, *args: Any) -> Tensor:
     return computed(module, hidden, *args)
 
 
-ExpertsInterface.register(IMPLEMENTATION, _compute)
+ExpertsInterface.register(EXPERTS, _compute)
 
 
 class NamedExperts:
