@@ -30,6 +30,8 @@ from .probe import Probe
 from .products import Given, Head
 from .tracing import trace_decoder, trace_head
 
+logger = logging.getLogger(__name__)
+
 _ADDITIONS = (Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add)
 _Layer = tuple[LayerTensors, LayerKind, FusedAttention]
 
@@ -180,9 +182,6 @@ class _Chain:
 def _require(holds: bool) -> None:
     if not holds:
         raise _OtherCallsError
-
-
-logger = logging.getLogger(__name__)
 
 
 class _Program:
