@@ -27,14 +27,15 @@ from ..runtime.files import is_pipeline
 from ..weights.components import ComponentSource
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
-from .component_residency import leave_after_loading, strategy_of
 from .components import (
     Blocks,
     Component,
     build_component,
     class_names,
     config_difference,
+    leave_after_loading,
     read_index,
+    strategy_of,
 )
 from .family import Family
 from .flux import Flux

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..memory.device_module import DeviceModule, streams_of
-from .component_residency import ComponentStages
+from .components import ComponentStages
 from .family import Embeds, Family, to_pixels
 from .memory_limit import Footprint
 from .request import Conditioning, ImageBatch, ImageRequest, Prompt

@@ -34,10 +34,8 @@ from ...layers.linear import Linear
 from ...layers.moe import RoutedExperts
 from ...layers.parameters import Layer, Parameter, Placement, PlainSlot, WeightSlot
 from ..config import ModelConfig
-from . import experts as moe
-from .attention import IMPLEMENTATION
 from .config import FAILURES, read_config
-from .experts import EXPERTS
+from .interfaces import IMPLEMENTATION, Computed, NamedExperts, checkpoint_names, engine_experts
 from .probe import Probe, refused
 from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
 
@@ -49,7 +47,7 @@ def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         CaesuraError: UNSUPPORTED_MODEL, transformers' modules do not take the config.
     """
     kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
-    options = {"experts_implementation": EXPERTS} if kind._can_set_experts_implementation() else {}
+    options = {"experts_implementation": IMPLEMENTATION} if kind._can_set_experts_implementation() else {}
     try:
         read = read_config(config)
         with torch.device("meta"):
@@ -310,17 +308,17 @@ class Assembled:
                 self.routing = RoutedExperts(len(self._probe.layers), top_k, count, place=self._place)
         for path in routed:
             module = self._paths[path]
-            names = moe.checkpoint_names(module, path, self._parts)
+            names = checkpoint_names(module, path, self._parts)
             replaced = None
             if names is not None:
-                replaced = moe.engine_experts(module, self._engine_name(path), path, self._place)
-                self.layers.append(moe.NamedExperts(replaced, names))
+                replaced = engine_experts(module, self._engine_name(path), path, self._place)
+                self.layers.append(NamedExperts(replaced, names))
                 for name in ("gate_up_proj", "down_proj"):
                     self._done.add(f"{path}.{name}")
                     delattr(module, name)
             self.torch_experts |= replaced is None
-            computed = moe.Computed(self._layer_of(path), self.routing, replaced)
-            setattr(module, moe.Computed.ATTRIBUTE, computed)
+            computed = Computed(self._layer_of(path), self.routing, replaced)
+            setattr(module, Computed.ATTRIBUTE, computed)
 
     # Everything else
 

@@ -28,7 +28,7 @@ from ...kernels.elementwise import gate_mul, rope_store
 from ...runtime.config import PAGE_SIZE
 from ...tracing.passes import by_position, compiled, drop_unused, makers_of, replace, slice_of, takers_of
 from ...tracing.tracer import Affine, Call, Trace, Value
-from .attention import attend_fused
+from .interfaces import attend_fused
 from .probe import FOREIGN_FAILURES
 
 _ROWS = 5

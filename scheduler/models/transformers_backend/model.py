@@ -27,7 +27,7 @@ from ..base import CausalLM
 from ..config import ModelConfig
 from ..multimodal import is_vision_tensor
 from .assembly import Assembled, build, compute_buffers
-from .attention import attending
+from .interfaces import attending
 from .probe import Attended, Probe, probe, refused
 from .products import Given
 from .self_check import check
