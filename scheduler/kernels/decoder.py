@@ -51,10 +51,8 @@ class _Regions:
         if experts:
             count, k = max(each.count for each in experts), max(each.top_k for each in experts)
             size, indices = max(each.size for each in experts), (count + 1) * _INT64
-            self.groups_row, of_layers = (
-                count + 1,
-                len(kinds) * indices,
-            )  # a thread may read those of a layer late
+            of_layers = len(kinds) * indices  # a thread may read those of a layer late
+            self.groups_row = count + 1
             self._block |= {
                 "logits": (count * _FLOAT32, 0), "ids": (k * _INT64, 0), "weights": (k * _FLOAT32, 0),
                 "pair_tokens": (k * _INT64, 0), "places": (k * _INT64, 0), "gates": (item, 0),
@@ -75,10 +73,8 @@ class _Regions:
         if self._for[0] != tokens:
             self._offsets = {}
             begin = self._place(self._common, tokens, 0)
-            self._for = (
-                tokens,
-                max(self._place(part, tokens, begin) for part in (self._attention, self._block)),
-            )
+            ends = [self._place(part, tokens, begin) for part in (self._attention, self._block)]
+            self._for = tokens, max(ends)
         return self._offsets, self._for[1]
 
     def _place(self, part: dict[str, tuple[int, int]], tokens: int, begin: int) -> int:
