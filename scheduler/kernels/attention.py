@@ -137,13 +137,7 @@ class PagedAttention:
         return scratch.data_ptr(), self._thread_floats
 
     def _check(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        page_table: Tensor,
-        out: Tensor,
-        sinks: Tensor | None,
+        self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, out: Tensor, sinks: Tensor | None
     ) -> None:
         heads, dtype = self.kv_heads * self.group, self.dtype
         sizes = self.head_size, self.head_size if self._latents else self.value_size

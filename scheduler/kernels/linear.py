@@ -146,12 +146,7 @@ class Product(Packed):
         super().__init__(weight, 1, outputs, inputs, scales, dtype)
 
     def __call__(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-        *,
-        wide: bool = False,
+        self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, wide: bool = False
     ) -> Tensor:
         """Return ``out``, fresh memory if it is None.
 

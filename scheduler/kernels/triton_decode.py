@@ -159,13 +159,7 @@ class PagedDecode:
         self._maxima, self._sums = torch.empty((2, parts), dtype=torch.float32, device=table.device)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        form: AttentionForm = PLAIN,
+        self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, form: AttentionForm = PLAIN
     ) -> Tensor:
         """Store, then :meth:`attend`; k, v: [rows, kv heads, size], the last dimension contiguous."""
         table = self._tables[form.window is not None]

@@ -153,12 +153,7 @@ class DecoderForCausalLM(CausalLM):
             for i, blocks in enumerate(zip(attention, mlp, strict=True))
         ]
         self._norm = RMSNorm(
-            "norm",
-            "model.norm",
-            hidden,
-            config.rms_norm_eps,
-            from_one=variants.norm_from_one,
-            place=place,
+            "norm", "model.norm", hidden, config.rms_norm_eps, from_one=variants.norm_from_one, place=place
         )
         self._head: OutputHead | None = None
         project = self._embed.project
@@ -318,14 +313,7 @@ def sparse_mlp(
 def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, place: Placement) -> Router:
     if not moe.grouped:
         return TopKRouter(
-            name,
-            module,
-            hidden,
-            moe.num_experts,
-            moe.top_k,
-            normalize=moe.normalize,
-            bias=bias,
-            place=place,
+            name, module, hidden, moe.num_experts, moe.top_k, normalize=moe.normalize, bias=bias, place=place
         )
     return GroupedRouter(
         name,
