@@ -20,7 +20,7 @@ from caesura.scheduler.__main__ import main as run_scheduler
 
 import torch  # isort: skip
 
-from caesura.scheduler.memory import device_cache
+from caesura.scheduler.memory import device_memory
 from caesura.scheduler.memory.device_memory import empty_device_cache
 from caesura.scheduler.models import qwen3
 
@@ -81,7 +81,7 @@ def time_emptyings(file: IO[bytes]) -> None:
         file.write(f"{time.perf_counter() - started!r}\n".encode())
         return found
 
-    setattr(device_cache, empty_device_cache.__name__, timed)
+    setattr(device_memory, empty_device_cache.__name__, timed)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@ nothing.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 from litestar import Litestar
 from litestar.datastructures import State
@@ -19,23 +20,19 @@ from .sglang import control, generate, info, rollout, tokenize, updates
 from .vllm import control as vllm_control
 from .vllm import tokens
 
-__all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app"]
+__all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app", "routes_of"]
 
-ROUTES: list[HTTPRouteHandler] = [
-    *generate.ROUTES,
-    *rollout.ROUTES,
-    *control.ROUTES,
-    *updates.ROUTES,
-    *info.ROUTES,
-    *tokenize.ROUTES,
-    *completions.ROUTES,
-    *chat.ROUTES,
-    *images.ROUTES,
-    *models.ROUTES,
-    *tokens.ROUTES,
-    *vllm_control.ROUTES,
-    *metrics.ROUTES,
-    *dashboard.ROUTES,
+
+def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
+    """Return the routes that the modules define."""
+    return [
+        value for module in modules for value in vars(module).values() if isinstance(value, HTTPRouteHandler)
+    ]
+
+
+ROUTES = [
+    *routes_of(generate, rollout, control, updates, info, tokenize, completions, chat, images, models),
+    *routes_of(tokens, vllm_control, metrics, dashboard),
 ]
 
 

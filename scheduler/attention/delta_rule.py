@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..cache.state_pool import StatePool, StateShape
+from ..cache.pool import StatePool, StateShape
 from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, StateSegment, StateStep
 from ..kernels.attention import PagedStep
 from ..kernels.attention_form import PLAIN, AttentionForm
@@ -66,7 +66,7 @@ class HybridBackend:
 
         Args:
             layer: its number among those with states.
-            kernel: takes the segments, and the pool's :meth:`~..cache.state_pool.StatePool.layer`.
+            kernel: takes the segments, and the pool's :meth:`~..cache.pool.StatePool.layer`.
         """
         if self._segments is None:
             self._segments = segments_of(self._planned(), self._decode)

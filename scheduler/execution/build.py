@@ -15,13 +15,10 @@ import torch
 from ...io_struct import CaesuraError, ErrorCode
 from ..attention.backends import Shape, choose, make
 from ..attention.delta_rule import HybridBackend
-from ..cache.linear_states import StateRows
-from ..cache.pool import MHAPool, MLAPool
-from ..cache.routing import RoutingPool
-from ..cache.state_pool import StatePool, StateShape
-from ..cache.window_pages import WindowPages, storage_pages
+from ..cache.layer_ledgers import StateRows, WindowPages, storage_pages
+from ..cache.pool import MHAPool, MLAPool, RoutingPool, StatePool, StateShape
 from ..kernels import serving
-from ..memory.device_memory import MinReduce, available_memory_if_known
+from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
 from ..models.config import load_model_config
@@ -34,7 +31,7 @@ from ..scheduling.waiting_queue import AdmissionLimits, pages_for
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import load_from_disk, open_checkpoint
-from ..weights.upload import uploader_of, write_stream_of
+from ..weights.upload import write_stream_of
 from .autotune import WarmUp
 from .forward import AttentionBackend, Runner
 from .kernel_report import why_torch
@@ -88,13 +85,21 @@ def load_model(
     model = build_model(model_config, dtype, device, parallel)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)
-    load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
+    load_from_disk(loader, checkpoint, config.load_bucket_bytes, write_stream_of(device))
     loader.forget_written()
     model.finalize_weights()
     if model_config.transformers_config is not None:
         with nobody():
             model.check()
-    return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)
+    return LoadedModel(
+        config=model.config,
+        model=model,
+        loader=loader,
+        dtype=dtype,
+        device=device,
+        digest=checkpoint.local_digest,
+        parallel=parallel,
+    )
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:
@@ -220,7 +225,7 @@ def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None
     Raises:
         CaesuraError: ``unsupported``, the configuration does not give the pool's size either.
     """
-    free = available_memory_if_known(config.device, empty_cache=True, group=group)
+    free = get_available_memory(config.device, empty_cache=True, group=group)
     if free is None and config.kv_pool_tokens is None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,

@@ -195,7 +195,7 @@ class StateSegment(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StateStep:
-    """The rows of states of a step, in layers that keep one per sequence (``cache/linear_states.py``)."""
+    """The rows of states of a step, in layers that keep one per sequence (``cache/layer_ledgers.py``)."""
 
     rows: Tensor
     """int64 [R]: row of states that each of the step's rows ends in."""

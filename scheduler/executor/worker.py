@@ -19,8 +19,13 @@ import torch
 from ...io_struct import CaesuraError, InitWeightsUpdateGroupReqInput, MemoryTag
 from ..execution.build import build_components, build_runner
 from ..execution.forward import ForwardOutput
-from ..memory.device_cache import DeviceCache, EmptyCachePlace
-from ..memory.device_memory import DeviceMemoryReading, MinReduce, available_memory_if_known
+from ..memory.device_memory import (
+    DeviceCache,
+    DeviceMemoryReading,
+    EmptyCachePlace,
+    MinReduce,
+    get_available_memory,
+)
 from ..memory.device_module import device_module_for, use_device
 from ..memory.residency import ComponentResidencyManager
 from ..weights.reading import Held, checksums, garbage
@@ -85,7 +90,7 @@ class Worker:
         return Memory(
             reserved=reading.reserved,
             allocated=reading.allocated,
-            available=available_memory_if_known(self._config.device),
+            available=get_available_memory(self._config.device),
         )
 
     def execute(self, step: msgspec.Raw, *frames: memoryview) -> ForwardOutput:

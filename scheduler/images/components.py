@@ -20,7 +20,6 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,14 @@ from torch import Tensor, nn
 from ...io_struct import Residency
 from ..layers.offloadable_parameter import OffloadableSlot
 from ..layers.parameters import Parameter, WeightSlot
+from ..memory.host_copy import exhaust
 from ..memory.offload import (
     ComponentOffloadStrategy,
     LayerwiseOffloadStrategy,
     OffloadableComponent,
     Strategy,
 )
-from ..memory.residency import ComponentResidencyManager, ComponentUse
+from ..memory.residency import ComponentResidencyManager
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.config import EngineConfig
 from ..runtime.dtypes import DTYPES
@@ -280,7 +280,6 @@ def _outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Mod
             yield from _outermost_lists(child, f"{path}{name}.")
 
 
-_LOADING = "load_pipeline"
 _STRATEGIES: dict[Residency, Strategy] = {
     "offload": ComponentOffloadStrategy(),
     "layerwise": LayerwiseOffloadStrategy(),
@@ -306,12 +305,9 @@ class ComponentStages:
         self._residency = residency
         self._times = times
         self._blocks = movable
-        # A window of blocks leaves as many holes in the allocator as a large component: the manager cannot
-        # tell by size.
-        self._uses: dict[Kind, list[ComponentUse]] = {"encode": [], "denoise": [], "decode": []}
-        for name, blocks in movable.items():
-            use = ComponentUse(name=name)
-            self._uses[kind_using(name)].append(replace(use, memory_intensive=blocks is not None))
+        self._used: dict[Kind, list[str]] = {"encode": [], "denoise": [], "decode": []}
+        for name in movable:
+            self._used[kind_using(name)].append(name)
         self._kind: Kind | None = None
 
     def comes_in_blocks(self, component: str) -> bool:
@@ -326,10 +322,9 @@ class ComponentStages:
             return
         self.leave()
         self._kind = kind
-        self._residency.begin_request(kind)
-        if self._uses[kind]:
+        if self._used[kind]:
             with self._times.stage("components.arrive"):
-                _exhaust(self._residency.before_stage(kind, self._uses[kind]))
+                exhaust(self._residency.bring(self._used[kind]))
         self._use(kind)
 
     def leave(self) -> None:
@@ -337,31 +332,12 @@ class ComponentStages:
         if self._kind is None:
             return
         kind, self._kind = self._kind, None
-        uses = self._uses[kind]
-        if not uses:
-            _exhaust(self._residency.finish_request(kind))
-            return
-        with self._times.stage("components.leave"):
-            for use in uses:
-                _exhaust(self._residency.finish_use(use))
-            _exhaust(self._residency.finish_request(kind))
+        if self._used[kind]:
+            with self._times.stage("components.leave"):
+                exhaust(self._residency.leave(self._used[kind]))
 
     def _use(self, kind: Kind) -> None:
-        for use in self._uses[kind]:
-            at_layer = self._residency.use(kind, use)
-            if (blocks := self._blocks[use.name]) is not None:
+        for name in self._used[kind]:
+            at_layer = self._residency.use(name)
+            if (blocks := self._blocks[name]) is not None:
                 blocks.before = at_layer
-
-
-def leave_after_loading(residency: ComponentResidencyManager, name: str) -> None:
-    """Have a component that has its values, and that nobody uses yet, leave the device."""
-    use = ComponentUse(name=name)
-    residency.begin_request(_LOADING)
-    residency.use(_LOADING, use)
-    _exhaust(residency.finish_use(use))
-    _exhaust(residency.finish_request(_LOADING))
-
-
-def _exhaust(steps: Iterable[Any]) -> None:
-    for _ in steps:
-        pass

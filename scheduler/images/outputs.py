@@ -9,6 +9,9 @@ Invariants:
 """
 
 import logging
+import mmap
+from collections.abc import Sequence
+from itertools import accumulate
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ...io_struct import FinishReason, GenerateImagesReqOutput, ResultTensor
-from ..memory.mapped_results import in_a_mapping
 from ..runtime.dtypes import NAMES
 from ..scheduling.outputs import Outputs
 from ..scheduling.waiting_queue import LiveRequests
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+_ALIGN = 64
 
 TRAIN_TIMESTEPS = 1000
 """Timestep at sigma 1, in the terms of trainers and of diffusers."""
@@ -158,3 +162,19 @@ def _tensors(sample: ImageRequest, reason: FinishReason) -> dict[str, Tensor]:
     elif sample.is_denoised and sample.latent is not None and reason.type == "length":
         tensors["final_latents"] = sample.latent
     return {name: torch.as_tensor(each).cpu().contiguous() for name, each in tensors.items()}
+
+
+def in_a_mapping(arrays: Sequence[np.ndarray]) -> list[memoryview]:
+    """Return copies of ``arrays`` (uint8 [n]) in one anonymous mapping, which goes with the last of them.
+
+    A result is stored long after its step. In malloc's heap, small blocks that live long split the free ones
+    of megabytes: on a tiny pipeline it took 0.4 MB more from the system for each image of 5 KB.
+    """
+    starts = [0, *accumulate(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]
+    mapping = memoryview(mmap.mmap(-1, max(1, starts[-1])))
+    found = []
+    for start, array in zip(starts, arrays, strict=False):
+        part = mapping[start : start + array.nbytes]
+        part[:] = array.data
+        found.append(part)
+    return found

@@ -18,22 +18,23 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import WeightSlot
+from ..memory.host_copy import exhaust
 from ..memory.residency import ComponentResidencyManager
 from ..memory.workspace import Workspace
 from ..models.base import Weights
 from ..runtime.config import EngineConfig
 from ..runtime.dtypes import by_torch_name
 from ..runtime.files import is_pipeline
-from ..weights.components import ComponentSource
+from ..weights.loaded_model import LoadedWeights
 from ..weights.loader import WeightLoader
-from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
+from ..weights.source import ComponentSource
+from ..weights.transports.disk import Checkpoint, open_checkpoint
 from .components import (
     Blocks,
     Component,
     build_component,
     class_names,
     config_difference,
-    leave_after_loading,
     read_index,
     strategy_of,
 )
@@ -73,20 +74,15 @@ class DiffusionModel(Weights):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedPipeline:
+class LoadedPipeline(LoadedWeights):
     model: DiffusionModel
-    loader: WeightLoader
     family: Family
-    dtype: torch.dtype
-    device: torch.device
-    digest: str
     movable: Mapping[str, Blocks | None]
     """Components that come and go, with the blocks of those that do so layer by layer."""
-    weights_bytes: int
 
     @property
-    def derived_bytes(self) -> int:
-        return 0
+    def weights_bytes(self) -> int:
+        return sum(component.nbytes for component in self.model.parts.values())
 
 
 def load_pipeline(
@@ -113,18 +109,20 @@ def load_pipeline(
         if name not in names:
             continue
         strategy = strategy_of(name, config)
-        mover = None if strategy is None else residency.register(name, strategy, tag="weights")
+        # A window of blocks leaves as many holes in the allocator as a large component.
+        layerwise = strategy is not None and strategy.kind == "layerwise"
+        mover = None if strategy is None else residency.register(name, strategy, memory_intensive=layerwise)
         class_path = next(path for path in allowed if path.endswith(f".{names[name]}"))
         with residency.component("weights" if mover is None else name):
             component, checkpoint = build_component(name, root / name, class_path, dtype, device, mover)
         if strategy is not None:
-            movable[name] = Blocks(component.module) if strategy.kind == "layerwise" else None
+            movable[name] = Blocks(component.module) if layerwise else None
             residency.divide(name, blocks.tensors() if (blocks := movable[name]) is not None else [])
         if folder is not None and name == DEFAULT_COMPONENT:
             checkpoint = open_component(folder, component)
         _load(component, checkpoint, workspace, config.load_bucket_bytes)
         if mover is not None:
-            leave_after_loading(residency, name)
+            exhaust(residency.leave([name]))
         components[name] = component
         digests.append(checkpoint.local_digest)
     components = {name: components[name] for name in kind.classes if name in components}
@@ -135,7 +133,6 @@ def load_pipeline(
         loader=WeightLoader(model),
         family=kind.load(root, {name: each.module for name, each in components.items()}, names),
         movable=movable,
-        weights_bytes=sum(each.nbytes for each in components.values()),
         dtype=components[DEFAULT_COMPONENT].dtype,
         device=device,
         digest=hashlib.sha256("".join(digests).encode()).hexdigest(),
@@ -144,7 +141,7 @@ def load_pipeline(
 
 def _load(component: Component, checkpoint: Checkpoint, workspace: Workspace, bucket_bytes: int) -> None:
     loader = WeightLoader(DiffusionModel({component.name: component}))
-    source = ComponentSource(DiskSource(checkpoint, workspace), component.name)
+    source = ComponentSource(checkpoint.into(workspace), component.name)
     loader.check(source.specs, complete=True)
     for piece in source.pieces(bucket_bytes, loader.skip):
         assert piece is not None, "a file has everything at once"

@@ -1,22 +1,24 @@
 """Emptying the device allocator, and reading it, alike on every device.
 
-- :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from
-  named places only (docs/explanation/memory.md).
-- Reading memory has no side effect: it neither empties, nor synchronises, nor initialises a device.
-- Everything works on a *device module* (``device_module.py``). What one lacks reads as 0, except free memory,
-  which is an error.
+- :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project. A running engine calls
+  it through one :class:`DeviceCache`: ordered after the work of the forward stream, logged under the name of
+  its place (docs/explanation/memory.md), and counted. Reading memory has no side effect.
+- An operation that failed gives unused blocks back before it is answered. The caller has let go of the
+  exception by then, since a traceback keeps the tensors of the frames that it passed.
 """
 
 import errno
-import os
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from ...io_struct import CaesuraError, ErrorCode, RankMemory
+from ...io_struct import CaesuraError, EmptyCacheTotal, ErrorCode, RankMemory
 from .device_module import DeviceModule, device_module_for, free_and_total
+
+logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _NO_MEMORY = (
@@ -109,8 +111,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def get_available_memory(
     device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
-) -> int:
-    """Return the bytes that an allocation on ``device`` can still get from the system.
+) -> int | None:
+    """Return the bytes that an allocation on ``device`` can still get from the system; None if the backend
+    does not tell.
 
     CPU: the smaller of MemAvailable and what the cgroups leave. MPS: the recommended working set minus what
     the driver holds. Everything else: the module's ``mem_get_info``.
@@ -118,45 +121,23 @@ def get_available_memory(
     Args:
         empty_cache: return the allocator's unused blocks first; they do not count as available otherwise.
         group: ranks whose minimum is returned; by default this rank alone.
-
-    Raises:
-        CaesuraError: ``unsupported``, the backend does not tell.
     """
-    device = torch.device(device)
     module = device_module_for(device)
     if empty_cache:
         empty_device_cache(module)
     known = free_and_total(module)
-    if known is None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, f"device {device} does not report its free memory", device=str(device)
-        )
-    available = known[0]
-    return available if group is None else group.all_reduce_min(available)
+    if known is None or group is None:
+        return None if known is None else known[0]
+    return group.all_reduce_min(known[0])
 
 
-def available_memory_if_known(
-    device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
-) -> int | None:
-    """Return :func:`get_available_memory`, or None where the backend does not tell."""
-    try:
-        return get_available_memory(device, empty_cache, group)
-    except CaesuraError as error:
-        if error.code != ErrorCode.UNSUPPORTED:
-            raise
-        return None
-
-
-def refuse_defeating_settings(
-    device: torch.device | str, memory_saver: bool, environ: Mapping[str, str] = os.environ
-) -> None:
-    """Refuse (``invalid_request``) allocator settings under which released memory would not come back.
+def refuse_defeating_settings(environ: Mapping[str, str]) -> None:
+    """With a memory saver, refuse (``invalid_request``) allocator settings under which released memory would
+    not come back.
 
     Expandable segments map physical memory behind the allocator's own virtual ranges, and so does a memory
     saver: the two cannot own the same pages.
     """
-    if not memory_saver or torch.device(device).type == "cpu":
-        return
     for name in _ALLOC_CONF:
         for setting in environ.get(name, "").split(","):
             key, _, value = setting.partition(":")
@@ -167,3 +148,88 @@ def refuse_defeating_settings(
                     field=name,
                     value=environ[name],
                 )
+
+
+EmptyCachePlace = Literal[
+    "start",
+    "continue",
+    "flush",
+    "lease_expiry",
+    "update",
+    "release",
+    "resume",
+    "component",
+    "idle",
+    "failure",
+]
+"""Reason for an emptying (docs/explanation/memory.md lists them)."""
+
+_LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
+    "continue": "continue_generation",
+    "flush": "flush_cache",
+    "lease_expiry": "lease_expiry",
+    "release": "release_memory",
+}
+"""Names of the places whose line operators read; the others log at DEBUG."""
+
+
+class DeviceCache:
+    def __init__(
+        self,
+        device_module: DeviceModule,
+        *,
+        synchronize: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: (),
+        note_failure: Callable[[str, int], None] = lambda what, freed: None,
+    ) -> None:
+        """Args:
+        synchronize: waits for the forward stream. A running score uses blocks until then.
+        elsewhere: empties the caches of other ranks, given the place.
+        note_failure: told of each emptying after a failure: what failed, and the bytes given back.
+        """
+        self._module = device_module
+        self._synchronize = synchronize
+        self._elsewhere = elsewhere
+        self._note_failure = note_failure
+        self._counts: dict[EmptyCachePlace, int] = {}
+        self._freed: dict[EmptyCachePlace, int] = {}
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the allocator holds now."""
+        return self._module.memory_reserved()
+
+    def empty(self, place: EmptyCachePlace, *, reserved_before: int | None = None) -> EmptyCacheReport:
+        """Return unused blocks to the system once the forward stream is idle.
+
+        ``reserved_before`` is an earlier reading, to count what has been given back since; by default that of
+        now.
+        """
+        self._synchronize()
+        before = self.reserved if reserved_before is None else reserved_before
+        empty_device_cache(self._module)
+        report = EmptyCacheReport(before, self.reserved, tuple(self._elsewhere(place)))
+        self._counts[place] = self._counts.get(place, 0) + 1
+        self._freed[place] = self._freed.get(place, 0) + report.freed
+        name = _LOGGED_AS_INFO.get(place)
+        level = logging.DEBUG if name is None else logging.INFO
+        logger.log(level, "%s", report.describe(name or place))
+        return report
+
+    def after_failure(self, what: str) -> None:
+        """Give back what a failed operation has left unused; never raise, as the device may be in any state.
+
+        ``what`` names the failure, for the memory history.
+        """
+        try:
+            freed = self.empty("failure").freed
+        except RuntimeError as error:
+            logger.error("the device cache could not be emptied after a failure", exc_info=error)
+            freed = 0
+        self._note_failure(what, freed)
+
+    def totals(self) -> list[EmptyCacheTotal]:
+        return [
+            EmptyCacheTotal(place=place, count=count, freed_bytes=self._freed[place])
+            for place, count in self._counts.items()
+        ]

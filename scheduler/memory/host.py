@@ -37,14 +37,8 @@ class HostDevice:
         self._cgroup = cgroup
 
     def memory_reserved(self) -> int:
-        """Return the resident anonymous memory; before Linux 4.5, resident minus shared, from statm."""
-        status = _read_kb_fields(self._proc / "self" / "status")
-        if "RssAnon" in status:
-            return status["RssAnon"]
-        pages = _read_text(self._proc / "self" / "statm").split()
-        if len(pages) < 3:
-            return 0
-        return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+        """Return the resident anonymous memory."""
+        return _read_kb_fields(self._proc / "self" / "status").get("RssAnon", 0)
 
     def memory_allocated(self) -> int:
         return 0

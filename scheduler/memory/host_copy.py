@@ -10,53 +10,20 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .device_module import StreamModule
-from .storage import Component, bytes_of
+from .storage import bytes_of
 
 _ALIGN = 64
 """Alignment of each tensor in a file, in bytes, as in torch's own allocations."""
 _CHUNK = 4 << 20
 """Bytes copied between two yields: a millisecond from memory, tens of them from a disk."""
-
-
-class HostCopy(Protocol):
-    """A place for the values of some tensors."""
-
-    def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Copy the values of ``tensors`` here."""
-        ...
-
-    def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Copy them back; they are on the device, and known to be there, when it ends."""
-        ...
-
-    def prefetch(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to copy them back, beside whatever comes next."""
-        ...
-
-    def wait(self) -> None:
-        """Have what comes next see the values that :meth:`prefetch` brings."""
-        ...
-
-    def values(self) -> Sequence[Tensor]:
-        """Return what was saved, in host memory: to be read, and current for as long as the copy exists."""
-        ...
-
-    def write(self, number: int, start: int, rows: Tensor) -> None:
-        """Overwrite elements from ``start`` on of saved tensor ``number``; ``rows``, of its dtype, have been
-        read then.
-
-        Nothing may be on its way meanwhile (:meth:`wait`).
-        """
-        ...
 
 
 class FileCopy:
@@ -165,58 +132,13 @@ class PinnedCopy:
             tensor.copy_(host, non_blocking=self._pin)
 
 
-class BackedUpComponent:
-    """``component`` whose values survive a release of its memory, in a copy that ``make_copy`` makes room
-    for.
+HostCopy = FileCopy | PinnedCopy
+"""A place for the values of some tensors: ``save`` copies them here, and ``load`` back.
 
-    :meth:`keep` comes before each release and copies the values of that moment. The copy exists from there
-    until :meth:`give_up`, so a resume that fails can be repeated.
-    """
-
-    def __init__(self, component: Component, make_copy: Callable[[], HostCopy]) -> None:
-        self.moves = component.moves
-        self._component = component
-        self._make_copy = make_copy
-        self._copy: HostCopy | None = None
-        self._tensors: list[Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        return self._component.nbytes
-
-    @property
-    def copied_bytes(self) -> int:
-        return 0 if self._copy is None else self.nbytes
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        tensor = self._component.allocate(shape, dtype, device)
-        self._tensors.append(tensor)
-        return tensor
-
-    def occupied_bytes(self) -> int:
-        return self._component.occupied_bytes()
-
-    def keep(self) -> Iterator[None]:
-        """Copy the values to the host; raises OSError or RuntimeError if there is no room."""
-        copy = self._make_copy()
-        yield from copy.save(self._tensors)
-        self._copy = copy
-
-    def release(self) -> Iterator[None]:
-        assert self._copy is not None or not self._tensors, "the values have not been kept"
-        return self._component.release()
-
-    def resume(self) -> Iterator[None]:
-        """Take the memory again, and copy the values back.
-
-        Raises OSError or RuntimeError if the copy cannot be read, or the allocator refused; the copy is kept.
-        """
-        yield from self._component.resume()
-        if self._copy is not None:
-            yield from self._copy.load(self._tensors)
-
-    def give_up(self) -> None:
-        self._copy = None
+``prefetch`` begins to copy them back, beside whatever comes next, which sees the values after ``wait``. What
+``values`` returns, in host memory, is current for as long as the copy exists. ``write`` overwrites elements
+of one tensor with rows of its dtype, from any device; nothing may be on its way meanwhile.
+"""
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:

@@ -2,51 +2,44 @@
 and back.
 
 - A component owns exactly what :func:`allocate` made inside ``manager.component(tag)``. What else a model
-  builds meanwhile (rotary tables, workspaces) is allocated by torch as always, so no release can lose it.
-- Memory is zero when it is allocated and when it is resumed. Every view that was made of a tensor keeps
-  working. Addresses survive where :meth:`ComponentResidencyManager.moves` is false; graphs that have captured
-  them must be captured again where it is true.
+  builds meanwhile (rotary tables, workspaces) is allocated by torch as always.
 - Nobody touches a component's tensors between its release and its resume; ``engine_state.py`` knows which are
   released, and the manager must not be asked twice.
 - The policy's weights, the KV pool and graphs are resident: by tag, and without a copy, unless the tag is
-  backed up (``host_copy.py``). Whatever else is large is registered with a strategy (``offload.py``) that
-  says when it is on the device; it keeps its values, also when the tag that it goes with is released.
+  backed up. Whatever else is large is registered with a strategy (``offload.py``) that says when it is on the
+  device; it keeps its values, also when the weights are released.
 - The device cache is emptied once memory-intensive components have left the device (or were there layer by
-  layer, which leaves as many holes), and at no other moment of a request: never between two stages.
+  layer, which leaves as many holes), and at no other moment: never between two stages.
 """
 
 import logging
 import math
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from time import perf_counter, time
+from time import perf_counter
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ComponentStatus, ErrorCode, MemoryTag
-from .device_cache import DeviceCache
-from .device_memory import available_memory_if_known, refuse_defeating_settings
+from .device_memory import DeviceCache, get_available_memory, refuse_defeating_settings
 from .device_module import DeviceModule, device_module_for, free_and_total, streams_of
-from .host_copy import BackedUpComponent, FileCopy, HostCopy, PinnedCopy
-from .offload import RESIDENT, OffloadableComponent, Strategy
+from .host_copy import FileCopy, HostCopy, PinnedCopy, exhaust
+from .offload import OffloadableComponent, Strategy
 from .storage import Component, MappedComponent, SavedComponent, StorageComponent
 
 logger = logging.getLogger(__name__)
 
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
-TRACED_EVENTS = 1024
 LARGE_SHARE = 0.02
-"""Share of the device's memory from which a component counts as memory-intensive, whatever its stage says."""
+"""Share of the device's memory from which a component counts as memory-intensive, whatever was registered."""
 
 _END: Any = object()
 
@@ -77,49 +70,12 @@ def nobody() -> Iterator[None]:
         _ambient.reset(token)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentUse:
-    """What a stage needs of one component."""
-
-    name: str
-    memory_intensive: bool = False
-    """True to empty the device cache when it has left."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyEvent:
-    """Something that happened to a component."""
-
-    at: float
-    """Seconds since the epoch."""
-    event: str
-    """``begin_request``, ``arrive``, ``use``, ``finish_use``, ``leave``, ``keep`` (it might have left, and
-    stays), ``finish_request``, ``missing``, ``release``, ``resume`` or ``emptied``.
-    """
-    component: str
-    """Name of the component, or of the request."""
-    strategy: str
-    nbytes: int
-    """Bytes that came to the device or left it; for ``emptied``, bytes that the system got back."""
-    ms: float
-    """Duration of the work; for ``finish_use``, of the waits for layers."""
-    detail: str
-    """Why a component is kept: ``after_use``, ``warm_up``, ``resident`` or ``in_use`` (by another
-    request); ``missing`` where a use ends of what was never there; ``after_release`` of an emptying.
-    """
-
-
 class ComponentResidencyManager:
     """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory.
 
-    A request is a stretch of work that uses components, in stages:
-
-        begin_request(r); before each stage: before_stage(r, uses); use(r, use); … ; finish_use(use);
-        finish_request(r)
-
-    What moves memory is an iterator that yields often. :meth:`use` waits instead, for what
-    :meth:`before_stage` has not brought. A request that is given up needs no ``finish_request`` if it is
-    begun again under the same name.
+    Who works with registered components calls :meth:`bring` before each stage, :meth:`use` in it, and
+    :meth:`leave` when no stage that needs them comes next. What moves memory is an iterator that yields
+    often; :meth:`use` waits instead, for what :meth:`bring` has not brought.
     """
 
     def __init__(
@@ -145,42 +101,39 @@ class ComponentResidencyManager:
         if make_component is None:
             make_component = _plain(self._device)
             if self._device.type == "cuda" and _saver_is_active(environ):
-                refuse_defeating_settings(self._device, memory_saver=True, environ=environ)
+                refuse_defeating_settings(environ)
                 make_component = SavedComponent
         self._components: dict[str, Component] = {tag: make_component(tag) for tag in MEMORY_TAGS}
-        self._backups: dict[str, BackedUpComponent] = {}
-        for tag in backed_up:
-            backup = BackedUpComponent(self._components[tag], self._make_copy)
-            self._components[tag] = self._backups[tag] = backup
+        self._backed_up = frozenset(backed_up)
+        self._copies: dict[MemoryTag, HostCopy] = {}
+        """Values of backed up tags, from :meth:`keep` until :meth:`give_up`."""
         self._registered: dict[str, OffloadableComponent] = {}
-        self._tags: dict[str, MemoryTag] = {}
-        self._requests: dict[str, tuple[bool, set[str]]] = {}
         self._executor: ThreadPoolExecutor | None = None
         self.peak_bytes = 0
         """Most bytes that registered components had on the device at one time, since :meth:`forget_peak`."""
         self._side: torch.Stream | None = None
-        self.trace: deque[ResidencyEvent] = deque(maxlen=TRACED_EVENTS)
 
     def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown()
 
     def register(
-        self, name: str, strategy: Strategy = RESIDENT, *, tag: MemoryTag = "weights"
+        self, name: str, strategy: Strategy, *, memory_intensive: bool = False
     ) -> OffloadableComponent:
-        """Add a component that ``strategy`` moves; a release of ``tag`` takes it off the device, too, with
-        its values kept.
+        """Add a component that ``strategy`` moves; a release of the weights takes it off the device, too,
+        with its values kept. Who changes values later writes them through the result.
 
-        Who changes values later writes them through the result.
+        Args:
+            memory_intensive: empty the device cache when it has left, whatever its size.
         """
         assert name not in self._registered, name
         assert name not in self._components, name
-        storage_of = tag if strategy.preserve else None  # scratch memory is not written whole, as weights are
-        self._registered[name] = OffloadableComponent(
-            name, strategy, lambda: self._make_storage(storage_of), self._make_copy
-        )
-        self._tags[name] = tag
-        return self._registered[name]
+        # Scratch memory is not written whole, as weights are.
+        tag: MemoryTag | None = "weights" if strategy.preserve else None
+        component = OffloadableComponent(name, strategy, lambda: self._make_storage(tag), self._make_copy)
+        component.memory_intensive = memory_intensive
+        self._registered[name] = component
+        return component
 
     def divide(self, name: str, layers: Sequence[Sequence[Tensor]]) -> None:
         """Say which tensors make up which layer of a registered component, once all are allocated."""
@@ -247,41 +200,27 @@ class ComponentResidencyManager:
         """Return True if a release of ``tags`` may change addresses."""
         return any(self._components[tag].moves for tag in tags if self._components[tag].nbytes)
 
-    def begin_request(self, request: str, *, warm_up: bool = False) -> None:
-        """Begin a request. After a ``warm_up``, for which nobody waits, strategies may keep components on the
-        device.
-        """
-        self._requests[request] = (warm_up, set())
-        self._note("begin_request", request, "", 0, 0.0)
-
-    def before_stage(self, request: str, uses: Sequence[ComponentUse]) -> Iterator[None]:
+    def bring(self, names: Iterable[str]) -> Iterator[None]:
         """Bring what the next stage needs.
 
         Raises ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; what did not fit is not there.
         """
-        for use in uses:
-            component = self._find(request, use)
-            if component is not None:
-                self._require_room(component)
-                try:
-                    yield from self._traced("arrive", component, component.strategy.arrive(component))
-                except RuntimeError as error:
-                    needed = component.strategy.peak_bytes(component)
-                    free = available_memory_if_known(self._device)
-                    raise _shortage(f"bringing {use.name} failed: {error}", needed, free) from error
-                self._measure()
+        for name in names:
+            component = self._registered[name]
+            self._require_room(component)
+            try:
+                yield from self._moving("arrive", component, component.strategy.arrive(component))
+            except RuntimeError as error:
+                needed, free = component.strategy.peak_bytes(component), get_available_memory(self._device)
+                raise _shortage(f"bringing {name} failed: {error}", needed, free) from error
+            self._measure()
 
-    def use(self, request: str, use: ComponentUse) -> Callable[[int], None]:
+    def use(self, name: str) -> Callable[[int], None]:
         """Begin to work with a component; return what must be called with each layer's number before it is
         computed.
         """
-        for _ in self.before_stage(request, [use]):
-            pass
-        component = self._registered.get(use.name)
-        if component is None:
-            return lambda layer: None
-        component.waited_s = 0.0
-        self._note("use", use.name, component.strategy.kind, component.device_bytes, 0.0)
+        exhaust(self.bring([name]))
+        component = self._registered[name]
 
         def at_layer(layer: int) -> None:
             component.strategy.at_layer(component, layer)
@@ -289,41 +228,28 @@ class ComponentResidencyManager:
 
         return at_layer
 
-    def finish_use(self, use: ComponentUse) -> Iterator[None]:
-        """Note that the work has been given to the current stream."""
-        component = self._registered.get(use.name)
-        if component is None:
-            self._note("finish_use", use.name, "", 0, 0.0, "missing")
-            return
-        self._note("finish_use", use.name, component.strategy.kind, 0, component.waited_s)
-        if component.strategy.keep_after_use:
-            self._kept(component, "after_use")
-        else:
-            yield from self._leave([component])
-
-    def finish_request(self, request: str) -> Iterator[None]:
-        """Let what no other open request has used leave, where its strategy wants that."""
-        warm_up, used = self._requests.pop(request, (False, set()))
-        elsewhere = set().union(*(names for _, names in self._requests.values()))
-        leaving = []
-        for name, component in self._registered.items():
-            if name not in used:
-                continue
-            if name in elsewhere:
-                self._kept(component, "in_use")
-            elif warm_up and component.strategy.keep_on_warm_up:
-                self._kept(component, "warm_up")
-            else:
-                leaving.append(component)
-        yield from self._leave(leaving)
-        self._note("finish_request", request, "", 0, 0.0)
+    def leave(self, names: Iterable[str]) -> Iterator[None]:
+        """Let components leave, and only here empty the device cache on their behalf."""
+        worth_it: list[str] = []
+        for name in names:
+            component = self._registered[name]
+            before = component.device_bytes
+            yield from self._moving("leave", component, component.strategy.leave(component))
+            freed = before > component.device_bytes
+            intensive = component.memory_intensive or component.nbytes >= self._large
+            if intensive and (freed or component.strategy.kind == "layerwise"):
+                worth_it.append(name)
+        if worth_it:
+            started = perf_counter()
+            report = self._device_cache.empty("component")
+            _log("emptied", ", ".join(worth_it), report.freed, perf_counter() - started)
 
     def backs_up(self, tags: Collection[MemoryTag]) -> bool:
-        return any(tag in self._backups for tag in tags)
+        return not self._backed_up.isdisjoint(tags)
 
     def backup_bytes(self, tag: MemoryTag) -> int:
         """Return the size of the copy that a release of ``tag`` has left on the host; 0 without one."""
-        return self._backups[tag].copied_bytes if tag in self._backups else 0
+        return self.nbytes(tag) if tag in self._copies else 0
 
     def keep(self, tags: Collection[MemoryTag]) -> Iterator[None]:
         """Copy the values of those of ``tags`` that are backed up to the host, before their release; the
@@ -331,34 +257,35 @@ class ComponentResidencyManager:
 
         Raises ``out_of_memory`` if the copy does not fit; there is none then.
         """
-        for tag in tags:
-            if tag not in self._backups:
-                continue
-            backup = self._backups[tag]
+        for tag in self._backed_up.intersection(tags):
             try:
-                yield from self._traced("keep", tag, backup.keep())
+                copy = self._make_copy()
+                yield from self._moving("keep", tag, copy.save(self._components[tag].tensors))
             except (OSError, RuntimeError) as error:
+                needed = self.nbytes(tag)
                 raise CaesuraError(
                     ErrorCode.OUT_OF_MEMORY,
-                    f"a copy of {tag} on the host, {backup.nbytes} bytes, failed: {error}",
-                    needed_bytes=backup.nbytes,
+                    f"a copy of {tag} on the host, {needed} bytes, failed: {error}",
+                    needed_bytes=needed,
                 ) from error
+            self._copies[tag] = copy
 
     def give_up(self, tags: Collection[MemoryTag]) -> None:
         """Drop the copies of ``tags``, which are resident and stay so."""
         for tag in tags:
-            if tag in self._backups:
-                self._backups[tag].give_up()
+            self._copies.pop(tag, None)
 
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
         """Give back the memory of ``tags``, which are resident and :meth:`kept <keep>`; the device must be
         idle.
         """
         for tag in tags:
-            for component in self._of(tag):
+            for component in self._registered.values() if tag == "weights" else ():
                 away = (step for unit in component.units for step in unit.drop())
-                yield from self._traced("leave", component, away)
-            yield from self._traced("release", tag, self._components[tag].release())
+                yield from self._moving("leave", component, away)
+            storage = self._components[tag]
+            assert tag not in self._backed_up or tag in self._copies or not storage.tensors, "not kept"
+            yield from self._moving("release", tag, storage.release())
 
     def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
         """Take back the memory of ``tags``, which are released: all or nothing.
@@ -367,41 +294,33 @@ class ComponentResidencyManager:
         other components when they are used. Raises ``out_of_memory`` with ``needed_bytes`` and
         ``free_bytes``.
         """
-        needed = sum(map(self.nbytes, tags)) + sum(c.nbytes for tag in tags for c in self._residents(tag))
+        residents = [each for each in self._registered.values() if each.strategy.kind == "resident"]
+        needed = sum(map(self.nbytes, tags))
+        needed += sum(component.nbytes for component in residents) if "weights" in tags else 0
         self._device_cache.empty("resume")
-        free = available_memory_if_known(self._device)
+        free = get_available_memory(self._device)
         if free is not None and needed > free:
             raise _shortage(f"resuming {_names(tags)} needs {needed} bytes, {free} are free", needed, free)
         begun: list[MemoryTag] = []
         try:
             for tag in tags:
                 begun.append(tag)
-                yield from self._traced("resume", tag, self._components[tag].resume())
-                for component in self._residents(tag):
-                    yield from self._traced("arrive", component, component.strategy.arrive(component))
+                yield from self._moving("resume", tag, self._resume(tag))
+                for component in residents if tag == "weights" else ():
+                    yield from self._moving("arrive", component, component.strategy.arrive(component))
         except (OSError, RuntimeError) as error:  # somebody else was faster than we, or a copy cannot be read
-            for _ in self.release(begun):
-                pass
+            exhaust(self.release(begun))
             raise _shortage(f"resuming {_names(tags)} failed: {error}", needed, free) from error
         self.give_up(tags)
 
+    def _resume(self, tag: MemoryTag) -> Iterator[None]:
+        storage = self._components[tag]
+        yield from storage.resume()
+        if tag in self._copies:
+            yield from self._copies[tag].load(storage.tensors)
+
     def _measure(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.moved_in_bytes)
-
-    def _of(self, tag: MemoryTag) -> list[OffloadableComponent]:
-        return [component for name, component in self._registered.items() if self._tags[name] == tag]
-
-    def _residents(self, tag: MemoryTag) -> list[OffloadableComponent]:
-        return [component for component in self._of(tag) if component.strategy.kind == "resident"]
-
-    def _find(self, request: str, use: ComponentUse) -> OffloadableComponent | None:
-        component = self._registered.get(use.name)
-        if component is None:
-            self._note("missing", use.name, "", 0, 0.0)
-            return None
-        component.memory_intensive = use.memory_intensive or component.nbytes >= self._large
-        self._requests[request][1].add(use.name)
-        return component
 
     def _require_room(self, component: OffloadableComponent) -> None:
         """Refuse what does not fit. On the CPU an allocation never fails, its first use does; others say so
@@ -410,29 +329,9 @@ class ComponentResidencyManager:
         needed = component.strategy.peak_bytes(component) - component.device_bytes
         if self._device.type != "cpu" or needed <= 0:
             return
-        free = available_memory_if_known(self._device)
+        free = get_available_memory(self._device)
         if free is not None and needed > free:
             raise _shortage(f"{component.name} needs {needed} bytes, {free} are free", needed, free)
-
-    def _leave(self, components: Sequence[OffloadableComponent]) -> Iterator[None]:
-        """Let components leave, and only here empty the device cache on their behalf."""
-        worth_it: list[str] = []
-        for component in components:
-            before = component.device_bytes
-            yield from self._traced("leave", component, component.strategy.leave(component))
-            freed = before > component.device_bytes
-            if component.strategy.kind == "resident":
-                self._kept(component, "resident")
-            if component.memory_intensive and (freed or component.strategy.kind == "layerwise"):
-                worth_it.append(component.name)
-        if worth_it:
-            started = perf_counter()
-            report = self._device_cache.empty("component")
-            seconds = perf_counter() - started
-            self._note("emptied", ", ".join(worth_it), "", report.freed, seconds, "after_release")
-
-    def _kept(self, component: OffloadableComponent, detail: str) -> None:
-        self._note("keep", component.name, component.strategy.kind, component.device_bytes, 0.0, detail)
 
     @cached_property
     def _large(self) -> float:
@@ -450,10 +349,10 @@ class ComponentResidencyManager:
             self._side = streams.Stream()
         return PinnedCopy(streams, self._side, pin=streams is not None and self._device.type != "cpu")
 
-    def _traced(
+    def _moving(
         self, event: str, component: OffloadableComponent | MemoryTag, steps: Iterator[None]
     ) -> Iterator[None]:
-        """Advance ``steps``, and note an event if something was moved."""
+        """Advance ``steps``, and log what was moved, with the time that the steps took."""
         before = component.device_bytes if isinstance(component, OffloadableComponent) else 0
         busy, more = 0.0, True
         while more:
@@ -462,19 +361,14 @@ class ComponentResidencyManager:
             busy += perf_counter() - started
             if more:
                 yield
-        if isinstance(component, OffloadableComponent):
-            moved = abs(component.device_bytes - before)
-            if moved:
-                self._note(event, component.name, component.strategy.kind, moved, busy)
-        else:
-            self._note(event, component, "resident", self._components[component].nbytes, busy)
+        if not isinstance(component, OffloadableComponent):
+            _log(event, f"{component} resident", self._components[component].nbytes, busy)
+        elif moved := abs(component.device_bytes - before):
+            _log(event, f"{component.name} {component.strategy.kind}", moved, busy)
 
-    def _note(
-        self, event: str, component: str, strategy: str, nbytes: int, seconds: float, detail: str = ""
-    ) -> None:
-        self.trace.append(ResidencyEvent(time(), event, component, strategy, nbytes, 1e3 * seconds, detail))
-        words = " ".join(filter(None, (event, component, strategy, detail)))
-        logger.debug("%s: %d bytes, %.1f ms", words, nbytes, 1e3 * seconds)
+
+def _log(event: str, component: str, nbytes: int, seconds: float) -> None:
+    logger.debug("%s %s: %d bytes, %.1f ms", event, component, nbytes, 1e3 * seconds)
 
 
 def _plain(device: torch.device) -> MakeComponent:

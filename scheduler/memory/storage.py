@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from math import prod
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,35 +31,43 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-class Component(Protocol):
+class Component:
     """Tensors of one tag, which come and go together."""
 
-    moves: bool
+    moves: ClassVar[bool]
     """True if tensors may have other addresses after a resume."""
 
-    @property
-    def nbytes(self) -> int: ...
+    def __init__(self, tag: MemoryTag | None) -> None:
+        self.tag = tag
+        self.tensors: list[Tensor] = []
+        self.nbytes = 0
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new tensor of zeros."""
-        ...
+        tensor = self._zeros(shape, dtype, device)
+        self.tensors.append(tensor)
+        self.nbytes += tensor.nbytes
+        return tensor
 
     def occupied_bytes(self) -> int:
         """Return the bytes that the tensors take of what the allocator or the system says is in use."""
-        ...
+        return self.nbytes
 
     def release(self) -> Iterator[None]:
         """Give the memory of all tensors back; their values are lost."""
-        ...
+        raise NotImplementedError
 
     def resume(self) -> Iterator[None]:
         """Take it again, zeroed; RuntimeError if the allocator refused, when some tensors may have memory
         already.
         """
-        ...
+        raise NotImplementedError
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
-class MappedComponent:
+class MappedComponent(Component):
     """CPU on Linux: each tensor in an anonymous private mapping of its own. Addresses stay.
 
     The kernel gives a zero page for each one that was never touched or was given back with MADV_DONTNEED, so
@@ -67,24 +75,23 @@ class MappedComponent:
     they are released and filled several times faster, and read a little faster (docs/explanation/memory.md).
     """
 
+    moves = False
+
     def __init__(self, tag: MemoryTag | None) -> None:
-        self.moves = False
-        self._huge = tag == "weights"  # written whole; in a KV pool they would commit what nobody uses
-        self.nbytes = 0
+        super().__init__(tag)
         self._maps: list[mmap.mmap] = []
         self._spans: list[tuple[int, int]] = []
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         count = prod(shape)
         if count == 0:
             return torch.zeros(shape, dtype=dtype)
         nbytes = count * dtype.itemsize
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if self._huge:
+        if self.tag == "weights":  # written whole; in a KV pool huge pages would commit what nobody uses
             with suppress(OSError):  # a kernel without them
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(mapping)
-        self.nbytes += nbytes
         tensor = torch.frombuffer(mapping, dtype=dtype, count=count)
         self._spans.append((tensor.data_ptr(), nbytes))
         return tensor.view(shape)
@@ -102,41 +109,30 @@ class MappedComponent:
         yield from ()
 
 
-class StorageComponent:
+class StorageComponent(Component):
     """Any device: torch storages resized to nothing and back. Addresses change, views follow their storage.
 
     What is released goes to torch's allocator, which returns it to the system when it is emptied.
     """
 
-    def __init__(self, tag: MemoryTag | None) -> None:
-        self.moves = True
-        self.nbytes = 0
-        self._tensors: list[Tensor] = []
-        self._sizes: list[int] = []
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self._tensors.append(tensor)
-        self._sizes.append(tensor.untyped_storage().nbytes())
-        self.nbytes += tensor.nbytes
-        return tensor
+    moves = True
 
     def occupied_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
     def release(self) -> Iterator[None]:
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor.untyped_storage().resize_(0)
             yield
 
     def resume(self) -> Iterator[None]:
-        for tensor, size in zip(self._tensors, self._sizes, strict=True):
-            tensor.untyped_storage().resize_(size)
+        for tensor in self.tensors:
+            tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.zero_()
             yield
 
 
-class SavedComponent:
+class SavedComponent(Component):
     """CUDA under torch-memory-saver (preload hook): physical memory unmapped and mapped again. Addresses
     stay.
 
@@ -144,31 +140,24 @@ class SavedComponent:
     do not notice: they keep counting what is unmapped. What is mapped again is undefined, so it is zeroed.
     """
 
+    moves = False
+
     def __init__(self, tag: MemoryTag | None) -> None:
-        self.moves = False
-        self.nbytes = 0
-        self._tag = f"caesura-{tag}"
+        super().__init__(tag)
         self._saver = import_module("torch_memory_saver").torch_memory_saver
-        self._tensors: list[Tensor] = []
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        with self._saver.region(tag=self._tag, enable_cpu_backup=False):
-            tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self._tensors.append(tensor)
-        self.nbytes += tensor.nbytes
-        return tensor
-
-    def occupied_bytes(self) -> int:
-        return self.nbytes
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        with self._saver.region(tag=f"caesura-{self.tag}", enable_cpu_backup=False):
+            return super()._zeros(shape, dtype, device)
 
     def release(self) -> Iterator[None]:
-        if self._tensors:
-            self._saver.pause(self._tag)
+        if self.tensors:
+            self._saver.pause(f"caesura-{self.tag}")
         yield from ()
 
     def resume(self) -> Iterator[None]:
-        if self._tensors:
-            self._saver.resume(self._tag)
-        for tensor in self._tensors:
+        if self.tensors:
+            self._saver.resume(f"caesura-{self.tag}")
+        for tensor in self.tensors:
             tensor.zero_()
             yield

@@ -15,17 +15,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..cache.state_pool import StateShape
+from ..cache.pool import StateShape
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm, Bend
+from ..kernels.decoder_layers import GroupRouting
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding, OutputHead
 from ..layers.experts import ExpertNames, Experts
 from ..layers.gated_delta import DeltaShape, GatedDelta
-from ..layers.grouped_router import GroupedRouter
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
-from ..layers.moe import GatedShared, MoeBlock, RoutedExperts, Router, Shared, TopKRouter
+from ..layers.moe import GatedShared, GroupedRouter, MoeBlock, RoutedExperts, Router, Shared, TopKRouter
 from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
@@ -321,12 +321,14 @@ def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, pla
         hidden,
         moe.num_experts,
         moe.top_k,
-        scoring=moe.scoring,
-        num_groups=moe.num_groups,
-        top_groups=moe.top_groups,
-        group_score=moe.group_score,
+        GroupRouting(
+            groups=moe.num_groups,
+            top_groups=moe.top_groups,
+            sigmoid=moe.scoring == "sigmoid",
+            best_two=moe.group_score == "top2",
+            scale=moe.routed_scale,
+        ),
         normalize=moe.normalize,
-        scale=moe.routed_scale,
         bias=moe.score_bias,
         place=place,
     )

@@ -158,7 +158,7 @@ def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None]:
     """Return tensors, the width of the dense block or shared experts (0 without), and experts."""
     if isinstance(block, GatedMLP):
         tensors = _of_linear("gate_up", block.gate_up) | _of_linear("down", block.down)
-        return tensors, block.gate_up.part_features, None
+        return tensors, block.gate_up.out_features // 2, None
     if not isinstance(block, MoeBlock):
         raise _OtherLayerError
     router, experts = _there(block.router.packed), _there(block.experts.packed)

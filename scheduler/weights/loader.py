@@ -2,14 +2,12 @@
 
 - :meth:`WeightLoader.check` is a dry run of :meth:`WeightLoader.write`: it walks the same tensors and slots
   before a byte is written, and lists every problem at once.
-- A name counts as written only when all its rows are; one that is being rewritten does not until it is
-  complete again.
 - Each of several ranks takes whole tensors and keeps its part. Rows that it does not hold may be left out;
   a source that leaves out the last ones ends with a piece of no rows at the end.
 - The result depends on the tensors alone, not on how they were cut or how often they were written.
 - A tensor may bring another one with it (a wide float its FP8 scales), which must not be among the same
-  specs. If two tensors belong together, the later form counts: one that came in another form is due again.
-- Two tensors may replace one that the model holds (blocks and scales); together they count as that one.
+  specs. Two tensors may replace one that the model holds (blocks and scales); together they count as that
+  one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -90,17 +90,17 @@ def test_a_failed_score_empties(driver, allocator, monkeypatch):
         raise MemoryError
         yield
 
-    monkeypatch.setattr(scoring._reference.model, "forward_by_layer", failing)
+    monkeypatch.setattr(scoring.model, "forward_by_layer", failing)
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
     driver.tick(5)
     assert allocator.log == ["emptied"]
 
 
-def test_a_score_that_fails_between_its_chunks_empties(driver, allocator, monkeypatch):
+def test_a_score_that_fails_outside_of_its_chunks_empties(driver, allocator, monkeypatch):
     def failing(request):
         raise MemoryError
 
-    monkeypatch.setattr(driver.engine.residency, "begin_request", failing)
+    monkeypatch.setattr(driver.engine.residency, "leave", failing)
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
     driver.tick(5)
     assert allocator.log == ["emptied"]
@@ -111,7 +111,7 @@ def test_a_reference_that_cannot_leave_the_device_empties(driver, allocator, mon
         raise OSError("no space for the copy")
         yield
 
-    monkeypatch.setattr(driver.engine.residency, "finish_request", stuck)
+    monkeypatch.setattr(driver.engine.residency, "leave", stuck)
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
     driver.tick(20)
     assert allocator.log == ["emptied"]

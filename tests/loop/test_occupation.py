@@ -372,7 +372,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
     driver.call(PauseGenerationReqInput())
     release(driver)
     before = driver.status()
-    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 100)
+    monkeypatch.setattr(residency, "get_available_memory", lambda device: 100)
     error = assert_error(driver.call(Resume()), "out_of_memory")
     sizes = before.device_memory
     assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}

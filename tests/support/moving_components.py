@@ -18,14 +18,12 @@ from caesura.scheduler.memory.offload import (
 )
 from caesura.scheduler.memory.residency import (
     ComponentResidencyManager,
-    ComponentUse,
     allocate,
 )
 from caesura.scheduler.memory.storage import StorageComponent
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
-USE = ComponentUse(name="model", memory_intensive=True)
 LAYERS = 5
 
 
@@ -150,9 +148,16 @@ def exhaust(steps: Iterator[None]) -> int:
 class Model:
     """A component of a head and layers, all of different values; ``head`` is in no layer."""
 
-    def __init__(self, manager: ComponentResidencyManager, strategy: Any, elements: int = 1000) -> None:
-        self.manager, self.use = manager, USE
-        manager.register("model", strategy, tag="weights")
+    def __init__(
+        self,
+        manager: ComponentResidencyManager,
+        strategy: Any,
+        elements: int = 1000,
+        *,
+        memory_intensive: bool = True,
+    ) -> None:
+        self.manager = manager
+        self.component = manager.register("model", strategy, memory_intensive=memory_intensive)
         with manager.component("model"):
             self.head = allocate((elements,), torch.float32, CPU)
             self.layers = [
@@ -167,9 +172,8 @@ class Model:
     def write(self, number: int, value: int) -> None:
         """Overwrite a tensor wherever its values are, in two pieces of another dtype."""
         tensor, half = self.tensors[number], self.tensors[number].numel() // 2
-        movable = self.manager._registered["model"]
         for start, count in ((0, half), (half, tensor.numel() - half)):
-            movable.write(tensor, start, torch.full((count,), value, dtype=torch.float64))
+            self.component.write(tensor, start, torch.full((count,), value, dtype=torch.float64))
         self.values[number] = value
 
     @property
@@ -182,29 +186,23 @@ class Model:
         for tensor, value in zip(self.layers[number], self.values[first : first + 2], strict=True):
             assert bool((tensor == value).all()), f"layer {number}"
 
-    def one_pass(self, request: str = "r") -> int:
+    def one_pass(self) -> int:
         """A stage that uses all layers in order; the most bytes that were on the device."""
-        exhaust(self.manager.before_stage(request, [self.use]))
-        at_layer = self.manager.use(request, self.use)
+        exhaust(self.manager.bring(["model"]))
+        at_layer = self.manager.use("model")
         most = 0
         for number in range(LAYERS):
             at_layer(number)
             self.check(number)
             most = max(most, self.manager.device_bytes("model"))
         assert bool((self.head == self.values[0]).all())
-        exhaust(self.manager.finish_use(self.use))
         return most
 
-    def request(self, passes: int = 1, **options: bool) -> int:
-        self.manager.begin_request("r", **options)
+    def request(self, passes: int = 1) -> int:
         most = max(self.one_pass() for _ in range(passes))
-        exhaust(self.manager.finish_request("r"))
+        exhaust(self.manager.leave(["model"]))
         return most
 
 
 def emptied(manager: ComponentResidencyManager) -> int:
     return manager._module.emptied
-
-
-def events(manager: ComponentResidencyManager, *kinds: str) -> list[tuple[str, str]]:
-    return [(event.event, event.component) for event in manager.trace if event.event in kinds]

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from litestar import Response, get
-from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
 from ..context import Front, FrontEnd
@@ -50,6 +49,3 @@ def get_model(front: Front, name: FromPath[str]) -> Response[bytes]:
     # A name that is a path begins with the slash that the route takes off.
     check_model(front, name if name == front.options.model_name else name.removeprefix("/"))
     return json_response(_card(front))
-
-
-ROUTES: list[HTTPRouteHandler] = [list_models, get_model]

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import msgspec
 from litestar import MediaType, Response, get
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import GetMemoryHistoryReqOutput
 from ...connection.async_control_client import AsyncControlClient
@@ -79,6 +78,3 @@ async def _history(client: AsyncControlClient, after: int) -> GetMemoryHistoryRe
         return await client.memory_history(after=after, owner=NOBODY, timeout=ANSWER_S)
     except EngineError:
         return None
-
-
-ROUTES: list[HTTPRouteHandler] = [root, page, data]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 from litestar import Response, get
-from litestar.handlers import HTTPRouteHandler
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -323,6 +322,3 @@ async def metrics(request: HTTPRequest, front: Front) -> Response[bytes]:
     if media_type.startswith("text/"):  # Litestar adds the charset itself; Prometheus refuses a duplicate
         media_type = media_type.replace("; charset=utf-8", "")
     return Response(encode(registry), media_type=media_type)
-
-
-ROUTES: list[HTTPRouteHandler] = [metrics]

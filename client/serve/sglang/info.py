@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from litestar import Response, get, route
 from litestar.exceptions import ClientException
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, GetStatusReqOutput
 from ..bodies import HTTPRequest, Strict, query_of
@@ -299,17 +298,3 @@ async def get_load(front: Front) -> Response[bytes]:
 async def server_load(front: Front) -> Response[bytes]:
     """Return the number of this server's requests that have not ended, in vLLM's form."""
     return json_response({"server_load": front.metrics.under_way})
-
-
-ROUTES: list[HTTPRouteHandler] = [
-    health,
-    ping,
-    version,
-    ready,
-    weight_version,
-    model_info,
-    server_info,
-    loads,
-    get_load,
-    server_load,
-]

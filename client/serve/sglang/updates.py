@@ -9,12 +9,11 @@ start. The engine goes on with an update whose HTTP client disconnects.
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
-from litestar import Response, post, route
+from litestar import Response, post
 from litestar.exceptions import ClientException
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import (
     BeginWeightUpdateReqInput,
@@ -29,52 +28,29 @@ from ....io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqOutput,
     WeightUpdateReqOutput,
 )
-from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.control import PositiveDuration
 from ....io_struct.field_errors import shown
 from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_GROUP_NAME
 from ...connection.options import label, update_fields
 from ...exceptions import InvalidRequest, NoSession, Unsupported
 from ..bodies import HTTPRequest, Label, Strict, query_of, read_control
+from ..commands import Form, InSession, answered, command, failure, in_session, success
 from ..context import Front, FrontEnd
 from ..errors import json_response, printable
 from ..middleware import is_binary
 from ..options import ServeOptions
-from ..responses import Outcome, command, failure, succeed
+from .control import EITHER
 from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetensors
 
-SESSION_HEADER = "X-Caesura-Session"
 Selector = Literal["target", "all"]
-SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 Version = Label | int
 """A number, such as a step counter, becomes text."""
 _CHECKPOINT_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
 """Files that are read beside the safetensors files."""
 _FLATTENED: Literal["flattened_bucket"] = "flattened_bucket"
-
-
-class InSession(Strict, kw_only=True):
-    session_id: SessionId | None = None
-    """Caesura's own, as ``X-Caesura-Session``. Null: the implicit session of HTTP clients."""
-
-
-BodyT = TypeVar("BodyT", bound=InSession)
-
-
-def bound(request: HTTPRequest, body: BodyT) -> BodyT:
-    """Return ``body`` with the session that the request's header names, if any."""
-    name = request.headers.get(SESSION_HEADER)
-    if name is None:
-        return body
-    if body.session_id not in (None, name) or not 0 < len(name) <= MAX_ID_LENGTH:
-        raise InvalidRequest(
-            f"{SESSION_HEADER} must be a session id, and equal to session_id if both are given",
-            field="session_id",
-        )
-    body.session_id = name
-    return body
 
 
 class UpdateBody(InSession, kw_only=True):
@@ -99,19 +75,20 @@ async def _sent(
     return reply
 
 
-def _online(body: UpdateBody) -> Outcome:
+def _on_disk(_: UpdateBody, reply: WeightUpdateReqOutput) -> str:
+    return "Succeeded to update model weights." if reply.committed else uncommitted(reply)
+
+
+def _online(body: UpdateBody, reply: WeightUpdateReqOutput | None) -> str:
+    if reply is None or not reply.committed:
+        return uncommitted(reply)
     done = "Succeeded to update parameter online."
     version = body.weight_version
-    return outcome(done if version is None else f"{done} Weight version updated to {version}.")
-
-
-def outcome(done: str) -> Outcome:
-    """Return the function that makes the message of an update: ``done`` only after a commit (I14)."""
-    return lambda reply: done if reply is not None and reply.committed else uncommitted(reply)
+    return done if version is None else f"{done} Weight version updated to {version}."
 
 
 def uncommitted(reply: WeightUpdateReqOutput | None) -> str:
-    """Return the message of an update that has neither failed nor committed; None had no tensors."""
+    """Return the message of an update that has neither failed nor committed (I14); None had no tensors."""
     if reply is None:
         return "The call has no tensors: nothing was written."
     if reply.session_id is None:
@@ -149,17 +126,12 @@ class DiskBody(UpdateBody, kw_only=True):
     manifest: Any = None
 
 
-@post("/update_weights_from_disk", status_code=200, opt={"access": "admin"})
-async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Load a checkpoint folder in place."""
-    body = bound(request, await read_control(request, DiskBody))
-    message = outcome("Succeeded to update model weights.")
-    work = from_disk(front, body)
-    return await succeed(front, "update_weights_from_disk", message, work, num_paused_requests=0)
+@command("/update_weights_from_disk", success(_on_disk, num_paused_requests=0))
+async def update_weights_from_disk(front: FrontEnd, body: DiskBody) -> object:
+    return await from_disk(front, body)
 
 
 async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
-    """Update the weights from a folder."""
     if body.manifest:
         raise Unsupported("manifest is not supported")
     _check_load_format(body.load_format, "auto", "safetensors")
@@ -219,25 +191,20 @@ class DistributedBody(UpdateBody, kw_only=True):
     selector: Selector = "all"
 
 
-@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin", "body": "specs"})
-async def update_weights_from_distributed(request: HTTPRequest, front: Front) -> Response[bytes]:
+@command("/update_weights_from_distributed", success(_online), size="specs")
+async def update_weights_from_distributed(front: FrontEnd, body: DistributedBody) -> object:
     """Receive what rank 0 of a group broadcasts meanwhile: the body has names, dtypes and shapes only."""
-    body = bound(request, await read_control(request, DistributedBody))
-
-    async def update() -> WeightUpdateReqOutput:
-        flattened = _check_load_format(body.load_format, _FLATTENED) is not None
-        if not len(body.names) == len(body.dtypes) == len(body.shapes):
-            raise InvalidRequest("names, dtypes and shapes have different lengths", field="names")
-        described = zip(body.names, body.dtypes, body.shapes, strict=True)
-        wire = UpdateWeightsFromDistributedReqInput(
-            specs=[TensorSpec(name=n, dtype=dtype_of(dtype), shape=shape) for n, dtype, shape in described],
-            group_name=body.group_name,
-            load_format=_FLATTENED if flattened else None,
-            **body.options(),
-        )
-        return await _sent(front, wire)
-
-    return await succeed(front, "update_weights_from_distributed", _online(body), update())
+    flattened = _check_load_format(body.load_format, _FLATTENED) is not None
+    if not len(body.names) == len(body.dtypes) == len(body.shapes):
+        raise InvalidRequest("names, dtypes and shapes have different lengths", field="names")
+    described = zip(body.names, body.dtypes, body.shapes, strict=True)
+    wire = UpdateWeightsFromDistributedReqInput(
+        specs=[TensorSpec(name=n, dtype=dtype_of(dtype), shape=shape) for n, dtype, shape in described],
+        group_name=body.group_name,
+        load_format=_FLATTENED if flattened else None,
+        **body.options(),
+    )
+    return await _sent(front, wire)
 
 
 class TensorBody(UpdateBody, kw_only=True):
@@ -254,12 +221,12 @@ async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Resp
     """Take a safetensors file as body, with options in the query, or SGLang's pickles in JSON."""
     body: UpdateBody
     if is_binary(request.content_type[0]):
-        body = bound(request, query_of(request, UpdateBody))
+        body = in_session(request, query_of(request, UpdateBody))
         work = _binary(front, request, body)
     else:
-        body = bound(request, await read_control(request, TensorBody))
+        body = in_session(request, await read_control(request, TensorBody))
         work = _pickled(front, body)
-    return await succeed(front, "update_weights_from_tensor", _online(body), work)
+    return await answered(front, "update_weights_from_tensor", success(_online), body, work)
 
 
 async def _binary(front: FrontEnd, request: HTTPRequest, body: UpdateBody) -> WeightUpdateReqOutput | None:
@@ -310,14 +277,13 @@ class ParameterServerBody(UpdateBody, kw_only=True):
     """Caesura's own: maximum seconds of silence of the server."""
 
 
-@post("/update_weights_from_ipc", status_code=200, opt={"access": "admin"})
-async def update_weights_from_ipc(request: HTTPRequest, front: Front) -> Response[bytes]:
+@command("/update_weights_from_ipc", success(_online))
+async def update_weights_from_ipc(front: FrontEnd, body: ParameterServerBody) -> object:
     """Let a checkpoint-engine parameter server drive an update."""
-    body = bound(request, await read_control(request, ParameterServerBody))
     wire = UpdateWeightsFromCheckpointEngineReqInput(
         zmq_handles=body.zmq_handles, timeout_s=body.timeout_s, **body.options()
     )
-    return await succeed(front, "update_weights_from_ipc", _online(body), _sent(front, wire))
+    return await _sent(front, wire)
 
 
 class InitGroupBody(Strict, kw_only=True):
@@ -334,28 +300,21 @@ class InitGroupBody(Strict, kw_only=True):
     pp_rank: int | None = None
 
 
-@post("/init_weights_update_group", status_code=200, opt={"access": "admin"})
-async def init_weights_update_group(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Join a trainer's process group; answered when every rank has joined."""
-    body = await read_control(request, InitGroupBody)
+@command("/init_weights_update_group", success("Succeeded to initialize custom process group."))
+async def init_weights_update_group(front: FrontEnd, body: InitGroupBody) -> object:
+    """Answer when every rank has joined."""
     given = msgspec.structs.asdict(body)
     del given["pp_rank"]
-    work = front.client.init_weights_update_group(**given)
-    message = "Succeeded to initialize custom process group."
-    return await succeed(front, "init_weights_update_group", message, work)
+    return await front.client.init_weights_update_group(**given)
 
 
 class DestroyGroupBody(Strict, kw_only=True):
     group_name: Label = DEFAULT_GROUP_NAME
 
 
-@post("/destroy_weights_update_group", status_code=200, opt={"access": "admin"})
-async def destroy_weights_update_group(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Leave a group; one that does not exist is 400."""
-    body = await read_control(request, DestroyGroupBody)
-    work = front.client.destroy_weights_update_group(body.group_name)
-    message = "Succeeded to destroy custom process group."
-    return await succeed(front, "destroy_weights_update_group", message, work)
+@command("/destroy_weights_update_group", success("Succeeded to destroy custom process group."))
+async def destroy_weights_update_group(front: FrontEnd, body: DestroyGroupBody) -> object:
+    return await front.client.destroy_weights_update_group(body.group_name)
 
 
 class BeginBody(Strict, kw_only=True):
@@ -364,21 +323,12 @@ class BeginBody(Strict, kw_only=True):
     """Caesura's own: abort the session after so many seconds."""
 
 
-@post("/begin_weight_update", status_code=200, opt={"access": "admin"})
-async def begin_weight_update(request: HTTPRequest, front: Front) -> Response[bytes]:
+@command("/begin_weight_update", success("Success"))
+async def begin_weight_update(front: FrontEnd, body: BeginBody) -> object:
     """Open a session: the calls that name it are committed together at its end."""
-    body = await read_control(request, BeginBody)
-
-    async def begin() -> BeginWeightUpdateReqOutput:
-        # Not the client's method: the client would take the session for its own, and HTTP clients share the
-        # client.
-        wire = BeginWeightUpdateReqInput(deadline_s=body.deadline_s)
-        opened: BeginWeightUpdateReqOutput = await asyncio.shield(
-            front.client.start(wire, BeginWeightUpdateReqOutput)
-        )
-        return opened
-
-    return await succeed(front, "begin_weight_update", "Success", begin())
+    # Not the client's method: the client would take the session for its own, and HTTP clients share it.
+    wire = BeginWeightUpdateReqInput(deadline_s=body.deadline_s)
+    return await asyncio.shield(front.client.start(wire, BeginWeightUpdateReqOutput))
 
 
 class EndBody(InSession, kw_only=True):
@@ -389,23 +339,20 @@ class EndBody(InSession, kw_only=True):
     """Abort whatever session is open, with ``commit`` false."""
 
 
-@post("/end_weight_update", status_code=200, opt={"access": "admin"})
-async def end_weight_update(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Commit the session, or abort it."""
-    body = bound(request, await read_control(request, EndBody))
+def _ended(_: EndBody, reply: WeightUpdateReqOutput) -> str:
+    aborted = f"Aborted, nothing is committed: the weights are {reply.weights}."
+    return "Success" if reply.committed else aborted
+
+
+@command("/end_weight_update", success(_ended))
+async def end_weight_update(front: FrontEnd, body: EndBody) -> object:
     wire = EndWeightUpdateReqInput(
         commit=body.commit,
         session_id=body.session_id,
         force=body.force,
         weight_version=label(body.weight_version),
     )
-    return await succeed(front, "end_weight_update", _ended, _sent(front, wire))
-
-
-def _ended(reply: WeightUpdateReqOutput) -> str:
-    return (
-        "Success" if reply.committed else f"Aborted, nothing is committed: the weights are {reply.weights}."
-    )
+    return await _sent(front, wire)
 
 
 class VersionBody(InSession, kw_only=True):
@@ -413,19 +360,14 @@ class VersionBody(InSession, kw_only=True):
     abort_all_requests: bool = True
 
 
-@post("/update_weight_version", status_code=200, opt={"access": "admin"})
-async def update_weight_version(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Give the present weights another label: a commit of its own, in which nothing is written."""
-    body = bound(request, await read_control(request, VersionBody))
-    try:
-        await command(front, "update_weight_version", _relabel(front, body))
-    except CaesuraError as error:
-        return failure(error)
+def _relabelled(body: VersionBody, _: object) -> dict[str, Any]:
     message = f"Weight version updated to {body.new_version}"
-    return json_response({"success": True, "message": message, "new_version": str(body.new_version)})
+    return {"success": True, "message": message, "new_version": str(body.new_version)}
 
 
-async def _relabel(front: FrontEnd, body: VersionBody) -> None:
+@command("/update_weight_version", Form(_relabelled, failure))
+async def update_weight_version(front: FrontEnd, body: VersionBody) -> None:
+    """Give the present weights another label: a commit of its own, in which nothing is written."""
     if body.session_id is not None:  # if it is open, the session below is refused
         session = (await front.client.status()).session
         if session is None or session.session_id != body.session_id:
@@ -449,29 +391,23 @@ class CheckerBody(Strict, kw_only=True):
     skip_tensor_list: list[str] | None = None
 
 
-@route("/weights_checker", http_method=["GET", "POST"], status_code=200, opt={"access": "admin"})
-async def weights_checker(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Return checksums of the weights, or compare them with those of an earlier snapshot."""
-    body = await read_control(request, CheckerBody)
-    if body.skip_tensor_list:
-        raise ClientException("skip_tensor_list is not supported")
-    try:
-        reply = await command(front, "weights_checker", front.client.check_weights(body.action))
-    except CaesuraError as error:
-        return failure(error)
+def _checked(body: CheckerBody, reply: WeightsCheckerReqOutput) -> object:
     if body.action == "compare" and reply.changed:
         message = f"{len(reply.changed)} tensors differ from the snapshot"
         return json_response({"success": False, "message": message, "changed": reply.changed}, 400)
     answer: dict[str, object] = {"success": True, "message": "Success."}
     if body.action == "checksum":
         place = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_rank": 0, "dp_size": 1}
-        rank = {
-            "checksums": reply.checksums,
-            "per_gpu_checksum": reply.total,
-            "parallelism_info": [place],
-        }
-        answer |= {"ranks": [rank], "per_engine_checksum": reply.total}
-    return json_response(answer)
+        sums = {"checksums": reply.checksums, "per_gpu_checksum": reply.total, "parallelism_info": [place]}
+        answer |= {"ranks": [sums], "per_engine_checksum": reply.total}
+    return answer
+
+
+@command("/weights_checker", Form(_checked, failure), *EITHER)
+async def weights_checker(front: FrontEnd, body: CheckerBody) -> object:
+    if body.skip_tensor_list:
+        raise ClientException("skip_tensor_list is not supported")
+    return await front.client.check_weights(body.action)
 
 
 class PostProcessBody(Strict, kw_only=True):
@@ -482,24 +418,9 @@ class PostProcessBody(Strict, kw_only=True):
     post_process_quantization: bool = False
 
 
-@post("/post_process_weights", status_code=200, opt={"access": "admin"})
-async def post_process_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Do nothing: weights are laid out while they are written, and derived from once, at commit."""
-    await read_control(request, PostProcessBody)
-    message = "Nothing to do: layouts and derived tensors are made when an update commits."
-    return await succeed(front, "post_process_weights", message, asyncio.sleep(0))
-
-
-ROUTES: list[HTTPRouteHandler] = [
-    update_weights_from_disk,
-    update_weights_from_distributed,
-    update_weights_from_tensor,
-    update_weights_from_ipc,
-    init_weights_update_group,
-    destroy_weights_update_group,
-    begin_weight_update,
-    end_weight_update,
-    update_weight_version,
-    weights_checker,
-    post_process_weights,
-]
+@command(
+    "/post_process_weights",
+    success("Nothing to do: layouts and derived tensors are made when an update commits."),
+)
+async def post_process_weights(front: FrontEnd, body: PostProcessBody) -> None:
+    pass

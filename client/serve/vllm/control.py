@@ -4,20 +4,23 @@ Invariants: an error that a retry cannot mend is 4xx, which prime-rl does not re
 cache leaves no KV of earlier weights, neither a request's nor the prefix cache's.
 """
 
-from collections.abc import Coroutine
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
 from litestar import Response, get, post
-from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError
 from ...exceptions import Unsupported, WeightMismatch
 from ..bodies import HTTPRequest, Strict, read_control
+from ..commands import Form, answered, command
 from ..context import Front, FrontEnd
 from ..errors import json_response
-from ..responses import ClientLeft, client_left, command, unless_left
+from ..responses import ClientLeft, client_left, unless_left
 from ..sglang.updates import DiskBody, from_disk, uncommitted
+
+
+def _status(word: str) -> Form:
+    return Form(lambda *_: {"status": word})
 
 
 class PauseOptions(Strict, kw_only=True):
@@ -31,7 +34,7 @@ class PauseOptions(Strict, kw_only=True):
 @post("/pause", status_code=200, opt={"access": "admin"})
 async def pause(request: HTTPRequest, front: Front) -> Response[bytes]:
     options = await read_control(request, PauseOptions, query=True)
-    answer = _answer(front, "pause_generation", _pause(front, options), "paused")
+    answer = answered(front, "pause_generation", _status("paused"), options, _pause(front, options))
     if options.mode != "wait":
         return await answer
     try:
@@ -51,11 +54,6 @@ async def _pause(front: FrontEnd, options: PauseOptions) -> None:
         await front.client.flush_cache()
 
 
-async def _answer(front: FrontEnd, name: str, work: Coroutine[Any, Any, Any], status: str) -> Response[bytes]:
-    await command(front, name, work)
-    return json_response({"status": status})
-
-
 @get("/is_paused", opt={"access": "user"})
 async def is_paused(front: Front) -> Response[bytes]:
     """Return true also while the last requests are waited for."""
@@ -65,33 +63,29 @@ async def is_paused(front: Front) -> Response[bytes]:
 
 @post("/resume", status_code=200, opt={"access": "admin"})
 async def resume(front: Front) -> Response[bytes]:
+    """Go on, after the device allocator's unused blocks have been returned."""
     front.admission.open()
-    return await _answer(front, "continue_generation", front.client.continue_generation(), "resumed")
+    work = front.client.continue_generation()
+    return await answered(front, "continue_generation", _status("resumed"), None, work)
 
 
 class WeightsBody(Strict, kw_only=True):
     weight_dir: str | None = None
 
 
-@post("/update_weights", status_code=200, opt={"access": "admin"})
-async def update_weights(request: HTTPRequest, front: Front) -> Response[bytes]:
+@command("/update_weights", _status("ok"), name="update_weights_from_disk")
+async def update_weights(front: FrontEnd, body: WeightsBody) -> None:
     """Load a checkpoint folder under its name as label; requests keep their KV, the prefix cache goes."""
-    body = await read_control(request, WeightsBody)
-
-    async def work() -> None:
-        if body.weight_dir is None:
-            raise Unsupported(
-                "weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "
-                '"filesystem")',
-                field="weight_dir",
-            )
-        label = PurePath(body.weight_dir).name
-        given = DiskBody(model_path=body.weight_dir, weight_version=label, flush_cache=False)
-        reply = await from_disk(front, given)
-        if not reply.committed:
-            raise WeightMismatch(uncommitted(reply))
-
-    return await _answer(front, "update_weights_from_disk", work(), "ok")
+    if body.weight_dir is None:
+        raise Unsupported(
+            'weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "filesystem")',
+            field="weight_dir",
+        )
+    label = PurePath(body.weight_dir).name
+    given = DiskBody(model_path=body.weight_dir, weight_version=label, flush_cache=False)
+    reply = await from_disk(front, given)
+    if not reply.committed:
+        raise WeightMismatch(uncommitted(reply))
 
 
 @get("/liveness", opt={"access": "open"})
@@ -101,6 +95,3 @@ async def liveness(front: Front) -> Response[bytes]:
     except CaesuraError:
         return json_response({"status": "engine_unresponsive"}, 503)
     return json_response({"status": "ok"})
-
-
-ROUTES: list[HTTPRouteHandler] = [pause, is_paused, resume, update_weights, liveness]

@@ -27,6 +27,7 @@ from support.waiting import eventually
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.memory_view import fetch
+from caesura.client.serve.app import routes_of
 from caesura.client.serve.context import FrontEnd, ServeOptions
 from caesura.client.serve.middleware import AuthMiddleware
 from caesura.client.serve.pages import dashboard, metrics
@@ -66,7 +67,7 @@ def address(engine) -> Iterator[str]:
             return front
 
         app = Litestar(
-            route_handlers=[*metrics.ROUTES, *dashboard.ROUTES],
+            route_handlers=routes_of(metrics, dashboard),
             dependencies={"front": Provide(provide)},
             middleware=[AuthMiddleware(front.options)],
             openapi_config=None,

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.fake_scheduler import FakeScheduler, answer, memory_event, status_reply
 
 from caesura.client import AsyncSchedulerClient
+from caesura.client.serve.app import routes_of
 from caesura.client.serve.context import FrontEnd, ServeOptions
 from caesura.client.serve.middleware import AuthMiddleware
 from caesura.client.serve.pages import dashboard, document, engine_watch, metrics
@@ -110,7 +111,7 @@ async def served(tmp_path, handler=busy, **options):
             return front
 
         app = Litestar(
-            route_handlers=[*metrics.ROUTES, *dashboard.ROUTES],
+            route_handlers=routes_of(metrics, dashboard),
             dependencies={"front": Provide(provide)},
             middleware=[AuthMiddleware(front.options)],
             openapi_config=None,

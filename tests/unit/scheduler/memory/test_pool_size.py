@@ -1,15 +1,19 @@
 """The KV pool on an accelerator leaves what a step takes; on the CPU it does not ask."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.workspaces import memory_of
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.cache.window_pages import storage_pages
+from caesura.scheduler.cache.layer_ledgers import storage_pages
 from caesura.scheduler.execution import build
 from caesura.scheduler.execution.build import build_pool, kv_bytes_per_token, load_model, step_bytes
+from caesura.scheduler.memory.workspace import ALIGNMENT, Workspace
 from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
 
 
@@ -31,7 +35,7 @@ def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, family):
     assert needed > logits + 13192 * loaded.config.hidden_size * loaded.dtype.itemsize
     made = []
     monkeypatch.setattr(build, "make_pool", lambda loaded, num_pages, windows: made.append(num_pages - 1))
-    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: needed + (64 << 20))
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: needed + (64 << 20))
     page = (kv_bytes_per_token(loaded) + build.routing_bytes_per_token(loaded)) * PAGE_SIZE
     for model, share in ((there, 64 << 20), (loaded, needed + (64 << 20))):
         build_pool(config, model, 1 << 14)
@@ -56,7 +60,7 @@ def test_layers_with_a_window_have_room_for_the_windows_of_all_requests(tmp_path
     assert pages_of(pool) == [most, 256, most]
     assert most < 64
     windows = build.build_windows(config, loaded, pool)
-    assert (windows.window, len(windows.storage)) == (20, 257)
+    assert (windows.window, len(windows.behind)) == (20, 257)
 
 
 def test_they_have_no_more_than_the_others(tmp_path):
@@ -67,7 +71,7 @@ def test_they_have_no_more_than_the_others(tmp_path):
 @pytest.mark.parametrize("share", [1 << 16, 1 << 17, 150_000])
 def test_a_share_of_memory_is_used_up_by_both(tmp_path, monkeypatch, share):
     config, loaded = windowed(tmp_path, kv_memory_fraction=0.5)
-    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 2 * share)
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 2 * share)
     pool = build_pool(config, loaded, 1 << 14)
     page = kv_bytes_per_token(loaded) * PAGE_SIZE
     used = sum(pages_of(pool)) * page
@@ -93,7 +97,7 @@ def test_states_have_a_row_for_each_request_and_one_for_a_prefix(tmp_path):
 @pytest.mark.parametrize(("share", "rows"), [(1 << 18, 12), (1 << 17, 7), (30_000, 1)])
 def test_states_and_pages_share_what_there_is(tmp_path, monkeypatch, share, rows):
     config, loaded = hybrid(tmp_path, kv_memory_fraction=0.5)
-    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 2 * share)
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 2 * share)
     pool = build_pool(config, loaded, 1 << 14)
     page = kv_bytes_per_token(loaded) * PAGE_SIZE
     assert pool.states.num_rows == 1 + rows
@@ -103,7 +107,55 @@ def test_states_and_pages_share_what_there_is(tmp_path, monkeypatch, share, rows
 
 def test_memory_that_holds_no_state_is_refused(tmp_path, monkeypatch):
     config, loaded = hybrid(tmp_path, kv_pool_tokens=16)
-    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 15_000)
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 15_000)
     with pytest.raises(CaesuraError, match="1 pages and 1 rows of states needs") as refused:
         build_pool(config, loaded, 256)
     assert refused.value.detail["needed_bytes"] > 15_000
+
+
+def test_workspace_grows_and_never_shrinks():
+    workspace, sizes = Workspace(), []
+    for rows in (3, 7, 2, 7, 0):
+        taken = workspace.take("x", (rows, 5), torch.float32)
+        assert taken.shape == (rows, 5)
+        assert taken.is_contiguous()
+        sizes.append(memory_of(workspace, "x").numel())
+    assert sizes == [15, 35, 35, 35, 35]
+
+
+def test_a_purpose_is_one_memory_and_two_are_two():
+    workspace = Workspace()
+    workspace.take("x", (4,), torch.int64).fill_(7)
+    workspace.take("y", (4,), torch.int64).fill_(8)
+    assert workspace.take("x", (2, 2), torch.int64).tolist() == [[7, 7], [7, 7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+def test_tail_begins_at_a_line(dtype: torch.dtype):
+    workspace = Workspace()
+    for count in (1, 63, 4097, 1 << 20):
+        assert workspace.take("x", (count,), dtype).data_ptr() % ALIGNMENT == 0
+
+
+def test_smaller_workspaces_go_before_larger_ones_come(monkeypatch: pytest.MonkeyPatch):
+    workspace = Workspace()
+    gone: list[bool] = []
+    small = weakref.ref(workspace.take("x", (8,), torch.float32))
+    empty = torch.empty
+
+    def watched(*args: object, **options: object) -> torch.Tensor:
+        gc.collect()
+        gone.append(small() is None)
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", watched)
+    workspace.take("x", (9,), torch.float32)
+    assert gone == [True]
+
+
+def test_update_may_write_buffers_that_a_step_has_taken():
+    workspace = Workspace()
+    with torch.inference_mode():
+        workspace.take("x", (4,), torch.float32)
+    workspace.take("x", (4,), torch.float32).fill_(1)
+    workspace.take("x", (3,), torch.float32).fill_(2)

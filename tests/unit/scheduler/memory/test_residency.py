@@ -16,8 +16,7 @@ from caesura.io_struct import CaesuraError
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.layers.parameters import Parameter
 from caesura.scheduler.memory import residency
-from caesura.scheduler.memory.device_cache import DeviceCache
-from caesura.scheduler.memory.device_memory import empty_device_cache
+from caesura.scheduler.memory.device_memory import DeviceCache, empty_device_cache
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.residency import (
     MEMORY_TAGS,
@@ -168,14 +167,14 @@ def test_a_shortage_is_found_before_anything_is_taken(monkeypatch, backend):
         allocate((500,), torch.float32, CPU)
     weights.fill_(1.0)
     exhaust(manager.release(MEMORY_TAGS))
-    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 5999)
+    monkeypatch.setattr(residency, "get_available_memory", lambda device: 5999)
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.resume(["weights", "kv_cache"]))
     assert caught.value.code == "out_of_memory"
     assert caught.value.detail == {"needed_bytes": 6000, "free_bytes": 5999}
     if backend is StorageComponent:
         assert weights.untyped_storage().nbytes() == 0
-    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 6000)
+    monkeypatch.setattr(residency, "get_available_memory", lambda device: 6000)
     exhaust(manager.resume(["weights", "kv_cache"]))
     weights.fill_(2.0)
 
@@ -187,7 +186,7 @@ def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back(monkey
     with manager.component("weights"):
         allocate((1000,), torch.float32, CPU)
     exhaust(manager.release(["weights"]))
-    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: free[-1])
+    monkeypatch.setattr(residency, "get_available_memory", lambda device: free[-1])
     exhaust(manager.resume(["weights"]))
 
 
