@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ...io_struct import Residency
-from ..layers.offloadable_parameter import OffloadableSlot
-from ..layers.parameters import Parameter, WeightSlot
+from ..layers.parameters import OffloadableSlot, Parameter, WeightSlot
 from ..memory.host_copy import exhaust
 from ..memory.offload import (
     ComponentOffloadStrategy,

@@ -4,7 +4,7 @@ Invariant: a layer's computation is defined in ``layers/``; this module only col
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from ..kernels.attention import PagedStep
 from ..kernels.decoder import Angles, DecoderKernel
 from ..kernels.decoder_layers import ExpertsForm, LatentSizes, LayerKind, LayerShape, LayerTensors
 from ..layers.attention import Attention
-from ..layers.linear import Linear
+from ..layers.linear import PackedTensors
 from ..layers.mla import LATENT_EPS, LatentAttention
 from ..layers.mlp import GatedMLP
 from ..layers.moe import GatedShared, MoeBlock, RoutedExperts
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from .decoder import DecoderLayer
 
 T = TypeVar("T")
-Packed = dict[str, Any]
-"""Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
 
 
 class _OtherLayerError(Exception):
@@ -122,7 +120,7 @@ def _eps_of(layer: "DecoderLayer") -> float | None:
 
 def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind]:
     attention, (tensors, size, experts) = _of_attention(layer.attention), _of_block(layer.mlp)
-    norms: Packed = {"input_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
+    norms: PackedTensors = {"input_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
     if layer.norms_behind is not None:
         behind_attention, behind_mlp = layer.norms_behind
         norms |= {"behind_attention": behind_attention.weight, "behind_mlp": behind_mlp.weight}
@@ -138,32 +136,24 @@ def _there(found: T | None) -> T:
     return found
 
 
-def _of_linear(name: str, linear: Linear) -> Packed:
-    return {name: _there(linear.packed), f"{name}_scales": linear.scales}
-
-
-def _of_attention(attention: object) -> Packed:
+def _of_attention(attention: object) -> PackedTensors:
     if isinstance(attention, LatentAttention):
-        return _there(attention.packed)._asdict()
+        return _there(attention.packed)
     if not isinstance(attention, Attention) or attention.shape.gated:
         raise _OtherLayerError
-    norms = attention.qk_norms
-    q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
-    biases = {"qkv_bias": attention.qkv.bias, "o_bias": attention.o.bias}
-    others = {"q_norm": q_norm, "k_norm": k_norm, "sinks": attention.form.sinks}
-    return _of_linear("qkv", attention.qkv) | _of_linear("o", attention.o) | biases | others
+    qkv, o = _there(attention.qkv.packed_as("qkv", bias=True)), _there(attention.o.packed_as("o", bias=True))
+    q_norm, k_norm = (None, None) if attention.qk_norms is None else (n.weight for n in attention.qk_norms)
+    return qkv | o | {"q_norm": q_norm, "k_norm": k_norm, "sinks": attention.form.sinks}
 
 
-def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None]:
+def _of_block(block: object) -> tuple[PackedTensors, int, ExpertsForm | None]:
     """Return tensors, the width of the dense block or shared experts (0 without), and experts."""
     if isinstance(block, GatedMLP):
-        tensors = _of_linear("gate_up", block.gate_up) | _of_linear("down", block.down)
+        tensors = _there(block.gate_up.packed_as("gate_up")) | _there(block.down.packed_as("down"))
         return tensors, block.gate_up.out_features // 2, None
     if not isinstance(block, MoeBlock):
         raise _OtherLayerError
-    router, experts = _there(block.router.packed), _there(block.experts.packed)
-    tensors = {"router": router[0], "router_bias": router[1]}
-    tensors |= {f"experts_{name}": tensor for name, tensor in experts._asdict().items()}
+    tensors = _there(block.router.packed) | _there(block.experts.packed)
     form = ExpertsForm(
         count=block.experts.count,
         top_k=block.router.top_k,
@@ -176,7 +166,7 @@ def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None]:
     if shared is None:
         return tensors, 0, form
     if isinstance(shared, GatedShared):
-        tensors |= _of_linear("shared_gate", shared.gate)
+        tensors |= _there(shared.gate.packed_as("shared_gate"))
         shared = shared.mlp
     if not isinstance(shared, GatedMLP) or shared.bend != "silu":
         raise _OtherLayerError
