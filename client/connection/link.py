@@ -210,8 +210,8 @@ class Link:
             self._dealer = self._context.socket(zmq.DEALER)
             failed.callback(self._dealer.close, linger=0)
             self._dealer.linger = 0
-            # Unlimited: a request is refused by the engine, never dropped or blocked by the socket; and libzmq
-            # drops what a full socket has not read yet when its peer closes, last results included.
+            # Unlimited: the engine refuses requests, the socket never drops or blocks them; and libzmq drops
+            # what a full socket has not read yet when its peer closes, last results included.
             self._dealer.sndhwm = self._dealer.rcvhwm = 0
             # libzmq reserves identities that begin with a zero byte.
             self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
