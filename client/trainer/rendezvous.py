@@ -37,8 +37,9 @@ def invite(
     ranks: Sequence[int],
     first_rank: int = 1,
 ) -> list[Future[Any]]:
-    """Ask every engine to join, with its number of ``ranks``. ``limits`` are seconds for joining, and for each
-    broadcast; ``first_rank`` is 0 without this process.
+    """Ask every engine to join with its ``ranks``; ``first_rank`` is 0 without this process.
+
+    ``limits`` are seconds for joining, and for each broadcast.
     """
     return [
         started(
