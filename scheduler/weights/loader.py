@@ -24,7 +24,7 @@ from ..layers.parameters import HalfSlot, TensorSlot
 from ..models.base import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.dtypes import DTYPES, NAMES
-from .coverage import Coverage
+from .coverage import Coverage, num_rows
 from .mapper import Stack, WeightsMapper
 from .mismatches import Mismatches
 from .source import NamedSpec, WeightPiece
@@ -156,7 +156,7 @@ class WeightLoader:
         self._changed = changed
         end = start + (rows.shape[0] if slot.shape else 1)
         self.counts.written_bytes += (end - before) * prod(slot.shape[1:]) * dtype.itemsize
-        if end < _rows(slot.shape):
+        if end < num_rows(slot.shape):
             return
         self.counts.written_tensors += 1
         self.counts.cast_tensors += dtype != slot.dtype
@@ -305,7 +305,7 @@ def _walk_rows(spec: NamedSpec, tensor: TensorSlot | Stack, coverage: Coverage, 
     assert isinstance(spec, TensorSpec)
     dtype = DTYPES[spec.dtype]
     row_bytes = prod(spec.shape[1:]) * dtype.itemsize
-    count = spec.nbytes // row_bytes if row_bytes else _rows(spec.shape)
+    count = spec.nbytes // row_bytes if row_bytes else num_rows(spec.shape)
     due = coverage.next_row(tensor, spec.start_row)
     if spec.start_row != due:
         disorder.add(spec.name, _out_of_order(spec.start_row, due))
@@ -336,8 +336,3 @@ def _slots_of(tensor: TensorSlot | Stack) -> Sequence[TensorSlot]:
 
 def _component(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _rows(shape: Sequence[int]) -> int:
-    """Return the length of dimension 0; a scalar has one row."""
-    return shape[0] if shape else 1

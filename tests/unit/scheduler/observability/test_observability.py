@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from caesura.scheduler.observability import descriptors, stage_profiler
+from caesura.scheduler.observability import stage_profiler
 from caesura.scheduler.observability.stage_profiler import StageProfiler, StageTotal
+from caesura.scheduler.runtime import process
 from caesura.scheduler.runtime.process import DescriptorCheck
 
 
@@ -104,7 +105,7 @@ def test_stages_are_logged_by_option_with_the_memory_at_debug(clock, caplog):
 )
 def test_the_soft_limit_is_raised_as_far_as_allowed_and_sensible(allowed, most, expected):
     script = (
-        "import resource; from caesura.scheduler.observability import descriptors as d\n"
+        "import resource; from caesura.scheduler.runtime import process as d\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {allowed}))\n"
         f"d.MAX_DESCRIPTORS = {most}\n"
         "print(d.raise_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
@@ -119,7 +120,7 @@ def test_coming_near_is_said_once_each_time(monkeypatch, caplog):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (next(limits), 1 << 20))
     check = DescriptorCheck()
     said = []
-    with caplog.at_level(logging.WARNING, logger=descriptors.logger.name):
+    with caplog.at_level(logging.WARNING, logger=process.logger.name):
         for _ in range(5):
             check()
             said.append(len(caplog.messages))
