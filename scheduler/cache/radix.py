@@ -1,17 +1,14 @@
-"""Prefix tree over pages of tokens.
+"""Prefix tree over pages of tokens. It never frees a page by itself: whatever it lets go of is returned.
 
-Invariants:
 - A node holds a run of whole pages: ``len(tokens) == len(pages) * page_size``; only a root's run is empty.
 - Siblings differ in their first page of tokens, so a page-aligned prefix has at most one path.
 - ``lock_ref`` counts a node's direct locks plus its locked children: a locked node's ancestors are all
   locked, an unlocked node's descendants are all unlocked, and every unlocked page can be evicted, leaves
   first.
-- A living node belongs to an epoch not below ``first_epoch``. Older nodes exist only while locked, are never
-  matched or extended, and their last unlock frees them.
-- A lock pins a node's content and end: splitting keeps the *lower* part in the same object, and locked nodes
-  are never trimmed.
+- A node of an epoch below ``first_epoch`` exists only while locked, is never matched or extended, and its
+  last unlock frees it.
+- A lock pins a node's content and end: splitting keeps the *lower* part in the same object.
 - The tree owns the arrays in its nodes; no array keeps more than twice its own size of memory alive.
-- The tree never frees a page by itself: whatever it lets go of is returned.
 """
 
 import heapq

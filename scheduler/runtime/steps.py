@@ -23,7 +23,7 @@ from ..scheduling.chunking import ChunkSizer
 from ..scheduling.outputs import OutputProcessor, Outputs
 from ..scheduling.request import Request, RequestTable
 from ..scheduling.step_recovery import Recovery, restore_tokens
-from ..scheduling.waiting_queue import LiveRequests, WaitingQueue, admit
+from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
 from ..scoring.scoring import Scoring
 from ..weights.loaded_model import LoadedWeights
 from ..weights.transports.disk import OpenFolder, open_fitting
@@ -103,9 +103,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         runner=runner,
         graphs=own.graphs if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,
-        admit=lambda message, _, client, waiting: admit(
-            message, client=client, limits=limits, waiting=waiting
-        ),
+        admit=limits.admit,
         live=live,
         waiting=waiting,
         batcher=batcher,

@@ -3,16 +3,13 @@
 One step mixes all decoding requests (one token each) with as many prompt tokens as
 :class:`~.chunking.ChunkSizer` allows, which keeps it short whatever the prompts are, and so a pause.
 
-Invariants:
 - A request gets KV pages for all of its known tokens when it starts, and one more whenever it crosses a page
   border. One that cannot get its page preempts the request that started last. The oldest request always
   advances.
-- A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is
-  deferred.
+- A slot whose step is in flight keeps its pages: preemption, retraction and release wait for the step.
 - A prefix is computed once: a request waits while a running request computes the same prompt, then shares its
   pages.
-- If a call raises, every request stays where it was, or where a later call finds it: a step counts as in
-  flight only after the whole batch has been built.
+- If a call raises, every request stays where it was, or where a later call finds it.
 """
 
 import logging
@@ -446,7 +443,9 @@ class Batcher:
 
         width = pages_for(int(ends.max()))
         page_table = table.page_table[slots, :width]
-        window_slots, window_table = self._windows.places(slots, starts, ends, page_table)
+        window_slots, window_table = self._windows.places(
+            slots, starts, ends, page_table, row_of_token, positions
+        )
         complete = np.flatnonzero(ends[num_decode:] == table.length[slots[num_decode:]])
         samples = np.concatenate([np.arange(num_decode), num_decode + complete])
         sample_slots = slots[samples]

@@ -1,14 +1,12 @@
 """Limits the tokens of a step, so that steps (and pauses, which wait for a step) stay short and fit into
 memory.
 
-Time: a step is modelled as ``base + cost * prompt tokens``, both running averages of measurements.
+Time: a step is modelled as ``base + cost * prompt tokens``, both running averages of measurements. Memory:
+when a step runs out of it, the token limit (decoding rows plus prompt tokens) is halved until one succeeds.
+After ``patience`` good steps of about its size it is doubled again; the patience doubles if the larger limit
+fails.
 
-Memory: when a step runs out of memory, the token limit (decoding rows plus prompt tokens) is halved until a
-step succeeds. After ``patience`` good steps of about the limit's size it is doubled again. The patience
-doubles if the larger limit fails, and returns to its minimum if it succeeds.
-
-A budget is a whole number of pages; under a memory limit any number of tokens. Measured times decide only how
-prompts are cut, never which requests run.
+A budget is a whole number of pages, but under a memory limit. Measured times never decide which requests run.
 """
 
 from ..runtime.config import PAGE_SIZE

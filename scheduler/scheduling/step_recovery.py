@@ -4,11 +4,8 @@ Out of memory is no request's fault: the step is rolled back, and computed again
 (decoding rows first). Only a step of a single token or sample that fails twice ends its request. Any other
 failure, while a step is built, launched, fetched or processed, ends the requests of its step.
 
-Invariants:
-- A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV
+- A step's output is recorded only if all of it has arrived. One that is computed again writes the same KV
   slots, and its noise is a function of position, so it samples the same tokens.
-- Requests whose linear-attention state the step has overwritten start again from the last one that was kept
-  for a prefix of theirs, and before others decode on.
 - A step that was launched after a failed one is rolled back with it: its decoding rows read the failed step's
   tokens.
 - The device cache is emptied once per failure, when nothing refers to the step's tensors any more.
