@@ -39,7 +39,6 @@ class RequestKV:
     node: Node | None
     epoch: int
     stale: bool
-    """True if it holds KV of an older epoch, which is never donated."""
     salt: str
     first_in_range: int = 0
     end_of_range: int = 0

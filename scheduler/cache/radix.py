@@ -13,6 +13,7 @@
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -23,37 +24,23 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 NO_PAGES = np.empty(0, dtype=np.int32)
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A run of pages below ``parent``, written by the tree; a handle to lock and unlock."""
 
-    __slots__ = (
-        "children",
-        "epoch",
-        "in_heap",
-        "last_access",
-        "lock_ref",
-        "pages",
-        "parent",
-        "salt",
-        "serial",
-        "tokens",
-    )
-
-    def __init__(
-        self, parent: "Node | None", epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray, serial: int
-    ) -> None:
-        self.parent = parent
-        self.epoch = epoch
-        self.salt = salt
-        self.tokens = tokens
-        self.pages = pages
-        self.children: dict[bytes, Node] = {}
-        """Children by the bytes of their first page of tokens."""
-        self.lock_ref = 0
-        self.last_access = 0
-        self.serial = serial
-        """Creation order, which decides between leaves of equal age: eviction is reproducible."""
-        self.in_heap = False
+    parent: "Node | None"
+    epoch: int
+    salt: str
+    tokens: np.ndarray
+    """int32 [pages * page_size]"""
+    pages: np.ndarray
+    serial: int
+    """Creation order, which decides between leaves of equal age: eviction is reproducible."""
+    children: "dict[bytes, Node]" = field(default_factory=dict)
+    """By the bytes of their first page of tokens."""
+    lock_ref: int = 0
+    last_access: int = 0
+    in_heap: bool = False
 
 
 class Inserted(NamedTuple):

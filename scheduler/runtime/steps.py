@@ -63,7 +63,6 @@ class Steps:
     kv_bytes_per_token: int = 0
     routing_bytes_per_token: int = 0
     latent_bytes_per_pixel: float | None = None
-    """None for a language model."""
     pipeline_depth: int = 0
 
 

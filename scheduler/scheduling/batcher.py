@@ -42,7 +42,6 @@ PAGES_PER_SKIPPED_REQUEST = 2
 class ScheduledBatch:
     forward: ForwardBatch
     slots: np.ndarray
-    """int64 [R]"""
     sample_slots: np.ndarray
     """int64 [S]: slots that a token is sampled for."""
     completed: list[Request]

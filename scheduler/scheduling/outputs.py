@@ -44,7 +44,6 @@ class Outputs(ABC, Generic[SampleT]):
         self.generated_tokens = 0
         """Tokens, or denoised steps of samples, since the engine's start."""
         self.finished: Counter[str] = Counter()
-        """Number of finished samples, by the type of their finish reason."""
         self._waiting = waiting
         self._live = live
         self._outbox = outbox

@@ -31,7 +31,6 @@ _STOP_WIDTH = 8
 
 class Phase(Enum):
     WAITING = "waiting"
-    """Queued without KV: new, retracted or preempted."""
     PREFILL = "prefill"
     """Holds KV pages for all of its known tokens, and has computed some of them."""
     DECODE = "decode"
@@ -45,7 +44,6 @@ class WeightStamp:
     epoch: int
     version: str
     incarnation: str = ""
-    """Identifies this start of the engine."""
 
 
 @dataclass(slots=True)

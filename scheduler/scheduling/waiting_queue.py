@@ -36,7 +36,6 @@ FINISHED_ENTRIES = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
     context_len: int
-    """Most tokens of prompt plus output."""
     pool_tokens: int
     vocab_size: int
     max_waiting: int
