@@ -16,6 +16,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import torch
@@ -147,7 +148,7 @@ class Batcher:
         """Roll back a step whose results are lost, so that its tokens are scheduled again.
 
         With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies
-        beyond ``scheduled`` and is overwritten. Requests may have lost their state: :meth:`restart_states`.
+        beyond ``scheduled`` and is overwritten. Requests may have lost their state: :meth:`restore`.
         """
         table = self.table
         self._states.rolled_back(batch.slots)
@@ -183,16 +184,20 @@ class Batcher:
         logger.warning("steps are limited to %d tokens for now", self._chunk_sizer.limit)
         return True
 
-    def restart_states(self) -> None:
+    def restore(self, runner: Any) -> None:
+        """Restore states and last tokens that lost steps have overwritten. No step may be in flight."""
         for request in self._active[::-1]:
             if request.kv is not None and request.kv.state is not None and request.kv.state.lost:
                 self._requeue(request, keep_prefix=True)
                 request.restarted = len(request.evicted.tokens) > 0
-
-    def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``(slots, last tokens)`` [n] of the decoding requests. No step may be in flight."""
         slots = np.asarray([r.slot for r in self._active if r.phase is Phase.DECODE], np.int64)
-        return slots, self.table.tokens[slots, self.table.length[slots] - 1]
+        if not len(slots):
+            return
+        try:
+            runner.set_last_tokens(slots, self.table.tokens[slots, self.table.length[slots] - 1])
+        except Exception as error:  # the device may be in any state
+            logger.error("cannot restore the last tokens: retracting every request", exc_info=error)
+            self.retract_all()
 
     def schedule_failure_candidates(self) -> list[Request]:
         """Return the requests to fail when :meth:`schedule` raises again and again.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ...io_struct import (
     MAX_INT32,
@@ -27,6 +27,9 @@ from ...io_struct import (
 )
 from ..runtime.config import PAGE_SIZE
 from .request import Phase, Request, make_requests
+
+if TYPE_CHECKING:
+    from ..images.request import ImageRequest
 
 MAX_FURTHER_BYTES = 32 << 20
 FINISHED_ENTRIES = 64
@@ -148,19 +151,7 @@ def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
         raise _invalid(reason, field, value, position=position, vocab_size=vocab_size)
 
 
-class LiveSample(Protocol):
-    message_id: str
-    rid: str
-    index: int
-    client: bytes
-    """Client that gets the result; changes when a retry attaches from another socket."""
-    phase: Phase
-
-    @property
-    def key(self) -> tuple[str, int]: ...
-
-
-SampleT = TypeVar("SampleT", bound=LiveSample)
+SampleT = TypeVar("SampleT", bound="Request | ImageRequest")
 
 
 class LiveRequests(Generic[SampleT]):
