@@ -11,7 +11,7 @@ from support.fake_scheduler import finished
 from caesura.client.connection.results import decode_output
 from caesura.client.exceptions import InternalError
 from caesura.io_struct import RoutedExperts
-from caesura.scheduler.cache import routing
+from caesura.scheduler.cache import pool as pools
 from caesura.scheduler.cache.pool import RoutingPool
 from caesura.scheduler.layers.moe import RoutedExperts as Record
 from caesura.scheduler.layers.parameters import Placement
@@ -50,8 +50,8 @@ def test_a_record_grows_and_shows_the_last_step_only():
 
 @given(data=st.data(), staged=st.integers(1, 5))
 def test_reading_is_indexing(data, staged):
-    before = routing.STAGED_PAGES
-    routing.STAGED_PAGES = staged
+    before = pools.STAGED_PAGES
+    pools.STAGED_PAGES = staged
     try:
         pool = pool_of()
         pages = np.array(data.draw(st.lists(st.integers(1, PAGES - 1), min_size=1, max_size=12, unique=True)))
@@ -62,7 +62,7 @@ def test_reading_is_indexing(data, staged):
         pool.store(torch.from_numpy(pages[positions // 16] * 16 + positions % 16), rows)
         np.testing.assert_array_equal(pool.read(pages, start, length), rows[start:].numpy())
     finally:
-        routing.STAGED_PAGES = before
+        pools.STAGED_PAGES = before
 
 
 def test_routing_pool_is_released_with_the_kv():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from caesura.scheduler.observability import descriptors
+from caesura.scheduler.runtime import process
 from caesura.scheduler.runtime.process import DescriptorCheck
 
 
@@ -17,7 +17,7 @@ from caesura.scheduler.runtime.process import DescriptorCheck
 )
 def test_the_soft_limit_is_raised_as_far_as_allowed_and_sensible(allowed, most, expected):
     script = (
-        "import resource; from caesura.scheduler.observability import descriptors as d\n"
+        "import resource; from caesura.scheduler.runtime import process as d\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {allowed}))\n"
         f"d.MAX_DESCRIPTORS = {most}\n"
         "print(d.raise_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
@@ -32,7 +32,7 @@ def test_coming_near_is_said_once_each_time(monkeypatch, caplog):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (next(limits), 1 << 20))
     check = DescriptorCheck()
     said = []
-    with caplog.at_level(logging.WARNING, logger=descriptors.logger.name):
+    with caplog.at_level(logging.WARNING, logger=process.logger.name):
         for _ in range(5):
             check()
             said.append(len(caplog.messages))
