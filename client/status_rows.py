@@ -9,7 +9,6 @@ MIB = 1 << 20
 
 
 def status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
-    """Yield name and text of each row."""
     pause = "" if status.pause_mode is None else f" ({_pause(status)})"
     weights = f"{status.weights}, version {status.weight_version}, epoch {status.weights_epoch}"
     if status.weights_detail is not None:
@@ -76,7 +75,6 @@ def _requests(status: GetStatusReqOutput) -> str:
 
 
 def _pause(status: GetStatusReqOutput) -> str:
-    """Return mode, age, start by this machine's clock, owner and end."""
     age = status.pause_age_s or 0.0
     since = strftime("%Y-%m-%d %H:%M:%S", localtime(time() - age))
     owner = "no owner" if status.pause_owner is None else f"owner {status.pause_owner}"
@@ -85,7 +83,6 @@ def _pause(status: GetStatusReqOutput) -> str:
 
 
 def _kernels(status: GetStatusReqOutput) -> str:
-    """Return each kernel with its operations."""
     operations: dict[str, list[str]] = {}
     for operation, name in status.kernels.items():
         operations.setdefault(name, []).append(operation)

@@ -8,7 +8,6 @@ import contextlib
 import operator
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
 from ...io_struct import Message, Request
@@ -118,9 +117,7 @@ class ControlClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     close = blocking(AsyncSchedulerClient.close)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypedDict
 
-import msgspec
-
 from ...io_struct import (
     FinishReason,
     GenerateImagesReqInput,
@@ -23,10 +21,11 @@ from ...io_struct import (
     TensorSpec,
     WeightVersionSpan,
 )
-from ...io_struct.field_errors import field_error, nearest, one_of, shown
+from ...io_struct.field_errors import shown
 from ...transfer.safetensors import DTYPES
 from ..exceptions import InternalError, InvalidRequest
-from .options import id_of
+from .options import id_of, require_known
+from .prompts import Plan, struct_of
 
 _TYPESTR = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
@@ -55,9 +54,6 @@ class ImageOptions(TypedDict, total=False):
     return_embeds: bool
     output: str
     min_weights_epoch: int | None
-
-
-_OPTIONS = frozenset(ImageOptions.__annotations__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +190,6 @@ def _broken(wire: GenerateImagesReqOutput, reason: str) -> InternalError:
     return InternalError(f"the result of image {wire.index} of {wire.rid} {reason}", rid=wire.rid)
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePlan:
-    message_id: str
-    requests: list[GenerateImagesReqInput]
-    buffers: list[bytes]
-    """Frames of the only request, if the prompt is embeddings."""
-    single: bool
-    """True if the caller passed one prompt, not a list."""
-
-
 def plan_images(
     prompt: str | Sequence[str] | None,
     embeds: Mapping[str, Any] | None,
@@ -211,17 +197,14 @@ def plan_images(
     *,
     rid: str | None,
     message_id: str | None,
-) -> ImagePlan:
+) -> Plan[GenerateImagesReqInput]:
     """Lay out one ``generate_images`` call.
 
     Raises:
         InvalidRequest: a prompt is no text, or embeddings are no arrays.
         TypeError: an option that there is not.
     """
-    if unknown := sorted(options.keys() - _OPTIONS):
-        near = nearest(unknown[0], sorted(_OPTIONS))
-        hint = "" if near is None else f" (did you mean {near}?)"
-        raise TypeError(f"unknown image option {unknown[0]}{hint}; options are {one_of(sorted(_OPTIONS))}")
+    require_known("image", options, ImageOptions)
     single = prompt is None or isinstance(prompt, str)
     prompts: list[str | None] = [prompt] if prompt is None or isinstance(prompt, str) else []
     if not single:
@@ -230,7 +213,7 @@ def plan_images(
         prompts = list(prompt)
     specs, buffers = _frames(embeds or {})
     base = id_of(message_id)
-    fields: dict[str, Any] = {**options, "sde": _sde(options.get("sde"))}
+    fields: dict[str, Any] = {**options, "sde": struct_of("sde", options.get("sde"), SdeParams)}
     requests = [
         GenerateImagesReqInput(
             id=base if single else f"{base}-{number}",
@@ -241,21 +224,7 @@ def plan_images(
         )
         for number, each in enumerate(prompts)
     ]
-    return ImagePlan(base, requests, buffers, single)
-
-
-def _sde(given: Any) -> SdeParams:
-    if given is None:
-        return SdeParams()
-    if isinstance(given, SdeParams):
-        return given
-    if not isinstance(given, Mapping):
-        raise InvalidRequest(f"sde = {shown(given)} must be a SdeParams or a dict", field="sde")
-    try:
-        return msgspec.convert(dict(given), SdeParams)
-    except msgspec.ValidationError as error:
-        field, sentence = field_error(error, SdeParams, dict(given), prefix="sde")
-        raise InvalidRequest(sentence, field=field) from error
+    return Plan(base, requests, single, buffers)
 
 
 def _frames(embeds: Mapping[str, Any]) -> tuple[list[TensorSpec], list[bytes]]:

@@ -13,7 +13,7 @@ from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReq
 from ...io_struct.base import MAX_LABEL_LENGTH
 from ...io_struct.field_errors import nearest, one_of, shown
 from ..exceptions import InvalidRequest
-from .curve import ClientKeys, KeyOrFile
+from .endpoints import ClientKeys, KeyOrFile
 
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 DEFAULT_KEEPALIVE_TIMEOUT_S = 120.0
@@ -90,6 +90,15 @@ class GenerateOptions(TypedDict, total=False):
     first_sample: int
     continued_tokens: int
     stream_details: bool
+
+
+class CallOptions(TypedDict, total=False):
+    """Keywords of every command; all are optional."""
+
+    message_id: str | None
+    """Id of an earlier call with the same arguments that timed out, to attach to it."""
+    timeout: float | None
+    """Seconds for the call. None, the default, means until the engine answers or dies."""
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -201,7 +210,7 @@ def folder_of(model_path: Any) -> str:
 
 
 def require_group(group: Any) -> None:
-    if not hasattr(group, "steps"):
+    if not hasattr(group, "carry_out"):
         raise InvalidRequest(
             f"group = {shown(group)} must be a WeightUpdateGroup: "
             "WeightUpdateGroup.create([client]) makes one",

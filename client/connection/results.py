@@ -11,6 +11,8 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 from ...io_struct import (
     DeltaDetails,
@@ -106,19 +108,21 @@ class GenerateOutput:
 
     def as_delta(self, start: int = 0) -> "TokenDelta":
         """Return the tokens from ``start`` to the end, as one delta."""
-        logprobs = self.output_logprobs
         return TokenDelta(
             index=self.index,
             start=start,
             output_ids=self.output_ids[start:],
-            output_logprobs=None if logprobs is None else logprobs[start:],
-            output_top_logprobs=_from(self.output_top_logprobs, start),
-            output_token_ids_logprobs=_from(self.output_token_ids_logprobs, start),
+            output_logprobs=cut(self.output_logprobs, start),
+            output_top_logprobs=cut(self.output_top_logprobs, start),
+            output_token_ids_logprobs=cut(self.output_token_ids_logprobs, start),
         )
 
 
-def _from(values: TokenLogprobs | None, start: int) -> TokenLogprobs | None:
-    return None if values is None else values.cut(start)
+def cut(values: Any, start: int, end: int | None = None) -> Any:
+    """Return the tokens [start, end) of a list or of an object that can be cut; None stays None."""
+    if values is None:
+        return None
+    return values[start:end] if isinstance(values, list) else values.cut(start, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +148,14 @@ class TokenDelta:
         """Return the tokens [start, end) of this delta; None means to the last."""
         if start == 0 and end in (None, len(self.output_ids)):
             return self
-        top, token_ids = self.output_top_logprobs, self.output_token_ids_logprobs
         return replace(
             self,
             start=self.start + start,
             output_ids=self.output_ids[start:end],
-            output_logprobs=None if self.output_logprobs is None else self.output_logprobs[start:end],
-            output_top_logprobs=None if top is None else top.cut(start, end),
-            output_token_ids_logprobs=None if token_ids is None else token_ids.cut(start, end),
-            details=None if self.details is None else self.details.cut(start, end),
+            output_logprobs=cut(self.output_logprobs, start, end),
+            output_top_logprobs=cut(self.output_top_logprobs, start, end),
+            output_token_ids_logprobs=cut(self.output_token_ids_logprobs, start, end),
+            details=cut(self.details, start, end),
         )
 
 
@@ -171,12 +174,11 @@ class TokenDetails:
 
     def cut(self, start: int, end: int | None = None) -> "TokenDetails":
         """Return the tokens [start, end) of the delta; None means to the last."""
-        part = slice(start, end)
         return TokenDetails(
-            weights=self.weights[part],
-            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[part],
-            sampled_logprobs=None if self.sampled_logprobs is None else self.sampled_logprobs[part],
-            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.cut(start, end),
+            weights=self.weights[start:end],
+            raw_logprobs=cut(self.raw_logprobs, start, end),
+            sampled_logprobs=cut(self.sampled_logprobs, start, end),
+            sampling_mask=cut(self.sampling_mask, start, end),
         )
 
 
@@ -288,6 +290,18 @@ def _check_lengths(output: GenerateOutput) -> None:
         raise InternalError(
             f"{output.rid}: weight-version spans cover {covered} of {count} tokens", rid=output.rid
         )
+
+
+def joined_rows(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
+    """Concatenate the positions of all parts, or return None if there is none."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return TokenLogprobs(
+        k=known[0].k,
+        ids=list(chain.from_iterable(part.ids for part in known)),
+        logprobs=list(chain.from_iterable(part.logprobs for part in known)),
+    )
 
 
 def joined_masks(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:

@@ -30,7 +30,6 @@ _SPECIAL_TOKENS = (
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 DECODE_LONG = 4096
-"""Number of ids whose decoding takes about a millisecond."""
 
 
 class TokenizerMissing(CheckpointError):  # noqa: N818  (named as its base is)
@@ -48,7 +47,6 @@ class TextTokenizer:
         longest: characters of the longest entry of the vocabulary. A text of ``n`` characters has at least
             ``n / longest`` tokens, unless the tokenizer drops or joins characters (unknown ones, in
             SentencePiece).
-
     """
 
     def __init__(
@@ -69,13 +67,11 @@ class TextTokenizer:
     def from_folder(cls, path: str | Path) -> "TextTokenizer":
         """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``.
 
-        ``tokenizer.json`` decides if a text gets a BOS token; as in transformers, ``add_bos_token`` of the
-        config has no effect.
+        As in transformers, ``tokenizer.json`` alone decides if a text gets a BOS token.
 
         Raises:
             TokenizerMissing: there is no ``tokenizer.json``.
             CheckpointError: a file cannot be read.
-
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -102,7 +98,6 @@ class TextTokenizer:
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
-
         """
         try:
             text.encode()
@@ -116,7 +111,6 @@ class TextTokenizer:
 
         Raises:
             InvalidRequest: an id is negative or not an integer.
-
         """
         try:
             if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
@@ -127,7 +121,7 @@ class TextTokenizer:
 
     @property
     def backend(self) -> Tokenizer:
-        """The library's object, to read what has no method here."""
+        """The library's object."""
         return self._tokenizer
 
     def render_chat(
@@ -142,7 +136,6 @@ class TextTokenizer:
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
-
         """
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template", field="messages")
@@ -152,7 +145,6 @@ class TextTokenizer:
 
 
 def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of ``<0x00>`` … ``<0xFF>``, if the decoder reads them as bytes."""
     if tokenizer.decoder is None or tokenizer.decoder.decode(["<0x41>"]) != "A":
         return frozenset()
     found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -160,7 +152,6 @@ def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; empty without the file."""
     if not file.is_file():
         return {}
     try:
@@ -170,7 +161,6 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Return a token of a config, written as text or as an object with ``content``."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -193,7 +183,6 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return templates by name; ``chat_template.jinja`` takes precedence."""
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(in_config, str):

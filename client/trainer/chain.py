@@ -15,7 +15,6 @@ Invariants:
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import (
@@ -63,7 +62,6 @@ class WeightUpdateChain:
     def __init__(
         self, group: WeightUpdateGroup, clients: "Sequence[ControlClient]", links: list[str]
     ) -> None:
-        """Use :meth:`create`."""
         self.clients = list(clients)
         """Clients of its engines, in the order in which they pass updates on."""
         self._group = group
@@ -149,9 +147,7 @@ class WeightUpdateChain:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -259,7 +255,6 @@ def join_links(
 
 
 def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> None:
-    """Have each of ``engines`` and the next leave their link."""
     for number, link in enumerate(links):
         leave(engines[number : number + 2], link, GRACE_S)
 

@@ -34,14 +34,9 @@ class SharedBucket:
     """Memory that an engine of the same host can open."""
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
-        """Allocate memory on a CUDA device, or on the host if ``device`` is None.
-
-        Raises:
-            CaesuraError: ``out_of_memory``; ``unsupported`` if torch allocates in segments that cannot be
-                exported.
-        """
+        """Allocate memory on a CUDA device, or on the host if ``device`` is None."""
         self.nbytes = padded(max(nbytes, 1))
-        """Bytes of the memory: those asked for, rounded up."""
+        """Bytes, rounded up."""
         self.device = device
         """The CUDA device that has the memory; None if the host has it."""
         self.handle = self._host_memory() if device is None else self._device_memory(device)

@@ -61,7 +61,7 @@ class TwoPhaseUpdate:
         component = options.get("component")
         begins = [BeginWeightUpdateReqInput(manifest=specs, component=component) for _ in clients]
         self._sessions = [begin.id for begin in begins]  # these messages name the sessions as well
-        self._send(begins, BeginWeightUpdateReqOutput)
+        self._send(enumerate(begins), BeginWeightUpdateReqOutput)
         self._gather()
         if self._errors:
             self.abort()
@@ -71,7 +71,8 @@ class TwoPhaseUpdate:
         """Send each engine its call, which joins its session, and return the ticket of the first."""
         for call, session in zip(calls, self._sessions, strict=True):
             call.session_id = session
-        return self._send(calls, WeightUpdateReqOutput)[0]
+        self._send(enumerate(calls), WeightUpdateReqOutput)
+        return self._asked[0][1]
 
     def commit(self, version: str | None = None) -> list[WeightUpdateReqOutput]:
         """Wait for the calls, commit where they succeeded, and return the commits' replies.
@@ -81,24 +82,13 @@ class TwoPhaseUpdate:
         Raises:
             PartialUpdate: some engines failed.
         """
-        replies: dict[int, WeightUpdateReqOutput] = {}
+        given = self._options.get("weight_version")
+        label = version if given is None else given
         try:
-            given = self._options.get("weight_version")
-            label = version if given is None else given
             loaded = self._gather()
-            ends = {
-                number: EndWeightUpdateReqInput(session_id=self._sessions[number], weight_version=label)
-                for number in loaded
-            }
-            tickets = {
-                number: started(self._clients[number], end, WeightUpdateReqOutput)
-                for number, end in ends.items()
-            }
-            for number, ticket in tickets.items():
-                try:
-                    replies[number] = wait_for(ticket, ends[number].id, self._timeout)
-                except CaesuraError as error:
-                    self._errors[number] = error
+            ends = (EndWeightUpdateReqInput(session_id=name, weight_version=label) for name in self._sessions)
+            self._send([(n, end) for n, end in enumerate(ends) if n in loaded], WeightUpdateReqOutput)
+            replies: dict[int, WeightUpdateReqOutput] = self._gather()
         except BaseException:
             self.abort()
             raise
@@ -127,21 +117,22 @@ class TwoPhaseUpdate:
             with contextlib.suppress(CaesuraError):
                 self._clients[number].start(request, WeightUpdateReqOutput)
 
-    def _send(self, requests: Sequence[Request], expects: type[Message]) -> list[Future[Any]]:
-        self._requests = requests
-        both = zip(self._clients, requests, strict=True)
-        self._tickets = [started(client, request, expects) for client, request in both]
-        return self._tickets
+    def _send(self, requests: Iterable[tuple[int, Request]], expects: type[Message]) -> None:
+        self._asked = {
+            number: (request, started(self._clients[number], request, expects))
+            for number, request in requests
+        }
 
-    def _gather(self) -> list[int]:
-        """Wait for all tickets, and return the numbers of the engines that have not failed."""
-        for number, (ticket, request) in enumerate(zip(self._tickets, self._requests, strict=True)):
+    def _gather(self) -> dict[int, Any]:
+        """Return the replies to what was sent last; errors are kept."""
+        replies = {}
+        for number, (request, ticket) in self._asked.items():
             try:
-                wait_for(ticket, request.id, self._timeout)
+                replies[number] = wait_for(ticket, request.id, self._timeout)
             except CaesuraError as error:
                 error.add_note(f"engine at {self._clients[number].endpoint}")
                 self._errors[number] = error
-        return [number for number in range(len(self._clients)) if number not in self._errors]
+        return replies
 
     def _partial(self, replies: dict[int, WeightUpdateReqOutput]) -> PartialUpdate:
         return PartialUpdate([client.endpoint for client in self._clients], replies, self._errors)

@@ -31,7 +31,7 @@ from ..scheduling.waiting_queue import AdmissionLimits, pages_for
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import load_from_disk, open_checkpoint
-from ..weights.upload import uploader_of, write_stream_of
+from ..weights.upload import write_stream_of
 from .autotune import WarmUp
 from .forward import AttentionBackend, Runner
 from .kernel_report import why_torch
@@ -85,13 +85,21 @@ def load_model(
     model = build_model(model_config, dtype, device, parallel)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)
-    load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
+    load_from_disk(loader, checkpoint, config.load_bucket_bytes, write_stream_of(device))
     loader.forget_written()
     model.finalize_weights()
     if model_config.transformers_config is not None:
         with nobody():
             model.check()
-    return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)
+    return LoadedModel(
+        config=model.config,
+        model=model,
+        loader=loader,
+        dtype=dtype,
+        device=device,
+        digest=checkpoint.local_digest,
+        parallel=parallel,
+    )
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:

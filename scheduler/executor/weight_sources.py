@@ -13,9 +13,8 @@ from torch import Tensor
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ...io_struct.weights import UpdateWeightsFromDistributedReqInput
 from ..memory.storage import bytes_of
-from ..weights.components import ComponentSource
-from ..weights.source import BufferSource, SharedMemory, WeightSource
-from ..weights.transports.disk import DiskSource
+from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightSource
+from ..weights.transports.disk import Checkpoint
 from ..weights.transports.distributed import DistributedSource
 
 
@@ -46,8 +45,8 @@ def described(source: WeightSource) -> tuple[Source, Sequence[bytes | memoryview
     Raises:
         CaesuraError: ``unsupported``, no worker can open it.
     """
-    if isinstance(source, DiskSource):
-        return Folder(path=source.path, digest=source.digest), ()
+    if isinstance(source, Checkpoint):
+        return Folder(path=str(source.path), digest=source.digest), ()
     if isinstance(source, DistributedSource):
         # Rank 0 alone relays: the engines behind it are in a group of its own.
         return Broadcast(request=msgspec.structs.replace(source.request, relay_to=None)), ()

@@ -19,10 +19,10 @@ from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, write_some
 from ..weights.reading import require_finite
 from ..weights.source import BufferSource, WeightSource
-from ..weights.transports.disk import DiskSource, open_fitting
+from ..weights.transports.disk import Checkpoint, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import WriteStream, pieces_of, uploader_of
+from ..weights.upload import WriteStream, pieces_of
 from .weight_sources import Broadcast, Folder, Source
 
 Operation = Generator[bool, None, Any]
@@ -50,7 +50,7 @@ class WorkerUpdates:
         self._loader = loaded.loader
         self._runner = runner
         self._groups = groups
-        self._uploader = uploader_of(write_stream, loaded.device)
+        self._write_stream = write_stream
         self._wake = wake
         self._workspace = Workspace()
         self._maps = SharedMemoryMaps(config.device)
@@ -68,7 +68,7 @@ class WorkerUpdates:
         opened = yield from self._opened(source, frames)
         self._require(turn)
         self._loader.check(opened.specs, complete=opened.complete)
-        pieces = pieces_of(opened, self._loader, self._uploader, self._config.load_bucket_bytes)
+        pieces = pieces_of(opened, self._loader, self._write_stream, self._config.load_bucket_bytes)
         self._pieces = pieces
         while (piece := next(pieces, END)) is None:
             yield True
@@ -131,12 +131,10 @@ class WorkerUpdates:
         view = self._maps.view(memory.handle)[memory.start : memory.start + memory.nbytes]
         return BufferSource(source.name, source.specs, [view])
 
-    def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
+    def _folder(self, folder: Folder) -> Generator[bool, None, Checkpoint]:
         """Open a folder in a thread: steps go on meanwhile."""
         config, loader, workspace = self._loaded.config, self._loader, self._workspace
-        opening = Task(
-            lambda: DiskSource(open_fitting(folder.path, config), workspace, loader.owned), self._wake
-        )
+        opening = Task(lambda: open_fitting(folder.path, config).into(workspace, loader.owned), self._wake)
         while not opening.done:
             yield True
         found = opening.result()

@@ -49,7 +49,7 @@ from ...io_struct import (
     decode_request,
     encode,
 )
-from ..control.pause_ownership import Sender
+from ..control.engine_state import Sender
 from ..runtime.guard import defect
 from .status import status
 

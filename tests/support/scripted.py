@@ -420,7 +420,9 @@ class EngineDriver:
             self.clients[name] = socket
         return self.clients[name]
 
-    def send(self, message: Message | bytes, client: str = "main", buffers: Sequence[bytes] = ()) -> str:
+    def send(
+        self, message: Message | bytes, client: str = "main", buffers: Sequence[bytes | memoryview] = ()
+    ) -> str:
         """Send and wait until it lies in the engine's inbox; returns the message id."""
         header = message if isinstance(message, bytes) else encode(message)
         self.client(client).send_multipart([header, *buffers])
@@ -480,9 +482,15 @@ class EngineDriver:
             self.replies[message.id] = message
         return True
 
-    def call(self, message: Message, client: str = "main", max_ticks: int = 500) -> Any:
+    def call(
+        self,
+        message: Message,
+        client: str = "main",
+        max_ticks: int = 500,
+        buffers: Sequence[bytes | memoryview] = (),
+    ) -> Any:
         """Send, then tick until it is answered; ticks in which the loop would have slept do not count."""
-        message_id = self.send(message, client)
+        message_id = self.send(message, client, buffers)
         ticks, deadline = 0, monotonic() + _PATIENCE_S
         while ticks < max_ticks and monotonic() < deadline:
             self.tick()

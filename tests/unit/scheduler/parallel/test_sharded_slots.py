@@ -27,7 +27,7 @@ from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.source import WeightPiece
-from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
+from caesura.scheduler.weights.transports.disk import open_checkpoint
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -235,7 +235,7 @@ def test_from_disk_each_rank_reads_what_it_holds(folder: Folder, bucket_bytes: i
         loader, checkpoint = WeightLoader(model), open_checkpoint(folder.path)
         loader.check(checkpoint.specs, complete=True)
         read.append(0)
-        for piece in DiskSource(checkpoint, Workspace(), loader.owned).pieces(bucket_bytes, loader.skip):
+        for piece in checkpoint.into(Workspace(), loader.owned).pieces(bucket_bytes, loader.skip):
             assert piece is not None
             read[-1] += piece.rows.nbytes
             loader.write(piece)

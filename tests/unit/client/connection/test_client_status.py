@@ -1,13 +1,23 @@
-"""A generation that times out says what the engine waits for, if it waits."""
+"""What a client reads out of a status: figures, and what a generation that times out waits for."""
 
-import asyncio
 import re
 
+import msgspec
 import pytest
 from support.fake_scheduler import FakeScheduler, answer, status_reply
 
-from caesura.client import AsyncSchedulerClient, SchedulerClient, TimedOut
-from caesura.io_struct import GenerateReqInput, GetStatusReqInput
+from caesura.client import SchedulerClient, TimedOut
+from caesura.client.connection.status import PREFIX, figures
+from caesura.io_struct import (
+    Distribution,
+    EngineTotals,
+    GenerateReqInput,
+    GetStatusReqInput,
+    KVUsage,
+    PauseTotal,
+    StageStatus,
+    UpdateTotal,
+)
 
 TIMEOUT = 0.4
 """Long enough for the status of a fake engine; what cannot come never comes, so the tests do not depend on
@@ -29,12 +39,7 @@ def engine_in(**state):
     return handle
 
 
-@pytest.fixture
-def endpoint(tmp_path):
-    return f"ipc://{tmp_path}/s"
-
-
-def blocking(endpoint):
+def errors_of(endpoint):
     with SchedulerClient(endpoint, owner="mine") as client:
         streaming, whole = client.submit([1], stream=True), client.submit([1])
         for wait in (
@@ -48,31 +53,10 @@ def blocking(endpoint):
             yield caught.value
 
 
-def coroutines(endpoint):
-    async def main():
-        async with AsyncSchedulerClient(endpoint, owner="mine") as client:
-            streaming, whole = await client.submit([1], stream=True), await client.submit([1])
-            for wait in (
-                client.generate([1], timeout=TIMEOUT),
-                whole.result(TIMEOUT),
-                anext(streaming.deltas(TIMEOUT)),
-            ):
-                with pytest.raises(TimedOut) as caught:
-                    await wait
-                yield caught.value
-
-    return asyncio.run(_collected(main()))
-
-
-async def _collected(errors):
-    return [error async for error in errors]
-
-
 PAUSED = "the engine was paused (in_place) by 'trainer', 1.5 s ago, and waits for continue_generation"
 
 
-@pytest.mark.parametrize("errors_of", [blocking, coroutines])
-def test_a_pause_is_told_with_its_owner_and_its_age(endpoint, errors_of):
+def test_a_pause_is_told_with_its_owner_and_its_age(endpoint):
     with FakeScheduler(endpoint, engine_in(pause_owner="trainer")) as fake:
         for error in errors_of(endpoint):
             assert re.fullmatch(
@@ -106,19 +90,19 @@ def test_a_pause_is_told_with_its_owner_and_its_age(endpoint, errors_of):
 )
 def test_other_reasons_for_waiting_are_told(endpoint, state, sentence):
     with FakeScheduler(endpoint, engine_in(**state)):
-        assert all(sentence in error.message for error in blocking(endpoint))
+        assert all(sentence in error.message for error in errors_of(endpoint))
 
 
 def test_an_engine_that_runs_is_not_blamed(endpoint):
     with FakeScheduler(endpoint, engine_in(generation="running", pause_mode=None)):
-        for error in blocking(endpoint):
+        for error in errors_of(endpoint):
             assert re.fullmatch(rf"no answer within {TIMEOUT} s to message \w+", error.message)
             assert "paused" not in error.detail
 
 
 def test_an_engine_that_says_nothing_is_not_waited_for(endpoint):
     with FakeScheduler(endpoint, lambda _: []):
-        for error in blocking(endpoint):
+        for error in errors_of(endpoint):
             assert re.fullmatch(rf"no answer within {TIMEOUT} s to message \w+", error.message)
 
 
@@ -134,3 +118,40 @@ def test_status_commands_change_nothing(endpoint):
             "GenerateReqInput",
             "PauseGenerationReqInput",
         ]
+
+
+def test_metrics_are_a_flat_dict_of_numbers_and_renew_no_lease(tmp_path):
+    with FakeScheduler(f"ipc://{tmp_path}/s.sock", answer) as engine:
+        with SchedulerClient(engine.endpoint, owner="trainer") as client:
+            blocking = client.metrics()
+        asked = [engine.requests.get() for _ in range(engine.requests.qsize())]
+    assert all(name.startswith(PREFIX) and type(value) is float for name, value in blocking.items())
+    assert (blocking["caesura/paused"], blocking["caesura/pause_age_s"]) == (1.0, 1.5)
+    assert [each.owner for each in asked if isinstance(each, GetStatusReqInput)] == [""]
+
+
+def test_counters_are_summed_and_histograms_become_percentiles():
+    totals = EngineTotals(
+        prompt_tokens=200,
+        cached_tokens=50,
+        finished_requests={"stop": 5},
+        pauses=[PauseTotal(mode=mode, count=2, seconds=1.5) for mode in ("abort", "in_place")],
+        updates=[UpdateTotal(source="disk", committed=3, failed=1)],
+        staleness=Distribution(counts=[3, 1, *[0] * 8], sum=1.0),
+    )
+    stage = StageStatus(name="update.copy", count=1, total_s=0.5, median_s=0.5, longest_s=0.5)
+    status = msgspec.structs.replace(status_reply(GetStatusReqInput()), totals=totals, stages=[stage])
+    found = {name.removeprefix(PREFIX): value for name, value in figures(status).items()}
+    expected = {
+        "pauses": 4, "pause_s": 3.0, "updates": 3, "failed_updates": 1, "prefix_hit_share": 0.25,
+        "samples/stop": 5,
+        "stage_s/update.copy": 0.5, "staleness_epochs/mean": 0.25, "staleness_epochs/p50": 0.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert not any(name.startswith("queue_time") for name in found), "an older engine does not count it"
+
+
+def test_inapplicable_series_are_absent():
+    kv = KVUsage(free=0, cached=0, held=0, total=0, page_size=16, bytes_per_token=0)
+    found = figures(msgspec.structs.replace(status_reply(GetStatusReqInput()), kv=kv))
+    assert not {"caesura/kv_held_share", "caesura/prefix_hit_share"} & set(found)

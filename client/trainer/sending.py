@@ -1,22 +1,18 @@
 """The messages of one update, whichever client sends them.
 
-An update is a generator. It yields :class:`Send`, :class:`Await` and :class:`Run`, and is sent their results,
-so that the blocking and the asyncio client share its code.
-
 Invariants:
 - Two or three messages are in flight, together at most one bucket in size: while the engine copies one, the
   next is prepared. Memory is not reused before the reply to its message has arrived; if no caller waits for
   the reply any more, the memory is left to those messages.
-- An update that fails aborts its own session and no other: it names the session by the id of its ``begin``,
-  which is known before the reply. A closed generator cannot send, so interrupts and cancellations must be
-  thrown into it, like errors.
+- An update that fails, is interrupted or cancelled aborts its own session and no other: it names the session
+  by the id of its ``begin``, which is known before the reply.
 - Tensors must not change until the update has returned or raised. What the engine reads later is a copy, or
   belongs to an aborted session.
 """
 
 import contextlib
-from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -59,84 +55,35 @@ class Ticket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message and go on; the generator gets its :class:`Ticket`."""
+class Sender:
+    """A client's ways to send and to wait, or those of several clients at once."""
 
-    request: ControlRequest
-    buffers: list[memoryview] = field(default_factory=list)
-    """The frames behind the header."""
+    start: Callable[[ControlRequest, type[Reply], Sequence[memoryview]], Any]
+    """Sends a message, given its reply's type and the frames behind its header."""
+    wait: Callable[[Any, ControlRequest], Awaitable[Any]]
+    """Waits for the reply to a message."""
+    run: Callable[[Callable[[], Any]], Awaitable[Any]]
+    """Calls a function that may block."""
 
-    @property
-    def expects(self) -> type[Reply]:
-        begins = isinstance(self.request, BeginWeightUpdateReqInput)
-        return BeginWeightUpdateReqOutput if begins else WeightUpdateReqOutput
+    def send(self, request: ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
+        """Send a message and go on."""
+        begins = isinstance(request, BeginWeightUpdateReqInput)
+        return self.start(request, BeginWeightUpdateReqOutput if begins else WeightUpdateReqOutput, buffers)
 
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """Wait for the answer; the generator gets the reply."""
-
-    ticket: Any
-    request: ControlRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Call a function that may block; the generator gets its result."""
-
-    work: Callable[[], Any]
+    async def call(self, request: ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
+        """Send a message and wait for its reply."""
+        return await self.wait(self.send(request, buffers), request)
 
 
-Steps = Generator[Send | Await | Run, Any, WeightUpdateReqOutput]
-"""One update: its actions one after the other, and at last the reply to all of it."""
-
-
-async def drive(
-    steps: Steps,
-    start: Callable[[Send], Any],
-    wait: Callable[[Any, Any], Awaitable[Any]],
-    run: Callable[[Callable[[], Any]], Awaitable[Any]],
-) -> Any:
-    """Carry out ``steps`` and return their reply.
-
-    Every exception of a step, interrupts and cancellations included, is thrown into the steps, which then end
-    their session.
-
-    Args:
-        start: sends a message and returns its ticket.
-        wait: waits for the answer, given the ticket and the request.
-        run: calls a function that may block.
-    """
-    try:
-        wanted = next(steps)
-        while True:
-            try:
-                if isinstance(wanted, Send):
-                    came = start(wanted)
-                elif isinstance(wanted, Run):
-                    came = await run(wanted.work)
-                else:
-                    came = await wait(wanted.ticket, wanted.request)
-            except BaseException as error:  # noqa: BLE001  the steps raise it again
-                wanted = steps.throw(error)
-            else:
-                wanted = steps.send(came)
-    except StopIteration as stop:
-        return stop.value
-
-
-def call(
-    request: ControlRequest, buffers: list[memoryview] | None = None
-) -> Generator[Send | Await, Any, Any]:
-    """Send a message and wait for its reply."""
-    ticket = yield Send(request, buffers or [])
-    return (yield Await(ticket, request))
-
-
-def tensor_steps(
-    named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, shared: SharedBuckets
-) -> Steps:
-    """Yield all messages of one update over the socket; ``options`` are fields of ``WeightUpdateOptions``.
+async def send_tensors(
+    sender: Sender,
+    named_tensors: NamedTensors,
+    options: dict[str, Any],
+    *,
+    bucket_bytes: int,
+    shared: SharedBuckets,
+) -> WeightUpdateReqOutput:
+    """Send one update over the socket; ``options`` are fields of ``WeightUpdateOptions``.
 
     A single message is sent from a copy, because it may be committed after its sender has stopped waiting.
     """
@@ -147,20 +94,26 @@ def tensor_steps(
         size = part_bytes(total // 4, bucket_bytes, UNDER_WAY)
     parts = list(buckets(tensors, size))
     if len(parts) == 1:
-        return (yield from _copied(parts[0], options, shared))
-    return (yield from in_one_session(tensors, options, len(parts), lambda named: _frames(parts, named)))
+        return await _copied(sender, parts[0], options, shared)
+    return await in_one_session(
+        sender, tensors, options, len(parts), lambda named: _frames(sender, parts, named)
+    )
 
 
-def ipc_steps(
-    named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, shared: SharedBuckets
-) -> Steps:
-    """Yield all messages of one update through shared memory of at most ``bucket_bytes``, in two or three
-    slots.
+async def share_tensors(
+    sender: Sender,
+    named_tensors: NamedTensors,
+    options: dict[str, Any],
+    *,
+    bucket_bytes: int,
+    shared: SharedBuckets,
+) -> WeightUpdateReqOutput:
+    """Send one update through shared memory of at most ``bucket_bytes``, in two or three slots.
 
     :class:`SharedTensors` are in shared memory already: one message passes all of them.
     """
     if isinstance(named_tensors, SharedTensors):
-        return (yield from _handed_over(named_tensors, options))
+        return await _handed_over(sender, named_tensors, options)
     tensors = list(pairs(named_tensors))
     size, total = bucket_size(bucket_bytes), total_bytes(tensors)
     device = common_cuda_device(tensor for _, tensor in tensors)
@@ -168,10 +121,12 @@ def ipc_steps(
     if total > MIN_PART_BYTES:
         size = part_bytes(0 if device is None else total // 8, bucket_bytes, under_way)
     parts = list(buckets(tensors, size))
-    return (
-        yield from in_one_session(
-            tensors, options, len(parts), lambda named: _shared(parts, named, shared, device, under_way)
-        )
+    return await in_one_session(
+        sender,
+        tensors,
+        options,
+        len(parts),
+        lambda named: _shared(sender, parts, named, shared, device, under_way),
     )
 
 
@@ -184,12 +139,13 @@ def part_bytes(wanted: int, bucket_bytes: int, under_way: int) -> int:
     return max(min(bucket_bytes // under_way, max(wanted, MIN_PART_BYTES)), 1)
 
 
-def in_one_session(
+async def in_one_session(
+    sender: Sender,
     tensors: list[tuple[str, Any]],
     options: dict[str, Any],
     num_calls: int,
-    exchanges: Callable[[dict[str, Any]], Steps],
-) -> Steps:
+    exchanges: Callable[[dict[str, Any]], Awaitable[WeightUpdateReqOutput]],
+) -> WeightUpdateReqOutput:
     """Make ``num_calls`` calls in a session of their own, all or nothing; a single one needs no session.
 
     ``exchanges`` makes the calls, given their options, which name the session. If ``options`` have a
@@ -201,29 +157,31 @@ def in_one_session(
             field="named_tensors",
         )
     if num_calls == 1 or options.get("session_id") is not None:
-        return (yield from exchanges(options))
+        return await exchanges(options)
     component = options.get("component")
     begin = BeginWeightUpdateReqInput(manifest=manifest(tensors), component=component)
     try:
         try:
-            yield from call(begin)
+            await sender.call(begin)
         except WeightMismatch as error:  # a subset is no manifest, but fits if nothing else was wrong with it
             if error.detail.get("unexpected") or error.detail.get("mismatched"):
                 raise
-            yield Send(_abort_of(begin))  # some of several engines may have opened it
+            sender.send(_abort_of(begin))  # some of several engines may have opened it
             begin = BeginWeightUpdateReqInput()
-            yield from call(begin)
-        yield from exchanges({**options, "session_id": begin.id})
-        committed: WeightUpdateReqOutput = yield from call(_commit_of(begin, options))
+            await sender.call(begin)
+        await exchanges({**options, "session_id": begin.id})
+        committed: WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
     except GeneratorExit:
         raise
     except BaseException as error:
-        yield from _abort(begin, error)
+        await _abort(sender, begin, error)
         raise
     return committed
 
 
-def _handed_over(tensors: SharedTensors, options: dict[str, Any]) -> Steps:
+async def _handed_over(
+    sender: Sender, tensors: SharedTensors, options: dict[str, Any]
+) -> WeightUpdateReqOutput:
     """Send one message, in a session of its own unless the options name one.
 
     The engine may read the memory when this has long timed out and its owner has changed it. The begin and
@@ -233,18 +191,17 @@ def _handed_over(tensors: SharedTensors, options: dict[str, Any]) -> Steps:
     named = options if options.get("session_id") is not None else {**options, "session_id": begin.id}
     request = UpdateWeightsFromIPCReqInput(handle=tensors.memory.handle, specs=tensors.specs, **named)
     if named is options:
-        only: WeightUpdateReqOutput = yield from call(request)
+        only: WeightUpdateReqOutput = await sender.call(request)
         return only
     try:
-        opened = yield Send(begin)
-        written = yield Send(request)
-        yield Await(opened, begin)
-        yield Await(written, request)
-        committed: WeightUpdateReqOutput = yield from call(_commit_of(begin, options))
+        opened, written = sender.send(begin), sender.send(request)
+        await sender.wait(opened, begin)
+        await sender.wait(written, request)
+        committed: WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
     except GeneratorExit:
         raise
     except BaseException as error:
-        yield from _abort(begin, error)
+        await _abort(sender, begin, error)
         raise
     return committed
 
@@ -257,70 +214,74 @@ def _abort_of(begin: BeginWeightUpdateReqInput) -> EndWeightUpdateReqInput:
     return EndWeightUpdateReqInput(commit=False, session_id=begin.id)
 
 
-def _abort(begin: BeginWeightUpdateReqInput, error: BaseException) -> Generator[Send | Await, Any, None]:
+async def _abort(sender: Sender, begin: BeginWeightUpdateReqInput, error: BaseException) -> None:
     """End the session without a commit, whatever its state; wait for that only if the engine has answered."""
     request = _abort_of(begin)
     try:
-        ticket = yield Send(request)
+        ticket = sender.send(request)
         if is_answer(error):
-            yield Await(ticket, request)
+            await sender.wait(ticket, request)
     except NoSession:  # it had ended with the error, or was never opened
         pass
     except CaesuraError as second:
         error.add_note(f"aborting the session: {second}")
 
 
-def _frames(parts: list[Bucket], options: dict[str, Any]) -> Steps:
-    """Send frames of the tensors' own memory; a copy on the host is made only when its bucket's turn has
-    come.
-    """
+async def _frames(sender: Sender, parts: list[Bucket], options: dict[str, Any]) -> WeightUpdateReqOutput:
+    """Send frames of the tensors' own memory; one is copied to the host only when its turn has come."""
 
-    def send(number: int) -> Generator[Send, Any, tuple[Ticket, ControlRequest]]:
+    async def send(number: int) -> tuple[Ticket, ControlRequest]:
         specs, frames = as_frames(parts[number])
         request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
-        return (yield Send(request, frames)), request
+        return sender.send(request, frames), request
 
-    return (yield from _some_at_a_time(len(parts), send, UNDER_WAY))
+    return await _some_at_a_time(sender, len(parts), send, UNDER_WAY)
 
 
-def _copied(part: Bucket, options: dict[str, Any], shared: SharedBuckets) -> Steps:
+async def _copied(
+    sender: Sender, part: Bucket, options: dict[str, Any], shared: SharedBuckets
+) -> WeightUpdateReqOutput:
     """Send one message of one frame, from memory that does not change before the answer is there."""
     memory = shared.take(part.nbytes, None)
-    specs: list[TensorSpec] = yield Run(lambda: memory.fill(part))
+    specs: list[TensorSpec] = await sender.run(lambda: memory.fill(part))
     frame: memoryview = memory.view(0, part.nbytes).numpy().data
     request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
-    reply: WeightUpdateReqOutput = yield from call(request, [frame])
+    reply: WeightUpdateReqOutput = await sender.call(request, [frame])
     shared.give_back(memory)
     return reply
 
 
-def _shared(
+async def _shared(
+    sender: Sender,
     parts: list[Bucket],
     options: dict[str, Any],
     shared: SharedBuckets,
     device: torch.device | None,
     under_way: int,
-) -> Steps:
+) -> WeightUpdateReqOutput:
     """Fill one slot, in host memory or on ``device``, while the engine copies another out."""
     slot = max(part.nbytes for part in parts)
     memory = shared.take(slot * min(len(parts), under_way), device)
 
-    def send(number: int) -> Generator[Send | Run, Any, tuple[Ticket, ControlRequest]]:
-        specs: list[TensorSpec] = yield Run(lambda: memory.fill(parts[number], number % under_way * slot))
+    async def send(number: int) -> tuple[Ticket, ControlRequest]:
+        specs: list[TensorSpec] = await sender.run(
+            lambda: memory.fill(parts[number], number % under_way * slot)
+        )
         request = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, **options)
-        return (yield Send(request)), request
+        return sender.send(request), request
 
-    reply = yield from _some_at_a_time(len(parts), send, under_way, kept=memory)
+    reply = await _some_at_a_time(sender, len(parts), send, under_way, kept=memory)
     shared.give_back(memory)
     return reply
 
 
-def _some_at_a_time(
+async def _some_at_a_time(
+    sender: Sender,
     count: int,
-    send: Callable[[int], Generator[Any, Any, tuple[Ticket, ControlRequest]]],
+    send: Callable[[int], Awaitable[tuple[Ticket, ControlRequest]]],
     under_way: int,
     kept: object = None,
-) -> Steps:
+) -> WeightUpdateReqOutput:
     """Send messages 0 to ``count - 1``, at most ``under_way`` before the first is answered; return the last
     reply.
 
@@ -331,17 +292,17 @@ def _some_at_a_time(
     try:
         for number in range(count):
             if len(pending) == under_way:
-                reply = yield Await(*pending[0])
+                reply = await sender.wait(*pending[0])
                 del pending[0]
-            pending.append((yield from send(number)))
+            pending.append(await send(number))
         while pending:
-            reply = yield Await(*pending[0])
+            reply = await sender.wait(*pending[0])
             del pending[0]
     except BaseException as error:
         if is_answer(error):  # the first error counts; the others are its consequences
             for sent in pending:
                 with contextlib.suppress(CaesuraError):
-                    yield Await(*sent)
+                    await sender.wait(*sent)
         for ticket, _ in pending:
             if not ticket.done():  # the engine has yet to read this memory, which must live until then
                 ticket.add_done_callback(lambda _: kept)
