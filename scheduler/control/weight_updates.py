@@ -73,19 +73,19 @@ class WeightUpdates:
         self._engine = engine
         self._progress: tuple[WeightSource, float] | None = None
         self._workspace = Workspace()
-        self._maps = SharedMemoryMaps(engine.config.device)
+        self.maps = SharedMemoryMaps(engine.config.device)
         self.model_path = engine.initial_weights.folder or engine.config.model_path
         """The last committed checkpoint folder."""
 
     @property
     def keeps_memory(self) -> bool:
         """True if shared memory of other processes is mapped, which must be unmapped when they are gone."""
-        return len(self._maps) > 0
+        return len(self.maps) > 0
 
     def collect(self) -> None:
         """Unmap shared memory whose owner is gone, unless a session is open that may still read it."""
         if self._engine.sessions.current is None:
-            self._maps.collect()
+            self.maps.collect()
 
     def progress(self) -> UpdateProgress | None:
         """Return the progress of the update under way, or None."""
@@ -144,7 +144,7 @@ class WeightUpdates:
         )
 
     def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
-        return self._update(request, sender, ("ipc", None), lambda: self._maps.open(request))
+        return self._update(request, sender, ("ipc", None), lambda: self.maps.open(request))
 
     def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
         """Update from what rank 0 of a process group broadcasts, and relay it if the call says so.
@@ -201,7 +201,7 @@ class WeightUpdates:
             session = None if is_ignored else self.join(found, request, sender, route)
         except CaesuraError:
             if engine.sessions.current is None:  # otherwise its end unmaps what was opened
-                self._maps.end_session()
+                self.maps.end_session()
             raise
         if session is None:
             counts = yield from self._receive_ignored(source, stages)
@@ -279,7 +279,7 @@ class WeightUpdates:
                 while next(pieces, END) is not END:
                     yield Wait.THREAD
         finally:
-            self._maps.end_session()
+            self.maps.end_session()
         return engine.loader.take_counts()
 
     def write(
@@ -504,7 +504,7 @@ class WeightUpdates:
 
     def _close_session(self) -> None:
         self._engine.sessions.current = None
-        self._maps.end_session()
+        self.maps.end_session()
 
     def _reply(
         self,
