@@ -32,7 +32,6 @@ timeout.
 
 
 def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
-    """Join a process group; answered at once if this engine has joined it already."""
     group = engine.process_groups.join(request)
     elsewhere = engine.executor.call("join_group", request) if request.rank_offset else None
     try:

@@ -71,7 +71,6 @@ class WeightSending:
         )
 
     def send(self, request: SendWeightsReqInput) -> Operation:
-        """Broadcast the tensors of ``request``."""
         try:
             return (yield from self._send(request))
         except BaseException as error:
@@ -118,7 +117,6 @@ class WeightSending:
     def _fill(
         self, buffer: Tensor, batch: Batch, slots: dict[str, WeightSlot]
     ) -> Generator[Wait, None, None]:
-        """Copy the tensors of ``batch`` to the start of ``buffer``, one after the other."""
         engine = self._engine
         self._require_committed()
         divided = [spec for spec in batch if is_divided(slots[spec.name])]
@@ -150,7 +148,6 @@ class WeightSending:
         return {name.removeprefix(prefix): slot for name, slot in slots.items() if name.startswith(prefix)}
 
     def _require_committed(self) -> None:
-        """Raise unless all weights are resident, and of one commit."""
         engine = self._engine
         engine.state.require_resident("weights")
         engine.state.require_serviceable("cannot send weights")

@@ -67,8 +67,6 @@ logger = logging.getLogger(__name__)
 
 
 class WeightUpdates:
-    """The commands that begin, fill and end weight sessions."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._progress: tuple[WeightSource, float] | None = None
@@ -88,7 +86,6 @@ class WeightUpdates:
             self.maps.collect()
 
     def progress(self) -> UpdateProgress | None:
-        """Return the progress of the update under way, or None."""
         if self._progress is None:
             return None
         source, started = self._progress
@@ -118,7 +115,6 @@ class WeightUpdates:
         )
 
     def from_disk(self, request: UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
-        """Update from a complete checkpoint folder."""
         if request.load_format not in (None, "auto", "safetensors"):
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST,
@@ -360,7 +356,6 @@ class WeightUpdates:
         return self._reply(message_id, counts, stages, started, committed=committed, flushed=flushed)
 
     def end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Operation:
-        """Commit or abort a session."""
         engine = self._engine
         session = engine.sessions.to_end(request, sender)
         stages, started = session.stages, session.opened
@@ -453,7 +448,6 @@ class WeightUpdates:
             )
 
     def _require_flushable(self, flush: bool) -> None:
-        """Refuse a flush that is impossible because requests are frozen with their KV or latents."""
         engine = self._engine
         if flush and engine.state.generation == "paused" and engine.batcher.num_holding > 0:
             raise CaesuraError(
@@ -544,7 +538,6 @@ def _component(source: WeightSource) -> str | None:
 
 
 def _warn_of_commit(counts: LoadCounts, before: WeightStamp, after: WeightStamp) -> None:
-    """Log a warning if the commit is probably a mistake."""
     if not counts.written_tensors:
         return
     if not counts.changed_tensors:

@@ -149,16 +149,13 @@ class ComponentResidencyManager:
             _ambient.reset(token)
 
     def nbytes(self, name: str) -> int:
-        """Return the size of a component, a tag or registered, wherever it is."""
         return (self._registered.get(name) or self._components[name]).nbytes
 
     def occupied_bytes(self, tag: MemoryTag) -> int:
-        """Return the bytes that the tensors of ``tag`` take now, without registered components."""
         return self._components[tag].occupied_bytes()
 
     @property
     def registered_bytes(self) -> int:
-        """Bytes that registered components take now."""
         return sum(component.occupied_bytes() for component in self._registered.values())
 
     @property

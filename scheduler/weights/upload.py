@@ -94,8 +94,6 @@ def write_stream_of(device: torch.device, on_stream: OnStream = nullcontext) -> 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location of some rows of a tensor in a bucket."""
-
     name: str
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
@@ -112,8 +110,6 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The contents of one bucket, and how to read them."""
-
     nbytes: int
     read: Callable[[Tensor], None]
     """Fills uint8 [nbytes] on the host; may run in any thread, at any time until the load ends."""
@@ -158,8 +154,6 @@ class _Bucket:
 
 
 class _Load:
-    """The buckets of one load."""
-
     def __init__(self, stream: WriteStream, bucket_bytes: int) -> None:
         self._stream = stream
         self._bucket_bytes = bucket_bytes
@@ -217,7 +211,6 @@ class _Load:
         self._stream.synchronize()
 
     def _take(self, nbytes: int) -> _Bucket:
-        """Return a bucket of at least ``nbytes``."""
         bucket = self._free.popleft() if self._free else None
         size = max(self._bucket_bytes, nbytes)
         if bucket is not None and len(bucket.host) >= size:

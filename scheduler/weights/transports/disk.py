@@ -57,7 +57,6 @@ class _File:
     identity: tuple[int, int, int, int]
     """Device, inode, size and modification time in ns of the file whose header was read."""
     header: bytes
-    """Its SHA-256."""
     data_start: int
     """First byte behind the header."""
     changed_ns: int

@@ -96,7 +96,6 @@ class Group:
         self._worker: Worker | None = None
         self._sending: Transmission | None = None
         self.has_joined = False
-        """Every rank was there once."""
 
     def joined(self) -> bool:
         """Return True once every rank is there.
@@ -403,8 +402,6 @@ class DistributedSource:
 
 
 class WeightsUpdateGroups:
-    """The groups that this engine is in, by name."""
-
     def __init__(
         self,
         device: torch.device,
