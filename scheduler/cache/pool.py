@@ -61,7 +61,7 @@ class _PagedPool:
 
 
 class MHAPool(_PagedPool):
-    """K and V of multi-head (grouped-query) attention, a ``KVPool`` of ``forward.py``."""
+    """K and V of multi-head (grouped-query) attention."""
 
     def __init__(
         self,

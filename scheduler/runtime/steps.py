@@ -72,7 +72,9 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     scoring = None if (path := config.reference_model_path) is None else Scoring(engine, path)
     folder, stamp = engine.initial_weights.folder, engine.state.stamp
     started = executor.start(folder)
-    loaded, pool, routing, limits = build_components(config, residency, folder, executor.parallel, executor)
+    loaded, pool, routing, limits = build_components(
+        config, residency, folder, executor.parallel, executor, executor.sharing
+    )
     own = make_runner(config, loaded, pool, routing)
     if isinstance(own, ModelRunner):
         own.stages = engine.stages  # from here on: the steps of the warm-up do not count

@@ -39,8 +39,7 @@ from ...io_struct import (
 from ...io_struct.generate import GREEDY_BELOW
 from ..cache.allocator import PageAllocator
 from ..execution.build import build_backend, load_model, longest_context, make_pool, require_deterministic
-from ..execution.forward import ForwardBatch, SamplingBatch
-from ..execution.staging import StepLimits
+from ..execution.forward import ForwardBatch, SamplingBatch, StepLimits
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import device_module_for, streams_of
 from ..memory.host_copy import exhaust

@@ -108,7 +108,7 @@ def driver(model) -> Iterator[EngineDriver]:
 
 def rank_1_fails_at(monkeypatch, method: str) -> None:
     """It is told something else that it cannot do."""
-    send = Workers._send_to
+    send = Workers.send_to
 
     def changed(self, rank, frames):
         call = decode_call(frames[0])
@@ -116,7 +116,7 @@ def rank_1_fails_at(monkeypatch, method: str) -> None:
             frames = [encode((call.number, "read", [["no such tensor"]]))]
         send(self, rank, frames)
 
-    monkeypatch.setattr(Workers, "_send_to", changed)
+    monkeypatch.setattr(Workers, "send_to", changed)
 
 
 def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
     driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
     trainer.close()
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(model)), max_ticks=100_000).committed
-    assert driver.engine.executor._answers == {}
+    assert driver.engine.executor.answers == {}
 
 
 def test_failure_on_rank_0_leaves_no_worker_answers(driver, monkeypatch):
@@ -151,8 +151,8 @@ def test_failure_on_rank_0_leaves_no_worker_answers(driver, monkeypatch):
         ("set_last_tokens", (np.zeros(1, np.int64), np.zeros(1, np.int32))),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(steps._own, name, fails)
+            patch.setattr(steps.own, name, fails)
             with pytest.raises(RuntimeError, match="injected"):
                 getattr(steps, name)(*arguments)
     steps.synchronize()  # every rank has come to the end of what it was told
-    assert driver.engine.executor._answers == {}
+    assert driver.engine.executor.answers == {}

@@ -496,23 +496,28 @@ class EngineDriver:
             self.tick()
             if message_id in self.replies:
                 return self.replies.pop(message_id)
-            if self.engine.commands._waits_for_thread:
-                # Or it would be the machine's load that says how many steps run meanwhile
-                self._await_thread()
-            elif self._inbox.would_block:
+            if self.awaited_others():
+                continue
+            if self._inbox.would_block:
                 self.client(client).poll(1)
             else:
                 ticks += 1
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
 
-    def _await_thread(self) -> None:
-        """Wait for the thread or rank beside the loop that a command waits for; not for long, it may wait for
-        somebody itself.
+    def awaited_others(self) -> bool:
+        """Wait for the thread or rank beside the loop that a command waits for, if it waits for one.
+
+        Without that the machine's load says how many ticks pass meanwhile. The wait is short, as a thread may
+        wait for somebody itself.
         """
+        commands = self.engine.commands
+        if commands.wants_tick or commands.has_stepped_aside or not commands.is_busy:
+            return False
         poller = zmq.Poller()
         for each in (self.engine.wakeup.fd, *self.engine.executor.heard):
             poller.register(each, zmq.POLLIN)
         poller.poll(250)
+        return True
 
     def begin(self, client: str = "main", **fields: Any) -> str:
         reply = self.call(BeginWeightUpdateReqInput(**fields), client)

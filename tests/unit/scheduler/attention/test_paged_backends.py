@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_forms import attended, forms
 from support.checkpoints import make_checkpoint
-from support.forward_batches import PagedModel, Row, Sequence, forward_batch, load_model
+from support.forward_batches import PagedModel, Row, Sequence, attention_shape, forward_batch, load_model
 from support.kernels import instruction_sets
 from support.properties import examples
 from support.workspaces import memory_of
@@ -41,7 +41,7 @@ class Scene:
     def __init__(
         self, kind: str, rows: list[tuple[int, int]], num_decode: int, seed: int = 0, *, kv_heads: int = 2,
         group: int = 2, size: int = 8, value_size: int | None = None, form: AttentionForm = PLAIN,
-        dtype: torch.dtype = torch.float32, scale: float | None = 0.3,
+        dtype: torch.dtype = torch.float32, scale: float = 0.3,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
 
@@ -85,11 +85,11 @@ class Scene:
         return [found] if isinstance(found, Tensor) else list(found)
 
     def backend(self):
-        heads = self.kv_heads * self.group
-        if self.kind == "latents":
-            return LatentBackend(self.pool, heads, self.scale)
-        kind = {"sdpa": SdpaBackend, "compiled": PagedCpuBackend}[self.kind]
-        return kind(self.pool, heads, self.kv_heads, self.size, self.scale)
+        kind = {"sdpa": SdpaBackend, "compiled": PagedCpuBackend, "latents": LatentBackend}[self.kind]
+        latent = self.value_size if self.kind == "latents" else None
+        return kind(
+            self.pool, attention_shape(self.pool, self.kv_heads * self.group, self.scale, latent=latent)
+        )
 
     @torch.inference_mode()
     def attend(self, backend=None) -> Tensor:
@@ -116,7 +116,7 @@ def check(scene: Scene):
 
 
 def groups_of(backend) -> list:
-    return backend._groups if isinstance(backend, LatentBackend) else backend.plan_for(None).groups
+    return backend.groups if isinstance(backend, LatentBackend) else backend.plan_for(None).groups
 
 
 def latents(rows, num_decode, seed, *, heads=2, latent=8, rope=2) -> Scene:
@@ -222,7 +222,7 @@ def test_a_plan_serves_every_layer_and_the_workspace_only_grows(kind):
         first = scene.attend(backend)
 
         def address(out: Tensor, backend=backend) -> int:
-            return (out if kind == "compiled" else memory_of(backend._workspace, "gathered")).data_ptr()
+            return (out if kind == "compiled" else memory_of(backend.workspace, "gathered")).data_ptr()
 
         where, first = address(first), first.clone()
         with torch.inference_mode():
@@ -246,13 +246,6 @@ def test_one_long_row_does_not_pad_the_others(kind):
         assert padded < 1.4 * sum(-(-length // PAGE) for length in scene.batch.kv_lens_host)
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "compiled"])
-def test_the_default_scale_is_one_over_the_root_of_the_head_size(kind):
-    for _ in instruction_sets() if kind == "compiled" else [None]:
-        scenes = [Scene(kind, [(40, 1), (0, 50)], 1, size=16, scale=scale) for scale in (0.25, None)]
-        assert torch.equal(*(scene.attend() for scene in scenes))
-
-
 def test_scores_of_a_long_prompt_are_there_some_at_a_time(monkeypatch):
     monkeypatch.setattr(sdpa, "_SCORE_ELEMENTS", 4 * 50 * 7)
     check(Scene("sdpa", [(10, 40), (0, 50)], 0, 3, form=AttentionForm(softcap=2.0, window=30)))
@@ -274,7 +267,7 @@ def test_rows_are_split_when_the_workspace_is_full(limit, monkeypatch):
     monkeypatch.setitem(sdpa._WORKSPACE_BYTES, "cpu", limit)
     rows = [(5, 1), (40, 1), (16, 1), (15, 1), (47, 1), (0, 1)]
     backend = check(Scene("sdpa", rows + [(20, 9)] * 3 + [(0, 12)] * 2, len(rows), 3))
-    assert memory_of(backend._workspace, "gathered").nbytes // 2 <= max(limit, 3 * 2 * PAGE * 8 * 4)
+    assert memory_of(backend.workspace, "gathered").nbytes // 2 <= max(limit, 3 * 2 * PAGE * 8 * 4)
 
 
 def test_equal_prompts_are_one_run():
@@ -286,7 +279,7 @@ def test_equal_prompts_are_one_run():
 def test_pages_of_another_size_are_refused():
     pool = MHAPool(num_layers=1, num_pages=3, kv_heads=1, head_size=8, dtype=torch.float32, page_size=8)
     with pytest.raises(ValueError, match="pages of 16"):
-        PagedCpuBackend(pool, 1, 1, 8)
+        PagedCpuBackend(pool, attention_shape(pool, 1))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -300,8 +293,7 @@ def test_a_model_on_compiled_attention_says_what_it_says_on_torch(family, tmp_pa
         for compiled in (False, True):
             paged = PagedModel(model, torch.float32)
             if compiled:
-                sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-                paged.backend = PagedCpuBackend(paged.pool, *sizes)
+                paged.backend = PagedCpuBackend(paged.pool, attention_shape(paged.pool, config.num_heads))
             first, second = Sequence(list(tokens[0])), Sequence(list(tokens[1]))
             parts = paged.step([], [(first, 70)])
             for chunk in (20, 45, 1):
@@ -336,7 +328,7 @@ def test_the_workspace_and_scores_of_latents_stay_within_the_limit(monkeypatch):
     monkeypatch.setitem(mla._WORKSPACE_BYTES, "cpu", limit)
     rows = [(5, 1), (40, 1), (16, 1), (47, 1)] + [(0, 30)] * 2
     backend = check(latents(rows, 4, 3, heads=3, latent=20, rope=6))
-    assert memory_of(backend._workspace, "gathered").nbytes <= limit
+    assert memory_of(backend.workspace, "gathered").nbytes <= limit
     for group in groups_of(backend):
         for queries in group.queries:
             count, tokens, _ = queries.positions.shape

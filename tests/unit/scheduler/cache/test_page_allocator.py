@@ -11,7 +11,6 @@ from support.properties import examples
 from caesura.scheduler.cache.allocator import LedgerError, PageAllocator
 from caesura.scheduler.cache.layer_ledgers import NO_ROW, StateRows
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
-from caesura.scheduler.execution.forward import KVPool
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 
 NUM_PAGES = 24
@@ -169,7 +168,7 @@ def test_sizes_agree_with_the_storage():
 
 
 def test_the_protocol_is_satisfied():
-    pool: KVPool = make_pool()  # checked by the type checker; the sizes here
+    pool = make_pool()
     assert (pool.num_pages, pool.page_size) == (PAGES, PAGE)
 
 

@@ -21,8 +21,15 @@ from caesura.scheduler.execution.forward import (
     StateSegment,
     StateStep,
 )
-from caesura.scheduler.executor.rpc import Answer, Failure, Join, decode_call, encode
-from caesura.scheduler.executor.step_encoding import decode_batch, encode_batch
+from caesura.scheduler.executor.rpc import (
+    Answer,
+    Failure,
+    Join,
+    decode_batch,
+    decode_call,
+    encode,
+    encode_batch,
+)
 from caesura.scheduler.executor.workers import Workers, identity_of
 from caesura.scheduler.runtime.config import EngineConfig
 
@@ -215,13 +222,13 @@ def test_only_workers_that_fit_join(workers, connect):
 
 
 def test_a_worker_that_is_refused_may_have_gone(workers):
-    workers._answer_of(b"nobody is there", encode(join(1, "0.0.1")))
+    workers.answer_of(b"nobody is there", encode(join(1, "0.0.1")))
     assert workers.joined == {}
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", DEEP, b"\x81\xa4type\xa2\xff\xfe", b"\xdf\xff\xff\xff\xff"])
 def test_unreadable_frames_are_dropped(workers, frame):
-    assert workers._answer_of(identity_of(1), frame) is None
+    assert workers.answer_of(identity_of(1), frame) is None
 
 
 def test_forged_worker_answers_are_ignored(workers, connect):

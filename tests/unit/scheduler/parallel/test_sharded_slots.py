@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.properties import examples
-from support.ranks import RankAlone
 from torch import Tensor
 
 from caesura.scheduler.layers.attention import Attention, AttentionShape
@@ -24,6 +23,7 @@ from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.source import WeightPiece
@@ -36,7 +36,7 @@ FP8 = torch.float8_e4m3fn
 def place(
     rank: int, size: int, dtype: torch.dtype = torch.float32, fp8: Fp8Blocks | None = None
 ) -> Placement:
-    return Placement(dtype, CPU, fp8, parallel=RankAlone(rank, size))
+    return Placement(dtype, CPU, fp8, parallel=TensorParallel(rank, size))
 
 
 def slots_of(layer: Layer) -> dict[str, WeightSlot]:
@@ -206,7 +206,7 @@ class Folder:
     tensors: dict[str, Tensor]
 
     def model(self, rank: int, size: int) -> CausalLM:
-        return build_model(load_model_config(self.path), torch.float32, CPU, RankAlone(rank, size))
+        return build_model(load_model_config(self.path), torch.float32, CPU, TensorParallel(rank, size))
 
 
 BLOCKS = {"qwen3": (12, 12), "qwen3.5": (2, 4)}

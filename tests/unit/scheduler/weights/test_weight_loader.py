@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import load_model
 from support.properties import examples
-from support.ranks import RankAlone
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
@@ -21,6 +20,7 @@ from caesura.scheduler.layers.parameters import Parameter
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import LoadCounts, WeightLoader
 from caesura.scheduler.weights.reading import Held, is_divided, require_placeable
@@ -345,7 +345,7 @@ CASES = {
 def shards(path: Path, size: int, dtype: torch.dtype = torch.float32) -> list[CausalLM]:
     models = []
     for rank in range(size):
-        model = build_model(load_model_config(path), dtype, CPU, RankAlone(rank, size))
+        model = build_model(load_model_config(path), dtype, CPU, TensorParallel(rank, size))
         load_from_disk(WeightLoader(model), open_checkpoint(path), 1 << 20, None)
         models.append(model)
     return models

@@ -12,7 +12,7 @@ from support.ranks import Ranks
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.kernels import native
-from caesura.scheduler.parallel import process_group
+from caesura.scheduler.parallel import torch_group
 from caesura.scheduler.parallel.group import SINGLE, RankLostError
 
 CPU = torch.device("cpu")
@@ -63,15 +63,15 @@ def test_all_are_told_of_one_that_gives_up_and_can_begin_anew(groups: Callable[.
 
 
 def test_a_rank_that_computes_otherwise_is_refused() -> None:
-    store, address = process_group.listen("127.0.0.1", 0, 2)
+    store, address = torch_group.listen("127.0.0.1", 0, 2)
     store.set("computes", "torch 2.0, something else")
     with pytest.raises(CaesuraError, match="would sample other tokens than rank 0") as caught:
-        process_group.join(address, 1, 2, CPU, torch.float32)
+        torch_group.join(address, 1, 2, CPU, torch.float32)
     assert caught.value.code == ErrorCode.UNSUPPORTED
 
 
 def test_ranks_find_each_other_at_one_address_alone() -> None:
-    _, address = process_group.listen("127.0.0.1", 0, 2)
+    _, address = torch_group.listen("127.0.0.1", 0, 2)
     port = int(address.rpartition(":")[2])
     socket.create_connection(("127.0.0.1", port)).close()
     with pytest.raises(ConnectionRefusedError):
@@ -79,8 +79,8 @@ def test_ranks_find_each_other_at_one_address_alone() -> None:
 
 
 def test_a_rank_whose_others_do_not_come_is_told() -> None:
-    store, address = process_group.listen("127.0.0.1", 0, 2)
+    store, address = torch_group.listen("127.0.0.1", 0, 2)
     with pytest.raises(RankLostError, match="rank 1 waits for rank 0"):
-        process_group.join(address, 1, 2, CPU, torch.float32, timeout_s=0.5)
+        torch_group.join(address, 1, 2, CPU, torch.float32, timeout_s=0.5)
     with pytest.raises(RankLostError, match="rank 0 waits for another rank"):
-        process_group.join(store, 0, 2, CPU, torch.float32, timeout_s=0.5)
+        torch_group.join(store, 0, 2, CPU, torch.float32, timeout_s=0.5)

@@ -12,18 +12,18 @@ from torch import Tensor
 from ...io_struct import CaesuraError, ErrorCode
 from ..kernels import native
 from ..kernels.collectives import MAX_RANKS, Collective, create
+from .group import TensorParallel
 
 TIMEOUT_S = 600.0
 """Longest wait for a rank that lives, in seconds: it may still be loading weights."""
 
 
-class SharedMemoryGroup:
-    """A :class:`~.group.TensorParallel` of processes of one host."""
+class HostGroup(TensorParallel):
+    """Processes of one host."""
 
     def __init__(self, collective: Collective) -> None:
-        self.rank, self.size = collective.rank, collective.size
-        self.compiled: Collective | None = collective
-        self._collective = collective
+        super().__init__(collective.rank, collective.size)
+        self.compiled = self._collective = collective
 
     def all_reduce(self, x: Tensor) -> None:
         if x.dtype in native.FLOATS:
@@ -79,7 +79,7 @@ def found(size: int) -> tuple[int, str]:
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> SharedMemoryGroup:
+def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> HostGroup:
     """Enter a group of :func:`found` by its descriptor (rank 0) or its address; return when all ranks have.
 
     Raises:
@@ -94,4 +94,4 @@ def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) 
             ErrorCode.UNSUPPORTED, f"rank {rank} of {size} cannot share memory: {error}", reason=str(error)
         ) from error
     collective.assemble()
-    return SharedMemoryGroup(collective)
+    return HostGroup(collective)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.kernels import native
-from caesura.scheduler.parallel import shared_memory
+from caesura.scheduler.parallel import host_group
 from caesura.scheduler.parallel.group import SINGLE
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no compiled kernels")
@@ -127,12 +127,12 @@ def test_waiters_for_a_rank_that_left_are_told(mortal: Callable[..., Ranks]) -> 
 
 
 def test_a_memory_of_another_size_is_refused() -> None:
-    fd, _ = shared_memory.found(3)
+    fd, _ = host_group.found(3)
     with pytest.raises(CaesuraError, match="no shared memory for rank 0 of 2") as caught:
-        shared_memory.join(fd, 0, 2)
+        host_group.join(fd, 0, 2)
     assert caught.value.code == ErrorCode.UNSUPPORTED
     with pytest.raises(CaesuraError, match="rank 1 of 2 cannot share memory"):
-        shared_memory.join("/proc/self/fd/4095", 1, 2)
+        host_group.join("/proc/self/fd/4095", 1, 2)
 
 
 def test_one_rank_alone_does_nothing() -> None:
@@ -150,16 +150,16 @@ import os, threading
 import torch
 from support import rank_jobs
 from support.kernels import instruction_sets
-from caesura.scheduler.parallel import shared_memory
+from caesura.scheduler.parallel import host_group
 
 RANKS = 3
 for isa in instruction_sets():
-    fd, _ = shared_memory.found(RANKS)
+    fd, _ = host_group.found(RANKS)
     own = [fd, *(os.open(f"/proc/self/fd/{fd}", os.O_RDWR) for _ in range(RANKS - 1))]
     found = {}
 
     def run(rank):
-        group = shared_memory.join(own[rank], rank, RANKS, 60.0)
+        group = host_group.join(own[rank], rank, RANKS, 60.0)
         sums = [rank_jobs.large_sum(group, 300_001, dtype) for dtype in (torch.float32, torch.bfloat16)]
         found[rank] = rank_jobs.rounds(group, 8, 60), sums, rank_jobs.give_up(group, 1), rank_jobs.begin_anew(group)
         group.close()

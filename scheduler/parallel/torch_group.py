@@ -9,7 +9,7 @@ Invariants:
 - A gloo backend ends with its last reference, which closes its connections and so tells the others: whoever
   gives up or fails lets go of it.
 - On the CPU a collective that cannot end raises. On an accelerator it is enqueued, and nobody waits for it:
-  who notices that a rank is gone calls :meth:`ProcessGroup.abort`.
+  who notices that a rank is gone calls :meth:`TorchGroup.abort`.
 
 NCCL's way is written against torch 2.13 and has not been run on several GPUs.
 """
@@ -26,8 +26,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..kernels import serving
-from ..kernels.collectives import Collective, RankLostError
-from .shared_memory import TIMEOUT_S, summed
+from ..kernels.collectives import RankLostError
+from .group import TensorParallel
+from .host_group import TIMEOUT_S, summed
 
 _NCCL_IN_TORCH = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # wait() orders streams; the host goes on
@@ -37,16 +38,14 @@ _NCCL_IN_TORCH = {
 }
 
 
-class ProcessGroup:
-    """A :class:`~.group.TensorParallel` over gloo, or NCCL where tensors are on CUDA."""
-
-    compiled: Collective | None = None
+class TorchGroup(TensorParallel):
+    """A group over gloo, or NCCL where tensors are on CUDA."""
 
     def __init__(
         self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Enter by the store of :func:`listen`. Raises RankLostError if not all ranks came in time."""
-        self.rank, self.size = rank, size
+        super().__init__(rank, size)
         self._store, self._device = store, device
         self._timeout = timedelta(seconds=timeout_s)
         self._generation = 0
@@ -154,7 +153,7 @@ def join(
     device: torch.device,
     dtype: torch.dtype,
     timeout_s: float = TIMEOUT_S,
-) -> ProcessGroup:
+) -> TorchGroup:
     """Enter a group that computes in ``dtype``, by the store of :func:`listen` (rank 0) or its address.
 
     Raises:
@@ -178,7 +177,7 @@ def join(
             f"it computes with {mine}, rank 0 with {theirs}",
             rank=rank,
         )
-    return ProcessGroup(store, rank, size, device, timeout_s)
+    return TorchGroup(store, rank, size, device, timeout_s)
 
 
 def _as_bytes(x: Tensor) -> Tensor:
