@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,8 +79,9 @@ class WriteStream:
         """
         load = _Load(self, bucket_bytes)
         try:
-            if isinstance(source, ReadAhead):
-                yield from load.read_ahead(source.fills(bucket_bytes, skip))
+            fills: Callable[[int, Skip], Iterator[Fill]] | None = getattr(source, "fills", None)
+            if fills is not None:  # threads can read them in any order
+                yield from load.read_ahead(fills(bucket_bytes, skip))
             else:
                 yield from load.packed(source.pieces(bucket_bytes, skip))
         finally:
@@ -114,15 +115,6 @@ class Fill:
     read: Callable[[Tensor], None]
     """Fills uint8 [nbytes] on the host; may run in any thread, at any time until the load ends."""
     places: list[Place]
-
-
-@runtime_checkable
-class ReadAhead(Protocol):
-    """A source whose buckets threads can read in any order."""
-
-    def fills(self, bucket_bytes: int, skip: Skip) -> Iterator[Fill]:
-        """Yield all of it; a fill that is larger than ``bucket_bytes`` holds a single row."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
