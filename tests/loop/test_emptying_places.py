@@ -278,7 +278,7 @@ def test_the_model_is_warm_before_its_graphs_are_captured(tiny_model, monkeypatc
             order.append("captured")
             yield
 
-    def autotune(runner: ModelRunner, warm_up: object) -> None:
+    def autotune(runner: ModelRunner, *rows: int) -> None:
         order.append("warm")
         runner.graphs = Graphs()
 
