@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from ...io_struct import (
     DeltaDetails,
@@ -26,6 +26,9 @@ from ...io_struct import (
     WeightVersionSpan,
 )
 from ..exceptions import InternalError
+
+
+NumberT = TypeVar("NumberT", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,16 +185,15 @@ class TokenDetails:
 
 def read_ints(data: bytes) -> list[int]:
     """Read little-endian int32."""
-    return _values("i", data)
+    return _values(array.array("i"), data)
 
 
 def read_floats(data: bytes | memoryview) -> list[float]:
     """Read little-endian float32."""
-    return _values("f", data)
+    return _values(array.array("f"), data)
 
 
-def _values(code: str, data: bytes | memoryview) -> Any:
-    values = array.array(code)
+def _values(values: "array.array[NumberT]", data: bytes | memoryview) -> list[NumberT]:
     if len(data) % values.itemsize:
         raise InternalError(
             f"an array of {len(data)} bytes is not a whole number of {values.itemsize}-byte values"
