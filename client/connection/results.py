@@ -27,7 +27,6 @@ from ...io_struct import (
 )
 from ..exceptions import InternalError
 
-
 NumberT = TypeVar("NumberT", int, float)
 
 
