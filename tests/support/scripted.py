@@ -435,6 +435,14 @@ class EngineDriver:
             self._turn()
         self.collect()
 
+    def hear(self) -> None:
+        """Have the engine take in what it has been sent, without a step."""
+        self.engine.scheduler._receive(0)
+
+    def sleep_s(self, ongoing: Any = None) -> float | None:
+        """Seconds for which the loop would sleep now; None: until a message comes."""
+        return self.engine.scheduler._timeout(ongoing)
+
     def _turn(self) -> None:
         self.ongoing = self.engine.scheduler.tick(self.ongoing)
 

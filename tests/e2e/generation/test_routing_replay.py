@@ -66,7 +66,7 @@ def ask(driver: EngineDriver, prompt: list[int], new_tokens: int, **fields: obje
         input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=True, **fields
     )
     driver.send(message)
-    driver.engine.scheduler._receive(0)
+    driver.hear()
     return message.id
 
 

@@ -95,7 +95,7 @@ class Stage:
             input_ids=arrival.prompt, sampling_params=arrival.params, return_logprob=True
         )
         self.driver.send(message)
-        self.driver.engine.scheduler._receive(0)
+        self.driver.hear()
         return message.id, arrival.params.n
 
     def pause(self, mode: str) -> None:
