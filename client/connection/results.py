@@ -27,7 +27,7 @@ from ...io_struct import (
 )
 from ..exceptions import InternalError
 
-NumberT = TypeVar("NumberT", int, float)
+ElementT = TypeVar("ElementT", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ def read_floats(data: bytes | memoryview) -> list[float]:
     return _values(array.array("f"), data)
 
 
-def _values(values: "array.array[NumberT]", data: bytes | memoryview) -> list[NumberT]:
+def _values(values: "array.array[ElementT]", data: bytes | memoryview) -> list[ElementT]:
     if len(data) % values.itemsize:
         raise InternalError(
             f"an array of {len(data)} bytes is not a whole number of {values.itemsize}-byte values"
