@@ -49,9 +49,7 @@ class EngineError(CaesuraError):
 
     @property
     def retryable(self) -> bool:
-        """True if the same call may succeed later; False if it may have been executed already
-        (:class:`TimedOut`).
-        """
+        """True if the same call may succeed later, and cannot have been executed already."""
         return self.code in RETRYABLE
 
 
@@ -124,9 +122,7 @@ class WeightsPoisoned(EngineError, code=ErrorCode.WEIGHTS_POISONED, passes=True)
 
 
 class WeightsInvalid(EngineError, code=ErrorCode.WEIGHTS_INVALID, passes=True):
-    """The weights were released and not loaded again, or lost in a restart; a complete update makes them
-    valid.
-    """
+    """The weights were released, or lost in a restart; a complete update makes them valid."""
 
 
 class MemoryReleased(EngineError, code=ErrorCode.MEMORY_RELEASED, passes=True):

@@ -63,10 +63,10 @@ class AsyncGenerationHandle:
         return outputs[0]
 
     async def results(self, timeout: float | None = None) -> list[GenerateOutput]:
-        """Return the outputs of all samples, in order.
+        """Return the outputs of all samples, in order; after ``timeout`` seconds TimedOut says what the
+        engine waits for.
 
         Raises:
-            TimedOut: not all ended within ``timeout`` seconds; they continue. The message says why.
             EngineError: it was refused or failed; ``.output`` and ``.outputs`` have what was generated.
         """
         self._process.require()
@@ -84,9 +84,8 @@ class AsyncGenerationHandle:
         return await self._client.abort(self.rid, timeout=timeout)
 
     async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
-        """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
-
-        Raises like :meth:`results` at the end of the stream.
+        """Yield every token once, in order per sample, then raise like :meth:`results`; ``timeout`` limits
+        each wait.
         """
         self._process.require()
         timeout = seconds("timeout", timeout)
@@ -107,9 +106,7 @@ class AsyncGenerationHandle:
 
 
 class AsyncSchedulerClient(AsyncControlClient):
-    """A connection to one engine, with generation, scoring and traces; constructor and timeouts are those of
-    its base class.
-    """
+    """An :class:`AsyncControlClient` with generation, scoring and traces."""
 
     _wait_for_all = staticmethod(wait_for_all)
 
@@ -291,9 +288,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         return await self._ask(AbortReq(rid=rid, abort_all=abort_all), AbortReqOutput, call)
 
     async def fetch_result(self, rid: str, **call: Unpack[CallOptions]) -> list[GenerateOutput]:
-        """Return the results of generation ``rid``, which ended while its client could not be reached; empty
-        if none are stored.
-        """
+        """Return the results of a generation that ended while its client could not be reached, if any."""
         request = FetchResultReqInput(rid=rid)
         reply = await self._ask(request, FetchResultReqOutput, call)
         return [decode_output(result) for result in reply.results]
@@ -308,9 +303,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         record_shapes: bool = False,
         **call: Unpack[CallOptions],
     ) -> StartProfileReqOutput:
-        """Record a trace of the next steps with torch's profiler, until :meth:`stop_profile` or for
-        ``num_steps``.
-        """
+        """Record a trace of the next ``num_steps`` with torch's profiler, or until :meth:`stop_profile`."""
         request = StartProfileReqInput(
             output_dir=None if output_dir is None else os.fspath(output_dir),
             num_steps=num_steps,

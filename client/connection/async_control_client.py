@@ -90,9 +90,7 @@ class AsyncControlClient:
         return self._channel.incarnation
 
     async def close(self) -> None:
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
-        Idempotent.
-        """
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running."""
         self._channel.close()
         if self._shared is not None:
             self._shared.close()
@@ -218,9 +216,8 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Pass weights in shared memory; the engine must run on this host as the same user. Needs torch.
-
-        Arguments are those of :meth:`update_weights_from_tensor`.
+        """Pass weights in shared memory, as :meth:`update_weights_from_tensor`, to an engine of this host and
+        user.
         """
         from ..trainer.sending import share_tensors
 
@@ -243,8 +240,7 @@ class AsyncControlClient:
     ) -> wire.WeightUpdateReqOutput:
         """Broadcast weights over ``group``, whose only other rank is this engine. Needs torch.
 
-        Other arguments are those of :meth:`update_weights_from_tensor`. :meth:`WeightUpdateGroup.update`
-        updates several engines.
+        Other arguments are those of :meth:`update_weights_from_tensor`.
         """
         require_group(group)
         reply: wire.WeightUpdateReqOutput = await group.carry_out(
@@ -261,8 +257,7 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Let a checkpoint-engine parameter server run an update; needs an engine with
-        ``allow_legacy_pickle``.
+        """Let a checkpoint-engine parameter server run an update, of an engine with ``allow_legacy_pickle``.
 
         ``zmq_handles`` maps device UUID to its address. The server may be silent for ``timeout_s`` seconds.
         """
@@ -326,12 +321,10 @@ class AsyncControlClient:
         component: str | None = None,
         **call: Unpack[CallOptions],
     ) -> wire.SendWeightsReqOutput:
-        """Have the engine broadcast committed weights as rank 0 of a process group, while it goes on
-        generating.
+        """Have the engine broadcast committed weights as rank 0 of a process group, while it generates.
 
         The receivers' calls have the same ``specs`` (``tensor.spec()`` of :meth:`weights_manifest`) and the
-        same ``tensors_per_broadcast``: the number in each broadcast, or None for one each. ``clone_weights``
-        of ``caesura.client.trainer`` makes the group and all calls.
+        same ``tensors_per_broadcast``: the number in each broadcast, or None for one each.
         """
         request = wire.SendWeightsReqInput(
             specs=list(specs),
@@ -447,10 +440,8 @@ class AsyncControlClient:
     async def memory_history(
         self, *, after: int = 0, owner: str | None = None, **call: Unpack[CallOptions]
     ) -> wire.GetMemoryHistoryReqOutput:
-        """Return memory events with a ``seq`` above ``after``, oldest first. Call again while ``more`` is
-        set.
-
-        ``owner`` is as in :meth:`status`.
+        """Return memory events with a ``seq`` above ``after``, oldest first; ``more`` says that there are
+        others.
         """
         request = wire.GetMemoryHistoryReqInput(after=after, owner=owner)
         return await self._ask(request, wire.GetMemoryHistoryReqOutput, call)
@@ -551,9 +542,7 @@ class OpenSession:
         """None if no session of this client is open."""
 
     def named(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of an update, with this session if the options name none; raises as
-        ``update_fields``.
-        """
+        """Return fields of an update, with this session if the options name none."""
         return update_fields({"session_id": self.id, **options})
 
     def ended(self, session_id: str | None) -> None:

@@ -67,10 +67,9 @@ class DeltaQueue(Protocol):
 
 
 class Sink(Protocol):
-    """Takes tokens of a generation as they come, instead of a queue.
+    """Takes tokens of a generation as they come, while messages are read: it must return soon.
 
-    Called while messages are read: it must return soon. An exception ends its generation alone, with
-    ``internal``.
+    An exception ends its generation alone, with ``internal``.
     """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
@@ -234,9 +233,8 @@ class Connection(Generic[WaiterT, QueueT]):
         """Register a control message; returns its waiter and the frame to send.
 
         Raises:
-            EngineError: the engine is known to be gone.
-            IdConflict: the id is pending with another body.
-            InvalidRequest: the request cannot be encoded.
+            EngineError: the engine is gone, the id is pending with another body, or the request cannot be
+                encoded.
         """
         known, frame = self._known(request)
         if known is None:

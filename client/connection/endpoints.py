@@ -36,10 +36,8 @@ class ClientKeys:
 
     @classmethod
     def read(cls, curve_server_key: KeyOrFile | None, curve_client_key_file: KeyOrFile | None) -> Self | None:
-        """Read a client's two options, of which both are given or none.
-
-        Raises:
-            InvalidRequest: a file cannot be used, or an option is missing.
+        """Read a client's two options, of which both are given or none; InvalidRequest if they cannot be
+        used.
         """
         if curve_server_key is None and curve_client_key_file is None:
             return None

@@ -155,8 +155,8 @@ class Link:
         return min((at for at in times if at is not None), default=None)
 
     def send(self, frames: Frames) -> None:
-        """Hand over one message; never blocks. Buffers must not change before the answer: they are not
-        copied.
+        """Hand over one message; never blocks. Buffers are not copied: they must not change before the
+        answer.
         """
         if self._ready:
             self._hand_over(frames)
@@ -422,11 +422,8 @@ def hello_frame() -> bytes:
 
 
 def incarnation_in(frame: bytes, endpoint: str) -> str:
-    """Return the incarnation of the engine that has answered.
-
-    Raises:
-        VersionMismatch: it speaks another major version, or one from before the hello.
-        EngineError: another refusal, as the engine worded it.
+    """Return the incarnation of the engine that has answered; VersionMismatch if it speaks another major
+    version.
     """
     try:
         answer = decode_reply(frame)

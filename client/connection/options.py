@@ -38,9 +38,7 @@ class ConnectionOptions(TypedDict, total=False):
     default, None means never (docs/reference/lifecycle.md, "Clients and lost engines").
     """
     curve_server_key: KeyOrFile | None
-    """CURVE public key of the engine, or a file with it from ``caesura keygen``. None: an engine without
-    keys.
-    """
+    """CURVE public key of the engine, or a file with it; None, the default: an engine without keys."""
     curve_client_key_file: KeyOrFile | None
     """File with this client's CURVE key pair; needed for an engine with keys."""
 
@@ -57,12 +55,7 @@ class ChannelOptions:
 
     @classmethod
     def of(cls, given: ConnectionOptions) -> Self:
-        """Check the keywords of a client.
-
-        Raises:
-            InvalidRequest: a time is not a number, or a key or its file cannot be used.
-            TypeError: an unknown option.
-        """
+        """Check the keywords of a client; InvalidRequest for a bad value, TypeError for an unknown option."""
         require_known("client", given, ConnectionOptions)
         keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
         return cls(
@@ -107,7 +100,7 @@ class UpdateOptions(TypedDict, total=False):
     weight_version: str | int | None
     """The new version label, set at commit; a number becomes text. None, the default, means unchanged."""
     flush_cache: bool
-    """True, the default: running requests are retracted and the prefix cache is flushed. False: they are
+    """True, the default: running requests are retracted and the prefix cache is flushed, else they are
     frozen.
     """
     torch_empty_cache: bool
@@ -152,12 +145,7 @@ def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """Check a timeout in seconds: None, infinity and extremely large values mean no limit; negative values
-    become 0.
-
-    Raises:
-        InvalidRequest: it is not a number.
-    """
+    """Check a timeout in seconds: very large values mean no limit, negative ones become 0."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
@@ -175,11 +163,7 @@ def this_process() -> str:
 
 
 def label(weight_version: Any) -> str | None:
-    """Return a version label as the wire has it; an integer, such as a step counter, becomes text.
-
-    Raises:
-        InvalidRequest: neither text nor an integer.
-    """
+    """Return a version label as the wire has it; an integer, such as a step counter, becomes text."""
     if weight_version is None or isinstance(weight_version, str):
         return weight_version
     if hasattr(weight_version, "__index__") and not isinstance(weight_version, bool):
@@ -190,12 +174,7 @@ def label(weight_version: Any) -> str | None:
 
 
 def update_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return :class:`UpdateOptions` as fields of a message.
-
-    Raises:
-        InvalidRequest: a label that is none.
-        TypeError: an unknown option.
-    """
+    """Return :class:`UpdateOptions` as fields of a message."""
     require_known("update", options, UpdateOptions)
     return {**options, "weight_version": label(options.get("weight_version"))}
 

@@ -86,11 +86,8 @@ def plan(
     rid: str | Sequence[str] | None,
     message_id: str | None,
 ) -> Plan[GenerateReqInput]:
-    """Return the requests of one ``generate`` call.
-
-    Raises:
-        InvalidRequest: no token ids, unknown sampling parameters, or lists of different lengths.
-        TypeError: an unknown option.
+    """Return the requests of one ``generate`` call; InvalidRequest for prompts and parameters that there are
+    not.
     """
     fields = _fields(options)
     prompts, single = sequences(input_ids)
@@ -151,11 +148,9 @@ def sampling(given: Any) -> SamplingParams:
 
 
 def struct_of(field: str, given: Any, kind: type[StructT], beside: Sequence[str] = ()) -> StructT:
-    """Return ``given`` as a ``kind``, whose fields a mapping has; None means the defaults.
+    """Return ``given`` as a ``kind``, whose fields a mapping has, or InvalidRequest. None means the defaults.
 
-    Raises:
-        InvalidRequest: neither of them, or a key or a value that there is not; ``beside`` are names that
-            belong next to the mapping.
+    ``beside`` are names that belong next to the mapping.
     """
     if isinstance(given, kind):
         return given
@@ -280,11 +275,7 @@ class Scores:
         self.request = ScoreReqInput(input_ids=ids, start=starts, temperature=temperature)
 
     def decode(self, reply: ScoreReqOutput) -> Any:
-        """Return ``list[float]``, or a list of them for several sequences.
-
-        Raises:
-            InternalError: not as many as were asked for.
-        """
+        """Return ``list[float]``, or a list of them for several sequences; InternalError if broken."""
         logprobs = [read_floats(data) for data in reply.logprobs]
         wanted = [
             len(ids) - start for ids, start in zip(self.request.input_ids, self.request.start, strict=True)

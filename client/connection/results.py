@@ -82,9 +82,7 @@ class GenerateOutput:
     input_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob`` at each position of ``input_logprobs`` but the first."""
     sampling_mask: SamplingMask | None = None
-    """Tokens that top-k, top-p and min-p kept: ``sampling_mask.at(i)`` for ``output_ids[i]``. None unless
-    ``return_sampling_mask``.
-    """
+    """Tokens that top-k, top-p and min-p kept for each output token; None unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None
     """Experts that computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without
     a copy. None unless ``return_routed_experts``, and if an error ended the sample.
@@ -206,15 +204,16 @@ def _fill(values: "array.array[int] | array.array[float]", data: bytes) -> None:
         values.byteswap()
 
 
-def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
-    """Decode a terminal result.
+_SAME = (
+    "rid", "index", "sampling_mask", "routed_experts", "finish_reason", "weight_versions", "prompt_tokens",
+    "cached_tokens", "seed", "num_retractions", "queue_time", "e2e_latency",
+)  # fmt: skip
+"""Fields that need no decoding."""
 
-    Raises:
-        InternalError: lengths of tokens, logprobs, spans and routed experts do not match.
-    """
+
+def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
+    """Decode a terminal result; InternalError if lengths of its parts do not match."""
     output = GenerateOutput(
-        rid=wire.rid,
-        index=wire.index,
         output_ids=read_ints(wire.output_ids),
         output_logprobs=_optional(wire.output_logprobs),
         raw_logprobs=_optional(wire.raw_logprobs),
@@ -224,16 +223,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         input_logprobs=_input_logprobs(wire.input_logprobs),
         input_top_logprobs=_optional_rows(wire.input_top_logprobs),
         input_token_ids_logprobs=_optional_rows(wire.input_token_ids_logprobs),
-        sampling_mask=wire.sampling_mask,
-        routed_experts=wire.routed_experts,
-        finish_reason=wire.finish_reason,
-        weight_versions=wire.weight_versions,
-        prompt_tokens=wire.prompt_tokens,
-        cached_tokens=wire.cached_tokens,
-        seed=wire.seed,
-        num_retractions=wire.num_retractions,
-        queue_time=wire.queue_time,
-        e2e_latency=wire.e2e_latency,
+        **{name: getattr(wire, name) for name in _SAME},
     )
     _check_lengths(output)
     if output.sampling_mask is not None:
@@ -347,11 +337,8 @@ def _known_mask(mask: SamplingMask) -> SamplingMask | None:
 
 
 def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
-    """Return the logprobs of each row of a stream delta, or None where it did not ask; ``counts`` are its
-    tokens.
-
-    Raises:
-        InternalError: columns of different lengths.
+    """Return the logprobs of each row of a stream delta, or None where it did not ask; InternalError if
+    broken.
     """
     if wire is None:
         return [None] * len(counts)
@@ -367,11 +354,8 @@ def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[Toke
 
 
 def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDetails | None]:
-    """Return the details of each row of a stream delta, or None where it did not ask; ``counts`` are its
-    tokens.
-
-    Raises:
-        InternalError: columns of different lengths, or weights that are not listed.
+    """Return the details of each row of a stream delta, or None where it did not ask; InternalError if
+    broken.
     """
     if wire is None:
         return [None] * len(counts)

@@ -62,34 +62,19 @@ def time_to_ask(error: TimedOut) -> float:
 
 def explained(error: TimedOut, status: GetStatusReqOutput) -> TimedOut:
     """Return ``error`` with what keeps an engine in this state from generating, if anything does."""
-    reasons = [reason for reason in (_pause(status), _weights(status), _memory(status)) if reason is not None]
-    if not reasons:
-        return error
-    detail = dict(error.detail)
+    detail, reasons = dict(error.detail), []
     if status.generation != "running":
+        owner = "a client that gave no owner" if status.pause_owner is None else f"{status.pause_owner!r}"
+        since = "" if status.pause_age_s is None else f", {status.pause_age_s:.1f} s ago"
+        paused = f"the engine was paused ({status.pause_mode}) by {owner}{since}"
+        reasons.append(f"{paused}, and waits for continue_generation")
         detail["paused"] = {
             "mode": status.pause_mode, "owner": status.pause_owner, "age_s": status.pause_age_s
         }  # fmt: skip
-    return TimedOut(f"{error.message}: {'; '.join(reasons)}", **detail)
-
-
-def _pause(status: GetStatusReqOutput) -> str | None:
-    if status.generation == "running":
-        return None
-    owner = "a client that gave no owner" if status.pause_owner is None else f"{status.pause_owner!r}"
-    since = "" if status.pause_age_s is None else f", {status.pause_age_s:.1f} s ago"
-    return f"the engine was paused ({status.pause_mode}) by {owner}{since}, and waits for continue_generation"
-
-
-def _weights(status: GetStatusReqOutput) -> str | None:
-    if status.weights == "valid":
-        return None
     if status.weights == "updating":
-        return "its weights are being updated"
-    return f"its weights are {status.weights}, and it waits for a complete update"
-
-
-def _memory(status: GetStatusReqOutput) -> str | None:
-    if not status.released_tags:
-        return None
-    return f"its memory is released, and it waits for resume_memory({status.released_tags})"
+        reasons.append("its weights are being updated")
+    elif status.weights != "valid":
+        reasons.append(f"its weights are {status.weights}, and it waits for a complete update")
+    if status.released_tags:
+        reasons.append(f"its memory is released, and it waits for resume_memory({status.released_tags})")
+    return TimedOut(f"{error.message}: {'; '.join(reasons)}", **detail) if reasons else error

@@ -85,8 +85,8 @@ class SampleText:
         return shown
 
     def finish(self, last: Sequence[int] = ()) -> str:
-        """Return the rest of the text; the text of ``last`` is added without a search, such as a kept stop
-        token.
+        """Return the rest of the text; that of ``last``, such as a kept stop token, is added without a
+        search.
         """
         if self.length is not None:
             return ""

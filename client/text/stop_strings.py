@@ -67,11 +67,7 @@ class StopStrings:
 
 
 def shared_stop_strings(stops: Sequence[str]) -> StopStrings:
-    """Return the automaton of these stop strings, which requests with the same ones share.
-
-    Raises:
-        InvalidRequest: a stop string is empty or not a string.
-    """
+    """Return the automaton of stop strings, shared by requests; InvalidRequest for empty ones."""
     _check(stops)
     return _built(tuple(stops))
 
@@ -107,9 +103,7 @@ class StopMatcher:
         """The stop string that was found, or None."""
 
     def feed(self, text: str) -> str:
-        """Add text; return the text in which no stop string can begin, or after a :attr:`match` the text
-        before it.
-        """
+        """Add text; return what is before a :attr:`match`, or before where one can begin."""
         if self.match is not None:
             return ""
         stops, state, at = self._stops, self._state, 0

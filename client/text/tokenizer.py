@@ -94,10 +94,8 @@ class TextTokenizer:
         return cls(tokenizer, special, _chat_templates(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; special tokens written out in it are recognised.
-
-        Raises:
-            InvalidRequest: the text is not valid Unicode.
+        """Return the token ids of a text, in which special tokens are recognised; InvalidRequest if not
+        Unicode.
         """
         try:
             text.encode()
@@ -107,10 +105,8 @@ class TextTokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; unknown ids are left out.
-
-        Raises:
-            InvalidRequest: an id is negative or not an integer.
+        """Return the text of token ids, without unknown ones; InvalidRequest if one is negative or no
+        integer.
         """
         try:
             if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
@@ -172,17 +168,6 @@ def _add_missing(tokenizer: Tokenizer, special: Mapping[str, str]) -> None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    templates = _found_templates(folder, config)
-    for name, source in templates.items():
-        if len(source) > MAX_TEMPLATE_CHARACTERS:
-            raise CheckpointError(
-                f"chat template {name!r} of {folder} is over the limit of {MAX_TEMPLATE_CHARACTERS} "
-                "characters"
-            )
-    return templates
-
-
-def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(in_config, str):
@@ -197,4 +182,10 @@ def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     file = folder / "chat_template.jinja"
     if file.is_file():
         templates["default"] = file.read_text("utf-8")
+    for name, source in templates.items():
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise CheckpointError(
+                f"chat template {name!r} of {folder} is over the limit of "
+                f"{MAX_TEMPLATE_CHARACTERS} characters"
+            )
     return templates

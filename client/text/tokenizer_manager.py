@@ -376,11 +376,7 @@ class TokenizerManager:
         return [flow.follower(output.index).sample() for output in outputs]
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield chunks as they come; the last of each sample has its :class:`Sample`. If closed early, abort.
-
-        Raises:
-            EngineError: as :meth:`generate`; a failure after what had been generated.
-        """
+        """Yield chunks; the last of each sample has its :class:`Sample`. If closed early, abort."""
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
         waiter = self._started(flow.generation).waiter
@@ -398,11 +394,7 @@ class TokenizerManager:
                 _abort(self.client.channel, flow.generation)
 
     async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
-        """Return the samples of many prompts, in order; a failure or cancellation aborts all others.
-
-        Raises:
-            EngineError: of the first prompt that was refused or failed, with its position as a note.
-        """
+        """Return the samples of many prompts, in order; the first failure, with a note, aborts all others."""
         tasks: list[asyncio.Task[list[Sample]]] = []
         try:
             for request in requests:
@@ -451,9 +443,7 @@ class TokenizerManager:
         return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
 
     def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
-        """Return the tokenizer if ``text`` can fit into the context: tokenizing takes hundreds of bytes per
-        character.
-        """
+        """Return the tokenizer if ``text`` can fit into the context; tokenizing is expensive."""
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
         if tokens is not None and len(text) > tokens * tokenizer.longest:

@@ -81,8 +81,8 @@ class WeightUpdateChain:
     ) -> Self:
         """Join this process with the first engine, and each engine with the next; return when all have.
 
-        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Put engines of one host next to
-        one another: each link is one connection.
+        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Each link is one connection: put
+        engines of one host next to one another.
         """
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
@@ -238,10 +238,7 @@ def join_links(
 ) -> None:
     """Join each of ``engines`` with the next, over ``links`` in ``store``, of this process at ``address``.
 
-    ``limits`` are the seconds for joining, and for each broadcast.
-
-    Raises:
-        CaesuraError: the error of an engine; ``group_error`` if one did not join in time.
+    ``limits`` are the seconds for joining, and for each broadcast. Raises the first error of an engine.
     """
     tickets = []
     receivers = ranks_of(engines[1 : len(links) + 1], limits[0])

@@ -88,7 +88,7 @@ class WeightUpdateGroup:
 
         Args:
             process_group: a torch.distributed ProcessGroup, or a bare backend.
-            clients: clients of its engines, in the order of their ranks from 1; :meth:`close` makes them
+            clients: clients of its engines, in the order of their ranks from 1, which :meth:`close` makes
                 leave.
         """
         self.group_name = group_name
@@ -305,9 +305,7 @@ class WeightUpdateGroup:
         return lambda: time.sleep(min(max(_POLL_S, (time.monotonic() - began) / _POLLS), _MAX_POLL_S))
 
     def _die(self, reason: str) -> None:
-        """Close the connections, so that engines which wait for a broadcast learn of it. The first reason
-        stays.
-        """
+        """Close the connections, so that engines learn of it. The first reason stays."""
         self._dead = self._dead or reason
         holder, self._group = [self._group], None
         # Its end waits for a broadcast that nobody takes, if there is one. A process that ended in between

@@ -37,9 +37,8 @@ def invite(
     first_rank: int = 1,
     ranks: Sequence[int] | None = None,
 ) -> list[Future[Any]]:
-    """Ask every engine to join, in the order of ranks. ``limits`` are seconds for joining, and for each
-    broadcast; ``first_rank`` is 0 without this process; ``ranks`` has the number of each engine, by default
-    one.
+    """Ask every engine to join. ``limits`` are seconds for joining, and for each broadcast; ``first_rank`` is
+    0 without this process; ``ranks`` has the number of each engine, by default one.
     """
     counts = [1] * len(clients) if ranks is None else list(ranks)
     return [
@@ -72,11 +71,7 @@ def await_ranks(joining: Sequence[Future[Any]], timeout_s: float) -> None:
 
 
 def make_store(address: str, port: int, limit: timedelta, size: int = 1) -> tuple[Any, bool]:
-    """Return a store for ``size`` ranks in this process, and True if ``address`` is one of this host.
-
-    Raises:
-        GroupError: nothing can listen there.
-    """
+    """Return a store for ``size`` ranks in this process, and True if ``address`` is one of this host."""
     try:
         return serve_store(address, port, size, limit)
     except (OSError, RuntimeError) as error:

@@ -282,8 +282,7 @@ async def _some_at_a_time(
     under_way: int,
     kept: object = None,
 ) -> WeightUpdateReqOutput:
-    """Send messages 0 to ``count - 1``, at most ``under_way`` before the first is answered; return the last
-    reply.
+    """Send messages 0 to ``count - 1``, at most ``under_way`` unanswered; return the last reply.
 
     ``kept`` is the memory that the messages refer to: it lives until all of them are answered.
     """

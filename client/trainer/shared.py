@@ -98,7 +98,7 @@ class SharedTensors:
     """
 
     def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
-        """Copy the values in; ``dtype``, if given, is the one that floating-point tensors are cast to.
+        """Copy the values in; floating-point tensors are cast to ``dtype``, if given.
 
         Raises:
             CaesuraError: ``invalid_request`` if a dtype cannot be sent; ``out_of_memory`` if shared memory is
@@ -165,10 +165,7 @@ class SharedTensors:
 
 
 class SharedBuckets:
-    """The shared memory of one client: one bucket, kept between updates, replaced if another is needed.
-
-    Each running update has a bucket of its own, so several threads or tasks can update at the same time.
-    """
+    """Shared memory of one client: a bucket is kept between updates; each running update has its own."""
 
     def __init__(self) -> None:
         self._kept: SharedBucket | None = None

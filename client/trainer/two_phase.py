@@ -47,14 +47,8 @@ class TwoPhaseUpdate:
         options: dict[str, Any],
         timeout: float | None,
     ) -> None:
-        """Open a session on every engine, or on none.
-
-        Args:
-            options: fields of ``WeightUpdateOptions``.
-            timeout: maximum seconds of each wait for an answer.
-
-        Raises:
-            CaesuraError: the first refusal of an engine.
+        """Open a session on every engine, or on none: then raise the first refusal. ``timeout`` limits each
+        wait.
         """
         self._clients, self._options, self._timeout = clients, options, timeout
         self._errors: dict[int, CaesuraError] = {}
@@ -75,12 +69,10 @@ class TwoPhaseUpdate:
         return self._asked[0][1]
 
     def commit(self, version: str | None = None) -> list[WeightUpdateReqOutput]:
-        """Wait for the calls, commit where they succeeded, and return the commits' replies.
+        """Wait for the calls, commit where they succeeded, and return the commits' replies, or raise
+        PartialUpdate.
 
         ``version`` is the label, unless the options have one; None leaves it unchanged.
-
-        Raises:
-            PartialUpdate: some engines failed.
         """
         given = self._options.get("weight_version")
         label = version if given is None else given
@@ -98,11 +90,8 @@ class TwoPhaseUpdate:
         return [replies[number] for number in range(len(self._clients))]
 
     def fail(self, cause: CaesuraError) -> NoReturn:
-        """Give up for ``cause``, after waiting for the calls: they end, as it has closed their group.
-
-        Raises:
-            PartialUpdate: engines failed, and ``cause`` may be a consequence.
-            CaesuraError: else ``cause``.
+        """Give up for ``cause``, after waiting for the calls: raise it, or PartialUpdate if it may be a
+        consequence.
         """
         self._gather()
         self.abort()

@@ -29,7 +29,6 @@ from ..weights.loaded_model import LoadedWeights
 from ..weights.loader import WeightLoader
 from ..weights.source import ComponentSource
 from ..weights.transports.disk import Checkpoint, open_checkpoint
-from .component_residency import strategy_of
 from .components import (
     Blocks,
     Component,
@@ -37,6 +36,7 @@ from .components import (
     class_names,
     config_difference,
     read_index,
+    strategy_of,
 )
 from .family import Family
 from .flux import Flux

@@ -8,9 +8,8 @@ from ..cache.manager import CacheManager
 from ..execution.kernel_report import Serving
 from ..images.admission import ImageAdmission
 from ..images.batcher import ImageBatcher
-from ..images.component_residency import ComponentStages
-from ..images.footprint import Footprint
-from ..images.memory_limit import MemoryLimit
+from ..images.components import ComponentStages
+from ..images.memory_limit import Footprint, MemoryLimit
 from ..images.outputs import ImageOutputs
 from ..images.pipeline import load_pipeline, open_component
 from ..images.prompt_cache import PromptCache
