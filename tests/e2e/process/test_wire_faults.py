@@ -376,7 +376,7 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
         for rid, prompt in prompts.items():
             slow.send(GenerateReqInput(rid=rid, input_ids=prompt, sampling_params=params, stream=True))
         while len(driver.engine.live) < len(prompts):
-            driver.engine.scheduler._receive(0)
+            driver.engine.scheduler.receive(0)
         quick = 0
         largest = 0
         while driver.engine.live or quick == 0:
