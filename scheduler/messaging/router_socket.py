@@ -49,7 +49,7 @@ class Router:
     ) -> None:
         """Bind ``endpoint``; ``on_gone`` gets clients that left. Without ``keys`` all may connect."""
         self._on_gone = on_gone
-        self._backlogs = Backlogs()
+        self.backlogs = Backlogs()
         self._incoming: _Incoming | None = None
         self._offenders: OrderedDict[bytes, int] = OrderedDict()
         self._cleanup = contextlib.ExitStack()
@@ -75,7 +75,7 @@ class Router:
 
     @property
     def has_backlog(self) -> bool:
-        return bool(self._backlogs)
+        return bool(self.backlogs)
 
     def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
         """Yield ``(client, header, buffers)`` of received messages, a bounded number per call; never block.
@@ -153,15 +153,15 @@ class Router:
             self._drop_client(client)
 
     def send(self, client: bytes, message: Message) -> None:
-        if client in self._backlogs:
-            over = self._backlogs.append(client, message)
+        if client in self.backlogs:
+            over = self.backlogs.append(client, message)
         else:
             frames = frames_of(message)
             if self._offer(client, frames):
                 return
-            over = self._backlogs.begin(client, frames)
+            over = self.backlogs.begin(client, frames)
         for each in over:
-            load = self._backlogs[each].load
+            load = self.backlogs[each].load
             logger.warning(
                 "client %s has left %d replies and results unread, %d bytes: treated as gone",
                 each.hex(),
@@ -171,27 +171,27 @@ class Router:
             self._drop_client(each)
 
     def retry(self) -> None:
-        for client, backlog in list(self._backlogs.items()):
+        for client, backlog in list(self.backlogs.items()):
             while (frames := backlog.head()) is not None and self._offer(client, frames):
-                if client not in self._backlogs:
+                if client not in self.backlogs:
                     break  # the send has found the client gone
                 backlog.pop()
             else:
                 if frames is None:
-                    self._backlogs.forget(client)
+                    self.backlogs.forget(client)
 
     def keepalive(self, clients: set[bytes], step: int) -> None:
         """Send a keepalive to ``clients``: only a send reveals which of them are gone."""
         frame = encode(Keepalive(step=step))
         for client in clients:
-            if client not in self._backlogs:
+            if client not in self.backlogs:
                 self._offer(client, (frame,))
 
     def close(self) -> None:
         """Try to send what is left for up to :data:`LINGER_S`, then release socket and lock."""
         deadline = time.monotonic() + LINGER_S
         self.retry()
-        while self._backlogs and time.monotonic() < deadline:
+        while self.backlogs and time.monotonic() < deadline:
             self.socket.poll(1)  # a ROUTER does not report writability; this lets it notice clients that left
             for _ in self.receive():
                 pass  # messages are ignored while the engine stops
@@ -211,7 +211,7 @@ class Router:
         return True
 
     def _drop_client(self, client: bytes) -> None:
-        self._backlogs.forget(client)
+        self.backlogs.forget(client)
         self._on_gone(client)
 
 

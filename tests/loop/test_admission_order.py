@@ -79,7 +79,7 @@ def test_samples_start_together_once_their_prefix_is_there(driver):
 def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
     prompt = PREFIX[: PAGE_SIZE + 4]
     rid = driver.generate(prompt, 60, n=4, return_logprob=True, logprob_start_len=start)
-    driver.engine.scheduler.receive(0)
+    driver.hear()
     chunk = sum(len(prompt) for _ in range(4))
     driver.tick(-(-chunk // 32) + 1)
     assert driver.runner.launches[0] == (0, [20, 12])

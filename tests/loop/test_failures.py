@@ -187,7 +187,7 @@ def test_a_step_that_does_not_fit_is_divided(driver, tokens):
 @of_hybrids_too
 def test_decoding_rows_take_turns(driver):
     rids = [driver.generate([5, 6, 7 + number], 40) for number in range(8)]
-    driver.engine.scheduler.receive(0)
+    driver.hear()
     driver.tick(5)
     limited(driver, 3)
     driver.tick(40)
@@ -357,7 +357,7 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
     message = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params)
     driver.send(message)
     other = driver.generate(PROMPTS[0], 1, client="other")
-    driver.engine.scheduler.receive(0)
+    driver.hear()
     results = driver.engine.outbox
     identity = driver.engine.live.samples(message.id)[0].client
     original, attempts = results._send, []

@@ -120,7 +120,7 @@ def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     driver.tick(2)
     assert driver.engine.commands.is_busy
     now[0] += 6.0
-    assert driver.engine.scheduler._timeout(None) > 0
+    assert driver.sleep_s() > 0
     driver.tick(3)
     assert driver.status().generation == "paused"
 

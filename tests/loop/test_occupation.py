@@ -225,7 +225,7 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
         rid = driver.generate(PROMPT, 8)
         driver.tick(5)
         assert driver.runner.launches == []
-        assert driver.engine.scheduler._timeout(None) != 0
+        assert driver.sleep_s() != 0
         resume(driver)
         driver.run_until_idle()
         result = driver.result(rid)

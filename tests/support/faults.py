@@ -22,7 +22,7 @@ NO_MEMORY = [
 def submit(driver: EngineDriver, new_tokens: int = 12, **fields: object) -> dict[str, list[int]]:
     """All prompts at once: a step then decodes, finishes prompts and begins others."""
     rids = {driver.generate(prompt, new_tokens, stream=True, **fields): prompt for prompt in PROMPTS}
-    driver.engine.scheduler.receive(0)
+    driver.hear()
     return rids
 
 

@@ -433,7 +433,7 @@ class EngineDriver:
     def submit(self, message: Message, client: str = "main") -> str:
         """Send a message and have the loop take it: it has arrived, and no step is launched."""
         self.send(message, client)
-        self.engine.scheduler.receive(0)
+        self.hear()
         return message.id
 
     def tick(self, times: int = 1) -> None:
@@ -441,6 +441,14 @@ class EngineDriver:
         for _ in range(times):
             self._turn()
         self.collect()
+
+    def hear(self) -> None:
+        """Have the engine take in what it has been sent, without a step."""
+        self.engine.scheduler.receive(0)
+
+    def sleep_s(self, ongoing: Any = None) -> float | None:
+        """Seconds for which the loop would sleep now; None: until a message comes."""
+        return self.engine.scheduler._timeout(ongoing)
 
     def _turn(self) -> None:
         self.ongoing = self.engine.scheduler.tick(self.ongoing)
