@@ -49,9 +49,6 @@ def torch_only(monkeypatch):
 
 @pytest.fixture
 def device(monkeypatch):
-    """Engines built from now on compute on it: streams, staging, FlashInfer and graphs, all on the CPU's
-    memory.
-    """
     made = RecordingDevice()
     monkeypatch.setattr(build, "device_module_for", lambda device: made)
     monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)

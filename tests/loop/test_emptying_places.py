@@ -30,9 +30,7 @@ MIB = 1 << 20
 
 
 class Allocator:
-    """A device module with 12 MB reserved before its first emptying and 8 MB from then on; ``log`` is what
-    happened.
-    """
+    """A device module with 12 MB reserved before its first emptying and 8 MB from then on."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -401,10 +401,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(where=st.sampled_from(["before", "after", "on_fetch"]))
     def run_out_of_memory(self, where):
-        """The next step does; it is computed again, and ends nobody unless it is a single token that fails
-        twice.
-        """
-
         def refuse(batch: object) -> None:
             setattr(self.driver.runner, where, lambda batch: None)
             raise MemoryError

@@ -75,7 +75,6 @@ def scattered_batch(
 
 
 def greedy_sampling(count: int) -> SamplingBatch:
-    """Sampling inputs that nothing in these tests reads."""
     return SamplingBatch(
         temperature=torch.ones(count),
         greedy=torch.ones(count, dtype=torch.bool),
@@ -189,9 +188,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def step(self, decode: list[Sequence], prefill: list[tuple[Sequence, int]] = ()) -> list[Tensor]:
-        """Compute one token of each ``decode`` sequence and n of each ``(sequence, n)``; logits [n, vocab] of
-        each.
-        """
+        """Compute one token of each ``decode`` sequence and n of each ``(sequence, n)``."""
         work = [(sequence, 1) for sequence in decode] + list(prefill)
         rows = []
         for sequence, count in work:

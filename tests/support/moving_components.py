@@ -181,7 +181,6 @@ class Model:
         return [self.head, *(tensor for layer in self.layers for tensor in layer)]
 
     def check(self, number: int) -> None:
-        """Layer ``number`` holds what was written to it."""
         first = 1 + 2 * number
         for tensor, value in zip(self.layers[number], self.values[first : first + 2], strict=True):
             assert bool((tensor == value).all()), f"layer {number}"

@@ -291,9 +291,6 @@ def num_threads() -> int:
 
 @pytest.mark.parametrize("tensors_before_death", quick([2, 0]))
 def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
-    """Poisoned if a byte was written, else as before; a complete update by another road recovers, and so does
-    a new group.
-    """
     trainer = PlainTrainer()
     weights = weights_of(other_model)
     context = multiprocessing.get_context("spawn")
@@ -341,9 +338,6 @@ LOOPBACK = "0100007F"
 
 
 def test_a_group_of_one_host_listens_on_loopback_alone(driver):
-    """Both ends are of this process here: the rendezvous, which torch would open to the world, and gloo's own
-    sockets.
-    """
     before = listeners(os.getpid())
     message = InitWeightsUpdateGroupReqInput(
         master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=PATIENCE

@@ -55,9 +55,6 @@ def test_values_are_there_when_a_layer_is_computed(make, strategy):
 @pytest.mark.parametrize("make", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_writes_to_offloaded_components_come_back(make, strategy):
-    """Also what is written while it is there, on its way, or was never away; and all of it can be read
-    meanwhile.
-    """
     manager = make()
     model = Model(manager, strategy())
     numbers = range(len(model.tensors))

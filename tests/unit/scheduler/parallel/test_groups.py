@@ -111,9 +111,6 @@ def test_bits_over_gloo_are_those_over_shared_memory(mortal, tmp_path):
 
 @both
 def test_waiters_for_a_killed_rank_are_told(mortal, gloo):
-    """At once, though the rank is a zombie that nobody has waited for, and though it would be waited for for
-    a minute.
-    """
     ranks = mortal(3, gloo=gloo)
     ranks.call(rank_jobs.barrier)
     ranks.start(rank_jobs.reduce_for_ever)
