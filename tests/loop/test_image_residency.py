@@ -178,7 +178,7 @@ def test_images_are_the_same_and_memory_is_what_the_strategies_say(pipelines, ex
         for _ in range(2):
             same(run(driver, *messages()), expected("sd3")[1])
             assert not any(on_device(driver).values()), "no sample is left"
-        movables = driver.engine.runner._stages._residency._registered
+        movables = driver.engine.runner._stages._residency.registered
         window = LayerwiseOffloadStrategy()
         allowed = {
             name: window.peak_bytes(movables[name]) if how == "layerwise" else sizes[name]

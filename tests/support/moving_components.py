@@ -164,7 +164,7 @@ class Model:
                 [allocate((elements,), torch.float32, CPU), allocate((2, elements), torch.bfloat16, CPU)]
                 for _ in range(LAYERS)
             ]
-        manager.divide("model", self.layers)
+        self.component.divide(self.layers)
         self.values = [number + 1 for number in range(len(self.tensors))]
         for tensor, value in zip(self.tensors, self.values, strict=True):
             tensor.fill_(value)
@@ -193,7 +193,7 @@ class Model:
         for number in range(LAYERS):
             at_layer(number)
             self.check(number)
-            most = max(most, self.manager.device_bytes("model"))
+            most = max(most, self.manager.registered["model"].device_bytes)
         assert bool((self.head == self.values[0]).all())
         return most
 
