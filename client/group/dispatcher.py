@@ -13,7 +13,7 @@ Runs on one event loop, that of the members' clients.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -202,12 +202,13 @@ class Dispatcher:
         if member.state != "gone":
             self._take_out(member, "fenced", reason)
 
-    def drop(self, member: Member, error: EngineError, what: str) -> None:
-        """Take ``member`` out: it has ended, or is fenced for ``what`` it did not do."""
-        if isinstance(error, EngineDied):
-            self.lost(member, error)
-        else:
-            self.fence(member, f"{what}: {error.message}")
+    def drop(self, errors: Mapping[Member, EngineError], what: str) -> None:
+        """Take out members: one has ended, or is fenced for ``what`` it did not do."""
+        for member, error in errors.items():
+            if isinstance(error, EngineDied):
+                self.lost(member, error)
+            else:
+                self.fence(member, f"{what}: {error.message}")
 
     def ended(self, flow: Flow) -> None:
         if self.flows.get(flow.generation.rid) is flow:

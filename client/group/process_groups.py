@@ -76,8 +76,7 @@ class ProcessGroups:
 
         async with self._ends_with_anyone(group_name):
             answers = await everywhere(fleet.members, join, None)
-        for member, error in answers.out.items():
-            fleet.dispatcher.drop(member, error, "it does not answer")
+        fleet.dispatcher.drop(answers.out, "it does not answer")
         if not answers.failed and not answers.out:
             self._joined[group_name] = {each.name: each.client.incarnation for each in fleet.members}
             return answers

@@ -143,8 +143,7 @@ class ReplicaFleet(Fleet):
     async def send(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Answers:
         """Call a method of the clients of ``members``; those that do not answer are out of routing."""
         answers = await everywhere(members, lambda member: getattr(member.client, method)(*args, **options))
-        for member, error in answers.out.items():
-            self.dispatcher.drop(member, error, "it does not answer")
+        self.dispatcher.drop(answers.out, "it does not answer")
         return answers
 
     def combine(self, answers: Answers) -> Any:

@@ -265,8 +265,7 @@ class Updates:
         """Pause the replicas of ``known``, statuses, that are not paused yet: a pause keeps its lease."""
         running = [member for member, status in known.replies.items() if status.generation != "paused"]
         paused = await self._fleet.pause_members(mode, running, PAUSE_S)
-        for member, error in known.out.items():
-            self._fleet.dispatcher.drop(member, error, "it does not answer")
+        self._fleet.dispatcher.drop(known.out, "it does not answer")
         held = {member: reply for member, reply in known.replies.items() if member not in running}
         return Answers(held | paused.replies, known.failed | paused.failed, known.out | paused.out)
 
