@@ -365,11 +365,11 @@ def _called_as(
 def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
     """Start an engine on ``model`` (a Hugging Face folder) and return when it is ready.
 
-    Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and
-    ``.close()``. The options are the engine's own (``caesura scheduler --help``); None leaves each at its
-    default. The engine's stderr goes to this process's, or with its stdout to the end of the file
-    ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and ``curve_client_key_file`` are
-    the returned client's, for an engine with keys.
+    Call it as ``with launch_scheduler(model, dtype="float32") as client:``, or keep the result and call
+    ``.client`` and ``.close()``. Keywords are the engine's own options (``caesura scheduler --help``; None
+    leaves each at its default) and those of :class:`LaunchOptions`. The engine's stderr goes to this
+    process's, or with its stdout to the end of the file ``log_path``. ``startup_timeout`` is in seconds.
+    ``curve_server_key`` and ``curve_client_key_file`` are the returned client's, for an engine with keys.
 
     Raises:
         EngineError: the engine's reason for not starting; EngineDied or TimedOut if it gave none.
