@@ -340,11 +340,11 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
         fleet.copy = slow  # type: ignore[method-assign]
 
         async def until_copying() -> None:
-            begun.clear()
             go.clear()
             async with AsyncControlClient(away.address.endpoint) as stranger:
                 await stranger.update_weights_from_disk(tiny_model, weight_version="foreign")
             await begun.wait()
+            begun.clear()
 
         await fleet.client.update_weights_from_disk(other_model, weight_version="second")
         await until_copying()
@@ -357,7 +357,7 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
         await fleet.client.continue_generation()
         while not away.serves:
             await asyncio.sleep(0.01)
-        assert not begun.acquire(blocking=False)
+        assert not begun.is_set()
 
         await until_copying()
         update = asyncio.ensure_future(
