@@ -21,62 +21,41 @@ _PLACE = re.compile(r"(?P<key>`key` in )?`\$(?P<path>[\w.\[\]-]*)`")
 _STEP = re.compile(r"\.(?P<name>[\w-]+)|\[(?P<index>\d*)(?:\.\.\.)?\]")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "max_tokens": ("max_new_tokens",),
-    "max_new_tokens": ("max_tokens",),
-    "max_length": ("max_new_tokens", "max_tokens"),
-    "max_completion_tokens": ("max_new_tokens", "max_tokens"),
-    "max_output_tokens": ("max_new_tokens", "max_tokens"),
-    "min_tokens": ("min_new_tokens",),
-    "min_length": ("min_new_tokens", "min_tokens"),
-    "best_of": ("n",),
-    "n_samples": ("n",),
-    "num_samples": ("n",),
-    "num_generations": ("n",),
-    "num_return_sequences": ("n",),
-    "seed": ("sampling_seed",),
-    "sampling_seed": ("seed",),
-    "eos_token_id": ("stop_token_ids",),
-    "stop_strings": ("stop",),
-    "stop_sequences": ("stop",),
-    "stop_words": ("stop",),
-    "logprobs": ("return_logprob",),
-    "return_logprob": ("logprobs",),
-    "top_logprobs": ("top_logprobs_num",),
-    "top_logprobs_num": ("top_logprobs", "logprobs"),
-    "prompt_logprobs": ("logprob_start_len",),
-    "prompt": ("text",),
-    "text": ("prompt",),
-    "input_ids": ("prompt",),
-    "prompt_ids": ("input_ids",),
-    "prompt_token_ids": ("input_ids",),
-    "token_ids": ("input_ids",),
-    "request_id": ("rid",),
-    "keep": ("in_place",),
-    "freeze": ("in_place",),
-    "lease": ("lease_s",),
-    "deadline": ("deadline_s",),
-    "model_path": ("model",),
-    "model_name_or_path": ("model",),
-    "pretrained_model_name_or_path": ("model",),
-    "tp_size": ("tp",),
-    "tensor_parallel_size": ("tp",),
-    "tensor_model_parallel_size": ("tp",),
-    "torch_dtype": ("dtype",),
-    "mem_fraction_static": ("kv_memory_fraction",),
-    "gpu_memory_utilization": ("kv_memory_fraction",),
-    "max_total_tokens": ("kv_pool_tokens",),
-    "max_model_len": ("context_len",),
-    "context_length": ("context_len",),
-    "max_seq_len": ("context_len",),
-    "max_num_seqs": ("max_running_requests",),
-    "max_queued_requests": ("max_waiting_requests",),
-    "max_num_batched_tokens": ("chunked_prefill_size",),
-    "enable_prefix_caching": ("prefix_cache",),
-    "enable_deterministic_inference": ("deterministic",),
+_NAMES_ELSEWHERE = {
+    "max_new_tokens": "max_tokens max_length max_completion_tokens max_output_tokens",
+    "max_tokens": "max_new_tokens max_length max_completion_tokens max_output_tokens",
+    "min_new_tokens": "min_tokens min_length",
+    "min_tokens": "min_length",
+    "n": "best_of n_samples num_samples num_generations num_return_sequences",
+    "sampling_seed": "seed",
+    "seed": "sampling_seed",
+    "stop_token_ids": "eos_token_id",
+    "stop": "stop_strings stop_sequences stop_words",
+    "return_logprob": "logprobs",
+    "top_logprobs_num": "top_logprobs",
+    "top_logprobs": "top_logprobs_num",
+    "logprobs": "return_logprob top_logprobs_num",
+    "logprob_start_len": "prompt_logprobs",
+    "text": "prompt",
+    "prompt": "text input_ids",
+    "input_ids": "prompt_ids prompt_token_ids token_ids",
+    "rid": "request_id",
+    "in_place": "keep freeze",
+    "lease_s": "lease",
+    "deadline_s": "deadline",
+    "model": "model_path model_name_or_path pretrained_model_name_or_path",
+    "tp": "tp_size tensor_parallel_size tensor_model_parallel_size",
+    "dtype": "torch_dtype",
+    "kv_memory_fraction": "mem_fraction_static gpu_memory_utilization",
+    "kv_pool_tokens": "max_total_tokens",
+    "context_len": "max_model_len context_length max_seq_len",
+    "max_running_requests": "max_num_seqs",
+    "max_waiting_requests": "max_queued_requests",
+    "chunked_prefill_size": "max_num_batched_tokens",
+    "prefix_cache": "enable_prefix_caching",
+    "deterministic": "enable_deterministic_inference",
 }
-"""Names that other engines give a field, where spelling alone would not lead to ours; the first that exists
-counts."""
+"""Our names to those of other engines that spelling alone would not lead to; the first that fits counts."""
 _GREEDY = "temperature = 0 decodes greedily, any other samples"
 _TEXT = (
     "it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
@@ -192,7 +171,8 @@ def advice(name: str, names: Sequence[str]) -> str | None:
 
 def other_name(name: str, names: Sequence[str]) -> str | None:
     """Which of ``names`` is what another engine calls ``name``."""
-    return next((each for each in OTHER_NAMES.get(name, ()) if each in names), None)
+    found = (ours for ours, others in _NAMES_ELSEWHERE.items() if ours in names and name in others.split())
+    return next(found, None)
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:

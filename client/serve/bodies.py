@@ -18,8 +18,8 @@ from litestar.exceptions import ClientException
 
 from ...io_struct.field_errors import FieldError, advice, field_error, fields_of, nearest
 from ...io_struct.generate import TokenId
-from ..connection.request_limits import check_size
 from ..exceptions import InvalidRequest, PromptTooLong
+from ..text.tokenizer_manager import check_size
 from .errors import printable
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,12 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body or query whose keys must all be known: ``mod`` for ``mode`` would abort requests."""
+
+
+def nullable_fields(kind: type[msgspec.Struct], *left_out: str) -> list[tuple[str, Any, None]]:
+    """Return the fields of ``kind`` for a body, in which each may be null or missing."""
+    fields = msgspec.structs.fields(kind)
+    return [(each.name, each.type | None, None) for each in fields if each.name not in left_out]
 
 
 async def read_control(

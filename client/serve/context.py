@@ -13,7 +13,7 @@ from ..text.tokenizer_manager import TokenizerManager
 from .bodies import UnknownKeys
 from .health import Admission, EngineHealth
 from .options import ServeOptions
-from .pictures import LastImage
+from .pages.document import LastImage
 
 if TYPE_CHECKING:
     from ..group.replicas import ReplicaFleet

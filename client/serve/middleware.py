@@ -11,13 +11,15 @@ Invariants:
 """
 
 import hmac
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from litestar import post
 from litestar.connection import ASGIConnection
-from litestar.handlers import BaseRouteHandler
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
-from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send
+from litestar.types import AnyCallable, ASGIApp, Guard, HTTPReceiveMessage, Receive, Scope, Send
 
 from ..exceptions import Unsupported
 from ..group.router import current_routing_key, routed_by
@@ -180,3 +182,10 @@ def makes_images(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRo
 def _front(connection: ASGIConnection[Any, Any, Any, Any]) -> FrontEnd:
     found: FrontEnd = connection.app.state.front
     return found
+
+
+def generating(
+    path: str | list[str], *, body: str = "prompts", guard: Guard = makes_tokens, **more: Any
+) -> Callable[[AnyCallable], HTTPRouteHandler]:
+    """Make a handler the route of a user by POST, whose body is of the class ``body``."""
+    return post(path, status_code=200, opt={"access": "user", "body": body}, guards=[guard], **more)

@@ -5,20 +5,23 @@ environment, never from the command line; no child process inherits them, and no
 files are reported before anything starts; nothing asks for a password at a terminal.
 """
 
+import ast
 import contextlib
 import errno
+import inspect
 import ipaddress
 import os
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 OPEN_TO_ALL = (
@@ -27,107 +30,75 @@ OPEN_TO_ALL = (
 )
 """What anyone who reaches a server without keys can do."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+PATH = click.Path()
 
 
-def _option(default: Any, text: str, kind: Any = None, **more: Any) -> Any:
-    return field(default=default, metadata={"help": text, "type": kind, **more})
+def _option(default: Any, kind: Any = None, **more: Any) -> Any:
+    return field(default=default, metadata={"type": kind, **more})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """The command line's options, in their order."""
+    """The command line's options, in their order; the docstring of each is its help."""
 
-    model: str | None = _option(
-        None, "Hugging Face model folder. Required unless --endpoint is given.", click.Path()
-    )
-    replicas: int = _option(
-        1,
-        "Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, "
-        "else "
-        "a part of the CPU threads. A request goes to the least loaded one, a command to all, and one that "
-        "dies "
-        "is restarted.",
-        click.IntRange(1),
-    )
-    endpoint: str | None = _option(None, "Address of a running scheduler to serve, instead of starting one.")
-    curve_server_key: str | None = _option(
-        None,
-        "The scheduler's CURVE public key, or a file that contains it; needed for a scheduler with keys.",
-        envvar=SERVER_KEY_VARIABLE,
-    )
-    curve_client_key_file: str | None = _option(
-        None,
-        "File with this server's CURVE key pair; needed for a scheduler with keys.",
-        envvar=CLIENT_KEY_VARIABLE,
-    )
-    host: str = _option(
-        "127.0.0.1", "Address to listen on. Beyond loopback it needs --api-key-file or --insecure-bind."
-    )
-    port: int = _option(30000, "Port to listen on; 0: any free port.", click.IntRange(0, 65535))
-    api_key_file: str | None = _option(
-        None,
-        f"File with the API key that clients must send.  [env: {API_KEY} (the key itself)]",
-        click.Path(),
-    )
-    admin_key_file: str | None = _option(
-        None,
-        "File with the key for routes that change the engine (pause, update, ...).  "
-        f"[env: {ADMIN_KEY} (the key itself)]",
-        click.Path(),
-    )
-    insecure_bind: bool = _option(
-        False,
-        "Allow listening beyond loopback without an API key. Anyone who can reach the port can then "
-        f"{OPEN_TO_ALL}. For private networks only.",
-    )
-    ssl_certfile: str | None = _option(None, "Certificate for HTTPS, in PEM format.", click.Path())
-    ssl_keyfile: str | None = _option(
-        None,
-        "Private key of the certificate, in PEM format, unless --ssl-certfile contains it.",
-        click.Path(),
-    )
-    ssl_keyfile_password_file: str | None = _option(
-        None, "File with the password of the private key.", click.Path()
-    )
-    ssl_ca_certs: str | None = _option(
-        None,
-        "CA certificates in PEM format. Clients must present a certificate signed by one of them.",
-        click.Path(),
-    )
-    weights_root: str | None = _option(
-        None,
-        "Weight updates from disk must be in this folder.  "
-        "[default: the parent folder of the model, unless that is /]",
-        click.Path(),
-    )
-    enable_memory_saver: bool = _option(
-        False,
-        "Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as "
-        "colocated trainers do.",
-    )
-    allow_pickled_tensors: bool = _option(
-        False, "Accept weights in SGLang's pickle format. They are parsed, never unpickled."
-    )
-    incremental_streaming: bool = _option(
-        False,
-        "Send only new text and tokens in each event of a /generate stream, not the whole output so far.",
-    )
-    served_model_name: str = _option("", "Model name in the OpenAI API.  [default: the model path]")
-    tokenizer: str | None = _option(
-        None, 'Tokenizer folder; "none": token ids only.  [default: the model folder]', click.Path()
-    )
-    max_body_bytes: int = _option(32 << 20, "Maximum size of a request body.", click.IntRange(1))
-    max_update_bytes: int = _option(
-        2 << 30, "Maximum size of a request body with weights.", click.IntRange(1)
-    )
-    max_batch: int = _option(
-        4096, "Maximum number of samples in one request: prompts times n.", click.IntRange(1)
-    )
-    max_connections: int = _option(
-        4096, "Maximum number of connections; lower if the limit on open files is.", click.IntRange(1)
-    )
-    startup_timeout: float = _option(600.0, "Maximum seconds for the scheduler to become ready.", float)
-    restart: bool = _option(False, "Restart the scheduler when it dies or hangs.")
+    model: str | None = _option(None, PATH)
+    """Hugging Face model folder. Required unless --endpoint is given."""
+    replicas: int = _option(1, click.IntRange(1))
+    """Number of schedulers to start behind this port. Each has its own CUDA devices if there are any, else a
+    part of the CPU threads. A request goes to the least loaded one, a command to all, and one that dies is
+    restarted."""
+    endpoint: str | None = _option(None)
+    """Address of a running scheduler to serve, instead of starting one."""
+    curve_server_key: str | None = _option(None, envvar=SERVER_KEY_VARIABLE)
+    """The scheduler's CURVE public key, or a file that contains it; needed for a scheduler with keys."""
+    curve_client_key_file: str | None = _option(None, envvar=CLIENT_KEY_VARIABLE)
+    """File with this server's CURVE key pair; needed for a scheduler with keys."""
+    host: str = _option("127.0.0.1")
+    """Address to listen on. Beyond loopback it needs --api-key-file or --insecure-bind."""
+    port: int = _option(30000, click.IntRange(0, 65535))
+    """Port to listen on; 0: any free port."""
+    api_key_file: str | None = _option(None, PATH)
+    """File with the API key that clients must send.  [env: CAESURA_API_KEY (the key itself)]"""
+    admin_key_file: str | None = _option(None, PATH)
+    """File with the key for routes that change the engine (pause, update, ...).  [env: CAESURA_ADMIN_KEY (the
+    key itself)]"""
+    insecure_bind: bool = _option(False)
+    """Allow listening beyond loopback without an API key. Anyone who can reach the port can then
+    {OPEN_TO_ALL}. For private networks only."""
+    ssl_certfile: str | None = _option(None, PATH)
+    """Certificate for HTTPS, in PEM format."""
+    ssl_keyfile: str | None = _option(None, PATH)
+    """Private key of the certificate, in PEM format, unless --ssl-certfile contains it."""
+    ssl_keyfile_password_file: str | None = _option(None, PATH)
+    """File with the password of the private key."""
+    ssl_ca_certs: str | None = _option(None, PATH)
+    """CA certificates in PEM format. Clients must present a certificate signed by one of them."""
+    weights_root: str | None = _option(None, PATH)
+    """Weight updates from disk must be in this folder.  [default: the parent folder of the model, unless that
+    is /]"""
+    enable_memory_saver: bool = _option(False)
+    """Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as colocated
+    trainers do."""
+    allow_pickled_tensors: bool = _option(False)
+    """Accept weights in SGLang's pickle format. They are parsed, never unpickled."""
+    incremental_streaming: bool = _option(False)
+    """Send only new text and tokens in each event of a /generate stream, not the whole output so far."""
+    served_model_name: str = _option("")
+    """Model name in the OpenAI API.  [default: the model path]"""
+    tokenizer: str | None = _option(None, PATH)
+    """Tokenizer folder; "none": token ids only.  [default: the model folder]"""
+    max_body_bytes: int = _option(32 << 20, click.IntRange(1))
+    """Maximum size of a request body."""
+    max_update_bytes: int = _option(2 << 30, click.IntRange(1))
+    """Maximum size of a request body with weights."""
+    max_batch: int = _option(4096, click.IntRange(1))
+    """Maximum number of samples in one request: prompts times n."""
+    max_connections: int = _option(4096, click.IntRange(1))
+    """Maximum number of connections; lower if the limit on open files is."""
+    startup_timeout: float = _option(600.0, float)
+    """Maximum seconds for the scheduler to become ready."""
+    restart: bool = _option(False)
+    """Restart the scheduler when it dies or hangs."""
 
     # Options that `caesura supervise` shares: restart_options and log_format_option
     max_restarts: int = 5
@@ -137,12 +108,20 @@ class CommandLine:
 
 
 def command_line_options(command: CommandT) -> CommandT:
+    (definition,) = ast.parse(inspect.getsource(CommandLine)).body
+    assert isinstance(definition, ast.ClassDef)
+    helps = {
+        ast.unparse(option.target): inspect.cleandoc(ast.literal_eval(text.value)).replace("\n", " ")
+        for option, text in pairwise(definition.body)
+        if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
     for each in reversed(fields(CommandLine)):
         if each.metadata:
             given: dict[str, Any] = {"is_flag": True} if each.default is False else dict(each.metadata)
             command = click.option(
                 "--" + each.name.replace("_", "-"),
-                **{**given, "help": each.metadata["help"]},
+                **given,
+                help=helps[each.name].replace("{OPEN_TO_ALL}", OPEN_TO_ALL),
                 default=each.default,
                 show_default=each.default not in (None, "", False),
             )(command)

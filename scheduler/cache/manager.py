@@ -14,25 +14,24 @@ Invariants:
   and *held* in the tree and locked, or a request's own. The three are counted apart, so that the equation can
   fail.
 - This is the only module that returns pages to the allocator.
-- Layers with a window have storage for some of the pages only (``window_pages.py``): those of every request's
-  range, from what its next token sees to what is scheduled. Pages and owners are the same for all layers.
+- Layers with a window have storage for some of the pages only (``layer_ledgers.py``): those of every
+  request's range, from what its next token sees to what is scheduled. Pages and owners are the same for all
+  layers.
 - Layers with a state per sequence have a row for every request, and rows for the ends of some pages
-  (``linear_states.py``): a prefix is shared up to such an end only.
+  (``layer_ledgers.py``): a prefix is shared up to such an end only.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a
   commit is stale, so that nothing of it is ever stored.
 - Calls with a closed :class:`RequestKV` raise :class:`LedgerError`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from .allocator import LedgerError as LedgerError
-from .allocator import PageAllocator
-from .linear_states import RequestState, StateRows
+from .allocator import PageAllocator, Usage
+from .layer_ledgers import RequestState, StateRows, WindowPages
 from .radix import NO_PAGES, Node, RadixTree
-from .window_pages import WindowPages
 
 
 @dataclass(slots=True, eq=False)
@@ -43,11 +42,8 @@ class RequestKV:
     """int32 row of the caller's page table, written in place; [0, num_pages) is valid."""
     num_pages: int
     num_shared: int
-    """Leading pages that the tree owns, locked through ``node``."""
     node: Node | None
-    """Node where the shared pages end."""
     epoch: int
-    """Weights epoch that its KV began under."""
     stale: bool
     """True if it holds KV of an older epoch, which is never donated."""
     salt: str
@@ -55,23 +51,9 @@ class RequestKV:
     end_of_range: int = 0
     """Pages of the row that have storage in layers with a window, if there are any."""
     state: RequestState | None = None
-    """Rows in layers with a state per sequence, if there are any."""
-
-
-class Usage(NamedTuple):
-    """Pages by state; ``free + cached + held == total``. The scratch page is none of them."""
-
-    free: int
-    cached: int
-    """Pages in the prefix tree that nobody locks: evicted when somebody needs them."""
-    held: int
-    """Pages of live requests: their own, and tree pages that they lock."""
-    total: int
 
 
 class CacheManager:
-    """Gives live requests their pages and keeps those of finished ones for reuse; no device work."""
-
     def __init__(
         self,
         num_pages: int,
@@ -128,13 +110,10 @@ class CacheManager:
 
     @property
     def can_open(self) -> bool:
-        """False if all rows of states are in use."""
         return self.states is None or self.states.available > 0
 
     def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
-        """Return the longest cached prefix that a request can go on from, and how many of its pages are
-        cached.
-        """
+        """Return the longest cached prefix to go on from, and how many of its pages are cached."""
         pages, node = self._tree.match(self.epoch, salt, tokens)
         cached = shareable = len(pages)
         for rooms in (self.windows, self.states):
@@ -156,7 +135,6 @@ class CacheManager:
             self._leave(kv, self.windows.first_seen(num_tokens - self.page_size))
 
     def computed(self, kv: RequestKV, num_tokens: int) -> None:
-        """Keep the states that a step was to keep, now that ``kv`` is computed up to ``num_tokens``."""
         self._require_open(kv)
         if self.states is not None and kv.state is not None:
             self.states.keep(kv.state, kv.pages, num_tokens // self.page_size, kv.num_shared)
@@ -277,11 +255,9 @@ class CacheManager:
         return self._free(self._tree.clear())
 
     def available(self) -> int:
-        """Pages that :meth:`extend` could hand out now: free and evictable ones."""
         return self._allocator.num_free + self._tree.num_evictable_pages
 
     def usage(self) -> Usage:
-        """Return the pages by state, from counters; O(1)."""
         return Usage(
             free=self._allocator.num_free,
             cached=self._tree.num_evictable_pages,
@@ -290,11 +266,7 @@ class CacheManager:
         )
 
     def check(self) -> None:
-        """Walk everything and compare with the counters; O(pages), for tests and after errors.
-
-        Raises LedgerError for a page without exactly one owner, a counter or lock that disagrees with the
-        walk, or a request whose row disagrees with the tree; the message names the pages.
-        """
+        """Walk everything and compare with the counters; O(pages), for tests and after errors."""
         free = self._allocator.free_pages()
         nodes = list(self._tree.nodes())
         cached = _joined([node.pages for node in nodes if not node.lock_ref])
@@ -324,7 +296,6 @@ class CacheManager:
                 )
 
     def _check_tree(self, nodes: list[Node]) -> None:
-        """Check that every lock belongs to an open request or a locked child, and unlocked nodes' epochs."""
         locks: dict[Node, int] = dict.fromkeys(nodes, 0)
         for kv in self._open:
             if kv.node is not None:

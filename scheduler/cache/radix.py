@@ -27,9 +27,7 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class Node:
-    """A run of pages below ``parent``. Callers hold nodes as handles to lock and unlock; the tree writes
-    them.
-    """
+    """A run of pages below ``parent``, written by the tree; a handle to lock and unlock."""
 
     __slots__ = (
         "children",
@@ -51,9 +49,7 @@ class Node:
         self.epoch = epoch
         self.salt = salt
         self.tokens = tokens
-        """int32 [pages * page_size]"""
         self.pages = pages
-        """int32 [pages]"""
         self.children: dict[bytes, Node] = {}
         """Children by the bytes of their first page of tokens."""
         self.lock_ref = 0
@@ -64,13 +60,10 @@ class Node:
 
 
 class Inserted(NamedTuple):
-    """What :meth:`RadixTree.insert` did."""
-
     node: Node
     """Node that ends where the inserted run ends."""
     num_existing: int
-    """Leading pages of the run that the tree already had; the caller's duplicates of them stay the caller's.
-    """
+    """Leading pages that the tree already had; the caller keeps its duplicates."""
     existing: np.ndarray
     """int32 [num_existing]: the tree's own pages at those positions."""
 
@@ -86,7 +79,6 @@ class RadixTree:
         self.page_size = page_size
         self.first_epoch = 0
         self.num_evictable_pages = 0
-        """Pages of unlocked nodes."""
         self.num_locked_pages = 0
         """Pages of locked nodes, those of older epochs included."""
         self._roots: dict[tuple[int, str], Node] = {}
@@ -100,11 +92,10 @@ class RadixTree:
     # -- look up and grow --------------------------------------------------------------------------
 
     def match(self, epoch: int, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
-        """Return the longest stored page-aligned prefix of ``tokens``: its pages (int32) and the node where
-        it ends.
+        """Return the longest stored page-aligned prefix of ``tokens``: its pages (int32) and its last node.
 
-        May split a node, so that the match ends at a node's end. Nothing is locked: lock the node before
-        anything else may evict.
+        May split a node, so that the match ends at a node's end. Lock the node before anything else may
+        evict.
         """
         root = self._roots.get((epoch, salt)) if epoch >= self.first_epoch else None
         if root is None:
@@ -147,9 +138,7 @@ class RadixTree:
         return Inserted(node, done, existing)
 
     def _descend(self, node: Node, tokens: np.ndarray) -> tuple[list[np.ndarray], Node]:
-        """Follow ``tokens`` below ``node`` as far as whole pages agree, splitting the last node where they
-        end.
-        """
+        """Follow ``tokens`` as far as whole pages agree, splitting the last node where they end."""
         self._clock += 1
         node.last_access = self._clock
         runs: list[np.ndarray] = []
@@ -169,16 +158,13 @@ class RadixTree:
         return tokens[at : at + self.page_size].tobytes()
 
     def _shared_pages(self, node: Node, tokens: np.ndarray) -> int:
-        """Return the number of leading whole pages in which ``node`` and ``tokens`` agree."""
         n = min(len(node.tokens), len(tokens))
         differ = node.tokens[:n] != tokens[:n]
         first = int(differ.argmax())
         return (first if differ[first] else n) // self.page_size
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut ``node`` after ``num_pages``; return the new upper node. ``node`` keeps the lower part and its
-        locks.
-        """
+        """Cut ``node`` after ``num_pages``; return the upper part. ``node`` keeps its locks."""
         cut = num_pages * self.page_size
         parent = node.parent
         assert parent is not None
@@ -202,10 +188,7 @@ class RadixTree:
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
-        """Protect the path from the root to ``node`` from eviction; as many unlocks undo it.
-
-        Raises LedgerError if the node's epoch is over.
-        """
+        """Protect the path from the root to ``node`` from eviction; as many unlocks undo it."""
         if node.epoch < self.first_epoch:
             raise LedgerError(
                 f"lock of a node of epoch {node.epoch}, first living epoch is {self.first_epoch}"
@@ -220,10 +203,7 @@ class RadixTree:
             step = step.parent
 
     def unlock(self, node: Node) -> np.ndarray:
-        """Undo one :meth:`lock`; return the pages (int32) that went with it: those of an epoch that is over.
-
-        Raises LedgerError if ``node`` is not locked.
-        """
+        """Undo one :meth:`lock`; return the pages of an epoch that is over, which went with it."""
         if node.lock_ref < 1:
             raise LedgerError("unlock of a node that is not locked")
         gone: list[np.ndarray] = []
@@ -261,14 +241,22 @@ class RadixTree:
             elif stamp != leaf.last_access:
                 heapq.heapreplace(self._heap, (leaf.last_access, leaf.serial, leaf))
             elif len(leaf.pages) > missing:
-                gone.append(self._trim(leaf, missing))
+                keep = len(leaf.pages) - missing
+                gone.append(leaf.pages[keep:].copy())
+                leaf.tokens = _owned(leaf.tokens[: keep * self.page_size])
+                leaf.pages = _owned(leaf.pages[:keep])
                 missing = 0
             else:
                 heapq.heappop(self._heap)
                 leaf.in_heap = False
                 gone.append(leaf.pages)
                 missing -= len(leaf.pages)
-                self._evict_leaf(leaf)
+                parent = leaf.parent
+                assert parent is not None
+                self._detach(leaf)
+                # A continuation stored through `after` does not touch the nodes above: age is handed up.
+                parent.last_access = max(parent.last_access, leaf.last_access)
+                self._offer(parent)
         pages = np.concatenate(gone) if gone else NO_PAGES
         self.num_evictable_pages -= len(pages)
         return pages
@@ -306,7 +294,6 @@ class RadixTree:
         return pages
 
     def nodes(self) -> Iterator[Node]:
-        """Yield every node but the roots, locked ones of older epochs included, for integrity checks."""
         for root in self._roots.values():
             for node in _subtree(root):
                 if node.parent is not None:
@@ -316,28 +303,11 @@ class RadixTree:
         return node.parent is not None and not node.lock_ref and not node.children
 
     def _offer(self, node: Node) -> None:
-        """Put ``node`` up for eviction if it is an unlocked leaf that is not up already."""
         if self._is_evictable(node) and not node.in_heap:
             node.in_heap = True
             heapq.heappush(self._heap, (node.last_access, node.serial, node))
 
-    def _trim(self, leaf: Node, num_pages: int) -> np.ndarray:
-        keep = len(leaf.pages) - num_pages
-        pages = leaf.pages[keep:].copy()
-        leaf.tokens = _owned(leaf.tokens[: keep * self.page_size])
-        leaf.pages = _owned(leaf.pages[:keep])
-        return pages
-
-    def _evict_leaf(self, leaf: Node) -> None:
-        parent = leaf.parent
-        assert parent is not None
-        self._detach(leaf)
-        # A continuation stored through `after` does not touch the nodes above it, so age is handed up here.
-        parent.last_access = max(parent.last_access, leaf.last_access)
-        self._offer(parent)
-
     def _detach(self, node: Node) -> None:
-        """Remove ``node`` from its parent, and its root with it if that has nothing else."""
         parent = node.parent
         if parent is None:
             self._roots.pop((node.epoch, node.salt), None)

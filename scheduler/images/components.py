@@ -21,8 +21,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..layers.offloadable_parameter import OffloadableSlot
-from ..layers.parameters import Parameter, WeightSlot
+from ..layers.parameters import OffloadableSlot, Parameter, WeightSlot
 from ..memory.offload import OffloadableComponent
 from ..runtime.dtypes import DTYPES
 from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_small

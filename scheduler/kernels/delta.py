@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cache.state_pool import StateShape
+from ..cache.pool import StateShape
 from . import TORCH, best, native
 from .native import FLOAT, INT, POINTER, SIZE
 
@@ -105,7 +105,7 @@ class DeltaStep:
         Args:
             x: [T, places.width], elements of a row contiguous.
             segments: inside the bounds of the other arguments, which is not checked.
-            past: [states, kernel - 1, channels], of :class:`~..cache.state_pool.StatePool`, overwritten.
+            past: [states, kernel - 1, channels], of :class:`~..cache.pool.StatePool`, overwritten.
             recurrent: float32 [states, value heads, key size, value size], likewise.
             out: [T, value heads * value size], contiguous.
 

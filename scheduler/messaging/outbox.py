@@ -1,22 +1,23 @@
 """Collects the output of a step per client, and sends it as at most one message per client and step.
 
-Invariants:
-- If the message of one client cannot be built or sent, the others get theirs. It is tried :data:`MAX_SENDS`
-  times; then each result is sent alone, and one that cannot be sent is replaced by an error.
-- A client's tokens and terminal results of a step are sent in one message, the tokens first. Results of
-  images are sent alone.
+If a client's message cannot be built or sent, the others get theirs. It is tried :data:`MAX_SENDS` times;
+then each result is sent alone, and one that cannot be sent is replaced by an error. Results of images are
+always sent alone.
 """
 
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...io_struct import (
     BatchTokenOutput,
+    DeltaDetails,
     DeltaLogprobs,
+    DeltaWeights,
     ErrorCode,
     FinishReason,
     GenerateImagesReqOutput,
@@ -26,7 +27,7 @@ from ...io_struct import (
 )
 from ..memory.device_memory import is_out_of_memory
 from ..scheduling.request import Request
-from .stream_details import TokenDetails, details_of
+from ..scheduling.sampling import joined_masks
 
 logger = logging.getLogger(__name__)
 
@@ -36,24 +37,67 @@ Result = GenerateReqOutput | GenerateImagesReqOutput
 Send = Callable[[bytes, Any], None]
 
 
-class _ClientOutput:
-    __slots__ = (
-        "attempts", "counts", "details", "finished", "indices", "logprobs", "rids", "starts",
-        "token_ids_logprobs", "tokens", "top",
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class TokenDetails:
+    weights: DeltaWeights
+    raw: float
+    sampled: float
+    mask: np.ndarray | None
+    """Ids that it was sampled from, int32, or None if not requested."""
 
-    def __init__(self) -> None:
-        self.rids: list[str] = []
-        self.indices: list[int] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.top: list[LogprobRows | None] = []
-        self.token_ids_logprobs: list[LogprobRows | None] = []
-        self.details: list[TokenDetails | None] = []
-        self.finished: list[Any] = []
-        self.attempts = 0
+    @staticmethod
+    def of(request: Request, at: int, raw: float, sampled: float) -> "TokenDetails | None":
+        """Return details of the newest token, output token ``at``, or None if not asked for."""
+        if not request.details:
+            return None
+        stamp, stale, _ = request.spans[-1]
+        return TokenDetails(
+            DeltaWeights(
+                version=stamp.version, epoch=stamp.epoch, incarnation=stamp.incarnation, stale_kv=stale
+            ),
+            raw if request.return_raw else np.nan,
+            sampled if request.return_sampled else np.nan,
+            None if request.masks is None else request.masks.at(at),
+        )
+
+
+def _details_of(tokens: Sequence[TokenDetails | None]) -> DeltaDetails | None:
+    if not any(tokens):
+        return None
+    numbers: dict[DeltaWeights, int] = {}
+    sampled_by = [
+        -1 if token is None else numbers.setdefault(token.weights, len(numbers)) for token in tokens
+    ]
+
+    def column(name: str) -> bytes:
+        return np.asarray(
+            [np.nan if each is None else getattr(each, name) for each in tokens], "<f4"
+        ).tobytes()
+
+    return DeltaDetails(
+        weights=list(numbers),
+        sampled_by=np.asarray(sampled_by, "<i4").tobytes(),
+        raw_logprobs=column("raw"),
+        sampled_logprobs=column("sampled"),
+        sampling_mask=joined_masks([None if token is None else token.mask for token in tokens]),
+    )
+
+
+@dataclass(slots=True)
+class _ClientOutput:
+    """Output for one client that has not been sent yet."""
+
+    rids: list[str] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[LogprobRows | None] = field(default_factory=list)
+    token_ids_logprobs: list[LogprobRows | None] = field(default_factory=list)
+    details: list[TokenDetails | None] = field(default_factory=list)
+    finished: list[Any] = field(default_factory=list)
+    attempts: int = 0
 
     def message(self, step: int) -> BatchTokenOutput:
         delta = None
@@ -67,7 +111,7 @@ class _ClientOutput:
                 logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
                 top=_delta_logprobs(self.top),
                 token_ids=_delta_logprobs(self.token_ids_logprobs),
-                details=details_of(self.details),
+                details=_details_of(self.details),
             )
         return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
 
@@ -112,7 +156,6 @@ class Outbox:
         self._outputs[client].finished.append(result)
 
     def deliver(self, step: int) -> None:
-        """Send each client its collected output; ``step`` is the last processed step."""
         for client in list(self._outputs):
             output = self._outputs[client]
             if self._one_by_one:
@@ -130,7 +173,6 @@ class Outbox:
             del self._outputs[client]
 
     def _deliver_one_by_one(self, client: bytes, output: _ClientOutput, step: int) -> None:
-        """Send every result in a message of its own, or an error in its place."""
         for result in output.finished:
             try:
                 self._send(client, self._alone(result, step))

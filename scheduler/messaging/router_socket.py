@@ -1,14 +1,12 @@
 """The scheduler's ROUTER socket: receives messages, and sends to clients that may read slowly or vanish.
 
 Invariants:
-- A send never blocks and never drops a message silently: a message for a client whose pipe is full waits in
-  that client's queue, in order. A client that leaves more than its bound unread counts as gone
-  (``send_queues.py``).
+- A send never blocks and never drops a message silently: one for a client whose pipe is full waits in that
+  client's queue, in order, merged and encoded once, without delay for others (``send_queues.py``).
 - Receiving is bounded per tick, in messages and in frames; the rest of a long message is read in the next
   ticks.
 - A message with too many frames or bytes is refused, and its rest dropped. A client that sends several of
   them counts as gone, and its later messages are dropped.
-- A slow client does not delay the others: its waiting messages are merged and encoded once.
 """
 
 import contextlib
@@ -23,14 +21,13 @@ import zmq
 from ...io_struct import CaesuraError, ErrorCode, Keepalive, Message, encode
 from ...io_struct.base import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
 from ...io_struct.codec import readable_id
-from .client_access import Access, ServerKeys
-from .endpoint import Endpoint
-from .send_queues import Backlogs, Frames, frames_of
+from .answers import Frames, frames_of
+from .endpoint import Access, Endpoint, ServerKeys
+from .send_queues import Backlogs
 
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 1000
-"""Messages per client that ZeroMQ queues before the client's own queue is used."""
 RECEIVE_HIGH_WATER_MARK = 8192
 """Messages of one client that ZeroMQ receives ahead of the loop."""
 LINGER_S = 1.0
@@ -47,16 +44,10 @@ _REMEMBERED_OFFENDERS = 1024
 
 
 class Router:
-    """Socket to any number of clients: sends never block, and messages come in the order of arrival."""
-
     def __init__(
         self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
     ) -> None:
-        """Bind ``endpoint``, or raise ``endpoint_in_use`` or ``invalid_request``.
-
-        ``on_gone`` is called with a client when a send fails because it has left. Without ``keys`` every
-        process that can open the socket may connect.
-        """
+        """Bind ``endpoint``; ``on_gone`` gets clients that left. Without ``keys`` all may connect."""
         self._on_gone = on_gone
         self._backlogs = Backlogs()
         self._incoming: _Incoming | None = None
@@ -65,25 +56,22 @@ class Router:
         try:
             self._endpoint = Endpoint(endpoint, has_keys=keys is not None)
             self._cleanup.callback(self._endpoint.close)
-            self._open(keys)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._cleanup.callback(context.term)
+            self.socket = context.socket(zmq.ROUTER)
+            self._cleanup.callback(self.socket.close)
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
+            self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+            self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self._access = Access(self.socket, context, self._endpoint, keys)
+            self._cleanup.callback(self._access.close)
+            self._endpoint.bind(self.socket)
         except BaseException:
             self._cleanup.close()
             raise
         self.endpoint = self._endpoint.address
-
-    def _open(self, keys: ServerKeys | None) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._cleanup.callback(context.term)
-        self.socket = context.socket(zmq.ROUTER)
-        self._cleanup.callback(self.socket.close)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
-        self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._access = Access(self.socket, context, self._endpoint, keys)
-        self._cleanup.callback(self._access.close)
-        self._endpoint.bind(self.socket)
 
     @property
     def has_backlog(self) -> bool:
@@ -123,7 +111,6 @@ class Router:
                 yield message.client, message.header, message.buffers
 
     def _read_frames(self, message: "_Incoming", frames: int) -> int:
-        """Read up to ``frames`` further frames of ``message``; return the number left for this tick."""
         socket = self.socket
         while not message.is_refused and frames and socket.rcvmore:
             try:
@@ -151,7 +138,6 @@ class Router:
         return _Incoming(client, b"", is_refused=True)
 
     def _refuse(self, message: "_Incoming") -> None:
-        """Answer an over-long message with an error, and drop its frames."""
         client = message.client
         message.is_refused, message.buffers = True, []
         offences = self._offenders.pop(client, 0) + 1
@@ -167,7 +153,6 @@ class Router:
             self._drop_client(client)
 
     def send(self, client: bytes, message: Message) -> None:
-        """Pass ``message`` to the socket, or to the client's queue if the client's pipe is full."""
         if client in self._backlogs:
             over = self._backlogs.append(client, message)
         else:
@@ -186,7 +171,7 @@ class Router:
             self._drop_client(each)
 
     def retry(self) -> None:
-        for client, backlog in self._backlogs.items():
+        for client, backlog in list(self._backlogs.items()):
             while (frames := backlog.head()) is not None and self._offer(client, frames):
                 if client not in self._backlogs:
                     break  # the send has found the client gone
@@ -214,9 +199,7 @@ class Router:
         self._cleanup.close()
 
     def _offer(self, client: bytes, frames: Frames) -> bool:
-        """Try to send; return False if the client's pipe is full. What goes to a client that is gone counts
-        as sent.
-        """
+        """Try to send; return False if the client's pipe is full. A client that is gone takes all."""
         try:
             self.socket.send_multipart([client, *frames], zmq.NOBLOCK)
         except zmq.Again:

@@ -4,7 +4,7 @@ Invariant: a layer's computation is defined in ``layers/``; this module only col
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from ..kernels.attention import PagedStep
 from ..kernels.decoder import Angles, DecoderKernel
 from ..kernels.decoder_layers import ExpertsForm, LatentSizes, LayerKind, LayerShape, LayerTensors
 from ..layers.attention import Attention
-from ..layers.linear import Linear
+from ..layers.linear import PackedTensors
 from ..layers.mla import LATENT_EPS, LatentAttention
 from ..layers.mlp import GatedMLP
 from ..layers.moe import GatedShared, MoeBlock, RoutedExperts
@@ -24,9 +24,6 @@ from .config import ModelConfig
 
 if TYPE_CHECKING:
     from .decoder import DecoderLayer
-
-Packed = dict[str, Any]
-"""Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
 
 
 class FusedDecoder:
@@ -123,7 +120,7 @@ def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind] | None:
     if attention is None or block is None or form is None:
         return None
     tensors, size, experts = block
-    norms: Packed = {"input_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
+    norms: PackedTensors = {"input_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
     if layer.norms_behind is not None:
         behind_attention, behind_mlp = layer.norms_behind
         norms |= {"behind_attention": behind_attention.weight, "behind_mlp": behind_mlp.weight}
@@ -132,34 +129,22 @@ def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind] | None:
     return LayerTensors(**norms, **attention, **tensors), kind
 
 
-def _of_linear(name: str, linear: Linear) -> Packed | None:
-    return None if linear.packed is None else {name: linear.packed, f"{name}_scales": linear.scales}
-
-
-def _of_attention(attention: object) -> Packed | None:
+def _of_attention(attention: object) -> PackedTensors | None:
     if isinstance(attention, LatentAttention):
-        return None if attention.packed is None else attention.packed._asdict()
+        return attention.packed
     if not isinstance(attention, Attention) or attention.shape.gated:
         return None
-    qkv, o, norms = _of_linear("qkv", attention.qkv), _of_linear("o", attention.o), attention.qk_norms
+    qkv, o = attention.qkv.packed_as("qkv", bias=True), attention.o.packed_as("o", bias=True)
     if qkv is None or o is None:
         return None
-    q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
-    return {
-        **qkv,
-        "qkv_bias": attention.qkv.bias,
-        "q_norm": q_norm,
-        "k_norm": k_norm,
-        **o,
-        "o_bias": attention.o.bias,
-        "sinks": attention.form.sinks,
-    }
+    q_norm, k_norm = (None, None) if attention.qk_norms is None else (n.weight for n in attention.qk_norms)
+    return qkv | o | {"q_norm": q_norm, "k_norm": k_norm, "sinks": attention.form.sinks}
 
 
-def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None] | None:
+def _of_block(block: object) -> tuple[PackedTensors, int, ExpertsForm | None] | None:
     """Return tensors, the width of the dense block or shared experts, and experts."""
     if isinstance(block, GatedMLP):
-        gate_up, down = _of_linear("gate_up", block.gate_up), _of_linear("down", block.down)
+        gate_up, down = block.gate_up.packed_as("gate_up"), block.down.packed_as("down")
         if gate_up is None or down is None:
             return None
         return gate_up | down, block.gate_up.out_features // 2, None
@@ -168,11 +153,6 @@ def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None] | None:
     router, experts, shared = block.router.packed, block.experts.packed, _of_shared(block.shared)
     if router is None or experts is None or shared is None:
         return None
-    tensors: Packed = {
-        "router": router[0],
-        "router_bias": router[1],
-        **{f"experts_{name}": tensor for name, tensor in experts._asdict().items()},
-    }
     form = ExpertsForm(
         count=block.experts.count,
         top_k=block.router.top_k,
@@ -181,16 +161,16 @@ def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None] | None:
         normalize=block.router.normalize,
         in_groups=block.router.in_groups,
     )
-    return tensors | shared[0], shared[1], form
+    return router | experts | shared[0], shared[1], form
 
 
-def _of_shared(shared: object) -> tuple[Packed, int] | None:
+def _of_shared(shared: object) -> tuple[PackedTensors, int] | None:
     """Return tensors and width (0 without shared experts), or None for other storage."""
     if shared is None:
         return {}, 0
-    gate: Packed = {}
+    gate: PackedTensors = {}
     if isinstance(shared, GatedShared):
-        gated = _of_linear("shared_gate", shared.gate)
+        gated = shared.gate.packed_as("shared_gate")
         if gated is None:
             return None
         gate, shared = gated, shared.mlp

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..cache.state_pool import StateShape
+from ..cache.pool import StateShape
 from ..kernels.attention_form import AttentionForm
 from ..layers.attention import Attention, AttentionShape
 from ..layers.gated_delta import DeltaShape, GatedDelta

@@ -6,7 +6,7 @@ from ..kernels.attention_form import Bend
 from ..kernels.decoder_layers import GroupRouting
 from ..layers.experts import ExpertNames, Experts
 from ..layers.mlp import GatedMLP
-from ..layers.moe import GatedShared, GroupedRouter, MoeBlock, RoutedExperts, Router, Shared, TopKRouter
+from ..layers.moe import GatedShared, MoeBlock, RoutedExperts, Router, Shared
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import MoeConfig
@@ -63,34 +63,18 @@ def sparse_mlp(
 
 
 def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, place: Placement) -> Router:
-    if not moe.grouped:
-        return TopKRouter(
-            name,
-            module,
-            hidden,
-            moe.num_experts,
-            moe.top_k,
-            normalize=moe.normalize,
-            bias=bias,
-            place=place,
-        )
-    return GroupedRouter(
-        name,
-        module,
-        hidden,
-        moe.num_experts,
-        moe.top_k,
-        GroupRouting(
+    by = None
+    if moe.grouped:
+        by = GroupRouting(
             groups=moe.num_groups,
             top_groups=moe.top_groups,
             sigmoid=moe.scoring == "sigmoid",
             best_two=moe.group_score == "top2",
             scale=moe.routed_scale,
-        ),
-        normalize=moe.normalize,
-        bias=moe.score_bias,
-        place=place,
-    )
+        )
+        bias = moe.score_bias
+    size = hidden, moe.num_experts, moe.top_k
+    return Router(name, module, *size, by=by, normalize=moe.normalize, bias=bias, place=place)
 
 
 def _shared(

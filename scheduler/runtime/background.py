@@ -1,9 +1,7 @@
-"""Background threads for work that may block, and how they wake the loop.
+"""Background threads for work that may block, and how they wake the loop, which never waits for one.
 
-Invariants:
-- The loop never waits for a thread: it takes the items that are ready, and threads wake its ``poll``.
-- A thread never touches engine state: it hands over buffers of its own, at most ``ahead`` at a time.
-- A cancelled thread hands over nothing more, however long its blocking call still takes.
+A thread never touches engine state: it hands over buffers of its own, at most ``ahead`` at a time, and after
+it was cancelled nothing more, however long its blocking call still takes.
 """
 
 import contextlib
@@ -22,38 +20,28 @@ class Wakeup:
     """Descriptor that threads make readable to wake the loop."""
 
     def __init__(self) -> None:
-        self.fd, self._writer = os.pipe()
-        for end in (self.fd, self._writer):
-            os.set_blocking(end, False)
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._lock = threading.Lock()
 
     def set(self) -> None:
-        """Wake the loop, from any thread. No effect after :meth:`close`."""
-        with (
-            self._lock,
-            contextlib.suppress(BlockingIOError),
-        ):  # a full pipe is readable, so the loop wakes anyway
+        with self._lock:
             if not self._closed:
-                os.write(self._writer, b"!")
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Reset the descriptor; called before the loop looks for results."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 65536)
+            os.eventfd_read(self.fd)
 
     def close(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True
                 os.close(self.fd)
-                os.close(self._writer)
 
 
 class Worker:
-    """Thread that runs callables in order; reused for gloo, which keeps memory for every thread that calls
-    it.
-    """
+    """Thread that runs callables in order; gloo keeps memory for every thread that calls it."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -76,16 +64,13 @@ def in_thread(work: Callable[[], None]) -> None:
 
 
 class Task(Generic[Item]):
-    """One call in a thread, which wakes the loop when the call has ended."""
-
     def __init__(
         self,
         work: Callable[[], Item],
         wake: Callable[[], None],
         *,
-        submit: Callable[[Callable[[], None]], None] | None = None,
+        submit: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
-        """Begin the call in the thread of ``submit`` (a :class:`Worker`'s), or in a new one."""
         began = monotonic()
         self.seconds = 0.0
         self._outcome: tuple[Item] | BaseException | None = None
@@ -98,14 +83,13 @@ class Task(Generic[Item]):
             self.seconds = monotonic() - began
             wake()
 
-        (submit or in_thread)(run)
+        submit(run)
 
     @property
     def done(self) -> bool:
         return self._outcome is not None
 
     def result(self) -> Item:
-        """Return the value of the call, which is done, or raise what it raised."""
         assert self._outcome is not None
         if isinstance(self._outcome, BaseException):
             raise self._outcome
@@ -147,7 +131,7 @@ class Feed(Generic[Item]):
         return not self._ended
 
     def take(self) -> Item | None:
-        """Return the next item, or None if none is ready; after the last, raise what the iterator raised."""
+        """Return the next item, or None if none is ready; after the last, raise the iterator's error."""
         ended = self._ended  # read before the queue, so that an item added in between is not missed
         if self._ready:
             return self._ready.popleft()

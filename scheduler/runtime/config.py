@@ -7,14 +7,15 @@ value is refused by field name before anything is allocated.
 import os
 import socket
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from ...io_struct import CaesuraError, ErrorCode, Residency
+from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
-from ...process.options import DtypeName, EngineOptions
+from ...process.options import EngineOptions
 from .files import is_pipeline
 
 PAGE_SIZE = 16
@@ -27,8 +28,6 @@ PIPELINE_RESULT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much an engine does at once: the options of these names, decided."""
-
     rows: int
     chunk_tokens: int
     kv_fraction: float
@@ -61,57 +60,34 @@ class EngineConfig(EngineOptions):
     profile_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise _invalid(name, value, "must be at least 1")
-        self._check_ranks()
-        if self.kv_memory_fraction is not None and not 0.0 < self.kv_memory_fraction < 1.0:
-            raise _invalid("kv_memory_fraction", self.kv_memory_fraction, "must be between 0 and 1")
-        for name in (
-            "autotune_lm_head_rows",
-            "idle_empty_s",
-            "log_stats_interval_s",
-            "result_ttl_s",
-            "session_deadline_s",
-            "session_orphan_s",
-            "target_step_s",
-            "drain_timeout_s",
-            "watchdog_timeout_s",
-            "prompt_cache_bytes",
-        ):
-            if not getattr(self, name) >= 0:  # NaN fails, too
-                raise _invalid(name, getattr(self, name), "must be at least 0")
-        if self.result_bytes is not None and self.result_bytes < 0:
-            raise _invalid("result_bytes", self.result_bytes, "must be at least 0")
-        if self.group_interface is not None and self.group_interface not in _interfaces():
-            raise _invalid("group_interface", self.group_interface, f"must be one of {sorted(_interfaces())}")
-        for name, choices in _CHOICES.items():
+            if value is not None and not value >= least:  # NaN fails, too
+                raise _invalid(name, value, f"must be at least {least}")
+        for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 raise _invalid(name, getattr(self, name), f"must be {_listed(choices)}")
+        if not 0 <= self.tp_joined < self.tp:
+            raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
+        if self.tp_joined and self.tp_address is None:
+            raise _invalid("tp_address", None, "must say where the workers of other hosts join")
+        if (fraction := self.kv_memory_fraction) is not None and not 0.0 < fraction < 1.0:
+            raise _invalid("kv_memory_fraction", fraction, "must be between 0 and 1")
+        interfaces = sorted(name for _, name in socket.if_nameindex())
+        if self.group_interface not in (None, *interfaces):
+            raise _invalid("group_interface", self.group_interface, f"must be one of {interfaces}")
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
         if self.deterministic and self.model_backend == "transformers":
             raise _invalid("model_backend", self.model_backend, "must be auto or native with deterministic")
 
-    def _check_ranks(self) -> None:
-        if not 0 <= self.tp_joined < self.tp:
-            raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
-        if self.tp_joined and self.tp_address is None:
-            raise _invalid("tp_address", None, "must say where the workers of other hosts join")
-
     @property
     def sizes(self) -> Sizes:
-        """Sizes as configured, else by the device's kind and memory."""
         rows, chunk, fraction = self.max_running_requests, self.chunked_prefill_size, self.kv_memory_fraction
         if rows is not None and chunk is not None and fraction is not None:
             return Sizes(rows, chunk, fraction)
         usual = _PIPELINE_SIZES if is_pipeline(self.model_path) else _usual_sizes(self.device)
-        return Sizes(
-            usual.rows if rows is None else rows,
-            usual.chunk_tokens if chunk is None else chunk,
-            usual.kv_fraction if fraction is None else fraction,
-        )
+        return Sizes(rows or usual.rows, chunk or usual.chunk_tokens, fraction or usual.kv_fraction)
 
     def resolve(self) -> "EngineConfig":
         """Return a copy in which everything is decided; create the endpoint's directory."""
@@ -123,24 +99,18 @@ class EngineConfig(EngineOptions):
         if torch.device(device).type in _NOT_SERVED:
             raise _invalid("device", device, "is not served: its first step fails; use cpu")
         device = _with_index(device)
-        endpoint = self.endpoint
-        if endpoint is None:
-            endpoint = f"ipc://{private_directory.make()}/{private_directory.SOCKET}"
-        reference = self.reference_model_path
-        depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
         sizes = replace(self, device=device).sizes
-        result_bytes = self.result_bytes
-        if result_bytes is None:
-            result_bytes = PIPELINE_RESULT_BYTES if is_pipeline(self.model_path) else RESULT_BYTES
+        result_bytes = PIPELINE_RESULT_BYTES if is_pipeline(self.model_path) else RESULT_BYTES
+        reference = self.reference_model_path
         return replace(
             self,
             device=device,
-            endpoint=endpoint,
-            pipeline_depth=depth,
+            endpoint=self.endpoint or f"ipc://{private_directory.make()}/{private_directory.SOCKET}",
+            pipeline_depth=int(device != "cpu") if self.pipeline_depth is None else self.pipeline_depth,
             max_running_requests=sizes.rows,
             chunked_prefill_size=sizes.chunk_tokens,
             kv_memory_fraction=sizes.kv_fraction,
-            result_bytes=result_bytes,
+            result_bytes=result_bytes if self.result_bytes is None else self.result_bytes,
             num_threads=self.num_threads or max(1, torch.get_num_threads() // (self.tp - self.tp_joined)),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
@@ -161,41 +131,27 @@ def _with_index(device: str) -> str:
 def _usual_sizes(device: str) -> Sizes:
     if torch.device(device).type == "cpu":
         return _CPU_SIZES
-    gigabytes = _total_memory(device) / 1e9
+    memory = getattr(torch.get_device_module(torch.device(device)), "mem_get_info", None)
+    gigabytes = 0 if memory is None else memory(torch.device(device))[1] / 1e9
     return next(sizes for least, sizes in _ACCELERATOR_SIZES if gigabytes >= least)
 
 
-def _total_memory(device: str) -> int:
-    memory = getattr(torch.get_device_module(torch.device(device)), "mem_get_info", None)
-    return 0 if memory is None else int(memory(torch.device(device))[1])
-
-
-def _interfaces() -> set[str]:
-    return {name for _, name in socket.if_nameindex()}
-
-
-_COUNTS = (
-    "tp",
-    "max_running_requests",
-    "max_waiting_requests",
-    "chunked_prefill_size",
-    "load_bucket_bytes",
-    "num_threads",
-    "context_len",
-    "kv_pool_tokens",
-    "reference_pool_tokens",
-)
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "pipeline_depth": (None, 0, 1),
-    "shutdown_mode": ("abort", "drain"),
-    "on_lost_weights": ("refuse", "serve_initial"),
-    "dtype": get_args(DtypeName),
-    "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
-    "model_backend": ("auto", "native", "transformers"),
-    "reference_residency": get_args(Residency),
-    "frozen_residency": get_args(Residency),
-    "transformer_residency": get_args(Residency),
+_LEAST = {
+    **dict.fromkeys(("tp", "num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens"), 1),
+    **dict.fromkeys(("max_running_requests", "max_waiting_requests", "chunked_prefill_size"), 1),
+    **dict.fromkeys(("load_bucket_bytes",), 1),
+    **dict.fromkeys(("autotune_lm_head_rows", "prompt_cache_bytes", "result_bytes", "result_ttl_s"), 0),
+    **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),
+    **dict.fromkeys(("target_step_s", "drain_timeout_s", "watchdog_timeout_s"), 0),
 }
+"""Least value of each number."""
+
+
+@cache
+def _choices() -> dict[str, tuple[object, ...]]:
+    hints = get_type_hints(EngineConfig).items()
+    literals = {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
+    return literals | {"pipeline_depth": (None, 0, 1)}
 
 
 def _listed(choices: tuple[object, ...]) -> str:
@@ -204,6 +160,5 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 
 def _invalid(field: str, value: object, requirement: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"{field} = {value!r} {requirement}", field=field, value=value
-    )
+    reason = f"{field} = {value!r} {requirement}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=field, value=value)

@@ -20,29 +20,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOLD_OFF_S = 1.0
-"""Seconds until a failed timer is due again."""
 KEEPALIVE_S = 2.0
-"""Seconds between keepalives to clients that wait or have a session open, which reveal those that are gone.
-"""
+"""Seconds between keepalives to clients that wait or have a session open, to find those gone."""
 LONG_PAUSE_S = 60.0
 """Seconds after which a pause without a lease is warned of, once: only a command ends it."""
 
 
 @dataclass(slots=True)
 class Timer:
-    """Action that is due from a moment on, until it has been done."""
-
     what: str
     due: Callable[[], float | None]
-    """Returns the monotonic due time, or None if the timer is not set."""
     act: Callable[[], object]
     not_before: float = 0.0
     """Monotonic time of the next attempt after a failure."""
 
 
 class Timers:
-    """Timers of a loop, in the order in which they fire."""
-
     def __init__(self, guard: Guard, timers: Sequence[Timer]) -> None:
         self._guard = guard
         self._timers = timers
@@ -61,8 +54,6 @@ class Timers:
 
 
 class Housekeeping:
-    """The timers of an engine's loop, with their actions."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._idle_since: float | None = None
@@ -83,7 +74,6 @@ class Housekeeping:
         )
 
     def busy(self) -> None:
-        """End the idle period: the loop has work."""
         self._idle_since = None
 
     def idle(self, now: float) -> None:
@@ -92,9 +82,6 @@ class Housekeeping:
             self._idle_since = None  # continue decides whether to empty the device cache of a paused engine
         elif self._idle_since is None:
             self._idle_since = now
-
-    def step_completed(self) -> None:
-        self._engine.history.sample()
 
     def _keepalive_due(self) -> float | None:
         engine = self._engine

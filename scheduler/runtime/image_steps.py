@@ -32,18 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 def image_steps(engine: "Engine") -> Steps:
-    """Build the steps of the pipeline in ``config.model_path``; raise ``unsupported`` for options of language
-    models.
-    """
     config = engine.config
-    for field, value in (
-        ("reference_model_path", config.reference_model_path),
-        ("deterministic", config.deterministic or None),
-    ):
-        if value is not None:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED, f"{field} is not supported for image pipelines", field=field
-            )
+    for field in ("reference_model_path", "deterministic"):
+        if getattr(config, field):
+            reason = f"{field} is not supported for image pipelines"
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field=field)
     loaded = load_pipeline(config, engine.residency, engine.initial_weights.folder)
     logger.info("image pipeline %s: %s", loaded.family.pipeline, ", ".join(loaded.model.components))
     stages = ComponentStages(engine.residency, loaded.movable, engine.stages)
@@ -72,12 +65,7 @@ def image_steps(engine: "Engine") -> Steps:
         runner=ImageRunner(loaded.family, stages, loaded.device, module, footprint),
         request_type=GenerateImagesReqInput,
         admit=ImageAdmission(
-            loaded.family,
-            loaded.device,
-            footprint,
-            limit,
-            live,
-            max_waiting=config.max_waiting_requests,
+            loaded.family, loaded.device, footprint, limit, live, max_waiting=config.max_waiting_requests
         ).admit,
         live=live,
         waiting=waiting,

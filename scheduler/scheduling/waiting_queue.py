@@ -29,21 +29,17 @@ from ..runtime.config import PAGE_SIZE
 from .request import Phase, Request, make_requests
 
 MAX_FURTHER_BYTES = 32 << 20
-"""Most bytes on the wire for one sample's top logprobs and logprobs of given token ids."""
 FINISHED_ENTRIES = 64
 """Finished requests that the queue may contain in addition to one per live request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Limits of every request, fixed at start."""
-
     context_len: int
     """Most tokens of prompt plus output."""
     pool_tokens: int
     vocab_size: int
     max_waiting: int
-    """Most samples in the waiting queue."""
     eos_token_ids: tuple[int, ...]
     has_experts: bool = False
 
@@ -97,7 +93,6 @@ def _invalid(reason: str, field: str, value: object, **detail: object) -> Caesur
 
 
 def require_room(samples: int, waiting: int, limit: int) -> None:
-    """Raise ``queue_full`` for samples that do not fit into the queue."""
     if waiting + samples > limit:
         reason = f"{waiting} samples are waiting, the limit is {limit}"
         raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=waiting, limit=limit)
@@ -151,7 +146,6 @@ def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: Admis
 
 
 def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary; the wire's types have refused negative ones."""
     if ids and max(ids) >= vocab_size:
         position, value = next((i, token) for i, token in enumerate(ids) if token >= vocab_size)
         reason = f"{field}[{position}] = {value} is outside the vocabulary of {vocab_size}"
@@ -174,8 +168,6 @@ SampleT = TypeVar("SampleT", bound=LiveSample)
 
 
 class LiveRequests(Generic[SampleT]):
-    """All requests from admission to their end, whether they wait, run or are frozen by a pause."""
-
     def __init__(self) -> None:
         self._by_key: dict[tuple[str, int], SampleT] = {}
         self._by_rid: defaultdict[str, list[SampleT]] = defaultdict(list)
@@ -207,8 +199,6 @@ class LiveRequests(Generic[SampleT]):
 
 
 class WaitingQueue(Generic[SampleT]):
-    """Requests that have not started, in the order in which they will start."""
-
     def __init__(self) -> None:
         self._queue: deque[SampleT] = deque()
         self._count = 0
@@ -221,7 +211,6 @@ class WaitingQueue(Generic[SampleT]):
         self._count += 1
 
     def push_front(self, requests: list[SampleT]) -> None:
-        """Put retracted or preempted requests at the front, in the given order."""
         for request in reversed(requests):
             request.phase = Phase.WAITING
             self._queue.appendleft(request)
@@ -237,14 +226,12 @@ class WaitingQueue(Generic[SampleT]):
         return (request for request in self._queue if request.phase is Phase.WAITING)
 
     def head(self) -> list[SampleT]:
-        """Return the first waiting request as a list; empty if there is none."""
         return list(islice(self.live(), 1))
 
     def start_next(
         self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
     ) -> SampleT | None:
-        """Start and remove the first of ``look_ahead`` requests for which ``may_start`` is true; return it or
-        None.
+        """Start the first of ``look_ahead`` requests for which ``may_start`` is true, and remove it.
 
         ``start`` is called with the request and the number of requests it skips. If it returns False there is
         no room now, and no other request is tried. If it raises, the queue is unchanged.
@@ -273,5 +260,4 @@ class WaitingQueue(Generic[SampleT]):
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of KV pages that hold ``tokens`` tokens."""
     return -(-tokens // PAGE_SIZE)

@@ -9,14 +9,11 @@ generations.
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from litestar import Response
-from msgspec import UNSET, UnsetType
 
-from ....io_struct import WeightVersionSpan
 from ...text.tokenizer_manager import ENCODE_INLINE, Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
 from ..context import FrontEnd, in_slices
@@ -28,96 +25,43 @@ from .common import CommonRequest, error_body
 T = TypeVar("T")
 
 
-class TokenDetails(msgspec.Struct, kw_only=True):
-    cached_tokens: int
+Choice = dict[str, Any]
+"""A choice of an answer or a chunk: beyond OpenAI's fields ``matched_stop`` (token id, stop string or null)
+and, where asked for, ``token_ids``, ``prompt_token_ids``, ``weight_versions`` and ``meta_info``."""
 
 
-class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of a whole request; a prompt counts once, however many samples it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: TokenDetails
-
-
-class Choice(msgspec.Struct, kw_only=True):
-    """Fields of all choices and chunks beyond OpenAI's, absent unless asked for."""
-
-    matched_stop: int | str | UnsetType | None = UNSET
-    """Token id or stop string that ended the choice; null if it ended otherwise, absent before."""
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
-    """Spans of tokens by the weights that sampled them."""
-    meta_info: dict[str, Any] | UnsetType = UNSET
-
-
-class Body(msgspec.Struct, kw_only=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Any]
-    usage: Usage | None = None
-    metadata: dict[str, Any] | UnsetType = UNSET
-    """``weight_version`` of finished choices, and with ``return_meta_info`` SGLang's ``weight_versions``."""
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    """The choices' prompt, if there is one."""
-    sglext: dict[str, Any] | UnsetType = UNSET
-    """``routed_experts``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    id: str
-    object: str
-    """``object`` of the answer or chunk."""
-    model: str
-    requests: list[GenerationRequest]
-    """One for each prompt; choice ``i * samples + j`` is sample ``j`` of prompt ``i``."""
-    samples: int
-    stream: bool
-    include_usage: bool
-    meta_info: bool
-    scored: bool = False
-    """The prompts are only scored: the token that is sampled does not count."""
-    created: int = field(default_factory=lambda: int(time.time()))
+    """One HTTP request, ready to be generated: choice ``i * n + j`` is sample ``j`` of prompt ``i``."""
 
-    def body(self, choices: list[Any], **fields: Any) -> bytes:
-        if choices and len(self.requests) == 1:
-            fields["prompt_token_ids"] = choices[0].prompt_token_ids
-        return msgspec.json.encode(
-            Body(
-                id=self.id,
-                object=self.object,
-                created=self.created,
-                model=self.model,
-                choices=choices,
-                **fields,
-            )
-        )
+    def __init__(
+        self,
+        front: FrontEnd,
+        request: CommonRequest,
+        kind: str,
+        requests: list[GenerationRequest],
+        *,
+        scored: bool = False,
+    ) -> None:
+        """``kind`` is ``object`` of the answer; of ``scored`` prompts the sampled token does not count."""
+        self.request = request
+        self.requests = requests
+        self.scored = scored
+        self._head = {
+            "id": request.rid if isinstance(request.rid, str) else requests[0].rid,
+            "object": kind,
+            "created": int(time.time()),
+            "model": front.options.model_name,
+        }
+
+    def body(self, choices: list[Choice], **fields: Any) -> bytes:
+        """Return a response or a chunk, encoded, with the ids of the prompt if there is one."""
+        body = {**self._head, "choices": choices, "usage": None, **fields}
+        if choices and len(self.requests) == 1 and "prompt_token_ids" in choices[0]:
+            body["prompt_token_ids"] = choices[0]["prompt_token_ids"]
+        return msgspec.json.encode(body)
 
     def index(self, position: int, sample: int) -> int:
-        return position * self.samples + sample
-
-
-def make_job(
-    front: FrontEnd, request: CommonRequest, kind: str, requests: list[GenerationRequest], **fields: Any
-) -> Job:
-    """Make the job of an answer whose ``object`` is ``kind``."""
-    options = request.stream_options
-    return Job(
-        id=request.rid if isinstance(request.rid, str) else str(requests[0].rid),
-        object=kind,
-        model=front.options.model_name,
-        requests=requests,
-        samples=request.n or 1,
-        stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
-        meta_info=bool(request.return_meta_info),
-        **fields,
-    )
+        return position * (self.request.n or 1) + sample
 
 
 async def planned(front: FrontEnd, text_size: int, plan: Callable[[], T]) -> T:
@@ -144,25 +88,19 @@ def token_fields(
     return fields
 
 
-def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> Usage:
-    """Return the usage of a whole request."""
+def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> dict[str, Any]:
+    """Return the usage of a whole request; a prompt counts once, however many samples it has."""
     prompt = cached = completion = 0
     for sample in samples:
-        completion += len(sample.output.output_ids)
+        completion += 0 if scored else len(sample.output.output_ids)
         if sample.index == 0:
             prompt += sample.output.prompt_tokens
             cached += sample.output.cached_tokens
-    if scored:
-        completion = 0
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=TokenDetails(cached_tokens=cached),
-    )
+    tokens = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**tokens, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def finished_fields(samples: Sequence[Sample], label: str, *, with_spans: bool) -> dict[str, Any]:
+def finished_fields(samples: Sequence[Sample], label: str, request: CommonRequest) -> dict[str, Any]:
     """Return ``metadata`` and ``sglext`` of finished choices; ``label`` is the version of samples without a
     token.
     """
@@ -170,7 +108,7 @@ def finished_fields(samples: Sequence[Sample], label: str, *, with_spans: bool) 
     last = max((each[-1] for each in spans if each), key=lambda span: span.epoch, default=None)
     version = label if last is None else last.version
     metadata: dict[str, Any] = {"weight_version": version}
-    if with_spans:
+    if request.return_meta_info:
         metadata["weight_versions"] = _alone(spans)
     fields: dict[str, Any] = {"metadata": metadata}
     if any(sample.output.routed_experts is not None for sample in samples):
@@ -195,7 +133,7 @@ class Form(Protocol):
 
 async def answer(request: HTTPRequest, front: FrontEnd, job: Job, form: Form) -> Response[Any]:
     """Generate, and answer in full or as a stream."""
-    if job.stream:
+    if job.request.stream:
         return await streamed(request, front, _frames(front, job, form), error_body)
     return await unless_left(request, _whole(front, job, form))
 
@@ -212,7 +150,7 @@ async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
     body = job.body(
         choices,
         usage=usage_of(flat, scored=job.scored),
-        **finished_fields(flat, label, with_spans=job.meta_info),
+        **finished_fields(flat, label, job.request),
     )
     return Response(body, media_type="application/json", status_code=200)
 
@@ -227,16 +165,20 @@ async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes
                 label = await label_for(front, [chunk.finished])
                 _finished(job, choice, position, chunk.finished, label)
                 yield frame(
-                    job.body([choice], **finished_fields([chunk.finished], label, with_spans=job.meta_info))
+                    job.body(
+                        [choice],
+                        **finished_fields([chunk.finished], label, job.request),
+                    )
                 )
             elif choice is not None:
                 yield frame(job.body([choice]))
-    if job.include_usage:
+    options = job.request.stream_options
+    if options and options.include_usage:
         yield frame(job.body([], usage=usage_of(finished)))
 
 
 def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: str) -> Choice:
-    choice.weight_versions = sample.output.weight_versions
-    if job.meta_info:
-        choice.meta_info = meta_info(sample, job.requests[position], label, None)
+    choice["weight_versions"] = sample.output.weight_versions
+    if job.request.return_meta_info:
+        choice["meta_info"] = meta_info(sample, job.requests[position], label, None)
     return choice

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from litestar import Response, post
+from litestar import Response
 
+from ...connection.results import GenerateOutput, TokenDelta
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
 from ..bodies import INLINE, HTTPRequest
 from ..context import Front, FrontEnd
-from ..middleware import makes_tokens
-from .answers import Choice, Job, answer, finish_fields, make_job, token_fields
+from ..middleware import generating
+from .answers import Choice, Job, answer, finish_fields, token_fields
 from .common import (
     EXCEPTION_HANDLERS,
     IGNORED_KEYS,
@@ -70,33 +71,6 @@ class ChatRequest(CommonRequest, kw_only=True):
     continue_final_message: Any = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
-    role: str = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(Choice, kw_only=True):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Empty in the last chunk if nothing is new."""
-
-    role: str | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(Choice, kw_only=True):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-
 _decoder = msgspec.json.Decoder(ChatRequest, strict=False)
 
 
@@ -104,13 +78,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     return decode_request(_decoder.decode, body, ChatRequest)
 
 
-@post(
-    "/v1/chat/completions",
-    status_code=200,
-    opt={"access": "user", "body": "text"},
-    guards=[makes_tokens],
-    exception_handlers=EXCEPTION_HANDLERS,
-)
+@generating("/v1/chat/completions", body="text", exception_handlers=EXCEPTION_HANDLERS)
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
     body = await request.body()
 
@@ -141,7 +109,7 @@ def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, "ChatForm"]:
         **common_fields(request),
     )
     kind = "chat.completion.chunk" if request.stream else "chat.completion"
-    job = make_job(front, request, kind, [generation])
+    job = Job(front, request, kind, [generation])
     return job, ChatForm(front.manager, request, prompt)
 
 
@@ -224,19 +192,16 @@ class ChatForm:
         self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         self._begun: set[int] = set()
 
-    def choice(self, index: int, position: int, sample: Sample) -> ChatChoice:
-        logprobs = (
-            chat_logprobs(output_positions(sample.output), self._tokens) if self._request.logprobs else None
-        )
-        return ChatChoice(
-            index=index,
-            message=ChatMessage(content=sample.text),
-            logprobs=logprobs,
+    def choice(self, index: int, position: int, sample: Sample) -> Choice:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": sample.text, "refusal": None},
+            "logprobs": self._logprobs(sample.output),
             **finish_fields(sample),
             **token_fields(self._request, sample.prompt_ids, sample.output.output_ids),
-        )
+        }
 
-    def chunk(self, index: int, position: int, chunk: Chunk) -> ChatChunkChoice | None:
+    def chunk(self, index: int, position: int, chunk: Chunk) -> Choice | None:
         """Return what is new of a sample, or None; the role comes with its first chunk."""
         request, delta = self._request, chunk.delta
         visible = chunk.text or (delta is not None and (request.logprobs or request.return_token_ids))
@@ -244,19 +209,19 @@ class ChatForm:
             return None
         first = index not in self._begun
         self._begun.add(index)
-        logprobs: ChatLogprobs | None = None
-        if request.logprobs and delta is not None:
-            logprobs = chat_logprobs(output_positions(delta), self._tokens)
-        return ChatChunkChoice(
-            index=index,
-            delta=ChatDelta(
-                role="assistant" if first else None, content=chunk.text if chunk.text or first else None
-            ),
-            logprobs=logprobs,
+        new = {"role": "assistant"} if first else {}
+        if chunk.text or first:
+            new["content"] = chunk.text
+        return {
+            "index": index,
+            "delta": new,
+            "logprobs": None if delta is None else self._logprobs(delta),
+            "finish_reason": None,
             **(finish_fields(chunk.finished) if chunk.finished is not None else {}),
             **token_fields(
-                request,
-                self._prompt_ids if first else None,
-                [] if delta is None else delta.output_ids,
+                request, self._prompt_ids if first else None, [] if delta is None else delta.output_ids
             ),
-        )
+        }
+
+    def _logprobs(self, output: GenerateOutput | TokenDelta) -> ChatLogprobs | None:
+        return chat_logprobs(output_positions(output), self._tokens) if self._request.logprobs else None

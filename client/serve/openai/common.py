@@ -21,7 +21,7 @@ from ....io_struct.base import Identifier
 from ....io_struct.field_errors import shown
 from ....io_struct.generate import MAX_SAMPLES, MAX_TOP_LOGPROBS, TokenId
 from ...exceptions import RETRYABLE, InvalidRequest
-from ..bodies import UNREADABLE, HTTPRequest, unreadable
+from ..bodies import UNREADABLE, HTTPRequest, nullable_fields, unreadable
 from ..context import FrontEnd
 from ..errors import json_response, openai_error, status_of
 from ..responses import ClientLeft, client_left
@@ -84,9 +84,13 @@ IGNORED = {
 }
 IGNORED_KEYS = frozenset(IGNORED)
 if TYPE_CHECKING:
-    _RefusedFields = msgspec.Struct
+    _OtherFields = msgspec.Struct
 else:
-    _RefusedFields = msgspec.defstruct("RefusedFields", [(name, Any, None) for name in REFUSED], kw_only=True)
+    _OtherFields = msgspec.defstruct(
+        "OtherFields",
+        [*nullable_fields(SamplingParams, "max_new_tokens"), *((name, Any, None) for name in REFUSED)],
+        kw_only=True,
+    )
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -94,19 +98,15 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """One more chunk with the usage, without choices."""
 
 
-class CommonRequest(_RefusedFields, kw_only=True):
-    """Fields of both generating routes; one with the name of an engine's parameter goes there."""
+class CommonRequest(_OtherFields, kw_only=True):
+    """Fields of both generating routes: the engine's sampling parameters, and those below."""
 
     REFUSED: ClassVar[dict[str, str]] = REFUSED
 
     model: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     stop: str | list[str] | None = None
     seed: AnySeed | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None
     """By token id (a string in JSON)."""
     stream: bool | None = None
@@ -117,13 +117,7 @@ class CommonRequest(_RefusedFields, kw_only=True):
     rid: Identifier | list[Identifier] | None = None
     """Name of the generations, for an abort (``rid_0``, ``rid_1``, … of several prompts), and id of the
     response."""
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: Count | None = None
-    min_new_tokens: Count | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from litestar import Response, post
+from litestar import Response
 
 from ....io_struct.generate import TokenId
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
 from ..bodies import INLINE, HTTPRequest, decode_large
 from ..context import Front, FrontEnd
-from ..middleware import makes_tokens
-from .answers import Choice, Job, answer, finish_fields, make_job, planned, token_fields
+from ..middleware import generating
+from .answers import Choice, Job, answer, finish_fields, planned, token_fields
 from .common import (
     EXCEPTION_HANDLERS,
     IGNORED_KEYS,
@@ -48,13 +48,6 @@ class CompletionRequest(CommonRequest, kw_only=True):
     suffix: Any = None
 
 
-class CompletionChoice(Choice, kw_only=True):
-    index: int
-    text: str
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-
-
 _decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
 
 
@@ -73,13 +66,7 @@ def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
     return request
 
 
-@post(
-    "/v1/completions",
-    status_code=200,
-    opt={"access": "user", "body": "prompts"},
-    guards=[makes_tokens],
-    exception_handlers=EXCEPTION_HANDLERS,
-)
+@generating("/v1/completions", exception_handlers=EXCEPTION_HANDLERS)
 async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
     body = await request.body()
     limit = front.options.max_batch
@@ -143,7 +130,7 @@ def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, "Completion
     }
     rids = rids_for(request, len(prompts), "cmpl")
     requests = [GenerationRequest(prompt=prompt, rid=rid, **common) for prompt, rid in zip(prompts, rids)]
-    job = make_job(front, request, "text_completion", requests, scored=limit == 0)
+    job = Job(front, request, "text_completion", requests, scored=limit == 0)
     return job, CompletionForm(manager, request, prompts)
 
 
@@ -165,18 +152,18 @@ class CompletionForm:
             ]
         self._offsets: dict[int, Offsets] = {}  # of the choices that have begun
 
-    def choice(self, index: int, position: int, sample: Sample) -> CompletionChoice:
+    def choice(self, index: int, position: int, sample: Sample) -> Choice:
         scored = self._request.max_tokens == 0  # the token that was sampled all the same is left out
         echo = self._echo[position]
-        return CompletionChoice(
-            index=index,
-            text=echo if scored else echo + sample.text,
-            logprobs=self._logprobs(echo, sample, scored),
+        return {
+            "index": index,
+            "text": echo if scored else echo + sample.text,
+            "logprobs": self._logprobs(echo, sample, scored),
             **({"finish_reason": "length", "matched_stop": None} if scored else finish_fields(sample)),
             **token_fields(self._request, sample.prompt_ids, [] if scored else sample.output.output_ids),
-        )
+        }
 
-    def chunk(self, index: int, position: int, chunk: Chunk) -> CompletionChoice | None:
+    def chunk(self, index: int, position: int, chunk: Chunk) -> Choice | None:
         first = index not in self._offsets
         text = self._echo[position] + chunk.text if first else chunk.text
         wants_tokens = self._request.logprobs is not None or self._request.return_token_ids
@@ -188,17 +175,18 @@ class CompletionForm:
         if self._request.logprobs is not None and chunk.delta is not None:
             logprobs = completion_logprobs(output_positions(chunk.delta), self._tokens, self._offsets[index])
         prompt = self._prompts[position]
-        return CompletionChoice(
-            index=index,
-            text=text,
-            logprobs=logprobs,
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None,
             **(finish_fields(chunk.finished) if chunk.finished is not None else {}),
             **token_fields(
                 self._request,
                 prompt if first and not isinstance(prompt, str) else None,
                 [] if chunk.delta is None else chunk.delta.output_ids,
             ),
-        )
+        }
 
     def _logprobs(self, echo: str, sample: Sample, scored: bool) -> Logprobs | None:
         if self._request.logprobs is None:

@@ -12,9 +12,9 @@ from time import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from litestar import Response, post
+from litestar import Response
 
-from ....io_struct import CaesuraError, SdeParams, WeightVersionSpan, new_id
+from ....io_struct import CaesuraError, SdeParams, new_id
 from ....io_struct.base import Identifier
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS
 from ...connection.images import ImageOutput
@@ -22,8 +22,8 @@ from ...exceptions import InvalidRequest
 from ..bodies import UNREADABLE, HTTPRequest
 from ..commands import timed
 from ..context import Front
-from ..middleware import makes_images
-from ..pictures import png_of
+from ..middleware import generating, makes_images
+from ..pages.document import png_of
 from ..responses import unless_left
 from .common import EXCEPTION_HANDLERS, NOTHING, AnySeed, check_model, invalid_body
 
@@ -83,23 +83,6 @@ class ImageRequestBody(_OtherFields, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ImageRequestBody, strict=False)
-
-
-class ImageData(msgspec.Struct, kw_only=True):
-    b64_json: str | None
-    finish_reason: str
-    weight_versions: list[WeightVersionSpan]
-
-
-class Answer(msgspec.Struct, kw_only=True):
-    created: int
-    data: list[ImageData]
-    size: str
-    output_format: str = "png"
-    id: str
-    seed: int
-    metadata: dict[str, Any]
-    """``weight_version``: the newest among the images."""
 
 
 def decode_body(body: bytes) -> ImageRequestBody:
@@ -163,13 +146,7 @@ def size_of(size: str | None) -> tuple[int | None, int | None]:
     return width, height
 
 
-@post(
-    "/v1/images/generations",
-    status_code=200,
-    opt={"access": "user", "body": "text"},
-    guards=[makes_images],
-    exception_handlers=EXCEPTION_HANDLERS,
-)
+@generating("/v1/images/generations", body="text", guard=makes_images, exception_handlers=EXCEPTION_HANDLERS)
 async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]:
     body = await request.body()
     asked = decode_body(body)
@@ -195,19 +172,21 @@ def _encoded(rid: str, outputs: Sequence[ImageOutput]) -> bytes:
     spans = [span for each in outputs for span in each.weight_versions]
     newest = max(spans, key=lambda span: span.epoch, default=None)
     data = [
-        ImageData(
-            b64_json=None if each.image is None else b64encode(png_of(each.image)).decode(),
-            finish_reason=each.finish_reason.type,
-            weight_versions=each.weight_versions,
-        )
+        {
+            "b64_json": None if each.image is None else b64encode(png_of(each.image)).decode(),
+            "finish_reason": each.finish_reason.type,
+            "weight_versions": each.weight_versions,
+        }
         for each in outputs
     ]
-    answer = Answer(
-        id=rid,
-        created=int(time()),
-        data=data,
-        size=f"{sizes[0][1]}x{sizes[0][0]}" if sizes else "",
-        seed=outputs[0].seed,
-        metadata={"weight_version": None if newest is None else newest.version},
+    return msgspec.json.encode(
+        {
+            "created": int(time()),
+            "data": data,
+            "size": f"{sizes[0][1]}x{sizes[0][0]}" if sizes else "",
+            "output_format": "png",
+            "id": rid,
+            "seed": outputs[0].seed,
+            "metadata": {"weight_version": None if newest is None else newest.version},
+        }
     )
-    return msgspec.json.encode(answer)

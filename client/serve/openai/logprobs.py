@@ -8,6 +8,7 @@ JSON has no infinity: a token that cannot occur has the logprob -9999, as OpenAI
 import codecs
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
@@ -27,19 +28,8 @@ class Logprobs(msgspec.Struct, kw_only=True):
     """Characters of the choice's text before each token."""
 
 
-class TokenLogprob(msgspec.Struct, kw_only=True):
-    token: str
-    """Text, in which U+FFFD stands for bytes of no whole character."""
-    logprob: float
-    bytes: list[int]
-
-
-class ContentLogprob(TokenLogprob, kw_only=True):
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, kw_only=True):
-    content: list[ContentLogprob]
+ChatLogprobs = dict[str, list[dict[str, Any]]]
+"""``logprobs`` of a chat's choice; ``token`` has U+FFFD for bytes of no whole character."""
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -179,18 +169,13 @@ def completion_logprobs(positions: Iterable[Position], tokens: TokenText, offset
 
 
 def chat_logprobs(positions: Iterable[Position], tokens: TokenText) -> ChatLogprobs:
-    content = []
-    for token, logprob, top in positions:
-        others = [
-            TokenLogprob(token=tokens.text(id), logprob=max(value, LOWEST), bytes=list(tokens.data(id)))
-            for value, id in top
+    def named(token: int, logprob: float | None) -> dict[str, Any]:
+        value = LOWEST if logprob is None else max(logprob, LOWEST)
+        return {"token": tokens.text(token), "logprob": value, "bytes": list(tokens.data(token))}
+
+    return {
+        "content": [
+            {**named(token, logprob), "top_logprobs": [named(other, value) for value, other in top]}
+            for token, logprob, top in positions
         ]
-        content.append(
-            ContentLogprob(
-                token=tokens.text(token),
-                logprob=LOWEST if logprob is None else max(logprob, LOWEST),
-                bytes=list(tokens.data(token)),
-                top_logprobs=others,
-            )
-        )
-    return ChatLogprobs(content=content)
+    }

@@ -23,15 +23,33 @@ from litestar import Response, post, route
 
 from ....io_struct import CaesuraError, RoutedExperts, SamplingMask, SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
-from ....io_struct.field_errors import FieldError, field_error, other_name
+from ....io_struct.field_errors import FieldError, other_name
 from ....io_struct.generate import GREEDY_BELOW, MAX_SAMPLES, Seed, TokenId
 from ...connection.prompts import is_single
-from ...connection.request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
 from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
 from ...exceptions import RETRYABLE, InvalidRequest
 from ...group.router import routed_by
-from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
-from ..bodies import INLINE, UNREADABLE, VISIBLE, HTTPRequest, Strict, decode_large, read_control, unreadable
+from ...text.tokenizer_manager import (
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    Chunk,
+    GenerationRequest,
+    Sample,
+    TokenizerManager,
+    characters,
+    check_size,
+)
+from ..bodies import (
+    INLINE,
+    UNREADABLE,
+    VISIBLE,
+    HTTPRequest,
+    Strict,
+    decode_large,
+    nullable_fields,
+    read_control,
+    unreadable,
+)
 from ..commands import timed
 from ..context import SLICE, Front, FrontEnd, in_slices
 from ..errors import engine_error, json_bytes, native_error, status_of
@@ -70,33 +88,26 @@ IGNORED_SAMPLING = ("stream_interval",)
 
 
 if TYPE_CHECKING:
-    _OtherSampling = Strict
+    _Sampling = Strict
     _OtherFields = Strict
 else:
-    _OtherSampling, _OtherFields = (
-        msgspec.defstruct("OtherFields", [(name, Any, None) for name in names], bases=(Strict,), kw_only=True)
-        for names in (REFUSED_SAMPLING, (*REFUSED, *IGNORED))
+    _Sampling, _OtherFields = (
+        msgspec.defstruct("Fields", fields, bases=(Strict,), kw_only=True)
+        for fields in (
+            [*nullable_fields(SamplingParams, "seed"), *((name, Any, None) for name in REFUSED_SAMPLING)],
+            [(name, Any, None) for name in (*REFUSED, *IGNORED)],
+        )
     )
 
 
-class SamplingBody(_OtherSampling, kw_only=True):
+class SamplingBody(_Sampling, kw_only=True):
+    """The engine's sampling parameters, whose ranges it checks, and SGLang's beside them."""
+
     max_new_tokens: int | None = 128
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_new_tokens: int | None = None
-    n: Samples | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    logit_bias: dict[str, float] | None = None
     sampling_seed: Seed | None = None
     custom_params: dict[str, Any] | None = None
     stream_interval: int | None = None
@@ -333,40 +344,29 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
     check_size("stop", characters(stop), MAX_STOP_CHARACTERS, "characters in all")
     scored = body.max_new_tokens == 0  # the engine samples at least one token
     given = {name: getattr(body, name, None) for name in SamplingParams.__struct_fields__}
-    given |= {"logit_bias": bias_of(body.logit_bias) if body.logit_bias else None, "seed": body.sampling_seed}
     wire = {name: value for name, value in given.items() if value is not None}
-    wire["max_new_tokens"] = 1 if scored else body.max_new_tokens
+    if body.sampling_seed is not None:
+        wire["seed"] = body.sampling_seed
+    params = SamplingParams(**{**wire, "max_new_tokens": 1 if scored else body.max_new_tokens})
     text = {
         "no_stop_trim": body.no_stop_trim,
         "skip_special_tokens": body.skip_special_tokens,
         "spaces_between_special_tokens": body.spaces_between_special_tokens,
     }
     return {
-        "sampling_params": SamplingParams(**wire),
+        "sampling_params": params,
         "scored": scored,
-        "top_p_token_ids": _wants_top_p_token_ids(body),
+        "top_p_token_ids": bool((body.custom_params or {}).get("return_top_p_token_ids"))
+        and _filters(params),
         "stop": [each for each in stop if each],
         **{name: value for name, value in text.items() if value is not None},
     }
 
 
-def _wants_top_p_token_ids(body: SamplingBody) -> bool:
-    """Return True if slime asks for the tokens that filters keep, and there are filters."""
-    filtered = (
-        (body.top_p or 1.0) < 1.0
-        or (body.top_k or -1) > 0
-        or (body.min_p or 0.0) > 0.0
-        or (body.temperature is not None and body.temperature < GREEDY_BELOW)
-    )
-    return filtered and bool((body.custom_params or {}).get("return_top_p_token_ids"))
-
-
-def bias_of(given: dict[str, float]) -> dict[int, float]:
-    try:
-        return msgspec.convert(given, dict[TokenId, float], str_keys=True)
-    except msgspec.ValidationError as error:
-        sentence = field_error(error, dict[TokenId, float], prefix="logit_bias").sentence
-        raise InvalidRequest(sentence, field="logit_bias") from error
+def _filters(params: SamplingParams) -> bool:
+    """Return True if not every token can be sampled."""
+    limited = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+    return limited or params.temperature < GREEDY_BELOW
 
 
 @route(

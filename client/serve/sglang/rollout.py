@@ -12,7 +12,7 @@ import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
-from litestar import Response, post
+from litestar import Response
 
 from ....io_struct import CaesuraError, GenerateImagesReqInput, SdeParams, new_id
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS, StepIndex
@@ -22,7 +22,7 @@ from ...exceptions import InvalidRequest, Unsupported
 from ..bodies import HTTPRequest, Strict, read_control
 from ..commands import timed
 from ..context import Front, FrontEnd
-from ..middleware import makes_images
+from ..middleware import generating, makes_images
 from ..responses import ClientLeft, client_left, unless_left
 from .generate import refused
 
@@ -81,7 +81,7 @@ class RolloutBody(Strict, kw_only=True):
         return self.guidance_scale if self.true_cfg_scale is None else self.true_cfg_scale
 
 
-@post("/rollout/generate", status_code=200, opt={"access": "user", "body": "prompts"}, guards=[makes_images])
+@generating("/rollout/generate", guard=makes_images)
 async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes]:
     body = await read_control(request, RolloutBody, text=True)
     rid = new_id()

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from litestar import Response, post
+from litestar import Response
 from litestar.exceptions import ClientException
 
 from ..bodies import HTTPRequest, Strict, read_control
 from ..context import Front, FrontEnd
 from ..errors import json_response
-from ..middleware import makes_tokens
+from ..middleware import generating
 
 
 class TokenizeBody(Strict, kw_only=True):
@@ -20,12 +20,7 @@ class TokenizeBody(Strict, kw_only=True):
     model: str = ""
 
 
-@post(
-    ["/tokenize", "/v1/tokenize"],
-    status_code=200,
-    opt={"access": "user", "body": "text"},
-    guards=[makes_tokens],
-)
+@generating(["/tokenize", "/v1/tokenize"], body="text")
 async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Turn a text, texts or a conversation into token ids."""
     body = await read_control(request, TokenizeBody, text=True)
@@ -64,12 +59,7 @@ class DetokenizeBody(Strict, kw_only=True):
     model: str = ""
 
 
-@post(
-    ["/detokenize", "/v1/detokenize"],
-    status_code=200,
-    opt={"access": "user", "body": "text"},
-    guards=[makes_tokens],
-)
+@generating(["/detokenize", "/v1/detokenize"], body="text")
 async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Turn token ids into a text, or lists of them into texts."""
     body = await read_control(request, DetokenizeBody)

@@ -10,7 +10,7 @@ import base64
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from litestar import Response, post
+from litestar import Response
 
 from ....io_struct.field_errors import field_error
 from ....io_struct.generate import TokenId
@@ -19,9 +19,10 @@ from ...exceptions import InvalidRequest, Unsupported
 from ...text.tokenizer_manager import GenerationRequest, Sample
 from ..bodies import INLINE, UNREADABLE, HTTPRequest, decode_large, unreadable
 from ..context import Front, FrontEnd
+from ..errors import json_response
 from ..generations import whole
-from ..middleware import makes_tokens
-from ..openai.answers import Usage, usage_of
+from ..middleware import generating
+from ..openai.answers import usage_of
 from ..openai.common import (
     EXCEPTION_HANDLERS,
     IGNORED_KEYS,
@@ -82,38 +83,6 @@ class LogprobsAsked(msgspec.Struct, kw_only=True):
     """Number of the most likely tokens at each position of the prompt."""
     logprob_token_ids: list[TokenId] = []
     """Tokens whose logprobs are wanted at each output position."""
-
-
-class PromptLogprob(msgspec.Struct, kw_only=True):
-    logprob: float
-    rank: int | None
-    """From 1. Null: beyond those that were asked for."""
-
-
-class RoutedExpertsData(msgspec.Struct, kw_only=True):
-    """Experts of the tokens from ``start`` on, [rows, layers, experts per token]."""
-
-    data: str
-    shape: list[int]
-    start: int
-    dtype: str
-
-
-class TokenChoice(msgspec.Struct, kw_only=True):
-    index: int
-    token_ids: list[int]
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None
-    """Token id or stop string."""
-    routed_experts: RoutedExpertsData | None
-
-
-class TokensAnswer(msgspec.Struct, kw_only=True):
-    request_id: str
-    choices: list[TokenChoice]
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
-    usage: Usage
 
 
 _DECODER = msgspec.json.Decoder(TokensBody, strict=False)
@@ -187,36 +156,40 @@ def _output_logprobs(output: GenerateOutput, asked: CompletionRequest, given: bo
     return chat_logprobs(positions, _BY_IDS)
 
 
-def _choice(sample: Sample, logprobs: ChatLogprobs | None) -> TokenChoice:
+def _choice(sample: Sample, logprobs: ChatLogprobs | None) -> dict[str, Any]:
     output = sample.output
-    routed = output.routed_experts if output.output_ids else None
-    return TokenChoice(
-        index=sample.index,
-        token_ids=output.output_ids,
-        logprobs=logprobs,
-        finish_reason=output.finish_reason.type,
-        stop_reason=sample.matched,
-        routed_experts=None
-        if routed is None
-        else RoutedExpertsData(
-            data=base64.b64encode(routed.data).decode(),
-            shape=list(routed.shape),
-            start=routed.start,
-            dtype={"U8": "uint8", "U16": "uint16"}[routed.dtype],
-        ),
-    )
+    experts = None
+    if output.routed_experts is not None and output.output_ids:
+        routed = output.routed_experts
+        experts = {
+            "data": base64.b64encode(routed.data).decode(),
+            "shape": list(routed.shape),
+            "start": routed.start,
+            "dtype": {"U8": "uint8", "U16": "uint16"}[routed.dtype],
+        }
+    return {
+        "index": sample.index,
+        "token_ids": output.output_ids,
+        "logprobs": logprobs,
+        "finish_reason": output.finish_reason.type,
+        "stop_reason": sample.matched,
+        "routed_experts": experts,
+    }
 
 
-def _prompt_logprobs(sample: Sample, count: int) -> list[dict[str, PromptLogprob] | None]:
-    """Return the prompt's tokens, each before the ``count`` most likely ones at its position."""
-    found: list[dict[str, PromptLogprob] | None] = []
+def _prompt_logprobs(sample: Sample, count: int) -> list[dict[str, Any] | None]:
+    """Return the prompt's tokens, each before the ``count`` most likely ones at its position.
+
+    A rank counts from 1; null is beyond those that were asked for.
+    """
+    found: list[dict[str, Any] | None] = []
     for token, logprob, top in input_positions(sample.prompt_ids, sample.output):
         if logprob is None:
             found.append(None)
             continue
-        entry = {str(token): PromptLogprob(logprob=max(logprob, LOWEST), rank=None)}
+        entry: dict[str, Any] = {str(token): {"logprob": max(logprob, LOWEST), "rank": None}}
         for rank, (value, other) in enumerate(top[:count], 1):
-            entry[str(other)] = PromptLogprob(logprob=max(value, LOWEST), rank=rank)
+            entry[str(other)] = {"logprob": max(value, LOWEST), "rank": rank}
         found.append(entry)
     return found
 
@@ -226,25 +199,20 @@ async def _generated(
 ) -> Response[bytes]:
     (samples,) = await whole(front, [request])
     count = logprobs.prompt_logprobs
-    answer = TokensAnswer(
-        request_id=str(request.rid),
-        choices=[
-            _choice(sample, _output_logprobs(sample.output, asked, bool(logprobs.logprob_token_ids)))
-            for sample in samples
-        ],
-        prompt_logprobs=None if count is None else _prompt_logprobs(samples[0], count),
-        usage=usage_of(samples),
-    )
-    return Response(msgspec.json.encode(answer), media_type="application/json", status_code=200)
+    choices = [
+        _choice(sample, _output_logprobs(sample.output, asked, bool(logprobs.logprob_token_ids)))
+        for sample in samples
+    ]
+    answer = {
+        "request_id": request.rid,
+        "choices": choices,
+        "prompt_logprobs": None if count is None else _prompt_logprobs(samples[0], count),
+        "usage": usage_of(samples),
+    }
+    return json_response(answer)
 
 
-@post(
-    PATH,
-    status_code=200,
-    opt={"access": "user", "body": "prompts"},
-    guards=[makes_tokens],
-    exception_handlers=EXCEPTION_HANDLERS,
-)
+@generating(PATH, exception_handlers=EXCEPTION_HANDLERS)
 async def generate_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
     raw = await request.body()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...attention.paged_cpu import PagedCpuBackend
 from ...attention.sdpa import SdpaBackend
+from ...attention.shape import Shape
 from ...cache.pool import MHAPool
 from ...execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ...kernels import TORCH, best
@@ -111,9 +112,15 @@ def _paged(
         device=model.device,
         page_size=PAGE_SIZE,
     )
-    backend: AttentionBackend = kind(
-        pool, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale
+    shape = Shape(
+        device=model.device,
+        dtype=model.dtype,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.attention_scale,
     )
+    backend: AttentionBackend = kind(pool, shape)
     first = np.cumsum([1, *pages])
     parts: list[list[Tensor]] = [[] for _ in requests]
     for rows, spans in zip(_ROWS, _STEPS, strict=True):
