@@ -22,7 +22,7 @@ from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
 from ..models.config import load_model_config
-from ..models.hybrid import state_shape
+from ..models.decoder import state_shape
 from ..models.registry import build_model
 from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.config import PAGE_SIZE, EngineConfig

@@ -17,7 +17,7 @@ from ..kernels.delta import LARGEST_HEAD, computable
 from ..kernels.linear import packable, scalable
 from ..kernels.native import why_not
 from ..layers.fp8_products import dense_for, experts_for
-from ..models.hybrid import state_shape
+from ..models.decoder import state_shape
 from ..runtime.config import EngineConfig
 from ..weights.loaded_model import LoadedModel
 

@@ -29,7 +29,6 @@ from ..weights.loaded_model import LoadedWeights
 from ..weights.loader import WeightLoader
 from ..weights.source import ComponentSource
 from ..weights.transports.disk import Checkpoint, open_checkpoint
-from .component_residency import strategy_of
 from .components import (
     Blocks,
     Component,
@@ -37,6 +36,7 @@ from .components import (
     class_names,
     config_difference,
     read_index,
+    strategy_of,
 )
 from .family import Family
 from .flux import Flux
@@ -117,7 +117,8 @@ def load_pipeline(
             component, checkpoint = build_component(name, root / name, class_path, dtype, device, mover)
         if strategy is not None:
             movable[name] = Blocks(component.module) if layerwise else None
-            residency.divide(name, blocks.tensors() if (blocks := movable[name]) is not None else [])
+            assert mover is not None
+            mover.divide(blocks.tensors() if (blocks := movable[name]) is not None else [])
         if folder is not None and name == DEFAULT_COMPONENT:
             checkpoint = open_component(folder, component)
         _load(component, checkpoint, workspace, config.load_bucket_bytes)

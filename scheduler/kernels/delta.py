@@ -118,8 +118,7 @@ class DeltaStep:
                 *(x, filters, weights.log_rate, weights.rate_bias, weights.norm),
                 *(segments.table, segments.chains, past, recurrent, out),
             )
-            described = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
-            raise ValueError(f"no step of the delta rule: {described}")
+            raise native.misfit("no step of the delta rule", *tensors)
         _STEP[x.dtype](
             *(x.data_ptr(), x.stride(0), self._address),
             *(segments.table.data_ptr(), segments.chains.data_ptr(), len(segments.chains) - 1),

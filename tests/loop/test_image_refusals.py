@@ -143,7 +143,7 @@ pytest.importorskip("diffusers")
 
 def test_latents_that_are_not_finite_fail_their_sample_alone(driver, monkeypatch):
     message, other = request(), request(seed=3)
-    real = driver.engine.runner._family.velocity
+    real = driver.engine.runner.family.velocity
 
     def broken(x, sigma, embeds, guidance, size):
         velocity = real(x, sigma, embeds, guidance, size)
@@ -152,7 +152,7 @@ def test_latents_that_are_not_finite_fail_their_sample_alone(driver, monkeypatch
 
     rid, second = driver.send(message), driver.send(other)
     driver.tick(3)
-    monkeypatch.setattr(driver.engine.runner._family, "velocity", broken)
+    monkeypatch.setattr(driver.engine.runner.family, "velocity", broken)
     driver.tick()
     monkeypatch.undo()
     driver.run_until_idle()
@@ -214,7 +214,7 @@ def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, mo
 
 
 def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
-    family, seen = driver.engine.runner._family, {}
+    family, seen = driver.engine.runner.family, {}
     for kind in ("velocity", "decode", "encode"):
         call = getattr(family, kind)
         monkeypatch.setattr(
