@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
@@ -24,7 +23,7 @@ os.environ.update(settings())
 from ..io_struct import CaesuraError
 from ..io_struct.field_errors import advice, other_name
 from ..process import log
-from .runtime import config as config_module
+from ..process.options import EngineOptions
 from .runtime.config import EngineConfig
 from .runtime.process import refusal, run, tell
 
@@ -37,18 +36,17 @@ def _field_help() -> dict[str, str]:
     """Return the docstring below each field of the configuration, read from the source, so that each text is
     written only once.
     """
-    body = ast.parse(Path(inspect.getfile(config_module)).read_text(encoding="utf-8")).body
-    engine = next(
-        node for node in body if isinstance(node, ast.ClassDef) and node.name == EngineConfig.__name__
-    )
     texts = {}
-    for field, text in zip(engine.body, engine.body[1:]):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-        ):
-            texts[field.target.id] = str(ast.literal_eval(text.value))
+    for part in (EngineOptions, EngineConfig):
+        (made,) = ast.parse(inspect.getsource(part)).body
+        assert isinstance(made, ast.ClassDef)
+        for field, text in zip(made.body, made.body[1:]):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+            ):
+                texts[field.target.id] = str(ast.literal_eval(text.value))
     return texts
 
 
@@ -101,9 +99,10 @@ class _Command(click.Command):
 def command() -> click.Command:
     """``caesura scheduler``, whose options are the fields of the configuration."""
     texts, hints = _field_help(), get_type_hints(EngineConfig)
-    options: list[click.Parameter] = [
-        _option(field, hints[field.name], texts[field.name]) for field in dataclasses.fields(EngineConfig)
-    ]
+    fields = sorted(
+        dataclasses.fields(EngineConfig), key=lambda field: field.default is not dataclasses.MISSING
+    )
+    options: list[click.Parameter] = [_option(each, hints[each.name], texts[each.name]) for each in fields]
     options += [
         click.Option(["--ready-fd"], type=int, hidden=True),
         click.Option(["--lifeline-fd"], type=int, hidden=True),

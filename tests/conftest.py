@@ -1,7 +1,6 @@
 """Fixtures shared by all tests, and what makes a run repeatable: one thread, one Hypothesis profile."""
 
 import gc
-import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from support.time_limit import (  # noqa: F401 (hooks)
 )
 from support.waiting import PATIENCE_S
 
-from caesura.client import launch_scheduler
+from caesura.client import LaunchedScheduler
 
 gc.disable()  # until everything is collected
 torch.set_num_threads(1)
@@ -49,7 +48,7 @@ if engine_template.is_wanted():
 
 
 late_lines.install()
-inspect.unwrap(launch_scheduler).__kwdefaults__["startup_timeout"] = PATIENCE_S
+LaunchedScheduler.__init__.__kwdefaults__["startup_timeout"] = PATIENCE_S
 
 
 def pytest_sessionfinish() -> None:

@@ -91,7 +91,6 @@ class GroupClient(GenerationClient):
         on_lease_expiry: LeaseAction = "continue",
         **options: Any,
     ) -> Any:
-        """Pause the replicas that serve."""
         group = self._group
         options |= {"lease_s": lease_s, "on_lease_expiry": on_lease_expiry}
         async with group.lock:

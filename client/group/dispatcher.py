@@ -13,7 +13,7 @@ Runs on one event loop, that of the members' clients.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -71,7 +71,7 @@ class Dispatcher:
         self.refusal: EngineError | None = None
         """Why requests need not wait while no member serves, or None if they wait."""
         self._patience_s = patience_s
-        self._flows: dict[str, Flow] = {}
+        self.flows: dict[str, Flow] = {}
         self._frames: dict[str, tuple[bytes, Flow]] = {}
         self._images: dict[str, tuple[Member, int]] = {}
         self._process = Process("client")
@@ -82,19 +82,14 @@ class Dispatcher:
         return [member for member in self.members.values() if member.serves]
 
     @property
-    def flows(self) -> Mapping[str, Flow]:
-        return self._flows
-
-    @property
     def incarnation(self) -> str | None:
         return None
 
     @property
     def pending(self) -> int:
-        return len(self._flows)
+        return len(self.flows)
 
     def require_own_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
         self._process.require()
 
     def require_open(self) -> None:
@@ -120,7 +115,7 @@ class Dispatcher:
                 raise IdConflict(f"message id {request.id!r} is pending with another body", id=request.id)
             return known[1].generation
         rid = request.rid or request.id
-        if rid in self._flows:
+        if rid in self.flows:
             raise DuplicateRid(f"rid {rid!r} is live in this fleet", rid=rid)
         wanted = request.min_weights_epoch
         if wanted is not None and wanted > self.epoch:
@@ -132,7 +127,7 @@ class Dispatcher:
             request = msgspec.structs.replace(request, sampling_params=params)
         flow = Flow(self, request, Generation(request, b"", waiter, deltas, sink), key=current_routing_key())
         waiter.add_done_callback(flow.on_end)
-        self._flows[rid] = flow
+        self.flows[rid] = flow
         self._frames[request.id] = (frame, flow)
         self.place(flow)
         return flow.generation
@@ -140,7 +135,6 @@ class Dispatcher:
     def start_images(
         self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
     ) -> ImageGeneration[Result]:
-        """Start images on the least loaded member."""
         self.require_open()
         member = self._least_loaded()
         generation = member.client.channel.start_images(request, buffers)
@@ -157,7 +151,7 @@ class Dispatcher:
         if isinstance(request, AbortReq):
             return _answered(AbortReqOutput(id=request.id, aborted=self._abort(request)))
         if isinstance(request, FetchResultReqInput):
-            flow = self._flows.get(request.rid)
+            flow = self.flows.get(request.rid)
             live = 0 if flow is None else flow.generation.n
             return _answered(FetchResultReqOutput(id=request.id, results=[], live=live))
         if isinstance(request, ScoreReqInput):
@@ -179,7 +173,7 @@ class Dispatcher:
         if not self._process.is_here:
             return
         self._closed = EngineDied("this client is closed")
-        for flow in list(self._flows.values()):
+        for flow in list(self.flows.values()):
             flow.fail(EngineDied("the client was closed before the answer came"))
 
     def place(self, flow: Flow) -> None:
@@ -191,7 +185,9 @@ class Dispatcher:
         elif free:
             if flow.moves:
                 self.moved += 1
-            flow.dispatch(self.router.choose(free, flow.prompt, key=flow.key, salt=flow.salt))
+            request = flow.request
+            chosen = self.router.choose(free, request.input_ids, key=flow.key, salt=request.cache_salt)
+            flow.dispatch(chosen)
         elif able:
             flow.fail(next(reversed(flow.refused_by.values())))
         elif self.refusal is not None:
@@ -201,7 +197,7 @@ class Dispatcher:
 
     def place_waiting(self) -> None:
         """Place all that waits: another member serves, or the engines are ending."""
-        for flow in list(self._flows.values()):
+        for flow in list(self.flows.values()):
             if flow.waits:
                 self.place(flow)
 
@@ -211,11 +207,6 @@ class Dispatcher:
             self._take_out(member, "gone", error.message)
             for listener in list(self.on_lost):
                 listener(member)
-
-    def unfit(self, member: Member, error: EngineError) -> None:
-        """Fence ``member``, which has refused a request that the group's weights would serve."""
-        if member.serves:
-            self.fence(member, f"it refuses requests: {error.message}")
 
     def fence(self, member: Member, reason: str) -> None:
         """Take ``member`` out of routing: it does not have the group's weights, or does not answer."""
@@ -229,13 +220,9 @@ class Dispatcher:
         else:
             self.fence(member, f"{what}: {error.message}")
 
-    def abort(self, flows: Iterable[Flow], index: int | None = None) -> int:
-        """End generations with the tokens that they have, and return the number of samples that were live."""
-        return sum(flow.abort(index) for flow in list(flows))
-
     def ended(self, flow: Flow) -> None:
-        if self._flows.get(flow.generation.rid) is flow:
-            del self._flows[flow.generation.rid]
+        if self.flows.get(flow.generation.rid) is flow:
+            del self.flows[flow.generation.rid]
             del self._frames[flow.generation.message_id]
 
     def end(self) -> None:
@@ -248,7 +235,7 @@ class Dispatcher:
         logger.log(level, "engine %s serves no more (%s): %s", member.name, state, reason)
         member.leave(state, reason)
         self.router.forget(member.name)
-        for flow in list(self._flows.values()):
+        for flow in list(self.flows.values()):
             flow.leave(member)
 
     def _lose_patience(self, flow: Flow, moves: int) -> None:
@@ -266,8 +253,8 @@ class Dispatcher:
                 aborted += n if request.index is None else 1
                 with suppress(EngineError):
                     member.client.channel.start_call(AbortReq(rid=rid, index=request.index), AbortReqOutput)
-        flows = [flow for rid, flow in self._flows.items() if every or rid == request.rid]
-        return aborted + self.abort(flows, None if every else request.index)
+        flows = [flow for rid, flow in self.flows.items() if every or rid == request.rid]
+        return aborted + sum(flow.abort(None if every else request.index) for flow in flows)
 
     def _least_loaded(self) -> Member:
         serving = self.serving
@@ -277,8 +264,6 @@ class Dispatcher:
 
     @staticmethod
     def _count(member: Member, answer: Result, work: int) -> None:
-        """Count ``work`` as load of ``member`` until ``answer`` is there."""
-
         def done(_: Result) -> None:
             member.load -= work
 

@@ -344,14 +344,41 @@ class Fleet:
             FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.
         """
         transport, given = transport_of(named_tensors, model_path, transport)
+        version, session = label(weight_version), Session(verify=self.verify)
+
+        async def carry_out() -> FleetUpdate:
+            was_paused, mode = self.paused_mode is not None, self.paused_mode or pause_mode
+            flush = mode != "in_place"  # requests that are frozen in place keep their cache
+            try:
+                present = [member for member in self.members if member.state != "gone"]
+                paused = await self.pause_members(mode, present, min(deadline_s, PAUSE_S))
+                deadline = time.monotonic() + deadline_s
+                await session.begin(paused, timeout=deadline_s, deadline_s=deadline_s + SPARE_S)
+                left = max(0.0, deadline - time.monotonic())
+                session.settle(await self._sender.send(transport, given, session, left, flush_cache=flush))
+                done = await session.commit(version, max(0.0, deadline - time.monotonic()))
+            except (FleetUpdateFailed, asyncio.CancelledError) as error:
+                if not session.committing:
+                    await session.abort()
+                await self.after_failure()
+                if not was_paused:
+                    await self.continue_members(PAUSE_S, torch_empty_cache=torch_empty_cache)
+                if isinstance(error, FleetUpdateFailed):
+                    error.still_serve(self.dispatcher.serving)
+                raise
+            self.committed(done, Source(given if transport == "disk" else None, updated=True))
+            if not was_paused:
+                await self.continue_members(PAUSE_S, torch_empty_cache=torch_empty_cache)
+            self.dispatcher.place_waiting()
+            return FleetUpdate(
+                epoch=self.weights_epoch,
+                weight_version=self.weight_version,
+                replies={member.name: reply for member, reply in done.replies.items()},
+                fenced={member.name: member.reason for member in self.members if not member.serves},
+            )
+
         async with self.weights_lock, self.lock:
-            session = Session(verify=self.verify)
-            work = asyncio.ensure_future(
-                self._update(
-                    session, transport, given, label(weight_version), pause_mode, deadline_s,
-                    empty=torch_empty_cache,
-                )
-            )  # fmt: skip
+            work = asyncio.ensure_future(carry_out())
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -359,47 +386,6 @@ class Fleet:
                     work.cancel()
                 await asyncio.wait([work])
                 raise
-
-    async def _update(
-        self,
-        session: Session,
-        transport: Transport,
-        given: Any,
-        version: str | None,
-        pause_mode: PauseMode,
-        deadline_s: float,
-        *,
-        empty: bool,
-    ) -> FleetUpdate:
-        was_paused, mode = self.paused_mode is not None, self.paused_mode or pause_mode
-        flush = mode != "in_place"  # requests that are frozen in place keep their cache
-        try:
-            present = [member for member in self.members if member.state != "gone"]
-            paused = await self.pause_members(mode, present, min(deadline_s, PAUSE_S))
-            deadline = time.monotonic() + deadline_s
-            await session.begin(paused, timeout=deadline_s, deadline_s=deadline_s + SPARE_S)
-            left = max(0.0, deadline - time.monotonic())
-            session.settle(await self._sender.send(transport, given, session, left, flush_cache=flush))
-            done = await session.commit(version, max(0.0, deadline - time.monotonic()))
-        except (FleetUpdateFailed, asyncio.CancelledError) as error:
-            if not session.committing:
-                await session.abort()
-            await self.after_failure()
-            if not was_paused:
-                await self.continue_members(PAUSE_S, torch_empty_cache=empty)
-            if isinstance(error, FleetUpdateFailed):
-                error.still_serve(self.dispatcher.serving)
-            raise
-        self.committed(done, Source(given if transport == "disk" else None, updated=True))
-        if not was_paused:
-            await self.continue_members(PAUSE_S, torch_empty_cache=empty)
-        self.dispatcher.place_waiting()
-        return FleetUpdate(
-            epoch=self.weights_epoch,
-            weight_version=self.weight_version,
-            replies={member.name: reply for member, reply in done.replies.items()},
-            fenced={member.name: member.reason for member in self.members if not member.serves},
-        )
 
     def committed(self, done: Answers, source: Source) -> None:
         """Record the commits ``done``; the caller holds :attr:`lock`, and the members are paused."""

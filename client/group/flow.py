@@ -78,7 +78,6 @@ class _Attempt:
         self.rid = request.rid or request.id
         self.bases = {sample.index: sample.part.copy() for sample in samples}
         self.left = set(self.bases)
-        """Samples that have not ended here."""
         self.given_up = False
         self.tail: TokenDelta | None = None
         """Last tokens of a sample, without details: the result that follows names their weights."""
@@ -159,8 +158,7 @@ class Flow:
         self.refused_by: dict[str, EngineError] = {}
         """Members that had no room for it, since the last one that took a part of it."""
         self.moves = 0
-        """Number of times that a sample of it was continued on another engine."""
-        self._request = request
+        self.request = request
         self._samples = {
             index: _Sample(index, Part())
             for index in range(request.first_sample, request.first_sample + request.sampling_params.n)
@@ -170,23 +168,14 @@ class Flow:
 
     @property
     def waits(self) -> bool:
-        """True if a sample waits for a member."""
         return not self.generation.waiter.done() and any(self._waiting())
-
-    @property
-    def prompt(self) -> list[int]:
-        return self._request.input_ids
 
     @property
     def least_epoch(self) -> int | None:
         """The group's epoch that a member needs to take what waits, or None for any."""
         seen = [each.part.newest_epoch for each in self._waiting()]
-        known = [each for each in (self._request.min_weights_epoch, *seen) if each is not None]
+        known = [each for each in (self.request.min_weights_epoch, *seen) if each is not None]
         return max(known, default=None)
-
-    @property
-    def salt(self) -> str:
-        return self._request.cache_salt
 
     def dispatch(self, member: Member) -> None:
         waiting = list(self._waiting())
@@ -196,7 +185,6 @@ class Flow:
                 self._start(member, samples)
 
     def leave(self, member: Member) -> None:
-        """Give up on ``member``; its samples wait for another one."""
         for attempt in [each for each in self._attempts if each.member is member]:
             lost = sorted(attempt.left)
             attempt.give_up()
@@ -240,11 +228,10 @@ class Flow:
             self.drop()
 
     def on_tokens(self, delta: TokenDelta, member: Member) -> None:
-        """Deliver new tokens of one sample, at their place in the whole output."""
         sample = self._samples[delta.index]
         if delta.details is not None:
             sample.part.add(delta, member.group_epoch)
-        self.generation.deliver(delta if self._request.stream_details else replace(delta, details=None))
+        self.generation.deliver(delta if self.request.stream_details else replace(delta, details=None))
 
     def on_finished(self, attempt: _Attempt, output: GenerateOutput) -> None:
         """End one sample, or continue it elsewhere if its engine has ended it because it ends itself."""
@@ -268,7 +255,8 @@ class Flow:
         if isinstance(error, LOST):
             self.dispatcher.lost(attempt.member, error)
         elif isinstance(error, UNFIT):
-            self.dispatcher.unfit(attempt.member, error)
+            if attempt.member.serves:
+                self.dispatcher.fence(attempt.member, f"it refuses requests: {error.message}")
         elif isinstance(error, FULL):
             self.refused_by[attempt.member.name] = error
         else:
@@ -279,7 +267,7 @@ class Flow:
 
     def _start(self, member: Member, samples: list[_Sample]) -> None:
         first = samples[0]
-        original = self._request
+        original = self.request
         rid = f"{self.generation.rid[:90]}~{new_id()[:12]}" if self.moves else self.generation.rid
         if len(first.part) or self.moves:
             request = continuation(original, first.index, first.part, rid=rid, message_id=new_id())
@@ -329,7 +317,7 @@ class Flow:
 
     def _whole(self, attempt: _Attempt, output: GenerateOutput) -> GenerateOutput:
         base, epoch_of = attempt.bases[output.index], attempt.member.group_epoch
-        return joined(self._request, base, output, epoch_of, rid=self.generation.rid)
+        return joined(self.request, base, output, epoch_of, rid=self.generation.rid)
 
     def _ended_here(self, sample: _Sample, reason: FinishReason) -> GenerateOutput:
-        return ended_here(self._request, sample.index, sample.part, reason, rid=self.generation.rid)
+        return ended_here(self.request, sample.index, sample.part, reason, rid=self.generation.rid)

@@ -30,8 +30,6 @@ RENEW_S = 2.0
 
 
 class LeaseRenewal:
-    """Renews the leases of one group's pauses as long as the group's process lives."""
-
     def __init__(self, owner: str, lease_s: float | None) -> None:
         """``lease_s``: seconds of the leases; None if there are none and nothing is renewed."""
         self._owner = owner

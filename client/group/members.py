@@ -63,7 +63,6 @@ class Member:
     ) -> None:
         self.address = address
         self.lease_s = lease_s
-        """Lease of the group's pauses, in seconds. None without a lease."""
         self.name = address.name or address.endpoint
         options = address.keys
         options["keepalive_timeout"] = keepalive_timeout
@@ -94,7 +93,6 @@ class Member:
         self.state, self.reason = state, reason
 
     def restarted(self) -> None:
-        """Forget the epochs of the former process at its endpoint."""
         self._epochs, self.epoch = [], 0
 
     def group_epoch(self, epoch: int) -> int:
@@ -103,7 +101,6 @@ class Member:
         return self._epochs[max(0, at - 1)][1] if self._epochs else 0
 
     def has_given(self, epoch: int) -> bool:
-        """Return True if the group has committed the weights of the member's ``epoch``."""
         return any(own == epoch for own, _ in self._epochs)
 
     def own_epoch(self, group_epoch: int | None) -> int | None:

@@ -37,21 +37,16 @@ SHARED_FRACTION = 0.5
 PER_CORE = 4
 """Maximum number of ranks for each core, if they have no devices: more only wait for each other."""
 _OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
-"""Options of a scheduler that two cannot share."""
 _THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Name and supervisor of a replica."""
-
     name: str
     supervisor: Supervisor
 
 
 class ReplicaProcesses:
-    """Engines on one model, as processes of this host."""
-
     def __init__(
         self,
         arguments: Sequence[str],
@@ -113,7 +108,6 @@ class ReplicaProcesses:
             replica.supervisor.hurry()
 
     def close(self) -> None:
-        """End all of them, and wait for it. Idempotent."""
         for replica in self.replicas:
             replica.supervisor.stop()
         with ExitStack() as stack:  # all of them, whatever one says

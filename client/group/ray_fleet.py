@@ -5,11 +5,16 @@ Invariants:
 - A replica serves only with the fleet's weights: at the start, after a restart, and after a scale-up.
 - Actors and placement groups end with :meth:`RolloutFleet.close`; without a name, also with the Ray job. With
   one they are detached, and a fleet of that name in another process can adopt them.
+- Engine and actor end together: an engine that ends takes the actor's process with it, so that Ray restarts
+  both, and an actor that is killed takes the engine (its lifeline, ``launch/launcher.py``).
+- Beyond its own host an engine listens with CURVE keys only. Its secret key is made and stays with its actor.
 """
 
 import asyncio
 import logging
 import os
+import secrets
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,11 +26,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...process import private_directory
-from ...process.curve import SECRET_SUFFIX, key_file
+from ...process.curve import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
 from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
+from ..launch.launcher import launch_scheduler
 from .fleet import Fleet, FleetOptions
 from .members import EngineAddress, Member
-from .ray_actor import EngineActor, Replica
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +60,105 @@ class Placement:
     def bundle(self) -> dict[str, float]:
         given = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in given.items() if amount}
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Address of an actor's engine."""
+
+    endpoint: str
+    server_key: str | None
+    """CURVE public key of the engine, or None if it listens on its own host only."""
+    pid: int
+    start: str
+    """Random name of this start of the actor."""
+    node_ip: str
+
+
+class EngineActor:
+    """Starts an engine on the node where Ray has placed it, and watches it."""
+
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        *,
+        client_key: str,
+        driver_ip: str,
+        startup_timeout: float,
+    ) -> None:
+        """
+        Args:
+            options: keywords of :func:`launch_scheduler`.
+            client_key: CURVE public key of the fleet's clients.
+            driver_ip: address of the fleet's host, whose engines listen on socket files. Empty: none does.
+        """
+        self._client_key = client_key
+        self._folder: Path | None = None
+        node_ip, server_key = ray.util.get_node_ip_address(), None
+        listening: dict[str, Any] = {}
+        if node_ip != driver_ip:
+            public, secret = zmq.curve_keypair()
+            own, own_secret = zmq.curve_keypair()  # the actor watches the engine as a client
+            server_key = public.decode()
+            self._folder = folder = private_directory.make_with(
+                {
+                    f"server{SECRET_SUFFIX}": key_file(public, secret),
+                    f"actor{SECRET_SUFFIX}": key_file(own, own_secret),
+                    f"actor{PUBLIC_SUFFIX}": key_file(own),
+                    f"fleet{PUBLIC_SUFFIX}": key_file(client_key.encode()),
+                }
+            )
+            listening = {
+                "endpoint": f"tcp://{node_ip}:0",
+                "curve_secret_key_file": folder / f"server{SECRET_SUFFIX}",
+                "curve_authorized_clients": folder,
+                "curve_server_key": server_key,
+                "curve_client_key_file": folder / f"actor{SECRET_SUFFIX}",
+            }
+        try:
+            self._engine = launch_scheduler(model, startup_timeout=startup_timeout, **listening, **options)
+        except BaseException:
+            self._remove_keys()
+            raise
+        engine = self._engine
+        start = secrets.token_hex(8)
+        self._replica = Replica(engine.endpoint, server_key, engine.pid, start, node_ip)
+        self._ends = False
+        threading.Thread(target=self._watch, name="caesura-replica", daemon=True).start()
+
+    def replica(self, client_key: str) -> Replica:
+        """Return the engine's address, and have it accept ``client_key`` instead of a former fleet's."""
+        if self._folder is not None and client_key != self._client_key:
+            part = (
+                self._folder / f"part{SECRET_SUFFIX}"
+            )  # replaced at once: the engine may read it at any time
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(key_file(client_key.encode()))
+            part.replace(self._folder / f"fleet{PUBLIC_SUFFIX}")
+        self._client_key = client_key
+        return self._replica
+
+    def place(self) -> Any:
+        """Return Ray's handle of the actor's placement group."""
+        return ray.util.get_current_placement_group()
+
+    def close(self) -> None:
+        """End the engine in order; the owner kills the actor."""
+        self._ends = True
+        self._engine.close()
+        self._remove_keys()
+
+    def _watch(self) -> None:
+        while self._engine.returncode is None:
+            self._engine.wait(1.0)
+        if not self._ends:
+            self._remove_keys()
+            os._exit(1)  # Ray starts another actor, which starts another engine
+
+    def _remove_keys(self) -> None:
+        if self._folder is not None:
+            private_directory.remove(self._folder)
 
 
 @dataclass(slots=True)
@@ -135,15 +239,16 @@ class RolloutFleet(Fleet):
                 f"the cluster has a fleet {self._name!r}: if its process has died, open it with adopt=True",
                 field="name",
             )
-        self._make_keys()
+        public, secret = zmq.curve_keypair()
+        self._client_key = public.decode()
+        self._folder = private_directory.make_with({f"client{SECRET_SUFFIX}": key_file(public, secret)})
         try:
             if left_behind:
                 slots = await self._found(left_behind)
             else:
                 self._adopt = False
                 slots = self._place(self._wanted)
-            found = await self._located(slots)
-            self._addresses = [self._address(slot, replica) for slot, replica in found]
+            self._addresses = await self._located(slots)
             await super().open()
         except BaseException:
             if left_behind:
@@ -178,8 +283,8 @@ class RolloutFleet(Fleet):
         if more > 0:
             slots = self._place(more)
             try:
-                for slot, replica in await self._located(slots):
-                    await self.add(self._address(slot, replica))
+                for address in await self._located(slots):
+                    await self.add(address)
             except BaseException:
                 for slot in slots:
                     if slot.name not in self.dispatcher.members:
@@ -203,11 +308,6 @@ class RolloutFleet(Fleet):
 
     def _age(self, name: str) -> int:
         return int(name.rpartition("-")[2])
-
-    def _make_keys(self) -> None:
-        public, secret = zmq.curve_keypair()
-        self._client_key = public.decode()
-        self._folder = private_directory.make_with({f"client{SECRET_SUFFIX}": key_file(public, secret)})
 
     def _address(self, slot: _Slot, replica: Replica) -> EngineAddress:
         slot.replica = replica
@@ -281,9 +381,9 @@ class RolloutFleet(Fleet):
             self._slots[name] = _Slot(name, actor, groups[place.id])
         return list(self._slots.values())
 
-    async def _located(self, slots: list[_Slot]) -> list[tuple[_Slot, Replica]]:
+    async def _located(self, slots: list[_Slot]) -> list[EngineAddress]:
         found = await self._answered([slot.actor.replica.remote(self._client_key) for slot in slots])
-        return list(zip(slots, found, strict=True))
+        return [self._address(slot, replica) for slot, replica in zip(slots, found, strict=True)]
 
     async def _answered(self, asked: list[Any]) -> list[Any]:
         try:

@@ -35,10 +35,7 @@ Adopt = bool | Literal["any"]
 
 
 class Source(NamedTuple):
-    """Origin of the group's weights."""
-
     folder: str | None = None
-    """A folder with them, or None."""
     updated: bool = False
     """True if the group has been updated since it was opened; else the engines started with the folder."""
 

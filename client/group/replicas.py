@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 STATUS_S = 0.6
 """Seconds that a status waits for all replicas; one that computes a long step then counts as it was."""
 PARTS_S = 5.0
-"""Seconds that the status of each replica is waited for."""
 
 
 class ReplicaFleet(Fleet):
@@ -117,7 +116,6 @@ class ReplicaFleet(Fleet):
         return super().needs_care or self.lease is not None or bool(self._changed_by_others())
 
     async def open(self) -> Self:
-        """Connect to all replicas. Raises as :meth:`Fleet.open`."""
         await super().open()
         loop = asyncio.get_running_loop()
 
@@ -150,11 +148,9 @@ class ReplicaFleet(Fleet):
         return answers
 
     def combine(self, answers: Answers) -> Any:
-        """Return the one reply of all that have answered. Raises as :func:`combined_answer`."""
         return combined_answer(answers, self.position, self.tp)
 
     async def call(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Any:
-        """:meth:`send`, and return the one reply."""
         return self.combine(await self.send(members, method, *args, **options))
 
     def position(self, member: Member) -> int:
@@ -278,7 +274,8 @@ class ReplicaFleet(Fleet):
             self.lease = None
             logger.warning("the pause's lease expired after %.1f s: %s", lease.seconds, lease.action)
             if lease.action == "abort":
-                self.dispatcher.abort(self.dispatcher.flows.values())
+                for flow in list(self.dispatcher.flows.values()):
+                    flow.abort()
             elif lease.action == "continue":
                 # Half an update ends with its sender: replicas that have some of it are brought back as after
                 # any failure.

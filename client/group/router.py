@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .members import Member
 
 PREFIX_BLOCK = 32
-"""Tokens of a block of the remembered prefixes."""
 MAX_BLOCKS = 64
 MAX_PREFIXES = 1 << 16
 LEAST_SHARE = 0.3

@@ -135,8 +135,6 @@ async def everywhere(
 
 
 class Session:
-    """An update of several members, from ``begin`` to its commit or abort."""
-
     def __init__(self, *, verify: Verify, session_id: str | None = None) -> None:
         self.id = session_id or new_id()
         self.committing = False
@@ -208,7 +206,6 @@ class Session:
         return answers
 
     async def abort(self) -> None:
-        """End it everywhere without a commit."""
         await everywhere(
             self.members,
             lambda member: member.client.end_weight_update(commit=False, session_id=self.id),
@@ -294,16 +291,14 @@ class WeightSender:
     ) -> list[Any]:
         from ..trainer import WeightUpdateGroup
 
-        endpoints = [member.address.endpoint for member in members]
-        if self._group is None or [client.endpoint for client in self._clients] != endpoints:
-            self.close()
+        if self._group is None:
             for member in members:
                 address = member.address
                 client = ControlClient(address.endpoint, owner=self._owner, **address.keys)
                 self._clients.append(client)
             self._group = WeightUpdateGroup.create(
                 self._clients,
-                master_address=own_address(endpoints),
+                master_address=own_address([member.address.endpoint for member in members]),
                 group_name=f"fleet-{self._owner}"[:128],
                 timeout_s=min(60.0, max(1.0, timeout)),
             )

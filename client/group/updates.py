@@ -98,8 +98,6 @@ class _Open(Session):
 
 
 class Updates:
-    """The open session of a group of replicas, if there is one."""
-
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
         self._open: _Open | None = None
@@ -110,7 +108,6 @@ class Updates:
         return self._open is not None
 
     def status(self) -> SessionStatus | None:
-        """Return the open session as an engine reports its own, or None."""
         opened = self._open
         if opened is None:
             return None
@@ -159,7 +156,6 @@ class Updates:
                 await self.abandon()
 
     async def abandon(self) -> None:
-        """Abort the open session, if there is one."""
         if self._open is not None:
             await self._open.abort()
             await self._over(self._open)

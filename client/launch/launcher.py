@@ -29,21 +29,23 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 from ... import __version__
 from ...io_struct import CaesuraError
 from ...io_struct.field_errors import unknown_name
 from ...process import private_directory
 from ...process.contract import EXIT_HUNG
+from ...process.options import EngineOptions
 from ..connection.blocking import SchedulerClient
 from ..connection.curve import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
-from ..connection.options import LONGEST_S, seconds
+from ..connection.options import LONGEST_S, ConnectionOptions, seconds
 from ..exceptions import EngineDied, TimedOut, error_for
 
 logger = logging.getLogger(__name__)
@@ -57,7 +59,8 @@ _MAX_POLL_MS = 1e9
 SHUTDOWN_S = 5.0
 """Seconds that each stage of closing (message, SIGTERM) may take before the next."""
 _PID_WIDTH = 10
-_CLIENT_KEYS = ("curve_server_key", "curve_client_key_file")
+_LAUNCHED = ("curve_server_key", "curve_client_key_file", "startup_timeout", "log_path")
+"""Arguments that are not the engine's."""
 
 
 class LaunchedScheduler:
@@ -73,16 +76,13 @@ class LaunchedScheduler:
         directory: Path | None = None,
         startup_timeout: float = 300.0,
         log_path: str | os.PathLike[str] | None = None,
-        curve_server_key: KeyOrFile | None = None,
-        curve_client_key_file: KeyOrFile | None = None,
+        **keys: Unpack[ConnectionOptions],
     ) -> None:
-        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
+        check_keys(keys)
         self._child = Child(command, directory, log_path)
         try:
             self.endpoint = self._child.wait_ready(startup_timeout)
-            self.client = SchedulerClient(
-                self.endpoint, curve_server_key=curve_server_key, curve_client_key_file=curve_client_key_file
-            )
+            self.client = SchedulerClient(self.endpoint, **keys)
         except BaseException:
             self._child.end()
             raise
@@ -342,6 +342,11 @@ class _Log:
                 os.pwrite(file.fileno(), text, self._pid_at)
 
 
+def check_keys(options: ConnectionOptions) -> None:
+    """Refuse keys that cannot be used, before anything is made or started."""
+    ClientKeys.read(options.get("curve_server_key"), options.get("curve_client_key_file"))
+
+
 def how_it_ended(returncode: int | None) -> str:
     """Return the end of a process in words, with its status or signal: ``ended with status 3``."""
     if returncode is None:
@@ -364,82 +369,44 @@ def show_log(text: str) -> None:
         sys.stderr.flush()
 
 
-def _says_which_was_meant(function: Callable[Arguments, ResultT]) -> Callable[Arguments, ResultT]:
-    """Refuse an unknown keyword of ``function`` with the nearest one, by other engines' names too."""
-    names = list(inspect.signature(function).parameters)
+@dataclass(frozen=True)
+class LaunchOptions(EngineOptions):
+    """Arguments of :func:`launch_scheduler`."""
 
-    @functools.wraps(function)
-    def call(*values: Arguments.args, **options: Arguments.kwargs) -> ResultT:
-        if (unknown := next((name for name in options if name not in names), None)) is not None:
-            raise TypeError(f"{function.__name__}: {unknown} {unknown_name(unknown, names)}")
-        return function(*values, **options)
+    model: str | os.PathLike[str]
+    _: KW_ONLY
+    curve_server_key: KeyOrFile | None = None
+    curve_client_key_file: KeyOrFile | None = None
+    startup_timeout: float = 300.0
+    log_path: str | os.PathLike[str] | None = None
 
-    return call
+
+def _called_as(
+    options: Callable[Arguments, object],
+) -> Callable[[Callable[[dict[str, Any]], ResultT]], Callable[Arguments, ResultT]]:
+    """Give a function the parameters of ``options``, of which it gets those that are not None.
+
+    An unknown keyword is refused with the nearest one, by other engines' names too.
+    """
+    signature = inspect.signature(options)
+    names = list(signature.parameters)
+
+    def decorate(function: Callable[[dict[str, Any]], ResultT]) -> Callable[Arguments, ResultT]:
+        @functools.wraps(function)
+        def call(*values: Arguments.args, **options: Arguments.kwargs) -> ResultT:
+            if (unknown := next((name for name in options if name not in names), None)) is not None:
+                raise TypeError(f"{function.__name__}: {unknown} {unknown_name(unknown, names)}")
+            given = signature.bind(*values, **options).arguments
+            return function({name: value for name, value in given.items() if value is not None})
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
-@_says_which_was_meant
-def launch_scheduler(
-    model: str | os.PathLike[str],
-    *,
-    endpoint: str | None = None,
-    curve_secret_key_file: str | os.PathLike[str] | None = None,
-    curve_authorized_clients: str | os.PathLike[str] | None = None,
-    curve_server_key: KeyOrFile | None = None,
-    curve_client_key_file: KeyOrFile | None = None,
-    model_backend: Literal["auto", "native", "transformers"] | None = None,
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
-    | None = None,
-    device: str | None = None,
-    num_threads: int | None = None,
-    tp: int | None = None,
-    tp_joined: int | None = None,
-    tp_address: str | None = None,
-    context_len: int | None = None,
-    kv_pool_tokens: int | None = None,
-    kv_memory_fraction: float | None = None,
-    max_running_requests: int | None = None,
-    max_waiting_requests: int | None = None,
-    chunked_prefill_size: int | None = None,
-    target_step_s: float | None = None,
-    prefix_cache: bool | None = None,
-    pipeline_depth: Literal[0, 1] | None = None,
-    attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] | None = None,
-    cuda_graphs: bool | None = None,
-    autotune: bool | None = None,
-    autotune_lm_head_rows: int | None = None,
-    requests_while_paused: Literal["queue", "refuse"] | None = None,
-    idle_empty_s: float | None = None,
-    result_ttl_s: float | None = None,
-    result_bytes: int | None = None,
-    state_file: str | os.PathLike[str] | None = None,
-    on_lost_weights: Literal["refuse", "serve_initial"] | None = None,
-    session_deadline_s: float | None = None,
-    session_orphan_s: float | None = None,
-    check_finite: bool | None = None,
-    group_interface: str | None = None,
-    deterministic: bool | None = None,
-    reference_model_path: str | os.PathLike[str] | None = None,
-    reference_residency: Literal["resident", "offload", "layerwise"] | None = None,
-    reference_pool_tokens: int | None = None,
-    frozen_residency: Literal["resident", "offload", "layerwise"] | None = None,
-    transformer_residency: Literal["resident", "offload", "layerwise"] | None = None,
-    prompt_cache_bytes: int | None = None,
-    weights_cpu_backup: bool | None = None,
-    load_bucket_bytes: int | None = None,
-    allow_legacy_pickle: bool | None = None,
-    check_ledger: bool | None = None,
-    log_stages: bool | None = None,
-    log_stats_interval_s: float | None = None,
-    profile_dir: str | os.PathLike[str] | None = None,
-    log_level: str | None = None,
-    log_format: Literal["text", "json"] | None = None,
-    log_name: str | None = None,
-    shutdown_mode: Literal["abort", "drain"] | None = None,
-    drain_timeout_s: float | None = None,
-    watchdog_timeout_s: float | None = None,
-    startup_timeout: float = 300.0,
-    log_path: str | os.PathLike[str] | None = None,
-) -> LaunchedScheduler:
+@_called_as(LaunchOptions)
+def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
     """Start an engine on ``model`` (a Hugging Face folder) and return when it is ready.
 
     Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and
@@ -451,25 +418,14 @@ def launch_scheduler(
     Raises:
         EngineError: the engine's reason for not starting; EngineDied or TimedOut if it gave none.
     """
-    seconds("startup_timeout", startup_timeout)  # refused before anything is made
-    options = {
-        name: value
-        for name, value in locals().items()
-        if value is not None
-        and name not in ("model", "endpoint", "startup_timeout", "log_path", *_CLIENT_KEYS)
-    }
-    directory = None
+    launched = {name: given.pop(name) for name in _LAUNCHED if name in given}
+    seconds("startup_timeout", launched.get("startup_timeout", 0.0))  # refused before anything is made
+    model, directory = given.pop("model"), None
+    endpoint = given.pop("endpoint", None)
     if endpoint is None:
         directory = private_directory.make()
         endpoint = f"ipc://{directory}/{private_directory.SOCKET}"
-    return LaunchedScheduler(
-        _command_line(model, endpoint, options),
-        directory=directory,
-        startup_timeout=startup_timeout,
-        log_path=log_path,
-        curve_server_key=curve_server_key,
-        curve_client_key_file=curve_client_key_file,
-    )
+    return LaunchedScheduler(_command_line(model, endpoint, given), directory=directory, **launched)
 
 
 def engine_command(*arguments: str) -> list[str]:

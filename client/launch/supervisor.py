@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
@@ -40,10 +41,10 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
 from ...process.log import server_log
 from ..connection.blocking import ControlClient
-from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys
+from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
-from .launcher import USAGE_STATUS, Child, engine_command, how_it_ended
+from .launcher import USAGE_STATUS, Child, check_keys, engine_command, how_it_ended
 from .notify import notify, watchdog_interval_s
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         **keys: Unpack[ConnectionOptions],
     ) -> None:
-        _check(keys)
+        check_keys(keys)
         self.endpoint = endpoint
         """The address of all schedulers; a port 0 is replaced by the real one once a scheduler has served."""
         self.started: Future[Serving] = Future()
@@ -370,11 +371,6 @@ def _exit_of(child: Child) -> str:
     return f"{how}, last line: {last}" if last else how
 
 
-def _check(keys: ConnectionOptions) -> None:
-    """Refuse keys that cannot be used, before anything is made or started."""
-    ClientKeys.read(keys.get("curve_server_key"), keys.get("curve_client_key_file"))
-
-
 def supervised(
     arguments: Sequence[str],
     endpoint: str | None,
@@ -391,7 +387,7 @@ def supervised(
     Raises:
         click.UsageError: the scheduler has keys, but none are given for status requests.
     """
-    _check(keys)
+    check_keys(keys)
     asked = policy.hang_timeout_s > 0 and keys.get("curve_server_key") is None
     if asked and has_option(arguments, "--curve-secret-key-file"):
         raise click.UsageError(
@@ -440,32 +436,18 @@ def status_of(error: EngineError | None) -> int:
     return USAGE_STATUS if error.detail.get("returncode") == USAGE_STATUS else 1
 
 
+_count = partial(click.option, type=click.IntRange(0), show_default=True)
+_seconds = partial(click.option, type=click.FloatRange(0), show_default=True)
+
+
 def restart_options(command: CommandT) -> CommandT:
     """Add the options of a command that restarts a scheduler."""
-    options = (
-        click.option(
-            "--max-restarts",
-            type=click.IntRange(0),
-            default=5,
-            show_default=True,
-            help="Maximum number of restarts within --restart-window.",
-        ),
-        click.option(
-            "--restart-window",
-            type=click.FloatRange(0),
-            default=600.0,
-            show_default=True,
-            help="Window for --max-restarts, in seconds.",
-        ),
-        click.option(
-            "--hang-timeout",
-            type=click.FloatRange(0),
-            default=120.0,
-            show_default=True,
-            help="Seconds without an answer after which a scheduler is killed and restarted. 0: never.",
-        ),
-    )
-    for option in reversed(options):
+    hang = "Seconds without an answer after which a scheduler is killed and restarted. 0: never."
+    for option in (
+        _seconds("--hang-timeout", default=120.0, help=hang),
+        _seconds("--restart-window", default=600.0, help="Window for --max-restarts, in seconds."),
+        _count("--max-restarts", default=5, help="Maximum number of restarts within --restart-window."),
+    ):
         command = option(command)
     return command
 
@@ -495,16 +477,9 @@ log_format_option = click.option(
     help="File with this command's CURVE key pair; needed for a scheduler with keys.",
 )
 @restart_options
-@click.option(
-    "--startup-timeout",
-    type=click.FloatRange(0),
-    default=600.0,
-    show_default=True,
-    help="Maximum seconds for the scheduler to become ready.",
-)
-@click.option(
+@_seconds("--startup-timeout", default=600.0, help="Maximum seconds for the scheduler to become ready.")
+@_seconds(
     "--stop-timeout",
-    type=click.FloatRange(0),
     help="Seconds between SIGTERM and SIGKILL when this command ends.  "
     "[default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
 )

@@ -1,10 +1,10 @@
 """Free list of KV pages.
 
-Invariants:
-- Page 0 is scratch: it is never handed out and not part of :attr:`PageAllocator.total`.
-- Every other page is either free, exactly once, or with exactly one caller of :meth:`PageAllocator.allocate`.
-- A refused call changes nothing.
+Page 0 is scratch: never handed out and not part of :attr:`PageAllocator.total`. Every other page is either
+free, exactly once, or with one caller of :meth:`PageAllocator.allocate`. A refused call changes nothing.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,11 +13,21 @@ class LedgerError(RuntimeError):
     """A page is freed twice, owned twice or owned by nobody, or a call would make it so."""
 
 
+class Usage(NamedTuple):
+    """Pages, or rows of states, by owner; ``free + cached + held == total``. Scratch is none of them."""
+
+    free: int
+    cached: int
+    """Those of prefixes that nobody locks: given up when somebody needs them."""
+    held: int
+    """Those of live requests: their own, and the tree's that they lock."""
+    total: int
+
+
 class PageAllocator:
     """A stack of free page ids. Each call is O(pages in the call), in array operations."""
 
     def __init__(self, num_pages: int) -> None:
-        """``num_pages`` counts the scratch page, as ``KVPool.num_pages`` does."""
         if num_pages < 2:
             raise ValueError(f"num_pages = {num_pages}: need the scratch page and at least one other")
         self.total = num_pages - 1
@@ -68,7 +78,6 @@ class PageAllocator:
         self._num_free += n
 
     def free_pages(self) -> np.ndarray:
-        """Return a copy of the free list (int32), for integrity checks."""
         return self._stack[: self._num_free].copy()
 
 

@@ -23,11 +23,10 @@ Invariants:
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from .allocator import LedgerError, PageAllocator
+from .allocator import LedgerError, PageAllocator, Usage
 
 NO_ROW = 0
 NO_PAGE = 0
@@ -37,44 +36,24 @@ _OVERWRITTEN = -1
 
 @dataclass(slots=True)
 class RequestState:
-    """Rows of one open request; written by :class:`StateRows`."""
-
     row: int
-    """Live row."""
     source: int = NO_PAGE
     """Page whose kept state it begins from, pinned until a step that reads it has been launched."""
     branch: int = 0
-    """Cached pages of its prefix, if more than it could share for want of a state; one will be kept at their
-    end.
-    """
+    """Cached pages of its prefix, if more than it could share; a state will be kept at their end."""
     promised: dict[int, int] = field(default_factory=dict)
-    """Row in which a step under way keeps the state at a page's end, by position of the page."""
+    """Row in which a step under way keeps the state at a page's end, by the page's position."""
     last_kept: int | None = None
-    """Page, by position in its row, whose state was kept last."""
     spare: int = NO_ROW
     """Row that its next step writes, or the scratch row to overwrite the live one."""
     before: deque[int] = field(default_factory=deque)
-    """Row with the state before each step under way, oldest first; the scratch row before its first token."""
+    """Row with the state before each step under way, oldest first; scratch before its first token."""
     lost: bool = False
     """True if a step has been rolled back that had overwritten the live row."""
 
 
-class StateUsage(NamedTuple):
-    """Rows by state; ``free + kept + held == total``. The scratch row is none of them."""
-
-    free: int
-    kept: int
-    """Rows of prefixes: given up when somebody needs them."""
-    held: int
-    """Rows that are live, before, spare or promised."""
-    total: int
-
-
 class StateRows:
-    """Owners of rows. Pages are those of the KV ledger, and may have a kept state each."""
-
     def __init__(self, num_pages: int, num_rows: int) -> None:
-        """``num_pages`` of the KV ledger and ``num_rows``, both with the scratch one."""
         self.kept = np.full(num_pages, NO_ROW, np.int32)
         """[pages]: the row with the state at each page's end, or the scratch row."""
         self._allocator = PageAllocator(num_rows)
@@ -86,14 +65,13 @@ class StateRows:
     def total(self) -> int:
         return self._allocator.total
 
-    def usage(self) -> StateUsage:
+    def usage(self) -> Usage:
         """Return the rows by state, from counters; O(1)."""
         kept = len(self._oldest) + len(self._pins)
-        return StateUsage(self._allocator.num_free, kept, self._held, self.total)
+        return Usage(self._allocator.num_free, kept, self._held, self.total)
 
     @property
     def available(self) -> int:
-        """Rows that :meth:`open` could hand out now."""
         return self._allocator.num_free + len(self._oldest)
 
     def shareable(self, pages: np.ndarray) -> int:
@@ -134,7 +112,6 @@ class StateRows:
             state.spare = self._take() or NO_ROW
 
     def unreserve(self, state: RequestState) -> None:
-        """Have the next step overwrite the live row."""
         if state.spare != NO_ROW:
             self._give_back(state.spare)
             state.spare = NO_ROW
@@ -163,9 +140,7 @@ class StateRows:
             state.row = row
 
     def promise(self, state: RequestState, page: int) -> int | None:
-        """Return the row in which a step keeps the state at the end of ``page`` (by position); None without
-        room.
-        """
+        """Return the row for the state at the end of ``page`` (by position); None without room."""
         if page not in state.promised:
             row = self._take()
             if row is None:
@@ -174,8 +149,7 @@ class StateRows:
         return state.promised[page]
 
     def keep(self, state: RequestState, pages: np.ndarray, num_full: int, num_shared: int) -> None:
-        """Keep what was promised for the first ``num_full`` of the request's ``pages``, which steps have
-        filled.
+        """Keep what was promised for the first ``num_full`` of the request's ``pages``, which are filled.
 
         Beside the states of the ``num_shared`` pages that are the tree's, a request keeps the last one, and
         that of its branch.
@@ -195,22 +169,18 @@ class StateRows:
             state.last_kept = position
 
     def forget(self, pages: np.ndarray) -> None:
-        """Give up the states of these pages, which are not pinned."""
         for page in pages[self.kept[pages] != NO_ROW].tolist():
             del self._oldest[page]
             self._drop(page)
 
     def close(self, state: RequestState) -> None:
-        """Give back the rows of a request that ends or starts again."""
         self._leave_source(state)
         for row in _held_by(state):
             self._give_back(row)
         state.promised.clear()
 
     def replace(self, own: np.ndarray, tree: np.ndarray) -> None:
-        """Let the tree's pages take the place of a request's own, which have the same contents and are freed
-        next.
-        """
+        """Let the tree's pages take the place of a request's own, which are freed next."""
         for mine, its in zip(own.tolist(), tree.tolist(), strict=True):
             if mine != its and self.kept[mine] != NO_ROW and self.kept[its] == NO_ROW:
                 self.kept[its], self.kept[mine] = self.kept[mine], NO_ROW
@@ -254,9 +224,6 @@ class StateRows:
         self._allocator.free(np.asarray([row], np.int32))
 
     def check(self, states: Iterable[RequestState], owned: np.ndarray) -> None:
-        """Compare with a walk: the ``states`` of the open requests, and the pages ``owned`` by them or the
-        tree.
-        """
         states = list(states)
         held = [row for state in states for row in _held_by(state)]
         pages = np.nonzero(self.kept)[0]

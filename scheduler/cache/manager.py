@@ -24,12 +24,11 @@ Invariants:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from .allocator import LedgerError as LedgerError
-from .allocator import PageAllocator
+from .allocator import PageAllocator, Usage
 from .linear_states import RequestState, StateRows
 from .radix import NO_PAGES, Node, RadixTree
 from .window_pages import WindowPages
@@ -45,9 +44,7 @@ class RequestKV:
     num_shared: int
     """Leading pages that the tree owns, locked through ``node``."""
     node: Node | None
-    """Node where the shared pages end."""
     epoch: int
-    """Weights epoch that its KV began under."""
     stale: bool
     """True if it holds KV of an older epoch, which is never donated."""
     salt: str
@@ -55,23 +52,9 @@ class RequestKV:
     end_of_range: int = 0
     """Pages of the row that have storage in layers with a window, if there are any."""
     state: RequestState | None = None
-    """Rows in layers with a state per sequence, if there are any."""
-
-
-class Usage(NamedTuple):
-    """Pages by state; ``free + cached + held == total``. The scratch page is none of them."""
-
-    free: int
-    cached: int
-    """Pages in the prefix tree that nobody locks: evicted when somebody needs them."""
-    held: int
-    """Pages of live requests: their own, and tree pages that they lock."""
-    total: int
 
 
 class CacheManager:
-    """Gives live requests their pages and keeps those of finished ones for reuse; no device work."""
-
     def __init__(
         self,
         num_pages: int,
@@ -128,7 +111,6 @@ class CacheManager:
 
     @property
     def can_open(self) -> bool:
-        """False if all rows of states are in use."""
         return self.states is None or self.states.available > 0
 
     def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
@@ -156,7 +138,6 @@ class CacheManager:
             self._leave(kv, self.windows.first_seen(num_tokens - self.page_size))
 
     def computed(self, kv: RequestKV, num_tokens: int) -> None:
-        """Keep the states that a step was to keep, now that ``kv`` is computed up to ``num_tokens``."""
         self._require_open(kv)
         if self.states is not None and kv.state is not None:
             self.states.keep(kv.state, kv.pages, num_tokens // self.page_size, kv.num_shared)
@@ -277,11 +258,9 @@ class CacheManager:
         return self._free(self._tree.clear())
 
     def available(self) -> int:
-        """Pages that :meth:`extend` could hand out now: free and evictable ones."""
         return self._allocator.num_free + self._tree.num_evictable_pages
 
     def usage(self) -> Usage:
-        """Return the pages by state, from counters; O(1)."""
         return Usage(
             free=self._allocator.num_free,
             cached=self._tree.num_evictable_pages,
@@ -290,11 +269,7 @@ class CacheManager:
         )
 
     def check(self) -> None:
-        """Walk everything and compare with the counters; O(pages), for tests and after errors.
-
-        Raises LedgerError for a page without exactly one owner, a counter or lock that disagrees with the
-        walk, or a request whose row disagrees with the tree; the message names the pages.
-        """
+        """Walk everything and compare with the counters; O(pages), for tests and after errors."""
         free = self._allocator.free_pages()
         nodes = list(self._tree.nodes())
         cached = _joined([node.pages for node in nodes if not node.lock_ref])

@@ -75,7 +75,6 @@ class MHAPool:
         dtype: torch.dtype,
         value_size: int | None = None,
     ) -> int:
-        """Return the bytes that one token takes over all layers, which size a pool before it exists."""
         sizes = head_size + (head_size if value_size is None else value_size)
         return num_layers * kv_heads * sizes * dtype.itemsize
 
@@ -85,7 +84,6 @@ class MHAPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space over all layers, scratch page included."""
         return sum(math.prod(t.shape) * t.element_size() for pair in self._layers for t in pair)
 
     def touch(self, nbytes: int) -> None:
@@ -112,7 +110,6 @@ class MHAPool:
         v_slots.index_put_((pages, offsets), v)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of ``layer``, each [pages, kv heads, page_size, size]; the storage itself."""
         return self._layers[layer]
 
 
@@ -167,5 +164,4 @@ class MLAPool:
         self._layers[layer].view(-1, self.width).index_copy_(0, kv_slots, latents)
 
     def layer(self, layer: int) -> Tensor:
-        """Return the latents of ``layer``, [pages, page_size, width]; the storage itself."""
         return self._layers[layer]

@@ -51,9 +51,7 @@ class Node:
         self.epoch = epoch
         self.salt = salt
         self.tokens = tokens
-        """int32 [pages * page_size]"""
         self.pages = pages
-        """int32 [pages]"""
         self.children: dict[bytes, Node] = {}
         """Children by the bytes of their first page of tokens."""
         self.lock_ref = 0
@@ -64,8 +62,6 @@ class Node:
 
 
 class Inserted(NamedTuple):
-    """What :meth:`RadixTree.insert` did."""
-
     node: Node
     """Node that ends where the inserted run ends."""
     num_existing: int
@@ -86,7 +82,6 @@ class RadixTree:
         self.page_size = page_size
         self.first_epoch = 0
         self.num_evictable_pages = 0
-        """Pages of unlocked nodes."""
         self.num_locked_pages = 0
         """Pages of locked nodes, those of older epochs included."""
         self._roots: dict[tuple[int, str], Node] = {}
@@ -100,11 +95,10 @@ class RadixTree:
     # -- look up and grow --------------------------------------------------------------------------
 
     def match(self, epoch: int, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
-        """Return the longest stored page-aligned prefix of ``tokens``: its pages (int32) and the node where
-        it ends.
+        """Return the longest stored page-aligned prefix of ``tokens``: its pages (int32) and its last node.
 
-        May split a node, so that the match ends at a node's end. Nothing is locked: lock the node before
-        anything else may evict.
+        May split a node, so that the match ends at a node's end. Lock the node before anything else may
+        evict.
         """
         root = self._roots.get((epoch, salt)) if epoch >= self.first_epoch else None
         if root is None:
@@ -147,9 +141,7 @@ class RadixTree:
         return Inserted(node, done, existing)
 
     def _descend(self, node: Node, tokens: np.ndarray) -> tuple[list[np.ndarray], Node]:
-        """Follow ``tokens`` below ``node`` as far as whole pages agree, splitting the last node where they
-        end.
-        """
+        """Follow ``tokens`` as far as whole pages agree, splitting the last node where they end."""
         self._clock += 1
         node.last_access = self._clock
         runs: list[np.ndarray] = []
@@ -169,14 +161,13 @@ class RadixTree:
         return tokens[at : at + self.page_size].tobytes()
 
     def _shared_pages(self, node: Node, tokens: np.ndarray) -> int:
-        """Return the number of leading whole pages in which ``node`` and ``tokens`` agree."""
         n = min(len(node.tokens), len(tokens))
         differ = node.tokens[:n] != tokens[:n]
         first = int(differ.argmax())
         return (first if differ[first] else n) // self.page_size
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut ``node`` after ``num_pages``; return the new upper node. ``node`` keeps the lower part and its
+        """Cut ``node`` after ``num_pages``; return the upper part. ``node`` keeps the lower one and its
         locks.
         """
         cut = num_pages * self.page_size
@@ -202,10 +193,7 @@ class RadixTree:
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
-        """Protect the path from the root to ``node`` from eviction; as many unlocks undo it.
-
-        Raises LedgerError if the node's epoch is over.
-        """
+        """Protect the path from the root to ``node`` from eviction; as many unlocks undo it."""
         if node.epoch < self.first_epoch:
             raise LedgerError(
                 f"lock of a node of epoch {node.epoch}, first living epoch is {self.first_epoch}"
@@ -220,10 +208,7 @@ class RadixTree:
             step = step.parent
 
     def unlock(self, node: Node) -> np.ndarray:
-        """Undo one :meth:`lock`; return the pages (int32) that went with it: those of an epoch that is over.
-
-        Raises LedgerError if ``node`` is not locked.
-        """
+        """Undo one :meth:`lock`; return the pages of an epoch that is over, which went with it."""
         if node.lock_ref < 1:
             raise LedgerError("unlock of a node that is not locked")
         gone: list[np.ndarray] = []
@@ -316,7 +301,6 @@ class RadixTree:
         return node.parent is not None and not node.lock_ref and not node.children
 
     def _offer(self, node: Node) -> None:
-        """Put ``node`` up for eviction if it is an unlocked leaf that is not up already."""
         if self._is_evictable(node) and not node.in_heap:
             node.in_heap = True
             heapq.heappush(self._heap, (node.last_access, node.serial, node))
@@ -337,7 +321,6 @@ class RadixTree:
         self._offer(parent)
 
     def _detach(self, node: Node) -> None:
-        """Remove ``node`` from its parent, and its root with it if that has nothing else."""
         parent = node.parent
         if parent is None:
             self._roots.pop((node.epoch, node.salt), None)

@@ -22,7 +22,6 @@ from ..runtime.config import PAGE_SIZE
 from ..runtime.dtypes import torch_name
 
 STAGED_PAGES = 256
-"""Pages that one copy to the host takes: 4,096 tokens, 1.5 MB for 48 layers of 8 experts in a byte each."""
 
 
 class RoutingPool:
@@ -57,12 +56,10 @@ class RoutingPool:
 
     @staticmethod
     def bytes_per_token(num_layers: int, top_k: int, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes, which size a pool before it exists."""
         return num_layers * top_k * dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space, staging included."""
         return self._pages.nbytes + self._staging.nbytes + self._index.nbytes
 
     def store(self, kv_slots: Tensor, rows: Tensor) -> None:

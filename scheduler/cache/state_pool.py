@@ -29,7 +29,6 @@ class StateShape:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys, values."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     @property
@@ -43,13 +42,10 @@ class StateShape:
         return self.kernel - 1, self.channels
 
     def divided(self, ranks: int) -> "StateShape":
-        """Return the shape on each of several ranks: a share of the key heads, and the value heads that they
-        serve.
-        """
+        """Return the shape on each of several ranks: a share of the key heads, with their value heads."""
         return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a row in one layer; ``dtype`` is the model's."""
         return math.prod(self.past) * dtype.itemsize + math.prod(self.recurrent) * torch.float32.itemsize
 
 
@@ -87,5 +83,4 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes over all layers, scratch row included."""
         return sum(tensor.nbytes for pair in self._layers for tensor in pair)

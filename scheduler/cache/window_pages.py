@@ -24,7 +24,6 @@ import numpy as np
 from .allocator import LedgerError, PageAllocator
 
 NO_STORAGE = 0
-"""The scratch page, which page tables are padded with."""
 
 
 def storage_pages(window: int, page_size: int, *, rows: int, step_tokens: int) -> int:
@@ -39,10 +38,7 @@ def storage_pages(window: int, page_size: int, *, rows: int, step_tokens: int) -
 
 
 class WindowPages:
-    """The page of storage behind each page of the ledger. Ranges are a request's, in pages of its row."""
-
     def __init__(self, num_pages: int, num_storage: int, page_size: int, window: int) -> None:
-        """``num_pages`` of the ledger and ``num_storage``, both with the scratch page."""
         self.window = window
         self._page_size = page_size
         self.storage = np.full(num_pages, NO_STORAGE, np.int32)
@@ -69,7 +65,6 @@ class WindowPages:
         return int(fits[-1]) + 1 if len(fits) else 0
 
     def enter(self, pages: np.ndarray) -> None:
-        """Give storage to pages that come into a request's range."""
         unused = self._users[pages] == 0
         stored = self.storage[pages] != NO_STORAGE
         needed = len(pages) - int(stored.sum())
@@ -111,7 +106,6 @@ class WindowPages:
             self._users[mine] = 0
 
     def drop(self, pages: np.ndarray) -> None:
-        """Free the storage of pages that are in no range, when the ledger frees them."""
         for page in pages[self.storage[pages] != NO_STORAGE].tolist():
             self._idle.pop(page, None)
             self._give_back(page)
@@ -130,7 +124,6 @@ class WindowPages:
         self.storage[page] = NO_STORAGE
 
     def check(self, ranges: Iterable[np.ndarray], tree: np.ndarray) -> None:
-        """Compare with a walk: ``ranges``, the pages in each request's range, and those of the ``tree``."""
         users = np.zeros_like(self._users)
         for pages in ranges:
             np.add.at(users, pages, 1)

@@ -63,7 +63,7 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRouting:
-    """Choice by groups of experts (``layers/grouped_router.py``)."""
+    """Choice by groups of experts (``layers/moe.py``)."""
 
     groups: int
     top_groups: int

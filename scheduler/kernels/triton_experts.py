@@ -208,7 +208,7 @@ def route(
     group_score: Literal["max", "top2"] = "max",
     record: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of the largest scores, best first (``layers/grouped_router.py``).
+    """Choose the experts of the largest scores, best first (``layers/moe.py``).
 
     Args:
         logits: [T, experts], elements of a row contiguous.

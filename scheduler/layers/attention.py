@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..execution.forward import AttentionBackend
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
-from .linear import Linear, QKVLinear
+from .linear import Linear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 from .rotary import rotate
@@ -64,17 +64,13 @@ class Attention(CompositeLayer):
             form = replace(form, sinks=self._sinks.data)
         self.form, self._prefix = form, prefix
         self._layer = layer
-        self.qkv = QKVLinear(
-            f"{name}.qkv",
-            prefix,
-            shape.hidden_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=shape.head_dim,
-            bias=shape.qkv_bias,
-            gated=shape.gated,
-            place=place,
-        )
+        kv_rows = kv_heads.times(shape.head_dim)
+        parts = {
+            f"{prefix}.q_proj": heads.times(2 * shape.head_dim if shape.gated else shape.head_dim),
+            f"{prefix}.k_proj": kv_rows,
+            f"{prefix}.v_proj": kv_rows,
+        }
+        self.qkv = Linear(f"{name}.qkv", shape.hidden_size, parts, bias=shape.qkv_bias, place=place)
         self.o = Linear(
             f"{name}.o",
             heads.times(shape.head_dim),

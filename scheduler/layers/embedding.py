@@ -16,8 +16,37 @@ from .parameters import Parameter, Placement, WeightSlot
 from .sharding import rounded_up, sharded
 
 
-class Embedding:
-    """A [vocab, hidden] table."""
+class OutputHead:
+    """A table [vocab, hidden], of which this rank has some rows; ``packed`` to multiply by it."""
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        packed: bool = True,
+        place: Placement,
+    ) -> None:
+        """Refuse a vocabulary too small for every rank to have some of it (UNSUPPORTED_MODEL)."""
+        self._checkpoint = checkpoint
+        self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
+        self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place, packed=packed)
+
+    def project(self, x: Tensor, out: Tensor) -> Tensor:
+        """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""
+        return self._weight.product(x, None, out)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight.parameter
+
+
+class Embedding(OutputHead):
+    """The table of embeddings; if it is ``tied``, it is the output head, too."""
 
     def __init__(
         self,
@@ -30,17 +59,10 @@ class Embedding:
         scale: float = 1.0,
         place: Placement,
     ) -> None:
-        """Args:
-            tied: the table is the output head, too.
-            scale: factor of embeddings, rounded to the model's dtype before; the head is not scaled.
-
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, the vocabulary is too small for every rank to have some of it.
-        """
-        self._checkpoint, self._parallel = checkpoint, place.parallel
+        """``scale``: factor of embeddings, rounded to the model's dtype before; the head is not scaled."""
+        super().__init__(name, checkpoint, vocab_size, hidden_size, packed=tied, place=place)
+        self._parallel = place.parallel
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
-        self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
-        self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place, packed=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""
@@ -56,36 +78,6 @@ class Embedding:
         self._parallel.all_reduce(rows)
         return rows
 
-    def project(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""
-        return self._weight.product(x, None, out)
-
     def read(self) -> Tensor:
+        """Return this rank's rows of the table as [rows, hidden]."""
         return self._weight.read()
-
-    def slots(self) -> Iterator[WeightSlot]:
-        yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield self._weight.parameter
-
-
-class OutputHead:
-    """Output head with a table [vocab, hidden] of its own."""
-
-    def __init__(
-        self, name: str, checkpoint: str, vocab_size: int, hidden_size: int, *, place: Placement
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
-        self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place)
-
-    def project(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""
-        return self._weight.product(x, None, out)
-
-    def slots(self) -> Iterator[WeightSlot]:
-        yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield self._weight.parameter

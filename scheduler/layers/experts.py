@@ -25,48 +25,42 @@ from torch.nn import functional
 from ..kernels import TORCH, TRITON, best, elementwise, elementwise_for, triton_for
 from ..kernels import experts as kernel
 from ..kernels.attention_form import Bend
-from ..kernels.linear import packable, storage_shape
+from ..kernels.linear import packable
 from .fp8_block import Fp8ExpertMatrix
-from .fp8_packed import PackedFp8ExpertMatrix, packs
 from .fp8_products import experts_for
-from .linear import all_fp8, divided
-from .matrix import PackedSlot
+from .linear import divided, fp8_blocks
+from .matrix import Stored, packs
 from .mlp import bent
-from .parameters import Parameter, Placement, PlainSlot, WeightSlot
+from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
 from .sharding import Window, even, require_borders
 from .stacked_experts import StackedBiasSlot, StackedSlot
 
 if TYPE_CHECKING:
-    from .fp8_scaled import FlashInferExperts
+    from .fp8_products import FlashInferExperts
 
 _COMBINED_ELEMENTS = 1 << 24
 """Elements that are weighted at a time: bounds the float32 transient of torch's way to 64 MB."""
 
 
-class ExpertMatrix:
-    """One weight [out, in] of each expert: packed, each from a panel of its own on, or plain."""
+class ExpertMatrix(Stored):
+    """One weight [out, in] of each expert: packed, or plain."""
 
     def __init__(
         self,
         name: str,
-        num_experts: int,
+        count: int,
         out_features: int,
         in_features: int,
         place: Placement,
         *,
         packed: bool,
+        fp8: Fp8Blocks | None = None,
     ) -> None:
-        self._in = in_features
-        self._rows = 0
+        super().__init__(name, out_features, in_features, place, packed=packed, fp8=fp8, count=count)
         self._product: kernel.GroupedProduct | None = None
         if packed:
-            self._rows, columns = storage_shape(out_features, in_features, place.dtype)
-            shape: tuple[int, ...] = num_experts * self._rows, columns
-        else:
-            shape = num_experts, out_features, in_features
-        self.parameter = Parameter(name, shape, place.dtype, place.device)
-        if packed:
-            self._product = kernel.GroupedProduct(self.parameter.data, num_experts, out_features, in_features)
+            data = self.parameter.data
+            self._product = kernel.GroupedProduct(data, count, *self._shape, self._scales, place.dtype)
 
     def packed_product(
         self, x: Tensor, groups: kernel.Groups, out: Tensor, bias: Tensor | None = None
@@ -78,29 +72,6 @@ class ExpertMatrix:
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return the same in fresh memory; ``ends``: :func:`sort_by_expert`."""
         return grouped_linear(x, self.parameter.data, ends)
-
-    @property
-    def packed(self) -> Tensor | None:
-        return None if self._product is None else self.parameter.data
-
-    @property
-    def scales(self) -> None:
-        pass
-
-    def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield the slot of a checkpoint module, rows ``[start, start + length)`` of the expert's."""
-        data = self.parameter.data
-        if self._product is not None:
-            first, shape = expert * self._rows + start, (length, self._in)
-            yield PackedSlot(f"{module}.weight", self.parameter.name, data, first, shape)
-        else:
-            yield PlainSlot(f"{module}.weight", self.parameter.name, data[expert].narrow(0, start, length))
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield self.parameter
-
-
-_AnyMatrix = ExpertMatrix | Fp8ExpertMatrix | PackedFp8ExpertMatrix
 
 
 class PackedExperts(NamedTuple):
@@ -155,7 +126,7 @@ class Experts:
         self._is_first = place.parallel.rank == 0
         intermediate_size = self._window.length
         self._hidden, self.width = hidden_size, intermediate_size
-        self._blocks: tuple[int, int] | None = None
+        self._blocks: Fp8Blocks | None = None
         self._workspace = place.workspace
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and all(
             packable(size, place.dtype) for size in (hidden_size, intermediate_size)
@@ -175,20 +146,22 @@ class Experts:
             )
             self._biases = gate_up_bias, down_bias
 
-    def _matrix(self, name: str, part_rows: list[int], in_features: int, place: Placement) -> _AnyMatrix:
+    def _matrix(
+        self, name: str, part_rows: list[int], in_features: int, place: Placement
+    ) -> ExpertMatrix | Fp8ExpertMatrix:
         projections = self._names.gate, self._names.up, self._names.down
         modules = (f"{self._prefix}.{e}.{part}" for e in range(self.count) for part in projections)
-        if all_fp8(modules, place):
-            assert place.fp8 is not None
-            self._blocks = place.fp8.rows, place.fp8.columns
-            for block in self._blocks:  # rows of gate and up, columns of down
+        self._blocks = fp8 = fp8_blocks(modules, place)
+        if fp8 is not None:
+            for block in (fp8.rows, fp8.columns):  # rows of gate and up, columns of down
                 require_borders(self._prefix, "moe_intermediate_size", self._window, block)
             found = experts_for(place.device)
             if found is not None and found.fused is not None and self._fp8 is None:
                 self._fp8 = found.fused(place.workspace)
-            kind = PackedFp8ExpertMatrix if self._compiled and packs(in_features, place) else Fp8ExpertMatrix
-            return kind(name, self.count, part_rows, in_features, place)
-        return ExpertMatrix(name, self.count, sum(part_rows), in_features, place, packed=self._compiled)
+            if not (self._compiled and packs(in_features, place, fp8)):
+                return Fp8ExpertMatrix(name, self.count, part_rows, in_features, fp8, place)
+        packed = self._compiled
+        return ExpertMatrix(name, self.count, sum(part_rows), in_features, place, packed=packed, fp8=fp8)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
         """Map [T, hidden] to [T, hidden], in fresh memory; the sum over all ranks is the result.
@@ -225,11 +198,8 @@ class Experts:
         if self._biases is not None:
             pairs = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
             experts = torch.searchsorted(ends, pairs, right=True)
-        matrices = self._gate_up, self._down
-        assert not isinstance(matrices[0], PackedFp8ExpertMatrix)
-        assert not isinstance(matrices[1], PackedFp8ExpertMatrix)
-        gate_up = self._biased(matrices[0].plain_product(rows, ends), experts, 0)
-        return self._biased(matrices[1].plain_product(self._gate(gate_up), ends), experts, 1)
+        gate_up = self._biased(self._gate_up.plain_product(rows, ends), experts, 0)
+        return self._biased(self._down.plain_product(self._gate(gate_up), ends), experts, 1)
 
     def _biased(self, y: Tensor, experts: Tensor | None, product: int) -> Tensor:
         """Add the bias of each row's expert to ``y`` in place; that of sums over ranks on rank 0."""
@@ -301,9 +271,9 @@ class Experts:
     def _expert_slots(self, expert: int) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
         gate, up = (0, self.width) if self._fp8 is None else (self.width, 0)
         module, names, hidden = f"{self._prefix}.{expert}", self._names, Window.whole(self._hidden)
-        gates = self._gate_up.slots(f"{module}.{names.gate}", expert, gate, self.width)
-        ups = self._gate_up.slots(f"{module}.{names.up}", expert, up, self.width)
-        downs = self._down.slots(f"{module}.{names.down}", expert, 0, self._hidden)
+        gates = self._gate_up.slots(f"{module}.{names.gate}", gate, self.width, expert)
+        ups = self._gate_up.slots(f"{module}.{names.up}", up, self.width, expert)
+        downs = self._down.slots(f"{module}.{names.down}", 0, self._hidden, expert)
         return (
             list(divided(gates, self._window, hidden, self._blocks)),
             list(divided(ups, self._window, hidden, self._blocks)),

@@ -9,7 +9,7 @@ Invariants:
 - A weight that comes in a wider float is quantised block by block, each when its rows are complete: the
   result depends on the tensor alone. At most one row of blocks waits, in the model's workspace, as float32.
 - No derived value outlives a product, so nothing can mix a new weight with an old scale. On the CPU compiled
-  kernels have a layout of their own (``fp8_packed.py``); otherwise weights are dequantised into the
+  kernels have a layout of their own (``matrix.py``); otherwise weights are dequantised into the
   workspace, at most ``_CHUNK`` elements (or one row) at a time. Accelerators multiply by the stored bytes
   (``fp8_products.py``), and refuse a model whose weights they cannot multiply by.
 - A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
@@ -31,9 +31,8 @@ from ..kernels.linear import FP8
 from ..memory.workspace import Workspace
 from ..runtime.dtypes import torch_name
 from . import fp8_products
-from .fp8_products import Dense
-from .fp8_scaled import BLOCK, Grouped
-from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, PlainSlot, WeightSlot
+from .fp8_products import BLOCK, Dense, Grouped
+from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, WeightSlot
 
 FP8_MAX = 448.0
 
@@ -104,10 +103,9 @@ class Fp8Slot(WeightSlot):
 
     __slots__ = ("_blocks", "_device", "_scales", "_stored", "_workspace")
 
-    def __init__(self, stored: WeightSlot, scales: WeightSlot, place: Placement) -> None:
+    def __init__(self, stored: WeightSlot, scales: WeightSlot, blocks: Fp8Blocks, place: Placement) -> None:
         super().__init__(stored.name, stored.parameter, stored.shape, FP8)
-        assert place.fp8 is not None
-        self._blocks, self._workspace, self._device = place.fp8, place.workspace, place.device
+        self._blocks, self._workspace, self._device = blocks, place.workspace, place.device
         self._stored, self._scales = stored, scales
 
     def accepts(self, dtype: torch.dtype) -> bool:
@@ -165,28 +163,34 @@ class Fp8Slot(WeightSlot):
 class Fp8Matrix:
     """One weight [out, in] and its product; as :class:`~.matrix.Matrix`, but FP8."""
 
+    packed: Tensor | None = None
+    scales: Tensor | None = None
+
     def __init__(
         self,
         name: str,
         part_rows: Sequence[int],
         in_features: int,
+        fp8: Fp8Blocks,
         place: Placement,
         *,
+        count: int = 1,
         multiplies: bool = True,
     ) -> None:
         """Args:
-            part_rows: output features of each checkpoint tensor that is stacked here.
+            part_rows: output features of each checkpoint tensor that is stacked here, ``count`` times.
             multiplies: :meth:`product` will be called.
 
         Raises:
             CaesuraError: ``unsupported``, no library multiplies by it on this accelerator.
         """
-        assert place.fp8 is not None
-        self._place, self._blocks = place, place.fp8
+        self._place, self._blocks = place, fp8
+        self._count, self._height = count, sum(part_rows)
         self._dense = fp8_products.dense_for(place.device) if multiplies else None
         if self._dense is not None:
-            require_blocks(name, part_rows[:-1], in_features, place)
-        grids = [scale_shape(place.fp8, rows, in_features) for rows in part_rows]
+            require_blocks(name, part_rows[:-1], in_features, fp8, place)
+        part_rows = [*part_rows] * count
+        grids = [scale_shape(fp8, rows, in_features) for rows in part_rows]
         self._weight = Parameter(name, (sum(part_rows), in_features), FP8, place.device)
         self._scales = Parameter(
             f"{name}_scale_inv", (sum(rows for rows, _ in grids), grids[0][1]), torch.float32, place.device
@@ -196,17 +200,9 @@ class Fp8Matrix:
         start = first = 0
         for rows, (length, _) in zip(part_rows, grids, strict=True):
             self._parts[start] = first, length
-            of_row.append(first + torch.arange(rows, dtype=torch.int32) // place.fp8.rows)
+            of_row.append(first + torch.arange(rows, dtype=torch.int32) // fp8.rows)
             start, first = start + rows, first + length
         self._scale_of_row = torch.cat(of_row).to(place.device)  # which row of scales is each row's
-
-    @property
-    def packed(self) -> None:
-        pass
-
-    @property
-    def scales(self) -> None:
-        pass
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
@@ -257,14 +253,13 @@ class Fp8Matrix:
         shape, place = self._weight.data.shape, self._place
         return self.dequantize(torch.empty(shape, dtype=place.dtype, device=place.device))
 
-    def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield the slots of the part that begins at row ``start``: its weight, and its scales."""
+    def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
+        """Yield weight and scales of the part that begins at row ``start`` of one weight."""
+        start += number * self._height
         first, grid_rows = self._parts[start]
-        scales = PlainSlot(
-            f"{module}.weight_scale_inv", self._scales.name, self._scales.data.narrow(0, first, grid_rows)
-        )
-        rows = self._weight.data.narrow(0, start, length)
-        yield Fp8Slot(PlainSlot(f"{module}.weight", self._weight.name, rows), scales, self._place)
+        scales = self._scales.slot(f"{module}.weight_scale_inv", first, grid_rows)
+        weight = self._weight.slot(f"{module}.weight", start, length)
+        yield Fp8Slot(weight, scales, self._blocks, self._place)
         yield scales
 
     def parameters(self) -> Iterator[Parameter]:
@@ -272,51 +267,42 @@ class Fp8Matrix:
         yield self._scales
 
 
-class Fp8ExpertMatrix:
+class Fp8ExpertMatrix(Fp8Matrix):
     """One weight [out, in] of each expert; as :class:`~.experts.ExpertMatrix`, but FP8."""
 
     def __init__(
-        self, name: str, num_experts: int, part_rows: Sequence[int], in_features: int, place: Placement
+        self,
+        name: str,
+        count: int,
+        part_rows: Sequence[int],
+        in_features: int,
+        fp8: Fp8Blocks,
+        place: Placement,
     ) -> None:
-        """Args:
-            part_rows: output features of each checkpoint tensor that an expert's weight is stacked from.
+        """Take the output features of the checkpoint tensors that an expert's weight is stacked from.
 
         Raises:
             CaesuraError: ``unsupported``, no library multiplies by it on this accelerator.
         """
-        self._out, self._in = sum(part_rows), in_features
-        self._num_experts = num_experts
         found = fp8_products.experts_for(place.device)
         if found is not None:
-            require_blocks(name, part_rows, in_features, place)
+            require_blocks(name, part_rows, in_features, fp8, place)
         self._grouped: Grouped | None = None if found is None else found.grouped
-        self._matrix = Fp8Matrix(
-            name, [*part_rows] * num_experts, in_features, place, multiplies=found is None
-        )
-
-    @property
-    def packed(self) -> None:
-        pass
-
-    @property
-    def scales(self) -> None:
-        pass
+        super().__init__(name, part_rows, in_features, fp8, place, count=count, multiplies=found is None)
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor]:
         """Return FP8 [experts, out, in] and scales [experts, out / rows, in / columns], of whole blocks."""
-        weight, scales = (parameter.data for parameter in self._matrix.parameters())
-        return weight.view(self._num_experts, self._out, self._in), scales.unflatten(
-            0, (self._num_experts, -1)
-        )
+        weight, scales = (each.data.unflatten(0, (self._count, -1)) for each in self.parameters())
+        return weight, scales
 
     def packed_product(self, x: Tensor, groups: Groups, out: Tensor, bias: Tensor | None = None) -> Tensor:
         """Write each row of ``x`` [pairs, in] times its expert's weight to ``out``; on the CPU."""
         starts, experts = groups.starts[: groups.count + 1], groups.experts[: groups.count]
-        self._product(x, experts.tolist(), starts.tolist(), out)
-        return (
-            out if bias is None else out.add_(bias.index_select(0, experts.repeat_interleave(starts.diff())))
-        )
+        self._by_expert(x, experts.tolist(), starts.tolist(), out)
+        if bias is None:
+            return out
+        return out.add_(bias.index_select(0, experts.repeat_interleave(starts.diff())))
 
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return the same in fresh memory; ``ends`` [experts]: the end of each expert's sorted rows."""
@@ -324,33 +310,27 @@ class Fp8ExpertMatrix:
             return self._grouped(x, ends, *self.blocks)
         assert x.device.type == "cpu", "a loop over experts waits for the device"
         starts = [0, *ends.tolist()]
-        return self._product(x, range(len(ends)), starts, x.new_empty((x.shape[0], self._out)))
+        return self._by_expert(x, range(len(ends)), starts, x.new_empty((x.shape[0], self._height)))
 
-    def _product(self, x: Tensor, experts: Sequence[int], starts: list[int], out: Tensor) -> Tensor:
+    def _by_expert(self, x: Tensor, experts: Sequence[int], starts: list[int], out: Tensor) -> Tensor:
         for expert, (start, end) in zip(experts, pairwise(starts), strict=True):
             if end > start:  # the others are not dequantised
-                self._matrix.product(x[start:end], out=out[start:end], first=expert * self._out)
+                self.product(x[start:end], out=out[start:end], first=expert * self._height)
         return out
 
-    def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
-        """Yield the slots of a checkpoint module, rows ``[start, start + length)`` of the expert's."""
-        return self._matrix.slots(module, expert * self._out + start, length)
 
-    def parameters(self) -> Iterator[Parameter]:
-        return self._matrix.parameters()
-
-
-def require_blocks(name: str, part_rows: Sequence[int], in_features: int, place: Placement) -> None:
+def require_blocks(
+    name: str, part_rows: Sequence[int], in_features: int, fp8: Fp8Blocks, place: Placement
+) -> None:
     """Refuse a weight that no library for accelerators takes.
 
     Raises:
         CaesuraError: ``unsupported``, it has other blocks, or another dtype than bfloat16.
     """
-    assert place.fp8 is not None
     if place.dtype != torch.bfloat16:
         reason = f"products in bfloat16, not {torch_name(place.dtype)}"
-    elif (place.fp8.rows, place.fp8.columns) != (BLOCK, BLOCK):
-        reason = f"blocks of {BLOCK} x {BLOCK}, not {place.fp8.rows} x {place.fp8.columns}"
+    elif (fp8.rows, fp8.columns) != (BLOCK, BLOCK):
+        reason = f"blocks of {BLOCK} x {BLOCK}, not {fp8.rows} x {fp8.columns}"
     elif in_features % BLOCK or any(rows % BLOCK for rows in part_rows):
         reason = f"sizes in multiples of {BLOCK}, not {[*part_rows]} x {in_features} of {name}"
     else:

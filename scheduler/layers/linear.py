@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from .fp8_block import Fp8Matrix
-from .fp8_packed import PackedFp8Matrix, packs
-from .matrix import Matrix
-from .parameters import Parameter, Placement, WeightSlot
+from .matrix import Matrix, packs
+from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded, stacked
 
 
@@ -45,21 +44,17 @@ class Linear:
         self._parts = {part: _as_windows(size) for part, size in parts.items()}
         lengths = [_length(rows) for rows in self._parts.values()]
         self.in_features, self.out_features = self._columns.length, sum(lengths)
-        self._weight: Matrix | Fp8Matrix | PackedFp8Matrix
-        self._blocks: tuple[int, int] | None = None
-        if all_fp8(parts, place):
-            assert place.fp8 is not None
-            self._blocks = place.fp8.rows, place.fp8.columns
+        self._weight: Matrix | Fp8Matrix
+        self._fp8 = fp8 = fp8_blocks(parts, place)
+        if fp8 is not None:
             for part, windows in self._parts.items():
                 for rows in windows:
-                    require_borders(part, "rows", rows, self._blocks[0])
-                require_borders(part, "columns", self._columns, self._blocks[1])
-            if packs(self.in_features, place):
-                self._weight = PackedFp8Matrix(f"{name}.weight", self.out_features, self.in_features, place)
-            else:
-                self._weight = Fp8Matrix(f"{name}.weight", lengths, self.in_features, place)
+                    require_borders(part, "rows", rows, fp8.rows)
+                require_borders(part, "columns", self._columns, fp8.columns)
+        if fp8 is not None and not packs(self.in_features, place, fp8):
+            self._weight = Fp8Matrix(f"{name}.weight", lengths, self.in_features, fp8, place)
         else:
-            self._weight = Matrix(f"{name}.weight", self.out_features, self.in_features, place)
+            self._weight = Matrix(f"{name}.weight", self.out_features, self.in_features, place, fp8=fp8)
         self._bias = (
             Parameter(f"{name}.bias", (self.out_features,), place.dtype, place.device) if bias else None
         )
@@ -95,7 +90,7 @@ class Linear:
         for part, rows in self._parts.items():
             length = _length(rows)
             slots = self._weight.slots(part, start, length)
-            yield from divided(slots, rows, self._columns, self._blocks)
+            yield from divided(slots, rows, self._columns, self._fp8)
             if self._bias is not None:
                 yield sharded(self._bias.slot(f"{part}.bias", start, length), rows)
             start += length
@@ -118,26 +113,26 @@ def divided(
     slots: Iterable[WeightSlot],
     rows: Window | Sequence[Window],
     columns: Window,
-    blocks: tuple[int, int] | None,
+    fp8: Fp8Blocks | None,
 ) -> Iterator[WeightSlot]:
-    """Yield the slots of a part of a weight as those of the whole; with ``blocks``, those of scales, too."""
+    """Yield the slots of a part of a weight as those of the whole; with ``fp8``, those of scales, too."""
     rows = (rows,) if isinstance(rows, Window) else rows
     for number, slot in enumerate(slots):
-        if blocks is not None and number:
-            grid = [window.in_blocks(blocks[0]) for window in rows]
-            yield sharded(slot, grid, columns.in_blocks(blocks[1]))
+        if fp8 is not None and number:
+            grid = [window.in_blocks(fp8.rows) for window in rows]
+            yield sharded(slot, grid, columns.in_blocks(fp8.columns))
         else:
             yield sharded(slot, rows, columns)
 
 
-def all_fp8(modules: Iterable[str], place: Placement) -> bool:
-    """Return True if the checkpoint holds these modules, which are stored as one, as FP8.
+def fp8_blocks(modules: Iterable[str], place: Placement) -> Fp8Blocks | None:
+    """Return the blocks of modules that are stored as one, if the checkpoint holds them as FP8.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, some of them only.
     """
     if place.fp8 is None:
-        return False
+        return None
     converted = {module: place.fp8.converts(module) for module in modules}
     if len(set(converted.values())) > 1:
         raise CaesuraError(
@@ -145,55 +140,4 @@ def all_fp8(modules: Iterable[str], place: Placement) -> bool:
             f"modules that are one product must be FP8 or not together: {converted}",
             fields=["quantization_config.modules_to_not_convert"],
         )
-    return all(converted.values())
-
-
-class QKVLinear(Linear):
-    """Query, key and value projections of one attention layer in one product."""
-
-    def __init__(
-        self,
-        name: str,
-        prefix: str,
-        in_features: int,
-        *,
-        heads: Window,
-        kv_heads: Window,
-        head_dim: int,
-        bias: bool,
-        gated: bool = False,
-        place: Placement,
-    ) -> None:
-        """Args:
-        prefix: the checkpoint's attention module, which holds ``q_proj``, ``k_proj`` and ``v_proj``.
-        gated: ``q_proj`` computes a gate behind each query.
-        """
-        kv_rows = kv_heads.times(head_dim)
-        parts = {
-            f"{prefix}.q_proj": heads.times(2 * head_dim if gated else head_dim),
-            f"{prefix}.k_proj": kv_rows,
-            f"{prefix}.v_proj": kv_rows,
-        }
-        super().__init__(name, in_features, parts, bias=bias, place=place)
-
-
-class MergedLinear(Linear):
-    """Several projections of equal width in one product, gate and up for instance."""
-
-    def __init__(
-        self,
-        name: str,
-        parts: tuple[str, ...],
-        in_features: int,
-        part_features: int | Window,
-        *,
-        place: Placement,
-    ) -> None:
-        super().__init__(name, in_features, dict.fromkeys(parts, part_features), place=place)
-        self.part_features = as_window(part_features).length
-
-    def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            y.narrow(-1, start, self.part_features)
-            for start in range(0, self.out_features, self.part_features)
-        )
+    return place.fp8 if all(converted.values()) else None

@@ -5,6 +5,9 @@ Invariants:
 - Packed storage is written through its slots only, row by row and in place: no second copy of a weight ever
   exists.
 - The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
+- An FP8 weight is packed as the checkpoint's bytes, and dequantised in registers (``kernels/linear.py``). Of
+  every block its scale is stored once for each output of the block. Slots take and give both as the
+  checkpoint has them. (FP8 that cannot be packed is in ``fp8_block.py``.)
 """
 
 from collections.abc import Iterator
@@ -15,7 +18,9 @@ from torch.nn import functional
 
 from ..kernels import TORCH, best
 from ..kernels import linear as kernel
-from .parameters import Parameter, Placement, WeightSlot
+from ..kernels.linear import FP8, Scales
+from .fp8_block import Fp8Slot, chunks, dequantize
+from .parameters import Fp8Blocks, Parameter, Placement, PlainSlot, WeightSlot
 
 
 class PackedSlot(WeightSlot):
@@ -51,7 +56,103 @@ class PackedSlot(WeightSlot):
         return rows.to(device=self._storage.device, dtype=self.dtype).contiguous()
 
 
-class Matrix:
+class ScalesSlot(WeightSlot):
+    """``X.weight_scale_inv`` of a weight whose scales are stored for each output."""
+
+    __slots__ = ("_height", "_lines")
+
+    def __init__(self, name: str, parameter: str, lines: Tensor, height: int) -> None:
+        """Map blocks of ``height`` outputs to ``lines`` [blocks, outputs], their part of the storage."""
+        super().__init__(name, parameter, (-(-lines.shape[1] // height), lines.shape[0]), lines.dtype)
+        self._lines, self._height = lines, height
+
+    def write(self, rows: Tensor, start: int) -> None:
+        outputs = self._lines[:, start * self._height :][:, : len(rows) * self._height]
+        values = rows.to(self.dtype).t().repeat_interleave(self._height, dim=1)
+        outputs.copy_(values[:, : outputs.shape[1]])  # the last block may be smaller
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        rows = self._lines[:, :: self._height][:, start:stop].t()
+        # Contiguous also where there is one: its bytes may be viewed.
+        return rows.clone(memory_format=torch.contiguous_format)
+
+
+def packs(in_features: int, place: Placement, fp8: Fp8Blocks | None = None) -> bool:
+    """Return True if compiled kernels multiply by rows of ``in_features``, in FP8 if it is given."""
+    if fp8 is not None and not (place.device.type == "cpu" and kernel.scalable(in_features, fp8.columns)):
+        return False
+    return best("linear", place.device, place.dtype) != TORCH and kernel.packable(in_features, place.dtype)
+
+
+class Stored:
+    """One weight [out, in], or ``count`` of them, packed each from a panel of its own on, or plain."""
+
+    def __init__(
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        place: Placement,
+        *,
+        packed: bool,
+        fp8: Fp8Blocks | None = None,
+        count: int | None = None,
+    ) -> None:
+        """``fp8``: blocks of weights that are packed FP8."""
+        self._shape, self._place, self._fp8 = (out_features, in_features), place, fp8
+        self._height = out_features
+        dtype = place.dtype if fp8 is None else FP8
+        shape: tuple[int, ...] = self._shape if count is None else (count, *self._shape)
+        self._is_packed = packed
+        if packed:
+            self._height, columns = kernel.storage_shape(out_features, in_features, dtype)
+            shape = (count or 1) * self._height, columns
+        self.parameter = Parameter(name, shape, dtype, place.device)
+        self._scales: Scales | None = None
+        if fp8 is not None:
+            self._grid, padded = kernel.scales_shape(out_features, in_features, fp8.columns)
+            lines = (count or 1) * self._grid, padded
+            self._lines = Parameter(f"{name}_scale_inv", lines, torch.float32, place.device)
+            self._scales = Scales(self._lines.data, fp8.columns)
+
+    @property
+    def packed(self) -> Tensor | None:
+        """Packed storage, or None if it is plain."""
+        return self.parameter.data if self._is_packed else None
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Scales of a packed FP8 weight, else None."""
+        return None if self._fp8 is None else self._lines.data
+
+    def slot(
+        self, checkpoint_name: str, start: int = 0, length: int | None = None, number: int = 0
+    ) -> WeightSlot:
+        """Return the slot of a checkpoint tensor, rows ``[start, start + length)`` of one weight."""
+        length = self._shape[0] - start if length is None else length
+        first, data, inputs = number * self._height + start, self.parameter.data, self._shape[1]
+        if self._is_packed:
+            return PackedSlot(checkpoint_name, self.parameter.name, data, first, (length, inputs))
+        return PlainSlot(checkpoint_name, self.parameter.name, data.view(-1, inputs).narrow(0, first, length))
+
+    def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
+        """Yield the slot of a checkpoint module's weight, and that of its scales if it is FP8."""
+        weight = self.slot(f"{module}.weight", start, length, number)
+        if self._fp8 is None:
+            yield weight
+            return
+        lines = self._lines.data.narrow(0, number * self._grid, self._grid).narrow(1, start, length)
+        scales = ScalesSlot(f"{module}.weight_scale_inv", self._lines.name, lines, self._fp8.rows)
+        yield Fp8Slot(weight, scales, self._fp8, self._place)
+        yield scales
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self.parameter
+        if self._fp8 is not None:
+            yield self._lines
+
+
+class Matrix(Stored):
     """One weight [out, in] and its product."""
 
     def __init__(
@@ -62,16 +163,14 @@ class Matrix:
         place: Placement,
         *,
         packed: bool = True,
+        fp8: Fp8Blocks | None = None,
     ) -> None:
         """``packed=False``: rows are gathered only, which a plain layout does faster."""
-        self._shape = (out_features, in_features)
+        packed = packed and packs(in_features, place, fp8)
+        super().__init__(name, out_features, in_features, place, packed=packed, fp8=fp8)
         self._product: kernel.Product | None = None
-        dtype, device = place.dtype, place.device
-        if packed and best("linear", device, dtype) != TORCH and kernel.packable(in_features, dtype):
-            self.parameter = Parameter(name, kernel.storage_shape(*self._shape, dtype), dtype, device)
-            self._product = kernel.Product(self.parameter.data, out_features, in_features)
-        else:
-            self.parameter = Parameter(name, self._shape, dtype, device)
+        if packed:
+            self._product = kernel.Product(self.parameter.data, *self._shape, self._scales, place.dtype)
 
     def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` [T, in], in ``out`` [T, out] if given (contiguous)."""
@@ -89,39 +188,22 @@ class Matrix:
         assert self._product is not None, "a plain weight"
         return self._product(x, wide=True)
 
-    @property
-    def packed(self) -> Tensor | None:
-        return None if self._product is None else self.parameter.data
-
-    @property
-    def scales(self) -> None:
-        pass
-
     def gather(self, ids: Tensor) -> Tensor:
         """Return rows ``ids`` (int64 [T]) as [T, in], in fresh memory."""
-        if self._product is not None:
-            return kernel.gather_rows(
-                self.parameter.data,
-                ids,
-                torch.empty((len(ids), self._shape[1]), dtype=self.parameter.data.dtype),
-            )
-        return functional.embedding(ids, self.parameter.data)
+        data = self.parameter.data
+        if self._product is None:
+            return functional.embedding(ids, data)
+        return kernel.gather_rows(data, ids, torch.empty((len(ids), self._shape[1]), dtype=data.dtype))
 
     def read(self) -> Tensor:
-        """Return the weight as [out, in]: a view if storage has that layout, else a copy."""
-        return self.slot("").read()
-
-    def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
-        yield self.slot(f"{module}.weight", start, length)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield self.parameter
-
-    def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
-        """Return the slot of a checkpoint tensor, rows ``[start, start + length)`` or to the end."""
-        length = self._shape[0] - start if length is None else length
-        if self._product is not None:
-            return PackedSlot(
-                checkpoint_name, self.parameter.name, self.parameter.data, start, (length, self._shape[1])
-            )
-        return self.parameter.slot(checkpoint_name, start, length)
+        """Return the weight as [out, in]: a view if storage has that layout, else a copy, dequantised."""
+        if self._fp8 is None:
+            return self.slot("").read()
+        place = self._place
+        out = torch.empty(self._shape, dtype=place.dtype, device=place.device)
+        for start, end in chunks(*self._shape):
+            weight = torch.empty((end - start, self._shape[1]), dtype=FP8)
+            kernel.unpack_rows(self.parameter.data, start, weight)
+            scales = self._lines.data[:, start:end].t().contiguous()
+            dequantize(weight, scales, self._fp8.columns, out[start:end], place.workspace)
+        return out

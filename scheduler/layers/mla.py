@@ -27,7 +27,7 @@ from ..kernels import TORCH, TRITON, Elementwise, best, elementwise_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
 from .fp8_block import Fp8Matrix
-from .linear import Linear, all_fp8, divided
+from .linear import Linear, divided, fp8_blocks
 from .matrix import PackedSlot
 from .norm import RMSNorm
 from .parameters import CompositeLayer, Layer, Parameter, Placement, PlainSlot, WeightSlot
@@ -127,11 +127,6 @@ class TurnedSlot(WeightSlot):
             turned = whole
         self._matrix.write(turned.contiguous(), 0)
 
-    def differs(self, rows: Tensor, start: int) -> bool:
-        bits = torch.int16 if self.dtype.itemsize == 2 else torch.int32
-        new, stored = rows.to(self.dtype).contiguous(), self.read(start, start + len(rows))
-        return not torch.equal(new.view(bits), stored.view(bits))
-
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self._matrix.read()[:, start:stop].t().contiguous()
 
@@ -158,7 +153,7 @@ class UpProjection:
         heads = as_window(heads)
         self._module, self._heads = module, heads.length
         self._rows, self._latent = heads.times(sum(sizes)), Window.whole(latent)
-        self._blocks: tuple[int, int] | None = None
+        self._fp8 = fp8_blocks([module], place)
         self._sizes, self._workspace = sizes, place.workspace
         names, dtype = [f"{name}.{part}" for part in ("w_kc", "w_vc")], place.dtype
         shapes: list[tuple[int, ...]] = [(heads.length, size, latent) for size in sizes]
@@ -179,12 +174,10 @@ class UpProjection:
                 for weight, each in zip(self._weights, matrices, strict=True)
             ]
         self._quantized: Fp8Matrix | None = None
-        if all_fp8([module], place):
-            assert place.fp8 is not None
-            self._blocks = place.fp8.rows, place.fp8.columns
-            require_borders(module, "rows", self._rows, place.fp8.rows)
+        if (fp8 := self._fp8) is not None:
+            require_borders(module, "rows", self._rows, fp8.rows)
             self._quantized = Fp8Matrix(
-                f"{name}.kv_up.weight", [self._rows.length], latent, place, multiplies=False
+                f"{name}.kv_up.weight", [self._rows.length], latent, fp8, place, multiplies=False
             )
 
     @property
@@ -212,7 +205,7 @@ class UpProjection:
             yield sharded(ScatteredSlot(f"{self._module}.weight", list(self._parts())), self._rows)
         else:
             slots = self._quantized.slots(self._module, 0, self._rows.length)
-            yield from divided(slots, self._rows, self._latent, self._blocks)
+            yield from divided(slots, self._rows, self._latent, self._fp8)
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield the written parameters: both matrices, or the FP8 weight and its scales."""

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ..kernels import elementwise_for
 from ..kernels.attention_form import Bend
-from .linear import Linear, MergedLinear
+from .linear import Linear
 from .parameters import CompositeLayer, Layer, Placement
 from .sharding import even
 
@@ -52,21 +52,16 @@ class GatedMLP(CompositeLayer):
         width = even(intermediate_size, place.parallel, field)
         self._summing = None if partial or width.is_whole else place.parallel
         self._kernels = elementwise_for(place.device, place.dtype)
-        gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self.gate_up = MergedLinear(f"{name}.gate_up", gate_up, hidden_size, width, place=place)
-        self.down = Linear(
-            f"{name}.down",
-            width,
-            {f"{prefix}.down_proj": hidden_size},
-            place=place,
-        )
+        gate_up = {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width}
+        self.gate_up = Linear(f"{name}.gate_up", hidden_size, gate_up, place=place)
+        self.down = Linear(f"{name}.down", width, {f"{prefix}.down_proj": hidden_size}, place=place)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up.forward(x)
         if self._kernels is not None:
             gated = self._kernels.gate_mul(gate_up, bend=self.bend)
         else:
-            gate, up = self.gate_up.split(gate_up)
+            gate, up = gate_up.chunk(2, dim=-1)
             gated = bent(gate, up, self.bend)
         out = self.down.forward(gated)
         if self._summing is not None:

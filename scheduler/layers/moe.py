@@ -9,14 +9,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
-from ..kernels.decoder_layers import GroupRouting
+from ..kernels.decoder_layers import GroupRouting, choosable
 from .experts import Experts
 from .linear import Linear
+from .matrix import Matrix
 from .mlp import GatedMLP
-from .parameters import CompositeLayer, Layer, Placement
+from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 
 
 class Router(Layer, Protocol):
@@ -24,8 +26,11 @@ class Router(Layer, Protocol):
 
     top_k: int
     normalize: bool
-    in_groups: GroupRouting | None
-    """Choice by groups that compiled kernels can make, too; or None."""
+
+    @property
+    def in_groups(self) -> GroupRouting | None:
+        """Choice by groups that compiled kernels can make, too; or None."""
+        ...
 
     @property
     def packed(self) -> tuple[Tensor, Tensor | None] | None:
@@ -91,6 +96,107 @@ class TopKRouter(CompositeLayer):
 
     def parts(self) -> Iterator[Layer]:
         yield self._logits
+
+
+class GroupedRouter:
+    """The k best experts of the best groups of neighbouring ones.
+
+    DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section 2.1.2. Invariants: logits and
+    scores are float32, products included, since a logit rounded to bf16 changes the choice. The bias, which
+    balances load without a loss, decides the choice and never an expert's weight.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        by: GroupRouting,
+        *,
+        normalize: bool,
+        bias: bool,
+        place: Placement,
+    ) -> None:
+        """Args:
+        module: the checkpoint's, which holds ``weight`` [experts, hidden] and, with ``bias``,
+            ``e_score_correction_bias`` [experts], kept in float32.
+        normalize: weights are divided by their sum before they are multiplied by the scale.
+        """
+        self._module, self.top_k, self.normalize = module, top_k, normalize
+        self.in_groups = by
+        compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
+        wanted = compiled and choosable(by.groups, by.top_groups, num_experts, top_k, best_two=by.best_two)
+        self._matrix = Matrix(f"{name}.weight", num_experts, hidden_size, place, packed=wanted)
+        self._bias: Parameter | None = None
+        if bias:
+            self._bias = Parameter(f"{name}.bias", (num_experts,), torch.float32, place.device)
+        self._triton = triton_for("experts", place.device, place.dtype)
+
+    def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
+        bias, by = None if self._bias is None else self._bias.data, self.in_groups
+        if self._matrix.packed is not None:
+            logits = self._matrix.wide_product(x)
+            ids, weights = kernel.route_in_groups(logits, bias, self.top_k, by, normalize=self.normalize)
+        elif self._triton is None:
+            ids, weights = self._choose(self._logits(x), bias)
+        else:
+            found: tuple[Tensor, Tensor] = self._triton.route(
+                self._logits(x),
+                self.top_k,
+                normalize=self.normalize,
+                scale=by.scale,
+                scoring="sigmoid" if by.sigmoid else "softmax",
+                bias=bias,
+                num_groups=by.groups,
+                top_groups=by.top_groups,
+                group_score="top2" if by.best_two else "max",
+                record=record,
+            )
+            return found
+        record.copy_(ids)
+        return ids, weights
+
+    def _logits(self, x: Tensor) -> Tensor:
+        weight = self._matrix.parameter.data
+        if x.device.type == "cuda" and x.dtype != torch.float32:  # products of bf16 are exact in float32
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return functional.linear(x.float(), weight.float())
+
+    def _choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid() if self.in_groups.sigmoid else logits.softmax(dim=-1)
+        choice = scores if bias is None else scores + bias
+        if self.in_groups.groups > 1:
+            choice = self._in_top_groups(choice)
+        ids = choice.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if self.normalize:
+            weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+        return ids, weights.mul_(self.in_groups.scale)
+
+    def _in_top_groups(self, choice: Tensor) -> Tensor:
+        by, grouped = self.in_groups, choice.unflatten(1, (self.in_groups.groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1) if by.best_two else grouped.amax(-1)
+        chosen = best.topk(by.top_groups, dim=-1).indices
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        masked: Tensor = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf)
+        return masked.flatten(1)
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor | None] | None:
+        weight = self._matrix.packed
+        return None if weight is None else (weight, None if self._bias is None else self._bias.data)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        yield self._matrix.slot(f"{self._module}.weight")
+        if self._bias is not None:
+            yield self._bias.slot(f"{self._module}.e_score_correction_bias")
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._matrix.parameter
+        if self._bias is not None:
+            yield self._bias
 
 
 class RoutedExperts:

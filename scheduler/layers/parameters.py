@@ -160,9 +160,9 @@ class WeightSlot(TensorSlot):
         ``rows`` must not alias the parameter; on the CPU it has been read when this returns.
         """
 
-    @abstractmethod
     def differs(self, rows: Tensor, start: int) -> bool:
         """Return True if writing would change a byte; stops at the first difference."""
+        return differ(rows, self.read(start, start + len(rows)))
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:

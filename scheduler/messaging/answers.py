@@ -1,16 +1,16 @@
-"""Stored answers by message id, so that a retry of a message has no second effect.
+"""Answers: sent to every client that waits, and stored by message id, so that a retry has no second effect.
 
 Invariants:
-- A message id is new once. Afterwards it is under way, answered with a stored answer, or answered and
-  *forgotten*: a retry is refused then. Forgotten ids are remembered for at least :data:`REMEMBERED_IDS` later
-  ids.
-- Stored answers lie encoded in two rings of fixed size, written at start, and never make memory grow. The
-  ring for commands is apart, so that the last :data:`STORED_ANSWERS` of them are stored whatever is
-  generated.
-- Answers of exchanges under way are kept outside the rings, ``limit_bytes`` at most; beyond, the largest
-  exchange drops its own and is *lost*: it goes on for those who wait for it, and nobody can attach to it.
+- A message id is new once. Afterwards it is under way, answered with a stored answer, or *forgotten*: a retry
+  is refused then. Forgotten ids are remembered for at least :data:`REMEMBERED_IDS` later ids.
+- Stored answers lie encoded in two rings written at start, and never make memory grow. That for commands is
+  apart, so that the last :data:`STORED_ANSWERS` of them are stored whatever is generated.
+- Answers of exchanges under way are kept outside, ``limit_bytes`` at most; beyond, the largest exchange drops
+  its own and is *lost*: it goes on for those who wait for it, and nobody can attach to it.
 - Results that their client may not have read are *kept*: they can be fetched by rid while they are stored,
   for ``window_s`` seconds after that client left, or until a new generation uses the rid.
+- An answer that cannot be sent is replaced by an error; sending never raises. Tokens and results that a
+  command caused are sent before its reply, to every client.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -33,6 +34,12 @@ from ...io_struct import (
     decode_reply,
     encode_reply,
 )
+from ..observability.throughput import SampleTotals
+from ..runtime.guard import checked, defect
+from ..scheduling.waiting_queue import LiveSample
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +51,7 @@ COMMAND_ANSWER_BYTES = 1024
 REMEMBERED_IDS = 1 << 15
 _REMEMBERED_RIDS = 1 << 14
 _PER_BUCKET, _WAYS = 4, 16
-"""Shape of the tables of ids: on average four remembered ids fall into a bucket, rarely over sixteen."""
+"""On average four remembered ids fall into a bucket, rarely over sixteen."""
 _FORGOTTEN = 0
 _LENGTH_BYTES = 8
 
@@ -56,21 +63,16 @@ class Exchange:
     message_ids: list[str]
     clients: list[bytes]
     remaining: int = 1
-    """Answers to come; a generation has one per sample."""
     answers: list[list[bytes | memoryview]] = field(default_factory=list)
-    """Frames of each answer."""
     nbytes: int = 0
     is_lost: bool = False
     """True if the answers so far took too much memory and were dropped."""
     rid: str = ""
-    """Empty for a command."""
     generation: bytes = b""
     """Digest of the generate request without its message id."""
 
 
 class _Record(msgspec.Struct, array_like=True):
-    """A finished exchange."""
-
     digests: dict[str, bytes]
     """Digests of the messages by id."""
     client: bytes
@@ -78,7 +80,6 @@ class _Record(msgspec.Struct, array_like=True):
     rid: str
     generation: bytes
     done_at: float
-    """Monotonic time of the last answer."""
     answers: list[list[bytes]]
 
 
@@ -90,7 +91,6 @@ class Answers:
         self._window_s = window_s
         self._limit_bytes = limit_bytes
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
-        """Digest of the message and exchange, by message id."""
         self._begun: dict[Exchange, None] = {}
         """Exchanges with answers, oldest first."""
         self._begun_bytes = 0
@@ -104,10 +104,7 @@ class Answers:
     def attach(
         self, client: bytes, message_id: str, frame: bytes, buffers: Sequence[memoryview] = ()
     ) -> list[Message] | None:
-        """Register a message, or attach a retry of it; ``buffers`` are frames that belong to the request.
-
-        Returns:
-            Answers so far of a retry, whose ``client`` will get the later ones; None if the id is new.
+        """Register a message, or attach a retry of it: return the answers so far, or None if the id is new.
 
         Raises:
             CaesuraError: ``id_conflict`` if the id was used with other frames; ``answer_forgotten``.
@@ -196,7 +193,6 @@ class Answers:
         return {client for _, exchange in self._exchanges.values() for client in exchange.clients}
 
     def is_awaited(self, message_id: str) -> bool:
-        """Return True if a client that is not known to be gone waits for the answer."""
         exchange = self.get(message_id)
         return exchange is not None and bool(exchange.clients)
 
@@ -252,6 +248,70 @@ class Answers:
         exchange.answers, exchange.nbytes, exchange.is_lost = [], 0, True
 
 
+class Replies:
+    """Sends answers to every client that waits for them, and stores them for retries."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self.samples = SampleTotals()
+
+    def answer(self, message_id: str, answer: Message) -> None:
+        """Send the last answer to a message, to every client that waits for it, and store it."""
+        engine = self._engine
+        engine.outbox.deliver(engine.state.step)
+        exchange = engine.answers.get(message_id)
+        if exchange is None:
+            return
+        for client in exchange.clients:
+            answer = self.send_answer(client, answer, message_id)
+        exchange.remaining = 1
+        engine.answers.add(exchange, answer)
+
+    def finished(self, request: LiveSample, result: SampleResult) -> None:
+        engine = self._engine
+        self.samples.count(result)
+        exchange = engine.answers.get(request.message_id)
+        if exchange is None:
+            return
+        answer = self.result(result)
+        engine.answers.add(exchange, answer)
+        for client in exchange.clients:
+            if client != request.client:
+                self.send_answer(client, answer, request.message_id)
+
+    def result(self, result: SampleResult) -> Message:
+        if isinstance(result, GenerateReqOutput):
+            return BatchTokenOutput(step=self._engine.state.step, finished=[result])
+        return result
+
+    def repeat(self, message_id: str, results: list[SampleResult]) -> None:
+        """Answer a message that repeats an earlier one under a new id with the results of that."""
+        engine = self._engine
+        exchange = engine.answers.get(message_id)
+        if exchange is None:
+            return
+        engine.outbox.deliver(engine.state.step)
+        exchange.remaining = len(results)
+        for answer in map(self.result, results):
+            for client in exchange.clients:
+                self.send_answer(client, answer, message_id)
+            engine.answers.add(exchange, answer)
+
+    def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
+        """Send ``answer`` to ``message_id`` (default: its ``id``), or else an error; return what was sent."""
+        engine = self._engine
+        try:
+            engine.router.send(client, checked(answer))
+        except Exception as error:  # noqa: BLE001  the answer cannot be encoded, or there is no memory for it
+            answered = message_id if message_id is not None else str(getattr(answer, "id", ""))
+            answer = defect("answering", answered, error)
+            try:
+                engine.router.send(client, answer)
+            except Exception as again:
+                logger.error("client %s: no answer could be sent", client.hex(), exc_info=again)
+        return answer
+
+
 class _Ring:
     """Records one behind the other, the latest over the oldest, in memory that is written at start.
 
@@ -290,7 +350,6 @@ class PlaceTable:
     """
 
     def __init__(self, remembered: int) -> None:
-        """Remember an id at least until ``remembered`` later ids were set."""
         self._buckets = remembered // _PER_BUCKET
         entries = self._buckets * _WAYS
         # array() copies the bytes, which touches all pages now, so the table never grows later
@@ -324,7 +383,6 @@ class PlaceTable:
 
 
 def results_in(answer: Message) -> Sequence[SampleResult]:
-    """Return the terminal results that ``answer`` is or contains."""
     if isinstance(answer, BatchTokenOutput):
         return answer.finished
     return [answer] if isinstance(answer, GenerateImagesReqOutput) else []

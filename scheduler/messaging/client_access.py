@@ -1,12 +1,11 @@
 """Decides which clients may connect, and how many, in a thread that answers even during long steps.
 
 Invariants:
-- With keys, ZeroMQ uses a connection only after this thread has accepted its key (:class:`Handshakes`). Keys
-  are read for each handshake, so added and removed files take effect without a restart.
+- With keys, ZeroMQ uses a connection only after this thread has accepted its key; keys are read for each
+  handshake.
 - The endpoint is shut before the process runs out of descriptors, and opened again when enough are free:
-  without descriptors ZeroMQ would abort the process, or keep a core busy with retries.
-- ZeroMQ's I/O thread cannot get ahead: it waits once about 1,000 accepted connections have not been looked
-  at.
+  without, ZeroMQ would abort the process, or keep a core busy. Its I/O thread cannot get ahead: it waits once
+  about 1,000 accepted connections have not been looked at.
 - The thread reads every event that ZeroMQ reports until it is told to stop; no exception ends it.
 """
 
@@ -28,9 +27,7 @@ from .endpoint import Endpoint
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_MS = 10_000
-"""Milliseconds after which a connection without a completed handshake is closed."""
 HEARTBEAT_MS = 10_000
-"""Milliseconds between ZeroMQ's heartbeats to a silent peer, over tcp."""
 DEAD_PEER_MS = 60_000
 """Milliseconds after which a silent peer counts as gone, over tcp, and the engine for it."""
 MAX_RESERVE = 1536
@@ -38,13 +35,10 @@ MAX_RESERVE = 1536
 before this thread has looked: 1,002, and the backlog of the endpoint.
 """
 RECHECK_MS = 1000
-"""Milliseconds between checks of a shut endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The engine's key pair, and the file or folder of its clients' public keys."""
-
     own: KeyPair
     authorized: Path
 
@@ -72,8 +66,6 @@ class ServerKeys:
 
 
 class Access:
-    """The access thread, which runs from before the bind until after the last send."""
-
     def __init__(
         self,
         router: "zmq.Socket[bytes]",
@@ -128,7 +120,6 @@ class Access:
             each.close()
 
     def _process_events(self) -> bool:
-        """Count accepted connections; return False after the monitor's last event."""
         self._descriptor_guard.note_accepted(0)
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())["event"]
@@ -140,8 +131,6 @@ class Access:
 
 
 class _DescriptorGuard:
-    """Shuts the endpoint when free descriptors run short, and opens it again."""
-
     def __init__(self, endpoint: Endpoint) -> None:
         self.is_shut = False
         self._endpoint = endpoint

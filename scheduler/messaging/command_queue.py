@@ -1,9 +1,8 @@
 """The queue of commands: they run one at a time in the order of arrival, and are advanced between steps.
 
 Invariants:
-- Each command is an :data:`Operation`. One that waits for the engine to change *steps aside*: the next
-  command runs, and this one is checked in every tick. When it has work again it goes to the head of the
-  queue, behind a command there that has begun: one command works at a time.
+- One that waits for the engine to change *steps aside*: the next command runs, and this one is checked in
+  every tick. When it has work again it goes to the head of the queue, behind a command there that has begun.
 - A command that must not begin yet (it would change weights that are being sent) holds back those behind it.
 - Every command gets exactly one answer. After a failure the device cache is emptied before the answer is
   sent.
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_COMMANDS = 1024
-"""Most commands that are queued, under way or have stepped aside."""
 
 _EXCLUSIVE = (
     BeginWeightUpdateReqInput,
@@ -69,7 +67,6 @@ class CommandQueue:
 
     @property
     def has_stepped_aside(self) -> bool:
-        """True if a command waits for the engine to change, or for its deadline."""
         return bool(self._stepped_aside)
 
     @property
@@ -119,7 +116,6 @@ class CommandQueue:
                 return
 
     def refuse_rest(self, message: str, code: ErrorCode) -> None:
-        """Answer every pending command with this error."""
         for command in [*self._stepped_aside, *self._queue]:
             try:
                 command.operation.close()

@@ -1,28 +1,37 @@
-"""Routes received messages: decoding, idempotence, typed errors.
+"""Routes received messages: decoding, idempotence, typed errors; and generations as clients see them.
 
 Invariants:
 - Every readable request gets exactly one answer: its reply, or an ``ErrorReply``. An unreadable frame gets an
   ``ErrorReply`` with its message id if that can be found. Neither stops the loop (I11).
-- One message id has one effect (``answers.py``).
+- One message id has one effect (``answers.py``). A generation's retry under a new message id, with the same
+  rid and body, attaches to the live generation, or gets its kept results.
+- A generation is aborted when no client waits for it any more; its results so far are kept.
 - Status, abort and lease renewal never wait for commands (``command_queue.py``).
 """
 
+import hashlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ... import __version__
 from ...io_struct import (
     WIRE_VERSION,
     AbortReq,
+    AbortReqOutput,
     CaesuraError,
     ControlRequest,
     EndWeightUpdateReqInput,
     ErrorCode,
     ErrorReply,
     FetchResultReqInput,
+    FetchResultReqOutput,
     GenerateImagesReqInput,
+    GenerateImagesReqOutput,
     GenerateReqInput,
+    GenerateReqOutput,
     GetMemoryHistoryReqInput,
     GetStatusReqInput,
     GetWeightsManifestReqInput,
@@ -38,10 +47,10 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
     decode_request,
+    encode,
 )
 from ..control.pause_ownership import Sender
 from ..runtime.guard import defect
-from . import generations
 from .status import status
 
 if TYPE_CHECKING:
@@ -53,8 +62,6 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Routes messages, and knows whether the loop must go on for commands and scores."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._gone: list[bytes] = []
@@ -74,13 +81,12 @@ class Dispatcher:
 
     @property
     def waits(self) -> bool:
-        """True if a command has stepped aside, or scoring waits for the device, so the loop must poll."""
         scoring = self._engine.scoring
         return self._engine.commands.has_stepped_aside or (scoring is not None and scoring.waits)
 
     def handle(self, client: bytes, header: bytes, buffers: list[memoryview]) -> None:
         """Handle one message from ``client``; never raises, whatever a client sends."""
-        send = self._engine.replies.send_answer
+        engine, send = self._engine, self._engine.replies.send_answer
         try:
             message = _decode(header, buffers)
         except CaesuraError as error:
@@ -90,14 +96,25 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  an unforeseen error of the decoder must be answered, too
             send(client, defect("decoding a message", "", error))
             return
-        answers = self._known(client, message, header, buffers)
-        if answers is None:
-            self._begin(client, message, buffers)
+        answers: list[Message] | None = None
+        name, is_attached, failed = type(message).__name__, False, False
+        try:
+            answers = self._known(client, message, header, buffers)
+            if is_attached := answers is None:
+                answers = self._begin(client, message, buffers)
+        except CaesuraError as error:
+            answers, failed = [error.to_reply(message.id)], error.code == ErrorCode.OUT_OF_MEMORY
+        except Exception as error:  # noqa: BLE001  an unforeseen error must be answered, and the loop must go on
+            answers, failed = [defect(name, message.id, error)], True
+        if failed:
+            engine.device_cache.after_failure(name)
         for answer in answers or ():
-            send(client, answer, message.id)
+            if is_attached:
+                engine.replies.answer(message.id, answer)
+            else:
+                send(client, answer, message.id)
 
     def score(self) -> None:
-        """Run scoring for one slice."""
         engine = self._engine
         if engine.scoring is not None:
             for answer in engine.scoring.advance():
@@ -114,7 +131,7 @@ class Dispatcher:
         engine = self._engine
         gone, self._gone = self._gone, []
         for client in dict.fromkeys(gone):
-            generations.client_gone(engine, client)
+            _client_gone(engine, client)
             engine.answers.leave(client, engine.commands.message_ids())
             engine.sessions.client_gone(client)
 
@@ -127,50 +144,34 @@ class Dispatcher:
     def _known(
         self, client: bytes, message: Request, frame: bytes, buffers: list[memoryview]
     ) -> list[Message] | None:
-        """Return what ``message`` gets without being started: the answer to a query, stored answers, an
-        error; else None.
-        """
+        """Return the answer to a query, or the stored answers of a retry; None if ``message`` is new."""
         engine = self._engine
-        try:
-            if isinstance(message, ControlRequest):
-                engine.state.renew_lease(message.owner)
-            if isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput):
-                engine.sessions.note_message(message, Sender(client, message.owner))
-            if (query := _QUERIES.get(type(message))) is not None:
-                return [query(engine, message)]
-            # Tensors of a prompt are few; those of an update are the weights, and take as long as writing
-            # them.
-            compared = buffers if isinstance(message, GenerateImagesReqInput) else ()
-            return engine.answers.attach(client, message.id, frame, compared)
-        except CaesuraError as error:
-            return [error.to_reply(message.id)]
-        except Exception as error:  # noqa: BLE001  an unforeseen error must be answered, and the loop must go on
-            answer = defect(type(message).__name__, message.id, error)
-        engine.device_cache.after_failure(type(message).__name__)
-        return [answer]
+        if isinstance(message, ControlRequest):
+            engine.state.renew_lease(message.owner)
+        if isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput):
+            engine.sessions.note_message(message, Sender(client, message.owner))
+        if (query := _QUERIES.get(type(message))) is not None:
+            return [query(engine, message)]
+        # Tensors of a prompt are few; those of an update are the weights, and take as long as writing them.
+        compared = buffers if isinstance(message, GenerateImagesReqInput) else ()
+        return engine.answers.attach(client, message.id, frame, compared)
 
-    def _begin(self, client: bytes, message: Request, buffers: list[memoryview]) -> None:
-        """Start what ``message`` asks for, or answer with the error."""
+    def _begin(self, client: bytes, message: Request, buffers: list[memoryview]) -> list[Message]:
         engine = self._engine
-        try:
-            if (answer_at_once := _AT_ONCE.get(type(message))) is not None:
-                engine.replies.answer(message.id, answer_at_once(engine, message))
-            elif isinstance(message, GenerateReqInput | GenerateImagesReqInput):
-                generations.generate(engine, client, message, buffers)
-            elif isinstance(message, ScoreReqInput):
-                _score(engine, message)
-            else:
-                assert isinstance(message, ControlRequest)
-                engine.commands.add(client, message, buffers)
-        except CaesuraError as error:
-            answer, failed = error.to_reply(message.id), error.code == ErrorCode.OUT_OF_MEMORY
-        except Exception as error:  # noqa: BLE001  as above
-            answer, failed = defect(type(message).__name__, message.id, error), True
+        if (answer_at_once := _AT_ONCE.get(type(message))) is not None:
+            return [answer_at_once(engine, message)]
+        if isinstance(message, GenerateReqInput | GenerateImagesReqInput):
+            _generate(engine, client, message, buffers)
+        elif isinstance(message, ScoreReqInput):
+            engine.shutdown.refuse_work()
+            if engine.scoring is None:
+                reason = "no reference is loaded: start the engine with reference_model_path"
+                raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="reference_model_path")
+            engine.scoring.accept(message)
         else:
-            return
-        if failed:
-            engine.device_cache.after_failure(type(message).__name__)
-        engine.replies.answer(message.id, answer)
+            assert isinstance(message, ControlRequest)
+            engine.commands.add(client, message, buffers)
+        return []
 
 
 def _decode(header: bytes, buffers: list[memoryview]) -> Request:
@@ -182,14 +183,6 @@ def _decode(header: bytes, buffers: list[memoryview]) -> Request:
             id=message.id,
         )
     return message
-
-
-def _score(engine: "Engine", message: ScoreReqInput) -> None:
-    engine.shutdown.refuse_work()
-    if engine.scoring is None:
-        reason = "no reference is loaded: start the engine with reference_model_path"
-        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="reference_model_path")
-    engine.scoring.accept(message)
 
 
 def _renew_lease(engine: "Engine", message: RenewPauseLeaseReqInput) -> RenewPauseLeaseReqOutput:
@@ -205,6 +198,102 @@ def _shut_down(engine: "Engine", message: ShutdownReqInput) -> ShutdownReqOutput
         f"shutdown message from {sender}", drain=message.drain, timeout_s=message.timeout_s
     )
     return ShutdownReqOutput(id=message.id, drain_s=engine.shutdown.left_s)
+
+
+Generate = GenerateReqInput | GenerateImagesReqInput
+
+
+def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[memoryview]) -> None:
+    """Start a generation, or attach ``message`` to the generation that it repeats; nothing has changed if
+    this raises.
+    """
+    rid, body = message.rid if message.rid is not None else message.id, _body_of(message, buffers)
+    if not isinstance(message, engine.request_type):
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"this engine takes {engine.request_type.__name__}, not {type(message).__name__}: a pipeline of "
+            "diffusers "
+            "makes images, any other model tokens",
+            field="type",
+        )
+    if _join(engine, client, message, rid, body):
+        return
+    engine.shutdown.refuse_work()
+    engine.state.require_serviceable("cannot generate")
+    if engine.state.generation != "running" and engine.config.requests_while_paused == "refuse":
+        raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
+    engine.state.require_epoch(message.min_weights_epoch)
+    requests = engine.admit(message, buffers, client, len(engine.waiting))
+    engine.answers.begin_generation(message.id, rid, body, samples=len(requests))
+    engine.live.add(requests)
+    for request in requests:
+        engine.waiting.append(request)
+
+
+def _join(engine: "Engine", client: bytes, message: Generate, rid: str, body: bytes) -> bool:
+    """Answer a retry of a live or kept generation under a new message id; return False if it is no retry."""
+    live = engine.live.samples(rid)
+    exchange = engine.answers.get(live[0].message_id) if live else None
+    if exchange is not None:
+        if exchange.generation != body:
+            raise CaesuraError(ErrorCode.DUPLICATE_RID, f"generation {rid!r} is still running", rid=rid)
+        for answer in engine.answers.join(client, message.id, exchange):
+            engine.replies.send_answer(client, answer, message.id)
+        return True
+    kept = engine.answers.kept(rid, body)
+    samples = message.sampling_params.n if isinstance(message, GenerateReqInput) else message.n
+    if len(kept) < samples or any(r.finish_reason.type == "abort" for r in kept):
+        return False
+    engine.replies.repeat(message.id, kept)
+    return True
+
+
+def _abort(engine: "Engine", message: AbortReq) -> AbortReqOutput:
+    if message.abort_all:
+        return AbortReqOutput(id=message.id, aborted=engine.outputs.abort_all("Aborted"))
+    if message.rid is None:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST, "abort needs a rid, or abort_all", field="rid", value=None
+        )
+    samples = engine.live.samples(message.rid)
+    if message.index is not None:
+        samples = [sample for sample in samples if sample.index == message.index]
+    return AbortReqOutput(id=message.id, aborted=engine.outputs.abort(samples, "Aborted"))
+
+
+def _fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutput:
+    live = len(engine.live.samples(message.rid))
+    kept = engine.answers.kept(message.rid)
+    if any(isinstance(result, GenerateImagesReqOutput) for result in kept):
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED, "results of images are fetched by repeating the request", field="rid"
+        )
+    tokens = [result for result in kept if isinstance(result, GenerateReqOutput)]
+    return FetchResultReqOutput(id=message.id, results=tokens, live=live)
+
+
+def _client_gone(engine: "Engine", client: bytes) -> None:
+    """Abort the requests that only ``client`` waits for, keep their results, give others a new receiver."""
+    aborted = 0
+    for request in engine.live.of_client(client):
+        exchange = engine.answers.get(request.message_id)
+        others = [] if exchange is None else [other for other in exchange.clients if other != client]
+        if exchange is not None and others:
+            request.client = others[-1]
+            exchange.clients = others
+        else:
+            aborted += engine.outputs.abort([request], "client is gone")
+    engine.answers.keep_for(client)
+    if aborted:
+        logger.info("client %s is gone: %d samples aborted", client.hex(), aborted)
+
+
+def _body_of(message: Generate, buffers: list[memoryview]) -> bytes:
+    """Return the digest of a request with its tensors, without its message id."""
+    digest = hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16)
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.digest()
 
 
 def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | ErrorReply:
@@ -240,8 +329,8 @@ _QUERIES: "dict[type, Callable[[Engine, Any], Message]]" = {
 """Messages that change nothing; a retry is answered anew, not from the store."""
 
 _AT_ONCE: "dict[type, Callable[[Engine, Any], Message]]" = {
-    AbortReq: generations.abort,
-    FetchResultReqInput: generations.fetch,
+    AbortReq: _abort,
+    FetchResultReqInput: _fetch,
     RenewPauseLeaseReqInput: _renew_lease,
     ShutdownReqInput: _shut_down,
 }

@@ -2,8 +2,8 @@
 
 Invariants:
 - One scheduler per endpoint: it first takes an ``flock`` on a lock file beside the ipc path, because a second
-  bind on the same path would succeed and take over the traffic.
-- ipc paths fit ``sockaddr_un`` (107 bytes) and never replace a file that is not a socket.
+  bind on the same path would succeed and take over the traffic. A path never replaces a file that is not a
+  socket.
 - tcp binds loopback addresses only, unless clients must authenticate with keys.
 - A shut endpoint accepts no new connections and keeps those that it has. ZeroMQ has no such state: an ipc
   socket is renamed, and a tcp listener drops connection requests.
@@ -35,7 +35,6 @@ class Endpoint:
     def __init__(self, address: str, *, has_keys: bool) -> None:
         """Check ``address`` and, for ipc, take its lock; raise ``endpoint_in_use`` or ``invalid_request``."""
         self.address = address
-        """The configured address, and after the bind the one that ZeroMQ reports."""
         self._lock: int | None = None
         self._listener: socket.socket | None = None
         self._path: str | None = None
@@ -48,7 +47,6 @@ class Endpoint:
             self._lock = _locked_path(address)
 
     def bind(self, router: "zmq.Socket[bytes]") -> None:
-        """Bind ``router``; raise ``endpoint_in_use`` or ``invalid_request``."""
         router.setsockopt(zmq.BACKLOG, LISTEN_BACKLOG)
         router.setsockopt(zmq.IPV6, int("[" in self.address))
         if self._listener is not None:
@@ -63,7 +61,6 @@ class Endpoint:
             os.chmod(self._path, 0o600)
 
     def shut(self) -> None:
-        """Stop accepting connections; raise OSError if the system call fails."""
         if self._is_shut:
             return
         if self._path is not None:
@@ -75,7 +72,6 @@ class Endpoint:
         self._is_shut = True
 
     def open(self) -> None:
-        """Accept connections again; raise OSError if the system call fails."""
         if not self._is_shut:
             return
         if self._path is not None:
@@ -131,7 +127,6 @@ def _locked_path(endpoint: str) -> int:
 
 
 def _refuse_other_files(endpoint: str, path: str) -> None:
-    """Refuse a path with a file that is not a socket, because binding would unlink it."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise _bad_endpoint(endpoint, "a file that is not a socket lies there")

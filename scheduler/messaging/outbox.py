@@ -1,22 +1,23 @@
 """Collects the output of a step per client, and sends it as at most one message per client and step.
 
-Invariants:
-- If the message of one client cannot be built or sent, the others get theirs. It is tried :data:`MAX_SENDS`
-  times; then each result is sent alone, and one that cannot be sent is replaced by an error.
-- A client's tokens and terminal results of a step are sent in one message, the tokens first. Results of
-  images are sent alone.
+If a client's message cannot be built or sent, the others get theirs. It is tried :data:`MAX_SENDS` times;
+then each result is sent alone, and one that cannot be sent is replaced by an error. Results of images are
+always sent alone.
 """
 
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...io_struct import (
     BatchTokenOutput,
+    DeltaDetails,
     DeltaLogprobs,
+    DeltaWeights,
     ErrorCode,
     FinishReason,
     GenerateImagesReqOutput,
@@ -26,7 +27,7 @@ from ...io_struct import (
 )
 from ..memory.device_memory import is_out_of_memory
 from ..scheduling.request import Request
-from .stream_details import TokenDetails, details_of
+from ..scheduling.sampling import joined_masks
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,52 @@ MAX_SENDS = 3
 
 Result = GenerateReqOutput | GenerateImagesReqOutput
 Send = Callable[[bytes, Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetails:
+    weights: DeltaWeights
+    raw: float
+    sampled: float
+    mask: np.ndarray | None
+    """Ids that it was sampled from, int32, or None if not requested."""
+
+    @staticmethod
+    def of(request: Request, at: int, raw: float, sampled: float) -> "TokenDetails | None":
+        """Return details of the newest token of ``request``, output token ``at``, or None if it asked for
+        none.
+        """
+        if not request.details:
+            return None
+        stamp, stale, _ = request.spans[-1]
+        return TokenDetails(
+            DeltaWeights(
+                version=stamp.version, epoch=stamp.epoch, incarnation=stamp.incarnation, stale_kv=stale
+            ),
+            raw if request.return_raw else np.nan,
+            sampled if request.return_sampled else np.nan,
+            None if request.masks is None else request.masks.at(at),
+        )
+
+
+def _details_of(tokens: Sequence[TokenDetails | None]) -> DeltaDetails | None:
+    """Return the details of a delta whose rows have one token each, or None if nobody asked for them."""
+    if not any(tokens):
+        return None
+    numbers: dict[DeltaWeights, int] = {}
+    sampled_by = [
+        -1 if token is None else numbers.setdefault(token.weights, len(numbers)) for token in tokens
+    ]
+    nan = float("nan")
+    return DeltaDetails(
+        weights=list(numbers),
+        sampled_by=np.asarray(sampled_by, "<i4").tobytes(),
+        raw_logprobs=np.asarray([nan if token is None else token.raw for token in tokens], "<f4").tobytes(),
+        sampled_logprobs=np.asarray(
+            [nan if token is None else token.sampled for token in tokens], "<f4"
+        ).tobytes(),
+        sampling_mask=joined_masks([None if token is None else token.mask for token in tokens]),
+    )
 
 
 class _ClientOutput:
@@ -67,7 +114,7 @@ class _ClientOutput:
                 logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
                 top=_delta_logprobs(self.top),
                 token_ids=_delta_logprobs(self.token_ids_logprobs),
-                details=details_of(self.details),
+                details=_details_of(self.details),
             )
         return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
 
@@ -112,7 +159,6 @@ class Outbox:
         self._outputs[client].finished.append(result)
 
     def deliver(self, step: int) -> None:
-        """Send each client its collected output; ``step`` is the last processed step."""
         for client in list(self._outputs):
             output = self._outputs[client]
             if self._one_by_one:
@@ -130,7 +176,6 @@ class Outbox:
             del self._outputs[client]
 
     def _deliver_one_by_one(self, client: bytes, output: _ClientOutput, step: int) -> None:
-        """Send every result in a message of its own, or an error in its place."""
         for result in output.finished:
             try:
                 self._send(client, self._alone(result, step))

@@ -1,14 +1,12 @@
 """The scheduler's ROUTER socket: receives messages, and sends to clients that may read slowly or vanish.
 
 Invariants:
-- A send never blocks and never drops a message silently: a message for a client whose pipe is full waits in
-  that client's queue, in order. A client that leaves more than its bound unread counts as gone
-  (``send_queues.py``).
+- A send never blocks and never drops a message silently: one for a client whose pipe is full waits in that
+  client's queue, in order, merged and encoded once, without delay for others (``send_queues.py``).
 - Receiving is bounded per tick, in messages and in frames; the rest of a long message is read in the next
   ticks.
 - A message with too many frames or bytes is refused, and its rest dropped. A client that sends several of
   them counts as gone, and its later messages are dropped.
-- A slow client does not delay the others: its waiting messages are merged and encoded once.
 """
 
 import contextlib
@@ -30,7 +28,6 @@ from .send_queues import Backlogs, Frames, frames_of
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 1000
-"""Messages per client that ZeroMQ queues before the client's own queue is used."""
 RECEIVE_HIGH_WATER_MARK = 8192
 """Messages of one client that ZeroMQ receives ahead of the loop."""
 LINGER_S = 1.0
@@ -47,15 +44,11 @@ _REMEMBERED_OFFENDERS = 1024
 
 
 class Router:
-    """Socket to any number of clients: sends never block, and messages come in the order of arrival."""
-
     def __init__(
         self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
     ) -> None:
-        """Bind ``endpoint``, or raise ``endpoint_in_use`` or ``invalid_request``.
-
-        ``on_gone`` is called with a client when a send fails because it has left. Without ``keys`` every
-        process that can open the socket may connect.
+        """Bind ``endpoint``; ``on_gone`` is called with a client that has left. Without ``keys`` all may
+        connect.
         """
         self._on_gone = on_gone
         self._backlogs = Backlogs()
@@ -123,7 +116,6 @@ class Router:
                 yield message.client, message.header, message.buffers
 
     def _read_frames(self, message: "_Incoming", frames: int) -> int:
-        """Read up to ``frames`` further frames of ``message``; return the number left for this tick."""
         socket = self.socket
         while not message.is_refused and frames and socket.rcvmore:
             try:
@@ -151,7 +143,6 @@ class Router:
         return _Incoming(client, b"", is_refused=True)
 
     def _refuse(self, message: "_Incoming") -> None:
-        """Answer an over-long message with an error, and drop its frames."""
         client = message.client
         message.is_refused, message.buffers = True, []
         offences = self._offenders.pop(client, 0) + 1
@@ -167,7 +158,6 @@ class Router:
             self._drop_client(client)
 
     def send(self, client: bytes, message: Message) -> None:
-        """Pass ``message`` to the socket, or to the client's queue if the client's pipe is full."""
         if client in self._backlogs:
             over = self._backlogs.append(client, message)
         else:

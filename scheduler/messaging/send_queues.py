@@ -2,29 +2,32 @@
 bounded.
 
 Invariants:
-- Order is kept: encoded frames first, then the *open* token outputs, into which later ones merge. An encoded
-  frame is never encoded again.
+- Order is kept: encoded frames first, then the *open* token outputs, into which later ones merge.
 - Stream deltas beyond :data:`MAX_PENDING_DELTA_TOKENS` are dropped, because the terminal result contains all
   tokens. Replies and results are never dropped; a client with too many counts as gone.
 - A result counts from the moment it waits, merged or not, with an estimate of its memory.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from ...io_struct import (
     BatchTokenOutput,
+    DeltaDetails,
     DeltaLogprobs,
+    DeltaWeights,
     FramedMessage,
     GenerateReqOutput,
     Message,
     StreamDelta,
     encode_reply,
 )
-from .stream_details import details_bytes, merge_details
+from ..scheduling.sampling import joined_masks
 
 MAX_PENDING_DELTA_TOKENS = 1 << 16
 """Most tokens of deltas per client; further ones are dropped, which leaves a gap in ``starts``."""
@@ -50,8 +53,16 @@ def frames_of(message: Message) -> Frames:
 
 @dataclass(slots=True)
 class Load:
+    """Amount of waiting messages: replies and terminal results, bytes, tokens of deltas."""
+
     messages: int = 0
     nbytes: int = 0
+    tokens: int = 0
+
+    def add(self, other: "Load", sign: int = 1) -> None:
+        self.messages += sign * other.messages
+        self.nbytes += sign * other.nbytes
+        self.tokens += sign * other.tokens
 
 
 class Backlogs:
@@ -73,17 +84,11 @@ class Backlogs:
         yield from list(self._queues.items())
 
     def begin(self, client: bytes, frames: Frames) -> list[bytes]:
-        """Start the queue of ``client`` with a message that it could not take; return the clients over a
-        limit.
-        """
         self._queues[client] = Backlog(self.load)
-        self._queues[client].put(frames)
+        self._queues[client].put(frames, 1)
         return self._over(client)
 
     def append(self, client: bytes, message: Message) -> list[bytes]:
-        """Append ``message`` to the queue of ``client``; return the clients over a limit, which count as
-        gone.
-        """
         self._queues[client].append(message)
         return self._over(client)
 
@@ -93,6 +98,7 @@ class Backlogs:
             queue.drop()
 
     def _over(self, client: bytes) -> list[bytes]:
+        """Return the clients over a limit, which count as gone."""
         load = self._queues[client].load
         if load.messages > MAX_PENDING_MESSAGES or load.nbytes > MAX_PENDING_BYTES:
             return [client]
@@ -102,154 +108,91 @@ class Backlogs:
 
 
 class Backlog:
-    """Queue of one client: encoded frames, then the open token outputs."""
-
     def __init__(self, total: Load) -> None:
         """``total`` is the load of all queues together, which this one updates."""
         self.load = Load()
         self._total = total
-        self._frames: deque[_Encoded] = deque()
-        self._delta_tokens = 0
-        """Tokens of deltas, in frames and open outputs together."""
-        self._is_open = False
-        self._step = 0
-        self._finished: list[GenerateReqOutput] = []
-        self._deltas: list[StreamDelta] = []
-        self._open = Load()
-        self._open_delta = _OpenDelta()
+        self.frames: deque[tuple[Frames, Load]] = deque()
+        self._open: _Open | None = None
 
     def append(self, message: Message) -> None:
         if not isinstance(message, BatchTokenOutput):
             self._seal()
-            self.put(frames_of(message))
+            self.put(frames_of(message), 1)
             return
-        self._is_open = True
-        self._step = message.step
-        self._finished += message.finished
+        opened = self._open = self._open or _Open()
+        opened.step = message.step
+        opened.finished += message.finished
         for result in message.finished:
-            self._charge_open(1, result_bytes(result))
-        if message.delta is not None:
-            self._add_delta(message.delta)
-        if self._open.nbytes + self._open_delta.nbytes > SEAL_BYTES:
+            self._charge(Load(1, result_bytes(result)), opened.results)
+        if (delta := message.delta) is not None:
+            tokens = len(delta.tokens) // 4
+            if self.load.tokens + tokens > MAX_PENDING_DELTA_TOKENS:
+                self._discharge(opened.streamed)
+                opened.deltas, opened.streamed = [], Load()
+            else:
+                opened.deltas.append(delta)
+                nbytes = _ROW_BYTES * (1 + len(delta.rids)) + _array_bytes(delta)
+                self._charge(Load(0, nbytes, tokens), opened.streamed)
+        if opened.results.nbytes + opened.streamed.nbytes > SEAL_BYTES:
             self._seal()
 
-    def put(self, frames: Frames) -> None:
-        self._push(_Encoded(frames, 1, 0))
+    def put(self, frames: Frames, messages: int, tokens: int = 0) -> None:
+        load = Load(messages, sum(map(len, frames)), tokens)
+        self.frames.append((frames, load))
+        self._charge(load)
 
     def head(self) -> Frames | None:
-        """Return the message to send next, or None if the queue is empty."""
-        if not self._frames:
+        if not self.frames:
             self._seal()
-        return self._frames[0].frames if self._frames else None
+        return self.frames[0][0] if self.frames else None
 
     def pop(self) -> None:
-        """Remove :meth:`head`, which was sent."""
-        message = self._frames.popleft()
-        self._charge(-message.messages, -message.nbytes)
-        self._delta_tokens -= message.delta_tokens
+        self._discharge(self.frames.popleft()[1])
 
     def drop(self) -> None:
-        """Subtract what is left from the loads."""
-        self._charge(-self.load.messages, -self.load.nbytes)
+        self._total.add(self.load, -1)
 
-    def _push(self, message: "_Encoded") -> None:
-        self._frames.append(message)
-        self._charge(message.messages, message.nbytes)
+    def _charge(self, load: Load, *parts: Load) -> None:
+        for each in (self.load, self._total, *parts):
+            each.add(load)
 
-    def _charge(self, messages: int, nbytes: int) -> None:
-        for load in (self.load, self._total):
-            load.messages += messages
-            load.nbytes += nbytes
-
-    def _charge_open(self, messages: int, nbytes: int) -> None:
-        self._open.messages += messages
-        self._open.nbytes += nbytes
-        self._charge(messages, nbytes)
-
-    def _add_delta(self, delta: StreamDelta) -> None:
-        tokens = len(delta.tokens) // 4
-        if self._delta_tokens + tokens > MAX_PENDING_DELTA_TOKENS:
-            self._drop_open_deltas()
-            return
-        nbytes = delta_bytes(delta)
-        self._deltas.append(delta)
-        self._open_delta.tokens += tokens
-        self._open_delta.nbytes += nbytes
-        self._delta_tokens += tokens
-        self._charge(0, nbytes)
-
-    def _drop_open_deltas(self) -> None:
-        self._delta_tokens -= self._open_delta.tokens
-        self._charge(0, -self._open_delta.nbytes)
-        self._deltas, self._open_delta = [], _OpenDelta()
+    def _discharge(self, load: Load) -> None:
+        self.load.add(load, -1)
+        self._total.add(load, -1)
 
     def _seal(self) -> None:
-        """Merge the open token outputs and encode them into a frame."""
-        if not self._is_open:
+        opened = self._open
+        if opened is None:
             return
-        finished, tokens = self._finished, self._open_delta.tokens
-        ended = {(result.rid, result.index) for result in finished}
-        delta = merge(self._deltas, ended) if self._deltas else None
-        self._charge(-self._open.messages, -self._open.nbytes)
-        self._drop_open_deltas()
-        self._is_open = False
-        self._finished, self._open = [], Load()
-        if delta is not None or finished:
-            output = BatchTokenOutput(step=self._step, finished=finished, delta=delta)
-            self._delta_tokens += tokens
-            self._push(_Encoded((encode_reply(output),), len(finished), tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    frames: Frames
-    messages: int
-    delta_tokens: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.frames))
+        ended = {(result.rid, result.index) for result in opened.finished}
+        delta = merge(opened.deltas, ended) if opened.deltas else None
+        self._open = None
+        self._discharge(opened.results)
+        self._discharge(opened.streamed)
+        if delta is not None or opened.finished:
+            output = BatchTokenOutput(step=opened.step, finished=opened.finished, delta=delta)
+            self.put((encode_reply(output),), len(opened.finished), opened.streamed.tokens)
 
 
 @dataclass(slots=True)
-class _OpenDelta:
-    tokens: int = 0
-    nbytes: int = 0
+class _Open:
+    step: int = 0
+    finished: list[GenerateReqOutput] = field(default_factory=list)
+    deltas: list[StreamDelta] = field(default_factory=list)
+    results: Load = field(default_factory=Load)
+    streamed: Load = field(default_factory=Load)
 
 
 def result_bytes(result: GenerateReqOutput) -> int:
-    """Estimate the bytes of keeping ``result``."""
-    arrays = (
-        result.output_ids,
-        result.output_logprobs,
-        result.raw_logprobs,
-        result.sampled_logprobs,
-        result.input_logprobs,
-    )
-    routed = 0 if result.routed_experts is None else len(result.routed_experts.data)
-    mask = result.sampling_mask
-    routed += 0 if mask is None else len(mask.ids) + len(mask.offsets)
-    rows = (
-        result.output_top_logprobs,
-        result.output_token_ids_logprobs,
-        result.input_top_logprobs,
-        result.input_token_ids_logprobs,
-    )
-    further = sum(len(row.ids) + len(row.logprobs) for row in rows if row is not None)
-    return _RESULT_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)
+    return _RESULT_BYTES + _array_bytes(result)
 
 
-def delta_bytes(delta: StreamDelta) -> int:
-    """Estimate the bytes of keeping ``delta``."""
-    further = sum(
-        len(each.ks) + len(each.ids) + len(each.logprobs)
-        for each in (delta.top, delta.token_ids)
-        if each is not None
-    )
-    columns = (delta.indices, delta.starts, delta.counts, delta.tokens, delta.logprobs)
-    return (
-        _ROW_BYTES * (1 + len(delta.rids)) + further + details_bytes(delta.details) + sum(map(len, columns))
-    )
+def _array_bytes(value: object) -> int:
+    """Return the bytes of all arrays in a struct."""
+    if isinstance(value, msgspec.Struct):
+        return sum(_array_bytes(getattr(value, name)) for name in value.__struct_fields__)
+    return len(value) if isinstance(value, bytes) else 0
 
 
 def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
@@ -258,15 +201,14 @@ def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta
     Samples in ``ended`` are left out, because their terminal result follows.
     """
     numbers: dict[tuple[str, int], int] = {}
-    indices = np.concatenate([np.frombuffer(delta.indices, "<i4") for delta in deltas])
+    indices, starts, counts, tokens = (
+        np.concatenate([np.frombuffer(getattr(delta, name), "<i4") for delta in deltas])
+        for name in ("indices", "starts", "counts", "tokens")
+    )
+    logprobs = np.concatenate([np.frombuffer(delta.logprobs, "<f4") for delta in deltas])
     rids = [rid for delta in deltas for rid in delta.rids]
     keys = list(zip(rids, indices.tolist(), strict=True))
     samples = np.fromiter((numbers.setdefault(key, len(numbers)) for key in keys), np.int64, len(keys))
-    starts = np.concatenate([np.frombuffer(delta.starts, "<i4") for delta in deltas])
-    counts = np.concatenate([np.frombuffer(delta.counts, "<i4") for delta in deltas])
-    tokens = np.concatenate([np.frombuffer(delta.tokens, "<i4") for delta in deltas])
-    logprobs = np.concatenate([np.frombuffer(delta.logprobs, "<f4") for delta in deltas])
-
     dead = np.fromiter((key in ended for key in numbers), np.bool_, len(numbers))
     order = np.argsort(samples, kind="stable")  # by sample, and within it by time
     order = order[~dead[samples[order]]]
@@ -286,14 +228,11 @@ def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta
         logprobs=logprobs[places].tobytes(),
         top=_merge_further([(delta, delta.top) for delta in deltas], counts, order, first),
         token_ids=_merge_further([(delta, delta.token_ids) for delta in deltas], counts, order, first),
-        details=merge_details(deltas, places),
+        details=_merge_details(deltas, places),
     )
 
 
 def _places(lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return indices of the values of the rows ``order`` among those of all rows, which have ``lengths``
-    each.
-    """
     begins, taken = (np.cumsum(lengths) - lengths)[order], lengths[order]
     offsets = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
     places: np.ndarray = np.repeat(begins, taken) + offsets
@@ -324,3 +263,43 @@ def _merge_further(
         ids=ids[places].tobytes(),
         logprobs=logprobs[places].tobytes(),
     )
+
+
+def _merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDetails | None:
+    """Return details of the tokens ``places`` among those of all ``deltas``, or None if nobody asked for
+    them.
+    """
+    if not any(delta.details for delta in deltas):
+        return None
+    numbers: dict[DeltaWeights, int] = {}
+    sampled_by, raw, sampled = [], [], []
+    for delta in deltas:
+        count = len(delta.tokens) // 4
+        if delta.details is None:
+            sampled_by.append(np.full(count, -1, "<i4"))
+            raw.append(np.full(count, np.nan, "<f4"))
+            sampled.append(np.full(count, np.nan, "<f4"))
+            continue
+        known = [numbers.setdefault(weights, len(numbers)) for weights in delta.details.weights]
+        renumbered = np.asarray([*known, -1], "<i4")  # the last entry is that of -1
+        sampled_by.append(renumbered[np.frombuffer(delta.details.sampled_by, "<i4")])
+        raw.append(np.frombuffer(delta.details.raw_logprobs, "<f4"))
+        sampled.append(np.frombuffer(delta.details.sampled_logprobs, "<f4"))
+    masks = [mask for delta in deltas for mask in _each_mask(delta.details, len(delta.tokens) // 4)]
+    return DeltaDetails(
+        weights=list(numbers),
+        sampled_by=np.concatenate(sampled_by)[places].tobytes(),
+        raw_logprobs=np.concatenate(raw)[places].tobytes(),
+        sampled_logprobs=np.concatenate(sampled)[places].tobytes(),
+        sampling_mask=joined_masks([masks[place] for place in places]),
+    )
+
+
+def _each_mask(details: DeltaDetails | None, count: int) -> list[np.ndarray | None]:
+    """Return the mask of each of ``count`` tokens, None where nobody asked in their delta."""
+    if details is None or details.sampling_mask is None:
+        return [None] * count
+    ids, offsets = (
+        np.frombuffer(data, "<i4") for data in (details.sampling_mask.ids, details.sampling_mask.offsets)
+    )
+    return [ids[start:end] for start, end in itertools.pairwise(offsets.tolist())]

@@ -1,6 +1,4 @@
-"""Builds the status reply: a snapshot between two steps, without side effects (no cache is emptied, no stream
-synchronised).
-"""
+"""Builds the status reply: a snapshot between two steps, without side effects."""
 
 import os
 from time import monotonic

@@ -162,7 +162,7 @@ def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None] | None:
         gate_up, down = _of_linear("gate_up", block.gate_up), _of_linear("down", block.down)
         if gate_up is None or down is None:
             return None
-        return gate_up | down, block.gate_up.part_features, None
+        return gate_up | down, block.gate_up.out_features // 2, None
     if not isinstance(block, MoeBlock):
         return None
     router, experts, shared = block.router.packed, block.experts.packed, _of_shared(block.shared)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 from ..kernels.attention_form import Bend
+from ..kernels.decoder_layers import GroupRouting
 from ..layers.experts import ExpertNames, Experts
-from ..layers.grouped_router import GroupedRouter
 from ..layers.mlp import GatedMLP
-from ..layers.moe import GatedShared, MoeBlock, RoutedExperts, Router, Shared, TopKRouter
+from ..layers.moe import GatedShared, GroupedRouter, MoeBlock, RoutedExperts, Router, Shared, TopKRouter
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import MoeConfig
@@ -80,12 +80,14 @@ def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, pla
         hidden,
         moe.num_experts,
         moe.top_k,
-        scoring=moe.scoring,
-        num_groups=moe.num_groups,
-        top_groups=moe.top_groups,
-        group_score=moe.group_score,
+        GroupRouting(
+            groups=moe.num_groups,
+            top_groups=moe.top_groups,
+            sigmoid=moe.scoring == "sigmoid",
+            best_two=moe.group_score == "top2",
+            scale=moe.routed_scale,
+        ),
         normalize=moe.normalize,
-        scale=moe.routed_scale,
         bias=moe.score_bias,
         place=place,
     )

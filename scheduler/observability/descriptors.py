@@ -1,7 +1,4 @@
-"""The limit on open file descriptors: raised at start, and a warning when it comes close.
-
-libzmq ends the process when no descriptor is left for a new connection, and the usual soft limit is 1,024.
-"""
+"""The limit on open file descriptors, without which libzmq ends the process: raised at start, and watched."""
 
 import logging
 import os
@@ -10,13 +7,10 @@ import resource
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 1 << 20
-"""Highest limit to set: some libraries iterate up to the limit."""
 NEAR = 0.8
-"""Fraction of the limit at which the warning is logged."""
 
 
 def raise_limit() -> int:
-    """Raise the soft limit as far as allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

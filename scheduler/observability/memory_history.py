@@ -1,13 +1,11 @@
 """The memory history: a bounded record of memory readings and their causes.
 
 Invariants:
-- Readings have no side effect and are not taken per step, but at commands, at failures and, while steps run,
-  every few seconds.
-- The record has a fixed size, allocated at start, so that it does not make memory grow itself. Older events
-  are summarised by period; the periods get longer as time passes.
-- Consecutive readings of steady memory are one event, which is extended; a drift beyond :data:`STEADY_BYTES`,
-  however slow, starts another.
-- The parts by tag add up to what is reserved.
+- Readings have no side effect and are not taken per step, but at commands, at failures and every few seconds.
+- The record has a fixed size, allocated at start. Older events are summarised by period, which get longer
+  with time.
+- Consecutive readings of steady memory are one event; a drift beyond :data:`STEADY_BYTES`, however slow,
+  starts another.
 """
 
 from collections.abc import Callable
@@ -31,7 +29,6 @@ from ..memory.residency import ComponentResidencyManager
 EVENTS = 4096
 STRETCHES = 256
 SAMPLE_S = 5.0
-"""Seconds between two samples while steps run."""
 STEADY_BYTES = 1 << 20
 DETAIL_BYTES = 96
 """Most bytes of a detail in UTF-8; longer ones are cut."""
@@ -41,7 +38,8 @@ _CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
 _AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
 """Causes whose reading must take microseconds, since generation waits for it, unless the cache was emptied.
 """
-_NONE = np.iinfo(np.int64).min
+_NONE = int(np.iinfo(np.int64).min)
+_Read = tuple[DeviceMemoryReading, MemoryByTag]
 _EVENT = np.dtype(
     [
         *((name, "i8") for name in ("seq", "step", "epoch", "reserved", "allocated", "returned", "residual")),
@@ -58,13 +56,9 @@ _STRETCH = np.dtype(
 
 
 class OwnBytes(NamedTuple):
-    """Sizes that only their owners know, in bytes."""
-
     derived: int = 0
-    """Tensors that layers derive; part of the weights' memory."""
     graphs: int = 0
     answers: int = 0
-    """Stored answers; 0 on accelerators, where host memory does not count."""
 
 
 class MemoryGauges:
@@ -84,7 +78,7 @@ class MemoryGauges:
         self._before = DeviceMemoryReading.of(device_module)
         self._occupied = (0, 0, 0)
 
-    def __call__(self, thorough: bool = True) -> tuple[DeviceMemoryReading, MemoryByTag]:
+    def __call__(self, thorough: bool = True) -> _Read:
         """Return reserved and allocated bytes, and the reserved ones by tag.
 
         With ``thorough`` False, components count as in the last thorough reading: on the CPU the kernel walks
@@ -113,10 +107,7 @@ class MemoryGauges:
             "workspace": reading.allocated - self._before.allocated - components - own.answers,
         }
         rest = reading.reserved
-        for (
-            name,
-            nbytes,
-        ) in sizes.items():  # readings at different times must not add up to more than the total
+        for name, nbytes in sizes.items():  # readings at different times may add up to more than the total
             sizes[name] = max(0, min(nbytes, rest))
             rest -= sizes[name]
         return reading, MemoryByTag(**sizes, other=rest)
@@ -129,7 +120,7 @@ class MemoryGauges:
 class MemoryHistory:
     def __init__(
         self,
-        read: Callable[[bool], tuple[DeviceMemoryReading, MemoryByTag]],
+        read: Callable[[bool], _Read],
         where: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
         events: int = EVENTS,
@@ -157,15 +148,15 @@ class MemoryHistory:
         """
         now = monotonic()
         thorough = cause not in _AWAITED or returned is not None
-        reading, tags = self._read(thorough)
+        read = self._read(thorough)
         if thorough:
             self._next_sample = now + SAMPLE_S
-        residual = None
+        residual, reserved = _NONE, read[0].reserved
         if cause == "pause" and self._paused_at is None:
-            self._paused_at = reading.reserved
+            self._paused_at = reserved
         elif cause in ("continue", "lease_expiry") and self._paused_at is not None:
-            residual, self._paused_at = reading.reserved - self._paused_at, None
-        self._append(now, cause, detail, reading, tags, returned, residual)
+            residual, self._paused_at = reserved - self._paused_at, None
+        self._append(now, read, cause, detail, _NONE if returned is None else returned, residual)
 
     def sample(self) -> None:
         """Take a sample if it is due, while steps run; otherwise the cost is a comparison."""
@@ -173,31 +164,27 @@ class MemoryHistory:
         if now < self._next_sample:
             return
         self._next_sample = now + SAMPLE_S
-        reading, tags = self._read(True)
+        read = self._read(True)
         last = self._ring[(self._seq - 1) % len(self._ring)]
         steady = self._seq and last["cause"] == _CAUSES.index("sample")
-        if steady and abs(reading.reserved - self._steady_at) <= STEADY_BYTES:
-            self._write(last, now, reading, tags)
+        if steady and abs(read[0].reserved - self._steady_at) <= STEADY_BYTES:
+            self._write(last, now, read)
             return
-        self._steady_at = reading.reserved
-        self._append(now, "sample", "", reading, tags, None, None)
+        self._steady_at = read[0].reserved
+        self._append(now, read, "sample", "")
 
     @property
     def by_tag(self) -> MemoryByTag | None:
-        """Reserved memory by tag at the last event, if there was one."""
         last = self._ring[(self._seq - 1) % len(self._ring)]
         return MemoryByTag(**{tag: int(last[tag]) for tag in _TAGS}) if self._seq else None
 
     def answer(self, request: GetMemoryHistoryReqInput) -> GetMemoryHistoryReqOutput:
         events, more = self.events(request.after, request.limit)
-        return GetMemoryHistoryReqOutput(
-            id=request.id, events=events, more=more, older=self.older(request.after)
-        )
+        older = self.older(request.after)
+        return GetMemoryHistoryReqOutput(id=request.id, events=events, more=more, older=older)
 
     def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
-        """Return at most ``limit`` events after number ``after``, oldest first, and whether there are newer
-        ones.
-        """
+        """Return at most ``limit`` events after number ``after``, and whether there are more."""
         if after >= self._seq:
             return [], False
         first = max(after + 1, self._oldest)
@@ -206,7 +193,6 @@ class MemoryHistory:
         return [_event(row) for row in rows.tolist()], last < self._seq
 
     def older(self, after: int) -> list[MemoryStretch]:
-        """Return summaries of the time before the oldest kept event, unless ``after`` is later."""
         return self._older.list() if after < self._oldest - 1 else []
 
     @property
@@ -216,12 +202,11 @@ class MemoryHistory:
     def _append(
         self,
         now: float,
+        read: _Read,
         cause: MemoryCause,
         detail: str,
-        reading: DeviceMemoryReading,
-        tags: MemoryByTag,
-        returned: int | None,
-        residual: int | None,
+        returned: int = _NONE,
+        residual: int = _NONE,
     ) -> None:
         row = self._ring[self._seq % len(self._ring)]
         self._seq += 1
@@ -230,11 +215,11 @@ class MemoryHistory:
         row["seq"], row["at"], row["cause"] = self._seq, self._epoch + now, _CAUSES.index(cause)
         encoded = detail.encode("utf-8", "backslashreplace")[:DETAIL_BYTES]
         row["detail"] = encoded.decode("utf-8", "ignore").encode()  # not within a character
-        row["returned"] = _NONE if returned is None else returned
-        row["residual"] = _NONE if residual is None else residual
-        self._write(row, now, reading, tags)
+        row["returned"], row["residual"] = returned, residual
+        self._write(row, now, read)
 
-    def _write(self, row: np.void, now: float, reading: DeviceMemoryReading, tags: MemoryByTag) -> None:
+    def _write(self, row: np.void, now: float, read: _Read) -> None:
+        reading, tags = read
         row["until"] = self._epoch + now
         row["step"], row["epoch"] = self._where()
         row["reserved"], row["allocated"] = reading.reserved, reading.allocated
@@ -248,8 +233,6 @@ class _Stretches:
     """
 
     def __init__(self, count: int) -> None:
-        assert count >= 2
-        assert count % 2 == 0
         self._table = np.zeros(count, _STRETCH)
         self._used = 0
         self._per = 1
@@ -271,9 +254,8 @@ class _Stretches:
 
     def list(self) -> list[MemoryStretch]:
         names = _STRETCH.names or ()
-        return [
-            MemoryStretch(**dict(zip(names, row.tolist(), strict=True))) for row in self._table[: self._used]
-        ]
+        rows = self._table[: self._used].tolist()
+        return [MemoryStretch(**dict(zip(names, row, strict=True))) for row in rows]
 
 
 def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -15,13 +15,10 @@ from types import TracebackType
 logger = logging.getLogger(__name__)
 
 RECENT = 64
-"""Number of last runs for the median."""
 
 
 @dataclass(slots=True)
 class StageTotal:
-    """Number of runs of a stage and their durations, in seconds."""
-
     count: int = 0
     seconds: float = 0.0
     longest: float = 0.0
@@ -99,7 +96,6 @@ class StageProfiler:
             self._parent.begin(self._prefix + name)
 
     def record(self, name: str, seconds: float) -> None:
-        """Count a run of a stage that took ``seconds``."""
         total = self._totals.get(name)
         if total is None:
             total = self._totals[name] = StageTotal()
@@ -114,12 +110,10 @@ class StageProfiler:
             self._parent.record(self._prefix + name, seconds)
 
     def seconds(self, name: str) -> float:
-        """Return the time spent in ``name``."""
         total = self._totals.get(name)
         return 0.0 if total is None else total.seconds
 
     def totals(self) -> dict[str, StageTotal]:
-        """Return every stage in the order of its first run, as a copy."""
         return {
             name: StageTotal(total.count, total.seconds, total.longest, total.recent.copy())
             for name, total in self._totals.items()
@@ -133,9 +127,6 @@ class StageProfiler:
             mine.seconds += total.seconds
             mine.longest = max(mine.longest, total.longest)
             mine.recent.extend(total.recent)
-
-    def reset(self) -> None:
-        self._totals.clear()
 
     def _log_end(self, name: str, seconds: float) -> None:
         memory = ""

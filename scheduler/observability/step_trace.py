@@ -1,11 +1,8 @@
 """A trace of steps by torch's profiler, written as a file for trace viewers.
 
-Invariants:
-- Nothing is installed in the engine while no trace is recorded.
-- The profiler is started and stopped in the loop's thread, which executes the steps; the file is written by
-  another thread, under a temporary name, and appears when it is complete.
-- What torch's profiler imports when it first starts, seconds of it, is imported by another thread before.
-- A trace ends at its last step whoever is there to hear of it, so what it holds in memory is bounded.
+Nothing is installed while no trace is recorded. The profiler is started and stopped in the loop's thread;
+what it imports (seconds of it) is imported, and the file written, by other threads. A trace ends at its last
+step.
 """
 
 import logging
@@ -29,12 +26,9 @@ logger = logging.getLogger(__name__)
 IMPORTED_BY_START = "torch._inductor"
 """torch's profiler looks whether it is there, which imports it."""
 STEPS = ("prefill", "decode", "encode", "denoise")
-"""The stages that are steps, of tokens and of images."""
 
 
 class StepTrace:
-    """At most one trace at a time, and the last one that was written."""
-
     def __init__(
         self, stages: StageProfiler, folder: str | None, device: str, wake: Callable[[], None]
     ) -> None:
@@ -47,7 +41,6 @@ class StepTrace:
         self._recording: profile | None = None
         self._writing: Task[None] | None = None
         self.path: Path | None = None
-        """The file of the last trace that was started."""
         self.steps = 0
         """Number of its steps so far."""
         self._limit = 0
@@ -103,7 +96,6 @@ class StepTrace:
         return self._limit
 
     def stop(self) -> None:
-        """End the recording, if there is one, and have its file written."""
         recording, self._recording = self._recording, None
         if recording is None:
             return

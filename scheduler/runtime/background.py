@@ -1,9 +1,7 @@
-"""Background threads for work that may block, and how they wake the loop.
+"""Background threads for work that may block, and how they wake the loop, which never waits for one.
 
-Invariants:
-- The loop never waits for a thread: it takes the items that are ready, and threads wake its ``poll``.
-- A thread never touches engine state: it hands over buffers of its own, at most ``ahead`` at a time.
-- A cancelled thread hands over nothing more, however long its blocking call still takes.
+A thread never touches engine state: it hands over buffers of its own, at most ``ahead`` at a time, and after
+it was cancelled nothing more, however long its blocking call still takes.
 """
 
 import contextlib
@@ -38,7 +36,6 @@ class Wakeup:
                 os.write(self._writer, b"!")
 
     def clear(self) -> None:
-        """Reset the descriptor; called before the loop looks for results."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 65536)
 
@@ -76,8 +73,6 @@ def in_thread(work: Callable[[], None]) -> None:
 
 
 class Task(Generic[Item]):
-    """One call in a thread, which wakes the loop when the call has ended."""
-
     def __init__(
         self,
         work: Callable[[], Item],
@@ -85,7 +80,6 @@ class Task(Generic[Item]):
         *,
         submit: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """Begin the call in the thread of ``submit`` (a :class:`Worker`'s), or in a new one."""
         began = monotonic()
         self.seconds = 0.0
         self._outcome: tuple[Item] | BaseException | None = None
@@ -147,7 +141,7 @@ class Feed(Generic[Item]):
         return not self._ended
 
     def take(self) -> Item | None:
-        """Return the next item, or None if none is ready; after the last, raise what the iterator raised."""
+        """Return the next item, or None if none is ready; after the last, raise the iterator's error."""
         ended = self._ended  # read before the queue, so that an item added in between is not missed
         if self._ready:
             return self._ready.popleft()

@@ -7,16 +7,17 @@ value is refused by field name before anything is allocated.
 import os
 import socket
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from ...io_struct import CaesuraError, ErrorCode, Residency
+from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
+from ...process.options import EngineOptions
 from .files import is_pipeline
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
 PAGE_SIZE = 16
 """Tokens per KV page; the measured layout is [page, kv head, 16, head size]."""
 RESULT_BYTES = 16 << 20
@@ -49,225 +50,38 @@ chunk pays for its launches; a small card also needs memory for the logits of a 
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Everything an engine is told at start. The field docstrings are the command line's help."""
+class EngineConfig(EngineOptions):
+    """A model and the options of its engine, whose paths are text."""
 
     model_path: str
     """Hugging Face model folder with config.json and *.safetensors."""
-    endpoint: str | None = None
-    """Address to listen on: an ipc:// path or a tcp:// address. Addresses beyond loopback need CURVE keys.
-    The default is a new ipc:// socket in a private directory.
-    """
     curve_secret_key_file: str | None = None
-    """File with the engine's CURVE key pair, as caesura keygen writes it. With it, connections are encrypted
-    and only authorized clients are accepted. The default is no keys.
-    """
     curve_authorized_clients: str | None = None
-    """Public keys of the authorized clients: a file, or a folder of *.key files. They are read again at each
-    connection."""
-    model_backend: Literal["auto", "native", "transformers"] = "auto"
-    """Code that computes the model. native: the engine's own, for the architectures that it has;
-    transformers: transformers' modules over the engine's matrix products and attention, for most of the
-    others. auto: native where it can serve the model, else transformers if it is installed.
-    """
-    dtype: DtypeName = "auto"
-    """Data type of computation: float32, bfloat16 or float16 (or fp32, bf16, fp16, and SGLang's float and
-    half). auto: the data type of the checkpoint.
-    """
-    device: str = "auto"
-    """Device to run on: cpu, cuda, and so on; mps is not served. auto: the accelerator if there is one that
-    is served, else cpu.
-    """
-    num_threads: int | None = None
-    """CPU threads within an operation. The default is torch's, shared out among the ranks of this host."""
-    tp: int = 1
-    """Tensor parallelism: the number of ranks that share every layer. Ranks beyond the first are worker
-    processes, which are started here unless tp_joined says otherwise; each takes the next device.
-    """
-    tp_joined: int = 0
-    """Number of ranks, the last ones, that are started by hand on other hosts (caesura worker --join ADDRESS
-    --rank R).
-    """
-    tp_address: str | None = None
-    """tcp:// address where workers join. Addresses beyond loopback need CURVE keys. The default is a private
-    socket, which only workers of this host reach.
-    """
-    context_len: int | None = None
-    """Maximum length of prompt plus output, in tokens. The default is the model's."""
-    kv_pool_tokens: int | None = None
-    """Size of the KV cache pool in tokens. By default, kv_memory_fraction of the memory that is free after
-    loading."""
-    kv_memory_fraction: float | None = None
-    """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given, or for what
-    the running samples of an image pipeline hold. The default is 0.5 on the CPU and for image pipelines, 0.85
-    on accelerators and 0.8 on those with less than 30 GB.
-    """
-    max_running_requests: int | None = None
-    """Maximum number of running samples, which hold KV cache or latents. The default is 256 on the CPU and on
-    accelerators with less than 30 GB, 512 with less than 60 GB and 1024 with more; 16 for image pipelines.
-    """
-    max_waiting_requests: int = 16384
-    """Maximum number of queued samples; further requests are refused."""
-    chunked_prefill_size: int | None = None
-    """Maximum number of prompt tokens in a step (chunked prefill). The default is 512 on the CPU, 2048 on
-    accelerators with less than 30 GB, 4096 with less than 60 GB and 8192 with more.
-    """
-    target_step_s: float = 0.2
-    """Prefill chunks are made small enough that a step takes about this many seconds, which bounds the wait
-    for a pause. inf: only chunked_prefill_size limits them.
-    """
-    prefix_cache: bool = True
-    """Reuse the KV cache of equal prompt prefixes computed with the same weights."""
-    pipeline_depth: int | None = None
-    """Number of steps in flight while the next step is scheduled: 0 or 1. The default is 0 on the CPU and 1
-    on accelerators.
-    """
-    attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] = "auto"
-    """Attention backend. auto: compiled kernels on the CPU; on CUDA flashinfer, else triton, else sdpa: the
-    first that is installed and computes a trial step.
-    """
-    cuda_graphs: bool = True
-    """Capture decode steps as CUDA graphs if the attention backend supports it (flashinfer and triton)."""
-    autotune: bool = True
-    """Run warm-up steps at start, which choose kernels and allocate threads, workspaces and the first KV
-    pages before the first request.
-    """
-    autotune_lm_head_rows: int = 64
-    """Maximum number of rows of the LM head and the sampler in the warm-up. 0: neither is warmed up."""
-    requests_while_paused: Literal["queue", "refuse"] = "queue"
-    """Treatment of generate requests that arrive during a pause."""
-    idle_empty_s: float = 5.0
-    """Empty the device allocator's cache once after this many seconds without work."""
-    result_ttl_s: float = 60.0
-    """Seconds for which results of clients that could not be reached can be fetched, as far as result_bytes
-    allows.
-    """
-    result_bytes: int | None = None
-    """Bytes of host memory for results, kept for repeated messages and for clients that could not be reached;
-    allocated at start. New results overwrite the oldest; one that alone takes more is not stored. The default
-    is 16 MiB, and 64 MiB for image pipelines, whose trajectories may need more.
-    """
     state_file: str | None = None
-    """JSON file that records which weights were committed last. A restart with the same file continues from
-    them. By default, nothing is recorded.
-    """
-    on_lost_weights: Literal["refuse", "serve_initial"] = "refuse"
-    """Behaviour when the weights that state_file names are not available. refuse: serve nothing until a
-    complete update; serve_initial: serve the weights of model_path.
-    """
-    session_deadline_s: float = 600.0
-    """Default deadline of a weight update session, in seconds; then it is aborted."""
-    session_orphan_s: float = 10.0
-    """Seconds after which the weight update session of a disconnected client is aborted, unless a message of
-    the session arrives.
-    """
-    weights_cpu_backup: bool = False
-    """Keep a copy of the weights on the host while their memory is released, and restore it when the memory
-    is resumed. Without it, released weights need a complete update.
-    """
-    load_bucket_bytes: int = 8 << 20
-    """Bytes of weights to load at a time; between two such buckets the engine handles messages."""
-    check_finite: bool = False
-    """Check every written weight for NaN and infinities at each commit, and refuse the commit if there are
-    any: the weights are poisoned then. It reads all weights that were written.
-    """
-    group_interface: str | None = None
-    """Network interface (for example eth0) for weight update groups. The default is loopback if the master
-    address is loopback, else the interface of the host name's address.
-    """
-    allow_legacy_pickle: bool = False
-    """Accept checkpoint-engine's pickled messages. They are parsed into plain fields and never unpickled."""
-    deterministic: bool = False
-    """Bitwise batch-invariant results: tokens and logprobs of a request do not depend on other requests or on
-    pauses. The engine refuses to start where this is not possible.
-    """
     reference_model_path: str | None = None
-    """Hugging Face folder of the reference model for score requests. By default there is none."""
-    reference_residency: Residency = "resident"
-    """Placement of the reference model's weights. resident: always on the device; offload: only during
-    scoring; layerwise: during scoring, layer by layer.
-    """
-    reference_pool_tokens: int | None = None
-    """Size of the reference model's KV cache pool in tokens. The default is one sequence of context_len."""
-    frozen_residency: Residency = "resident"
-    """Placement of the text encoders and the VAE of an image pipeline. resident: always on the device;
-    offload: on the device while steps need them; layerwise: likewise, but two blocks at a time.
-    """
-    transformer_residency: Residency = "resident"
-    """Placement of the transformer of an image pipeline, with the same choices."""
-    prompt_cache_bytes: int = 64 << 20
-    """Maximum bytes of encoded prompts that an image engine keeps on the device for later requests. 0: none.
-    """
-    check_ledger: bool = False
-    """For tests: after every control message, check that free, cached and held KV pages add up."""
-    log_stages: bool = False
-    """Log the start and end of each stage of steps, pauses, updates and releases; at log level DEBUG with the
-    memory in use.
-    """
-    log_stats_interval_s: float = 10.0
-    """While requests run, log running and waiting requests, KV use and throughput every this many seconds,
-    and once more when they have ended. 0: never.
-    """
     profile_dir: str | None = None
-    """Folder that traces of torch's profiler are written under (caesura profile). By default, a new folder in
-    the temporary directory, made when the first trace starts.
-    """
-    log_level: str = "INFO"
-    """Minimum severity of log records: DEBUG, INFO, WARNING or ERROR."""
-    log_format: Literal["text", "json"] = "text"
-    """Format of log lines. json: one object per line, with time, level, replica, rank, logger and message."""
-    log_name: str = ""
-    """Name of this engine in its log lines. caesura serve --replicas sets it to replica-0, replica-1, and so
-    on.
-    """
-    shutdown_mode: Literal["abort", "drain"] = "abort"
-    """Treatment of unfinished requests at SIGTERM or a shutdown message. abort: end them at once; drain: let
-    them finish within drain_timeout_s.
-    """
-    drain_timeout_s: float = 30.0
-    """Maximum seconds to drain; then the remaining requests are aborted."""
-    watchdog_timeout_s: float = 300.0
-    """Exit with status 70 when the scheduler loop has been stuck for this many seconds. 0: never."""
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise _invalid(name, value, "must be at least 1")
-        self._check_ranks()
-        if self.kv_memory_fraction is not None and not 0.0 < self.kv_memory_fraction < 1.0:
-            raise _invalid("kv_memory_fraction", self.kv_memory_fraction, "must be between 0 and 1")
-        for name in (
-            "autotune_lm_head_rows",
-            "idle_empty_s",
-            "log_stats_interval_s",
-            "result_ttl_s",
-            "session_deadline_s",
-            "session_orphan_s",
-            "target_step_s",
-            "drain_timeout_s",
-            "watchdog_timeout_s",
-            "prompt_cache_bytes",
-        ):
-            if not getattr(self, name) >= 0:  # NaN fails, too
-                raise _invalid(name, getattr(self, name), "must be at least 0")
-        if self.result_bytes is not None and self.result_bytes < 0:
-            raise _invalid("result_bytes", self.result_bytes, "must be at least 0")
-        if self.group_interface is not None and self.group_interface not in _interfaces():
-            raise _invalid("group_interface", self.group_interface, f"must be one of {sorted(_interfaces())}")
-        for name, choices in _CHOICES.items():
+            if value is not None and not value >= least:  # NaN fails, too
+                raise _invalid(name, value, f"must be at least {least}")
+        for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 raise _invalid(name, getattr(self, name), f"must be {_listed(choices)}")
-        if self.deterministic and self.attention_backend != "auto":
-            raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
-        if self.deterministic and self.model_backend == "transformers":
-            raise _invalid("model_backend", self.model_backend, "must be auto or native with deterministic")
-
-    def _check_ranks(self) -> None:
         if not 0 <= self.tp_joined < self.tp:
             raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
         if self.tp_joined and self.tp_address is None:
             raise _invalid("tp_address", None, "must say where the workers of other hosts join")
+        if (fraction := self.kv_memory_fraction) is not None and not 0.0 < fraction < 1.0:
+            raise _invalid("kv_memory_fraction", fraction, "must be between 0 and 1")
+        interfaces = sorted(name for _, name in socket.if_nameindex())
+        if self.group_interface not in (None, *interfaces):
+            raise _invalid("group_interface", self.group_interface, f"must be one of {interfaces}")
+        if self.deterministic and self.attention_backend != "auto":
+            raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
+        if self.deterministic and self.model_backend == "transformers":
+            raise _invalid("model_backend", self.model_backend, "must be auto or native with deterministic")
 
     @property
     def sizes(self) -> Sizes:
@@ -276,11 +90,7 @@ class EngineConfig:
         if rows is not None and chunk is not None and fraction is not None:
             return Sizes(rows, chunk, fraction)
         usual = _PIPELINE_SIZES if is_pipeline(self.model_path) else _usual_sizes(self.device)
-        return Sizes(
-            usual.rows if rows is None else rows,
-            usual.chunk_tokens if chunk is None else chunk,
-            usual.kv_fraction if fraction is None else fraction,
-        )
+        return Sizes(rows or usual.rows, chunk or usual.chunk_tokens, fraction or usual.kv_fraction)
 
     def resolve(self) -> "EngineConfig":
         """Return a copy in which everything is decided; create the endpoint's directory."""
@@ -292,24 +102,18 @@ class EngineConfig:
         if torch.device(device).type in _NOT_SERVED:
             raise _invalid("device", device, "is not served: its first step fails; use cpu")
         device = _with_index(device)
-        endpoint = self.endpoint
-        if endpoint is None:
-            endpoint = f"ipc://{private_directory.make()}/{private_directory.SOCKET}"
-        reference = self.reference_model_path
-        depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
         sizes = replace(self, device=device).sizes
-        result_bytes = self.result_bytes
-        if result_bytes is None:
-            result_bytes = PIPELINE_RESULT_BYTES if is_pipeline(self.model_path) else RESULT_BYTES
+        result_bytes = PIPELINE_RESULT_BYTES if is_pipeline(self.model_path) else RESULT_BYTES
+        reference = self.reference_model_path
         return replace(
             self,
             device=device,
-            endpoint=endpoint,
-            pipeline_depth=depth,
+            endpoint=self.endpoint or f"ipc://{private_directory.make()}/{private_directory.SOCKET}",
+            pipeline_depth=int(device != "cpu") if self.pipeline_depth is None else self.pipeline_depth,
             max_running_requests=sizes.rows,
             chunked_prefill_size=sizes.chunk_tokens,
             kv_memory_fraction=sizes.kv_fraction,
-            result_bytes=result_bytes,
+            result_bytes=result_bytes if self.result_bytes is None else self.result_bytes,
             num_threads=self.num_threads or max(1, torch.get_num_threads() // (self.tp - self.tp_joined)),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
@@ -330,41 +134,27 @@ def _with_index(device: str) -> str:
 def _usual_sizes(device: str) -> Sizes:
     if torch.device(device).type == "cpu":
         return _CPU_SIZES
-    gigabytes = _total_memory(device) / 1e9
+    memory = getattr(torch.get_device_module(torch.device(device)), "mem_get_info", None)
+    gigabytes = 0 if memory is None else memory(torch.device(device))[1] / 1e9
     return next(sizes for least, sizes in _ACCELERATOR_SIZES if gigabytes >= least)
 
 
-def _total_memory(device: str) -> int:
-    memory = getattr(torch.get_device_module(torch.device(device)), "mem_get_info", None)
-    return 0 if memory is None else int(memory(torch.device(device))[1])
-
-
-def _interfaces() -> set[str]:
-    return {name for _, name in socket.if_nameindex()}
-
-
-_COUNTS = (
-    "tp",
-    "max_running_requests",
-    "max_waiting_requests",
-    "chunked_prefill_size",
-    "load_bucket_bytes",
-    "num_threads",
-    "context_len",
-    "kv_pool_tokens",
-    "reference_pool_tokens",
-)
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "pipeline_depth": (None, 0, 1),
-    "shutdown_mode": ("abort", "drain"),
-    "on_lost_weights": ("refuse", "serve_initial"),
-    "dtype": get_args(DtypeName),
-    "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
-    "model_backend": ("auto", "native", "transformers"),
-    "reference_residency": get_args(Residency),
-    "frozen_residency": get_args(Residency),
-    "transformer_residency": get_args(Residency),
+_LEAST = {
+    **dict.fromkeys(("tp", "num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens"), 1),
+    **dict.fromkeys(("max_running_requests", "max_waiting_requests", "chunked_prefill_size"), 1),
+    **dict.fromkeys(("load_bucket_bytes",), 1),
+    **dict.fromkeys(("autotune_lm_head_rows", "prompt_cache_bytes", "result_bytes", "result_ttl_s"), 0),
+    **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),
+    **dict.fromkeys(("target_step_s", "drain_timeout_s", "watchdog_timeout_s"), 0),
 }
+"""Least value of each number."""
+
+
+@cache
+def _choices() -> dict[str, tuple[object, ...]]:
+    hints = get_type_hints(EngineConfig).items()
+    literals = {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
+    return literals | {"pipeline_depth": (None, 0, 1)}
 
 
 def _listed(choices: tuple[object, ...]) -> str:
@@ -373,6 +163,5 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 
 def _invalid(field: str, value: object, requirement: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"{field} = {value!r} {requirement}", field=field, value=value
-    )
+    reason = f"{field} = {value!r} {requirement}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=field, value=value)

@@ -15,10 +15,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def torch_name(dtype: torch.dtype) -> str:
-    """Return the name in a config.json, such as ``bfloat16``; numpy uses the same."""
     return KNOWN[NAMES[dtype]].torch
 
 
 def by_torch_name(name: str) -> torch.dtype:
-    """Return the dtype of a :func:`torch_name` or a short name."""
     return DTYPES[NAMES_BY_TORCH[SHORT_NAMES.get(name, name)]]

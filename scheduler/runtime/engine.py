@@ -1,10 +1,7 @@
 """The engine: one object whose parts find each other through it.
 
-Invariants:
-- The endpoint is bound before anything is allocated, so a second engine on the same endpoint fails first.
-- If a part cannot be built, everything that was built before is released.
-- A part reads other parts when it works, not when it is built, so the order below is only that of memory and
-  of what a constructor needs at once.
+The endpoint is bound before anything is allocated, so a second engine on it fails first. If a part cannot be
+built, everything before is released. A part reads other parts when it works, not when it is built.
 """
 
 import secrets
@@ -25,20 +22,18 @@ from ..executor.executor import Executor
 from ..memory.device_memory import DeviceCache
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager
-from ..messaging.answers import Answers
+from ..messaging.answers import Answers, Replies
 from ..messaging.client_access import ServerKeys
 from ..messaging.command_queue import CommandQueue
 from ..messaging.dispatcher import Dispatcher
-from ..messaging.replies import Replies
 from ..messaging.router_socket import Router
 from ..models.config import load_model_config
 from ..models.registry import require_ranks
 from ..observability.memory_history import MemoryGauges, MemoryHistory, OwnBytes
 from ..observability.stage_profiler import StageProfiler
 from ..observability.step_trace import StepTrace
-from ..observability.throughput import Throughput, counters
+from ..observability.throughput import Throughput
 from ..scheduling.request import WeightStamp
-from ..scoring.scoring import Scoring
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from .background import Wakeup
@@ -60,18 +55,10 @@ _Part = TypeVar("_Part", bound=_Closable)
 
 
 class Engine:
-    """The parts of an engine; ``scheduler.run()`` serves."""
-
     def __init__(
         self, config: EngineConfig, shutdown: Shutdown | None = None, make_runner: MakeRunner | None = None
     ) -> None:
-        """Bind the endpoint, then build everything else.
-
-        Args:
-            config: the resolved configuration.
-            shutdown: None if only a shutdown message ends the loop.
-            make_runner: builds the runner of a language model's steps, or None for :func:`build_runner`.
-        """
+        """Build the engine; with ``shutdown`` None only a shutdown message ends it."""
         assert config.endpoint is not None
         self.config = config
         self.shutdown = shutdown or shutdown_of(config)
@@ -101,12 +88,10 @@ class Engine:
         self._cleanup.close()
 
     def _own(self, part: _Part) -> _Part:
-        """Close ``part`` when the engine is closed, before the parts that it was built after."""
         self._cleanup.callback(part.close)
         return part
 
     def _build_memory(self) -> None:
-        """Build what is there before the model."""
         config = self.config
         self.weights_file = self._own(WeightsFile(config))
         self.device_module = device_module_for(config.device)
@@ -141,15 +126,11 @@ class Engine:
         self.live, self.waiting, self.admit = steps.live, steps.waiting, steps.admit
         self.outputs, self.outbox, self.request_type = steps.outputs, steps.outbox, steps.request_type
         self.cache, self.prompts, self.graphs = steps.cache, steps.prompts, steps.graphs
-        self.open_folder = steps.open_folder
+        self.open_folder, self.scoring = steps.open_folder, steps.scoring
         self._has_steps = True
         steps.serving.log()
         self.weights_file.begin(self.state.stamp, steps.loaded.digest)
-        self.throughput = Throughput(
-            lambda: counters(self),
-            lambda: self.state.may_execute and self.batcher.has_work,
-            self.config.log_stats_interval_s,
-        )
+        self.throughput = Throughput(self)
 
     def _build_control(self) -> None:
         config, device, wake = self.config, self.loaded.device, self.wakeup.set
@@ -165,7 +146,6 @@ class Engine:
         self.checksums: dict[str, str] = {}
         """The weights checker's snapshot, by tensor; empty before the first."""
         self.trace = self._own(StepTrace(self.stages, config.profile_dir, config.device, wake))
-        self.scoring = None if self.steps.reference is None else Scoring(self, self.steps.reference)
         self.answers = Answers(config.result_ttl_s, config.result_bytes or 0)
         self.commands = CommandQueue(self)
         self.dispatcher = Dispatcher(self)
@@ -176,7 +156,6 @@ class Engine:
 
 
 def _executor(config: EngineConfig) -> Executor:
-    """Start the workers of this host, after refusing a model that cannot be divided among ``tp`` ranks."""
     if config.tp > 1:
         if is_pipeline(config.model_path):
             raise CaesuraError(

@@ -49,7 +49,7 @@ def is_pipeline(folder: str | Path) -> bool:
 
 
 def open_regular(path: str | Path) -> int:
-    """Open the regular file ``path`` for reading; raise ``checkpoint_error`` if that is not possible."""
+    """Open the regular file ``path``; raise ``checkpoint_error`` if that is not possible."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, ValueError) as error:
@@ -62,7 +62,6 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_small(path: str | Path, limit: int) -> bytes:
-    """Return the contents of a regular file; raise ``checkpoint_error`` beyond ``limit`` bytes."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size

@@ -26,8 +26,6 @@ class EngineEndsError(BaseException):
 
 
 class Guard:
-    """Runs actions whose exceptions must not end the loop, and counts these."""
-
     def __init__(self, fatal: tuple[type[Exception], ...] = ()) -> None:
         """Do not catch the types ``fatal``: an engine that checks itself must stop at a failed check."""
         self.failures = 0

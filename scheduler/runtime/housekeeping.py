@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOLD_OFF_S = 1.0
-"""Seconds until a failed timer is due again."""
 KEEPALIVE_S = 2.0
 """Seconds between keepalives to clients that wait or have a session open, which reveal those that are gone.
 """
@@ -34,15 +33,12 @@ class Timer:
 
     what: str
     due: Callable[[], float | None]
-    """Returns the monotonic due time, or None if the timer is not set."""
     act: Callable[[], object]
     not_before: float = 0.0
     """Monotonic time of the next attempt after a failure."""
 
 
 class Timers:
-    """Timers of a loop, in the order in which they fire."""
-
     def __init__(self, guard: Guard, timers: Sequence[Timer]) -> None:
         self._guard = guard
         self._timers = timers
@@ -61,8 +57,6 @@ class Timers:
 
 
 class Housekeeping:
-    """The timers of an engine's loop, with their actions."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._idle_since: float | None = None
@@ -83,7 +77,6 @@ class Housekeeping:
         )
 
     def busy(self) -> None:
-        """End the idle period: the loop has work."""
         self._idle_since = None
 
     def idle(self, now: float) -> None:

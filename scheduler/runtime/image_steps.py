@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 
 def image_steps(engine: "Engine") -> Steps:
-    """Build the steps of the pipeline in ``config.model_path``; raise ``unsupported`` for options of language
-    models.
-    """
     config = engine.config
     for field, value in (
         ("reference_model_path", config.reference_model_path),

@@ -1,14 +1,13 @@
-"""The scheduler's loop. One tick: receive messages, advance commands, schedule and execute a step, process
-its output, send.
+"""The scheduler's loop. One tick: receive, advance commands, schedule and execute a step, process its output,
+send.
 
 Invariants:
 - The loop survives whatever a client sends or omits (I11), errors of timers, and steps that fail. If it fails
   all the same, every live request still gets its terminal message.
-- The loop blocks in ``poll`` whenever there is nothing to run: an idle or paused engine uses no CPU.
-- At pipeline depth 0 a step's output is processed in the tick that launched it; at depth 1 in the next tick,
-  while the device computes the next step. The step in flight is passed from tick to tick and not stored.
-- A launch that raises counts as a step whose output is a :class:`Failure`. It is processed in order, after
-  the step before it, and no other step is launched until then.
+- It blocks in ``poll`` whenever there is nothing to run: an idle or paused engine uses no CPU.
+- At pipeline depth 0 a step's output is processed in the tick that launched it; at depth 1 in the next tick.
+- A launch that raises counts as a step whose output is a :class:`Failure`, processed in order; no other step
+  is launched until then.
 """
 
 import logging
@@ -39,8 +38,6 @@ BACKLOG_POLL_S = 0.005
 
 @dataclass(slots=True)
 class Step:
-    """A launched step."""
-
     number: int
     batch: Any
     output: Any
@@ -100,7 +97,6 @@ class Scheduler:
         return engine.shutdown.is_draining and bool(busy or engine.dispatcher.has_unanswered)
 
     def tick(self, in_flight: Step | None) -> Step | None:
-        """Run one tick; return the step that is still in flight, which exists at depth 1 only."""
         engine = self._engine
         run = engine.guard.run
         self._receive(self._timeout(in_flight))

@@ -2,10 +2,9 @@
 
 Invariants:
 - The launcher receives exactly one line on the ready descriptor: that the engine serves, or why it does not.
-- A signal, a shutdown message, the launcher's death and a failed loop all have the same effect: every live
-  request gets its terminal message, one log line gives the reason, and the process exits.
+- A signal, a shutdown message, the launcher's death and a failed loop or thread all end it the same way:
+  every live request gets its terminal message, and one log line gives the reason.
 - The process always ends: the watchdog ends a loop or a shutdown that hangs.
-- The engine never runs without one of its threads: if one fails, the engine ends.
 """
 
 import contextlib
@@ -43,10 +42,8 @@ END_S = 30.0
 def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> int:
     """Serve until told to stop; return the exit status.
 
-    Args:
-        ready_fd: receives one JSON line, ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code",
-            …}``.
-        lifeline_fd: ends the process when it becomes readable, because its other end is closed.
+    ``ready_fd`` receives ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code", …}``; the
+    process ends when ``lifeline_fd`` becomes readable, because its other end is closed.
     """
     faulthandler.enable()  # prints a traceback if a library crashes
     try:
@@ -168,7 +165,6 @@ def refusal(error: CaesuraError) -> dict[str, Any]:
 
 
 def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
-    """Write the ready line and close the descriptor."""
     if ready_fd is None:
         return
     with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:

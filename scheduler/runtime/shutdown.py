@@ -1,12 +1,10 @@
 """Shutdown of the engine: whether it is requested, by whom, and how long requests may go on.
 
 Invariants:
-- The first request decides the mode, or else the configuration does: ``abort`` ends every request in the next
-  tick; ``drain`` lets live requests go on until a deadline and refuses new ones.
-- A later request can only shorten the time. A signal during the shutdown ends it at once; after that, a
-  further signal has its default action and kills the process. The launcher's death ends the engine at once.
-- A signal that ends the process is named in a last line first, but for SIGKILL and those of a crash, whose
-  stacks ``faulthandler`` prints.
+- The first request decides between ``abort`` (all end in the next tick) and ``drain`` (live ones go on until
+  a deadline); a later one can only shorten the time. A signal during the shutdown ends it at once, and a
+  further one kills the process. The launcher's death ends the engine at once.
+- A signal that ends the process is named in a last line first, but for SIGKILL and those of a crash.
 """
 
 import contextlib
@@ -33,7 +31,6 @@ FATAL_SIGNALS = (
     signal.SIGIO,
     signal.SIGPWR,
 )
-"""Signals that the engine does not use and that end a process by default."""
 _WATCH_S = 0.1
 
 
@@ -46,15 +43,10 @@ class Shutdown:
         signal_fd: int | None = None,
         lifeline_fd: int | None = None,
     ) -> None:
-        """Take ``drain`` and its timeout as defaults.
-
-        ``signal_fd`` yields one byte per signal, its number; ``lifeline_fd`` becomes readable when the
-        launcher dies.
-        """
+        """``signal_fd`` yields one byte per signal, its number; ``lifeline_fd`` the launcher's death."""
         self.requested = False
         """True if the loop must end, after draining if that was requested."""
         self.reason = ""
-        """Reason of the request that decided the deadline."""
         self.fds = tuple(fd for fd in (signal_fd, lifeline_fd) if fd is not None)
         self._drain = drain
         self._drain_timeout_s = drain_timeout_s
@@ -64,7 +56,6 @@ class Shutdown:
 
     @property
     def left_s(self) -> float:
-        """Seconds that live requests may still go on."""
         return max(0.0, self._deadline - monotonic())
 
     @property
@@ -144,10 +135,9 @@ class StopSignals:
     """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves."""
 
     def __init__(self, limit_end: Callable[[], None]) -> None:
-        """Install the handlers.
+        """Install the handlers; ``limit_end`` ends the process some time later, whatever happens.
 
-        ``limit_end`` ends the process some time later, whatever happens: the exception of a signal waits for
-        the end of a call into a library, and is lost if a finalizer happens to run.
+        The exception of a signal waits for the end of a call into a library, and is lost in a finalizer.
         """
         self._limit_end = limit_end
         reader, writer = socket.socketpair()
@@ -161,13 +151,11 @@ class StopSignals:
             signal.signal(number, self._on_signal)
         writer.detach()
         self.fd = reader.detach()
-        """Yields one byte per signal."""
         peek = socket.socket(fileno=os.dup(self.fd))
         threading.Thread(target=self._watch, args=[peek], name="start-signals", daemon=True).start()
 
     def _watch(self, peek: socket.socket) -> None:
-        """Repeat a signal that had no effect, and limit the end, until the engine serves or its start is
-        interrupted.
+        """Repeat a signal that had no effect until the engine serves or its start is interrupted.
 
         The interpreter can begin to wait for a lock just after it has looked for signals; only another one
         interrupts it.

@@ -1,8 +1,4 @@
-"""What computes an engine's steps, and how it is built for a language model.
-
-:class:`Steps` is all that differs between kinds of engines. What can be released is allocated while the steps
-are built (``execution/build.py``).
-"""
+"""What computes an engine's steps, all that differs between kinds of engines, and how it is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +24,7 @@ from ..scheduling.outputs import OutputProcessor, Outputs
 from ..scheduling.request import Request, RequestTable
 from ..scheduling.step_recovery import Recovery, restore_tokens
 from ..scheduling.waiting_queue import LiveRequests, WaitingQueue, admit
-from ..scoring.reference import load_reference
-from ..scoring.scoring import ReferenceModel
+from ..scoring.scoring import Scoring
 from ..weights.loaded_model import LoadedWeights
 from ..weights.transports.disk import OpenFolder, open_fitting
 from .config import PAGE_SIZE
@@ -50,7 +45,7 @@ class Steps:
 
     loaded: LoadedWeights
     open_folder: OpenFolder
-    reference: ReferenceModel | None = None
+    scoring: Scoring | None = None
     runner: "Runner | ImageRunner"
     graphs: DecodeGraphs | None = None
     request_type: type[Message]
@@ -78,7 +73,7 @@ class Steps:
 
 def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     config, residency, executor = engine.config, engine.residency, engine.executor
-    reference = load_reference(config, residency)
+    scoring = None if (path := config.reference_model_path) is None else Scoring(engine, path)
     folder, stamp = engine.initial_weights.folder, engine.state.stamp
     started = executor.start(folder)
     loaded, pool, routing, limits = build_components(config, residency, folder, executor.parallel, executor)
@@ -115,7 +110,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     return Steps(
         loaded=loaded,
         open_folder=lambda path, _: open_fitting(path, loaded.config),
-        reference=reference,
+        scoring=scoring,
         runner=runner,
         graphs=own.graphs if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,

@@ -2,13 +2,10 @@
 
 Invariants:
 - The loop pays one attribute write per tick. Time in ``poll`` and in operations declared as long does not
-  count.
-- After half of the timeout the stacks of all threads are printed to stderr; after all of it the process exits
-  with :data:`EXIT_HUNG`, a status that no other exit has.
-- Both happen even if a C call holds the GIL forever: the watchdog thread keeps postponing faulthandler's
-  thread (C; its own exit has status 1) and a kernel timer, at whose expiry glibc calls ``_exit``.
-
-Time while the process is stopped (SIGSTOP, a frozen cgroup) counts; that of a suspended machine does not.
+  count; that of a stopped process (SIGSTOP) does, that of a suspended machine does not.
+- After half of the timeout the stacks are printed to stderr; after all of it the process exits with
+  :data:`EXIT_HUNG`, a status that no other exit has. Both happen even if a C call holds the GIL forever: the
+  thread keeps postponing faulthandler's thread and a kernel timer, at whose expiry glibc calls ``_exit``.
 """
 
 import contextlib
@@ -28,30 +25,23 @@ from ...process.contract import EXIT_HUNG
 logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-"""Most seconds between two checks."""
 _DUMP_S = 0.5
-"""Time to print stacks before the process exits."""
 LONGEST_S = 1e9
-"""Longest timeout in seconds (32 years); a longer one, inf included, means none."""
+"""A longer timeout, inf included, means none."""
 LOOKS = 8
-"""Least number of checks within one timeout."""
 
 _SIGEV_THREAD = 2
 _CLOCK_MONOTONIC = 1
 
 
 class Heartbeat:
-    """State of the loop, as the watchdog reads it."""
-
     def __init__(self) -> None:
         self.ticked = False
         """True after a tick; cleared by every check."""
         self.asleep = False
         """True while the loop is blocked in ``poll``."""
         self.long: str | None = None
-        """Operation that is declared as long, or None."""
         self.on_change: Callable[[], None] = lambda: None
-        """Set by the watchdog; called after :attr:`long` has changed."""
 
     @property
     def is_due(self) -> bool:
@@ -71,8 +61,6 @@ class Heartbeat:
 
 
 class Watchdog:
-    """A thread that checks a heartbeat, with a backstop that works without the thread."""
-
     def __init__(
         self, heartbeat: Heartbeat, timeout_s: float, checks: tuple[Callable[[], None], ...] = ()
     ) -> None:
@@ -146,8 +134,6 @@ class Watchdog:
 
 
 class Backstop:
-    """Prints stacks and ends the process at given times, unless it is armed again; needs no GIL."""
-
     def __init__(self) -> None:
         self._timer = _ExitTimer()
         self._stderr = _nonblocking_stderr()
@@ -176,8 +162,6 @@ class _SigEvent(ctypes.Structure):
 
 
 class _TimerSpec(ctypes.Structure):
-    """``struct itimerspec``: interval and time left, each in seconds and nanoseconds."""
-
     _fields_ = (("interval", ctypes.c_long * 2), ("left", ctypes.c_long * 2))
 
 
@@ -202,8 +186,6 @@ class _ExitTimer:
 
 
 def exit_within(seconds: float) -> None:
-    """Exit with :data:`EXIT_HUNG` after ``seconds``, whatever happens."""
-
     def end() -> None:
         sleep(seconds + _DUMP_S)
         logger.critical(
@@ -219,7 +201,7 @@ def exit_within(seconds: float) -> None:
 
 
 def _nonblocking_stderr() -> int | None:
-    """Return a non-blocking descriptor of stderr: a dump into an unread pipe must not block the watchdog."""
+    """Return a non-blocking stderr: a dump into an unread pipe must not block the watchdog."""
     try:
         if stat.S_ISREG(os.fstat(2).st_mode):
             return 2  # it never blocks, and another opening would write at another place

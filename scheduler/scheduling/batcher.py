@@ -5,8 +5,8 @@ One step mixes all decoding requests (one token each) with as many prompt tokens
 
 Invariants:
 - A request gets KV pages for all of its known tokens when it starts, and one more whenever it crosses a page
-  border. One that cannot get its page preempts the request that started last.
-- The oldest request always advances: admission refuses a request that could not run alone on an empty engine.
+  border. One that cannot get its page preempts the request that started last. The oldest request always
+  advances.
 - A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is
   deferred.
 - A prefix is computed once: a request waits while a running request computes the same prompt, then shares its
@@ -44,15 +44,12 @@ PAGES_PER_SKIPPED_REQUEST = 2
 
 @dataclass(slots=True, kw_only=True)
 class ScheduledBatch:
-    """A step's inputs of the model (``forward``), and what the scheduler knows of it."""
-
     forward: ForwardBatch
     slots: np.ndarray
     """int64 [R]"""
     sample_slots: np.ndarray
     """int64 [S]: slots that a token is sampled for."""
     completed: list[Request]
-    """Requests whose prefill this step completes."""
     num_tokens: int
     inputs: list[InputSpan]
     """Prompt positions behind ``forward.inputs``, in its order."""
@@ -64,8 +61,6 @@ class ScheduledBatch:
 
 
 class Batcher:
-    """Owns the running requests and builds steps from them and from the waiting queue."""
-
     def __init__(
         self,
         table: RequestTable,
@@ -82,9 +77,7 @@ class Batcher:
         self.waiting = waiting
         self.num_retractions = 0
         self.prompt_tokens = 0
-        """Prompt tokens of all requests that have started."""
         self.cached_tokens = 0
-        """Those of ``prompt_tokens`` that came from the prefix cache."""
         self._chunk_sizer = chunks
         self._share = share_prefixes
         self._routing = routing
@@ -115,7 +108,6 @@ class Batcher:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens that steps have computed."""
         return self._chunk_sizer.prompt_tokens
 
     @property
@@ -151,7 +143,6 @@ class Batcher:
         return self._build(decode, chunks)
 
     def complete_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Complete a step that took ``seconds``: run the releases that waited for it, share new prefixes."""
         self._chunk_sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
         self._chunk_sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
@@ -208,7 +199,6 @@ class Batcher:
         return True
 
     def restart_states(self) -> None:
-        """Requeue the requests whose states were lost by steps that were rolled back."""
         for request in self._active[::-1]:
             if request.kv is not None and request.kv.state is not None and request.kv.state.lost:
                 self._requeue(request, keep_prefix=True)
@@ -265,7 +255,6 @@ class Batcher:
         return len(unfinished)
 
     def mark_stale(self) -> None:
-        """Mark the KV of the running requests as computed by older weights."""
         for request in self._active:
             self.table.stale_kv[request.slot] = True
 
@@ -385,7 +374,6 @@ class Batcher:
         return chunks
 
     def _start_next(self) -> Request | None:
-        """Start a waiting request and return it, or None if none can start now."""
         if not (self.table.num_free and self.cache.can_open and len(self.waiting)):
             return None
         return self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
@@ -516,7 +504,7 @@ class Batcher:
         self._mark_in_flight(batch, ends)
         self._states.launched(slots, starts)
         if forward.sampling.special is not None:
-            table.extras.counted[sample_slots] = ends[samples] + 1
+            table.sampling.counted[sample_slots] = ends[samples] + 1
         return batch
 
     def _mark_in_flight(self, batch: ScheduledBatch, ends: np.ndarray) -> None:

@@ -1,23 +1,20 @@
 """Limits the tokens of a step, so that steps (and pauses, which wait for a step) stay short and fit into
 memory.
 
-Time: a step is modelled as ``base + cost * prompt tokens``: *base* is the time of steps without prompt
-tokens, *cost* the time per prompt token beyond it, both running averages.
+Time: a step is modelled as ``base + cost * prompt tokens``, both running averages of measurements.
 
 Memory: when a step runs out of memory, the token limit (decoding rows plus prompt tokens) is halved until a
 step succeeds. After ``patience`` good steps of about the limit's size it is doubled again. The patience
 doubles if the larger limit fails, and returns to its minimum if it succeeds.
 
-Invariants: a budget is a whole number of pages, at least one, at most ``largest``; under a memory limit any
-number of tokens. Measured times decide only how prompts are cut, never which requests run.
+A budget is a whole number of pages; under a memory limit any number of tokens. Measured times decide only how
+prompts are cut, never which requests run.
 """
 
 from ..runtime.config import PAGE_SIZE
 
 _WEIGHT = 0.25
-"""Weight of a new measurement in the running averages."""
 _FIRST_TOKENS = 128
-"""Budget before the first measurement."""
 PATIENCE, MOST_PATIENCE = 16, 128
 """Good steps before the limit is doubled: minimum and maximum."""
 
@@ -43,7 +40,6 @@ class ChunkSizer:
         self._has_grown = False
 
     def budget(self, num_decode: int = 0) -> int:
-        """Return the prompt tokens that the next step may have beside ``num_decode`` decoding rows."""
         budget = self._budget_by_time()
         return budget if self.limit is None else max(min(budget, self.limit - num_decode), 0)
 

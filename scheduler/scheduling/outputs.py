@@ -53,11 +53,11 @@ class Outputs(ABC, Generic[SampleT]):
 
     @abstractmethod
     def record(self, batch: Any, output: Any) -> None:
-        """Record the output of a step, and finish the samples that end."""
+        pass
 
     @abstractmethod
     def _result(self, sample: SampleT, reason: FinishReason) -> Any:
-        """Return the terminal result, with all that was made and asked for."""
+        pass
 
     @abstractmethod
     def _lost_result(self, sample: SampleT, reason: FinishReason) -> Any:
@@ -68,7 +68,6 @@ class Outputs(ABC, Generic[SampleT]):
         """Release what a finished sample holds; ``waited``: it was in the queue."""
 
     def set_stamp(self, stamp: WeightStamp) -> None:
-        """Have what is made from now on carry ``stamp``: weights were committed."""
         self._stamp = stamp
 
     def finish(self, sample: SampleT, reason: FinishReason, *, keep_prefix: bool = True) -> None:
@@ -195,7 +194,7 @@ class OutputProcessor(Outputs[Request]):
                 "request %s: logits are not finite (weights epoch %d)", request.rid, self._stamp.epoch
             )
             message = "the model's logits are not finite: check the weights"
-            if self._table.extras.special[slot]:
+            if self._table.sampling.special[slot]:
                 params = request.params
                 message = (
                     f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, "
@@ -231,7 +230,7 @@ class OutputProcessor(Outputs[Request]):
             else:
                 reason = FinishReason(type="length", length=request.limit - len(request.prompt))
             self.finish(request, reason)
-        for slot in slots[table.extras.masked[slots]]:
+        for slot in slots[table.sampling.masked[slots]]:
             request = table.by_slot[slot]
             if request is not None and request.masks is not None and request.masks.nbytes > MAX_MASK_BYTES:
                 limit = f"its sampling masks take more than {MAX_MASK_BYTES} bytes"

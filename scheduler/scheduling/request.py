@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...io_struct import GREEDY_BELOW, MAX_SAMPLING_MASK, GenerateReqInput, SamplingParams, WeightVersionSpan
-from .sampling import LogprobRecord, SamplingExtras, SamplingMaskRecord
+from ...io_struct import GenerateReqInput, SamplingParams, WeightVersionSpan
+from .sampling import LogprobRecord, SamplingColumns, SamplingMaskRecord
 
 if TYPE_CHECKING:
     from ..cache.manager import RequestKV
@@ -43,8 +43,6 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightStamp:
-    """Identifies the weights that sample a token; every commit makes a new stamp."""
-
     epoch: int
     version: str
     incarnation: str = ""
@@ -80,7 +78,6 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int
-    """Tokens (prompt plus output) at which it finishes."""
     stop_ids: tuple[int, ...]
     salt: str
     stream: bool
@@ -206,18 +203,9 @@ class RequestTable:
         self.prompt_len = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
         self.stop_ids = np.full((slots, _STOP_WIDTH), NO_TOKEN, np.int32)
-        self.temperature = np.ones(slots, np.float32)
-        self.greedy = np.zeros(slots, np.bool_)
-        self.top_k = np.full(slots, vocab_size, np.int64)
-        self.top_p = np.ones(slots, np.float32)
-        self.filtered = np.zeros(slots, np.bool_)
-        self.seed = np.zeros(slots, np.uint64)
-        self.index = np.zeros(slots, np.int64)
         self.stream = np.zeros(slots, np.bool_)
-        self.want_raw = np.zeros(slots, np.bool_)
-        self.want_sampled = np.zeros(slots, np.bool_)
         self.stale_kv = np.zeros(slots, np.bool_)
-        self.extras = SamplingExtras(slots)
+        self.sampling = SamplingColumns(slots, vocab_size)
 
         # Changed by steps.
         self.page_table = np.zeros((slots, pages), np.int32)
@@ -238,7 +226,6 @@ class RequestTable:
         return len(self._free)
 
     def take_slot(self) -> int:
-        """Take the lowest free slot. There must be one."""
         return heapq.heappop(self._free)
 
     def give_back_slot(self, slot: int) -> None:
@@ -247,11 +234,11 @@ class RequestTable:
 
     def bind(self, request: Request, slot: int) -> None:
         """Move ``request``'s tokens into row ``slot`` and set everything that a step reads."""
-        params, evicted = request.params, request.evicted
+        evicted = request.evicted
         prompt_len = len(request.prompt)
         # These two allocate memory and may raise, so they come first, while nothing has been moved.
         self._set_stop_ids(slot, request.stop_ids)
-        self.extras.bind(slot, request)
+        self.sampling.bind(slot, request)
         length = prompt_len + len(evicted.tokens)
         request.slot = slot
         self.by_slot[slot] = request
@@ -264,36 +251,21 @@ class RequestTable:
         self.prompt_len[slot] = prompt_len
         self.length[slot] = length
         self.limit[slot] = request.limit
-        greedy = params.temperature < GREEDY_BELOW
-        self.greedy[slot] = greedy
-        self.temperature[slot] = 1.0 if greedy else params.temperature
-        most = self.vocab_size if request.masks is None else min(self.vocab_size, MAX_SAMPLING_MASK)
-        self.top_k[slot] = most if params.top_k <= 0 else min(params.top_k, most)
-        self.top_p[slot] = params.top_p
-        self.filtered[slot] = not greedy and (
-            self.top_k[slot] < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
-        )
-        self.seed[slot] = request.seed
-        self.index[slot] = request.index
         self.stream[slot] = request.stream
-        self.want_raw[slot] = request.return_raw
-        self.want_sampled[slot] = request.return_sampled
         self.stale_kv[slot] = False
         self.inflight[slot] = 0
         self.live[slot] = True
         self.stamp[slot] = -1  # outputs.py then compares with the last span before it opens a new one
 
     def release(self, request: Request) -> None:
-        """Release the slot; the caller has copied the outputs or does not need them."""
         slot = request.slot
         self.by_slot[slot] = None
         self.live[slot] = False
-        self.extras.release(slot)
+        self.sampling.release(slot)
         request.slot = NO_SLOT
         self.give_back_slot(slot)
 
     def evict(self, request: Request) -> None:
-        """Copy the outputs out of the row and release the slot."""
         request.evicted = self.outputs(request)
         self.release(request)
 

@@ -1,9 +1,9 @@
-"""Sampling beyond the plain columns of the table: rarely used parameters by slot, what a sample keeps of its
+"""Sampling of requests: their parameters by slot, what a sample keeps of its
 sampling (extra log-probabilities, "further" in names, and masks), and a step's sampling inputs.
 
 Invariants:
-- A slot without extras costs a step one element of a boolean array. Gathering a step's inputs is array work
-  and changes no state, so a step that is built and not launched leaves no trace.
+- A slot without rarely used parameters costs a step one element of ``special``. Gathering a step's inputs is
+  array work and changes no state, so a step that is built and not launched leaves no trace.
 - ``counted[slot]`` is the number of a penalised request's tokens that the runner's counter includes once
   every launched step has run; 0 means that the counter must be rebuilt from the tokens.
 - What is recorded of an output position is overwritten when the position is sampled again, so a step that was
@@ -20,11 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...io_struct import GenerateReqInput, LogprobRows, SamplingMask
+from ...io_struct import GREEDY_BELOW, MAX_SAMPLING_MASK, GenerateReqInput, LogprobRows, SamplingMask
 from ..execution.forward import InputTokens, SamplingBatch, SpecialRows
 from ..execution.sampler import noise
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .request import Request, RequestTable
 
 MAX_MASK_BYTES = 16 << 20
@@ -54,7 +56,6 @@ class LogprobRecord:
 
     @property
     def wants_outputs(self) -> bool:
-        """True if extra log-probabilities are wanted at each sampled position."""
         return self.top > 0 or len(self.token_ids) > 0
 
     @property
@@ -163,25 +164,39 @@ class SamplingMaskRecord:
         """Return the token ids of one output position, int32, ascending."""
         return self._positions[position]
 
-    def wire(self, count: int) -> SamplingMask:
+    def wire(self, count: int) -> SamplingMask | None:
         assert count <= len(self._positions), f"{len(self._positions)} masks, {count} tokens"
         return joined_masks(self._positions[:count])
 
 
-def joined_masks(positions: list[np.ndarray]) -> SamplingMask:
+def joined_masks(positions: "Sequence[np.ndarray | None]") -> SamplingMask | None:
+    """Return one mask for each of ``positions``, empty where it is None; None if nobody asked for any."""
+    if positions and all(ids is None for ids in positions):
+        return None
+    known = [np.empty(0, "<i4") if ids is None else ids for ids in positions]
     offsets = np.zeros(len(positions) + 1, "<i4")
-    np.cumsum([len(ids) for ids in positions], out=offsets[1:])
-    ids = np.concatenate([np.empty(0, "<i4"), *positions]).tobytes()
+    np.cumsum([len(ids) for ids in known], out=offsets[1:])
+    ids = np.concatenate([np.empty(0, "<i4"), *known]).tobytes()
     return SamplingMask(ids=ids, offsets=offsets.tobytes())
 
 
-class SamplingExtras:
-    """Rarely used sampling parameters by slot."""
+class SamplingColumns:
+    """Sampling parameters by slot."""
 
-    def __init__(self, slots: int) -> None:
-        self.special = np.zeros(slots, np.bool_)
-        """True for slots that use anything below except ``min_p``."""
+    def __init__(self, slots: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.temperature = np.ones(slots, np.float32)
+        self.greedy = np.zeros(slots, np.bool_)
+        self.top_k = np.full(slots, vocab_size, np.int64)
+        self.top_p = np.ones(slots, np.float32)
         self.min_p = np.zeros(slots, np.float32)
+        self.filtered = np.zeros(slots, np.bool_)
+        self.seed = np.zeros(slots, np.uint64)
+        self.index = np.zeros(slots, np.int64)
+        self.want_raw = np.zeros(slots, np.bool_)
+        self.want_sampled = np.zeros(slots, np.bool_)
+        self.special = np.zeros(slots, np.bool_)
+        """True for slots that use anything below."""
         self.repetition = np.ones(slots, np.float32)
         self.frequency = np.zeros(slots, np.float32)
         self.presence = np.zeros(slots, np.float32)
@@ -213,7 +228,18 @@ class SamplingExtras:
         self.token_ids.put(slot, () if record is None else record.token_ids, 0.0)
         self.may_stop_at[slot] = prompt_len + params.min_new_tokens
         self.output_start[slot] = prompt_len - request.continued
+        self.greedy[slot] = greedy = params.temperature < GREEDY_BELOW
+        self.temperature[slot] = 1.0 if greedy else params.temperature
+        most = self.vocab_size if request.masks is None else min(self.vocab_size, MAX_SAMPLING_MASK)
+        self.top_k[slot] = top_k = most if params.top_k <= 0 else min(params.top_k, most)
+        self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
+        filters = top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+        self.filtered[slot] = filters and not greedy
+        self.seed[slot] = request.seed
+        self.index[slot] = request.index
+        self.want_raw[slot] = request.return_raw
+        self.want_sampled[slot] = request.return_sampled
         self.repetition[slot] = params.repetition_penalty
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
@@ -266,47 +292,48 @@ class _Ids:
 
 def sampling_batch(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
     """Return the inputs of ``slots``, int64 [S]; ``positions`` are those of the tokens to sample."""
-    filtered = slots[table.filtered[slots]]
+    columns = table.sampling
+    filtered = slots[columns.filtered[slots]]
     any_filtered = bool(len(filtered))
-    min_p = table.extras.min_p[slots]
+    greedy, min_p = columns.greedy[slots], columns.min_p[slots]
     return SamplingBatch(
-        temperature=torch.from_numpy(table.temperature[slots]),
-        greedy=torch.from_numpy(table.greedy[slots]),
-        top_k=torch.from_numpy(table.top_k[slots]),
-        top_p=torch.from_numpy(table.top_p[slots]),
-        uniforms=torch.from_numpy(noise(table.seed[slots], table.index[slots], positions)),
-        any_sampled=not bool(table.greedy[slots].all()),
+        temperature=torch.from_numpy(columns.temperature[slots]),
+        greedy=torch.from_numpy(greedy),
+        top_k=torch.from_numpy(columns.top_k[slots]),
+        top_p=torch.from_numpy(columns.top_p[slots]),
+        uniforms=torch.from_numpy(noise(columns.seed[slots], columns.index[slots], positions)),
+        any_sampled=not bool(greedy.all()),
         any_filtered=any_filtered,
-        want_raw=bool(table.want_raw[slots].any()),
-        want_sampled=bool(table.want_sampled[slots].any()),
+        want_raw=bool(columns.want_raw[slots].any()),
+        want_sampled=bool(columns.want_sampled[slots].any()),
         min_p=torch.from_numpy(min_p) if any_filtered and min_p.any() else None,
-        largest_top_k=int(table.top_k[filtered].max()) if any_filtered else None,
+        largest_top_k=int(columns.top_k[filtered].max()) if any_filtered else None,
         special=_special_rows(table, slots, positions),
     )
 
 
 def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> SpecialRows | None:
-    extras = table.extras
-    rows = np.flatnonzero(extras.special[slots])
+    columns = table.sampling
+    rows = np.flatnonzero(columns.special[slots])
     if not len(rows):
         return None
-    rows = rows[np.argsort(~extras.penalised[slots[rows]], kind="stable")]
+    rows = rows[np.argsort(~columns.penalised[slots[rows]], kind="stable")]
     slots, positions = slots[rows], positions[rows]
-    penalised = slots[extras.penalised[slots]]
-    out_of_date = extras.counted[penalised] != positions[: len(penalised)]
+    penalised = slots[columns.penalised[slots]]
+    out_of_date = columns.counted[penalised] != positions[: len(penalised)]
     restarted = penalised[out_of_date]
     assert (table.length[restarted] == positions[: len(penalised)][out_of_date]).all(), "a token is in flight"
     prompts, outputs = _history(table, restarted)
-    bias_ids, bias = _biases(extras, slots, positions)
-    top, num_token_ids, masked = extras.top[slots], extras.token_ids.count[slots], extras.masked[slots]
+    bias_ids, bias = _biases(columns, slots, positions)
+    top, num_token_ids, masked = columns.top[slots], columns.token_ids.count[slots], columns.masked[slots]
     wants = np.flatnonzero((top > 0) | (num_token_ids > 0) | masked)
     return SpecialRows(
         rows=torch.from_numpy(rows),
-        repetition=torch.from_numpy(extras.repetition[penalised]),
-        frequency=torch.from_numpy(extras.frequency[penalised]),
-        presence=torch.from_numpy(extras.presence[penalised]),
-        counters=torch.from_numpy(extras.counter[penalised]),
-        restarted=torch.from_numpy(extras.counter[restarted]),
+        repetition=torch.from_numpy(columns.repetition[penalised]),
+        frequency=torch.from_numpy(columns.frequency[penalised]),
+        presence=torch.from_numpy(columns.presence[penalised]),
+        counters=torch.from_numpy(columns.counter[penalised]),
+        restarted=torch.from_numpy(columns.counter[restarted]),
         prompt_at=prompts,
         output_at=outputs,
         bias_ids=torch.from_numpy(bias_ids),
@@ -316,18 +343,18 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
         top=int(top.max(initial=0)),
         masked=torch.from_numpy(masked[wants]),
         num_masked=int(masked.sum()),
-        token_ids=torch.from_numpy(extras.token_ids.of(slots[wants])[0]),
-        num_counters=extras.num_counters,
+        token_ids=torch.from_numpy(columns.token_ids.of(slots[wants])[0]),
+        num_counters=columns.num_counters,
     )
 
 
 def _biases(
-    extras: SamplingExtras, slots: np.ndarray, positions: np.ndarray
+    columns: SamplingColumns, slots: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return ``(token ids, values to add to their logits)``, [E, B]: biases, and -inf for early stops."""
-    ids, values = extras.bias.of(slots)
-    stop_ids, forbidden = extras.stops.of(slots)
-    too_early = positions < extras.may_stop_at[slots]
+    ids, values = columns.bias.of(slots)
+    stop_ids, forbidden = columns.stops.of(slots)
+    too_early = positions < columns.may_stop_at[slots]
     if not too_early.any():
         return ids, values
     forbidden = np.where(too_early[:, None], forbidden, np.float32(0.0))
@@ -338,9 +365,9 @@ def _history(table: "RequestTable", slots: np.ndarray) -> tuple[Tensor, Tensor]:
     """Return ``counter * vocab_size + token`` for the known tokens of ``slots``: of prompts, of outputs."""
     prompts, outputs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for slot in slots:
-        base = table.extras.counter[slot] * table.vocab_size
+        base = table.sampling.counter[slot] * table.vocab_size
         tokens = table.tokens[slot, : table.length[slot]] + base
-        start = table.extras.output_start[slot]
+        start = table.sampling.output_start[slot]
         prompts.append(tokens[:start])
         outputs.append(tokens[start:])
     return torch.from_numpy(np.concatenate(prompts)), torch.from_numpy(np.concatenate(outputs))

@@ -1,19 +1,16 @@
 """Recovery from a failed step: which requests end, and which tokens are computed again.
 
-A step may fail while it is built, launched or fetched, or while its output is processed. Out of memory is no
-request's fault: the step is rolled back, and computed again in steps of half the size (decoding rows first).
-Only a step of a single token or sample that fails twice ends its request. Any other failure ends the requests
-of its step.
+Out of memory is no request's fault: the step is rolled back, and computed again in steps of half the size
+(decoding rows first). Only a step of a single token or sample that fails twice ends its request. Any other
+failure, while a step is built, launched, fetched or processed, ends the requests of its step.
 
 Invariants:
 - A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV
   slots, and its noise is a function of position, so it samples the same tokens.
 - Requests whose linear-attention state the step has overwritten start again from the last one that was kept
   for a prefix of theirs, and before others decode on.
-- A step that was launched after a failed one is rolled back with it, because its decoding rows read the
-  failed step's tokens. Its requests go on.
-- Attempts are bounded: after an out-of-memory failure each has at most half the tokens of the one before, and
-  a single token is tried twice. Building a step is tried :data:`MAX_BUILDS` times.
+- A step that was launched after a failed one is rolled back with it: its decoding rows read the failed step's
+  tokens.
 - The device cache is emptied once per failure, when nothing refers to the step's tensors any more.
 """
 
@@ -47,7 +44,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, step: int) -> "Failure":
-        """Return the failure of step number ``step``; log it, with its traceback unless memory ran out."""
+        """Return the failure of a step; log it, with its traceback unless memory ran out."""
         failure = cls(f"{type(error).__name__}: {error}", is_out_of_memory(error))
         if failure.out_of_memory:
             logger.warning("step %d ran out of memory: %s", step, failure.message)
@@ -65,7 +62,7 @@ class Recovery:
         *,
         restore: Callable[[], None] = lambda: None,
     ) -> None:
-        """``restore`` is called after a step was rolled back, and its requests were failed or not."""
+        """``restore`` is called after a step was rolled back."""
         self._failed = self._retried = self._splits = 0
         self._batcher = batcher
         self._outputs = outputs
@@ -85,7 +82,6 @@ class Recovery:
         self._failed_builds = 0
 
     def build_failed(self, failure: Failure) -> None:
-        """Recover after an attempt to build a step has failed; no step became in flight by it."""
         self._failed += 1
         self._failed_builds += 1
         if self._failed_builds == MAX_BUILDS:
@@ -94,9 +90,6 @@ class Recovery:
         self._device_cache.after_failure(failure.message)
 
     def step_failed(self, batch: Any, failure: Failure, later: Any | None) -> None:
-        """Roll back ``batch``, whose results are lost, and ``later``, launched after it; the device is done
-        with both.
-        """
         self._failed += 1
         if later is not None:
             self._batcher.roll_back_step(later)
@@ -112,9 +105,7 @@ class Recovery:
 
     @contextmanager
     def output_processing(self, batch: Any, number: int) -> Iterator[None]:
-        """Process the output of ``batch`` in the block; an exception ends its requests, since some may have
-        changed.
-        """
+        """Process the output of ``batch`` in the block; an exception ends its requests."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  an unforeseen error: the other requests must go on

@@ -1,11 +1,10 @@
 """Where a step's rows find their KV in layers with a window, and their state in layers with linear attention.
 
 Invariants:
-- A row has storage for what its window sees before its step is built, and loses only what no step to come
-  sees, after one has been completed.
-- A step is the only writer of its rows' states. The row that it ends in is its request's own.
-- Steps of decoding rows alone overwrite these: twice the memory would pass through the processor otherwise.
-  Where such a step is lost, its requests are queued again (:meth:`~.batcher.Batcher.restart_states`).
+- A row has storage for what its window sees before its step is built, and loses it after one has been
+  completed.
+- A step is the only writer of its rows' states. Steps of decoding rows alone overwrite these, as twice the
+  memory would pass through the processor otherwise; where such a step is lost, its requests are queued again.
 - Steps that are likelier to run out of memory leave the states before them, as far as there are rows: those
   with prompt tokens if rows are free, and all while memory is known to be short, by giving up kept states.
 - A state is kept for later prefixes at the last page border that a row passes in a step, but of a prompt no
@@ -25,8 +24,6 @@ from .request import RequestTable
 
 
 class WindowedSteps:
-    """Steps over one ledger, whose layers with a window give pages back if it has any."""
-
     def __init__(self, table: RequestTable, cache: CacheManager) -> None:
         self._table, self._cache = table, cache
 
@@ -51,7 +48,6 @@ class WindowedSteps:
         return torch.from_numpy(pages * PAGE_SIZE + positions % PAGE_SIZE), torch.from_numpy(table)
 
     def completed(self, slots: np.ndarray, batch: ForwardBatch) -> None:
-        """Give back the pages that no later token of the rows ``slots`` sees."""
         if self._cache.windows is None:
             return
         ends, counts = (np.asarray(lens, np.int64) for lens in (batch.kv_lens_host, batch.q_lens_host))
@@ -62,8 +58,6 @@ class WindowedSteps:
 
 
 class LinearStateSteps:
-    """Steps over one ledger, whose layers may have a state per sequence."""
-
     def __init__(self, table: RequestTable, cache: CacheManager) -> None:
         self._table, self._cache, self._states = table, cache, cache.states
 
@@ -138,13 +132,11 @@ class LinearStateSteps:
         return states.promise(_state(kv), pages - 1)
 
     def launched(self, slots: np.ndarray, starts: np.ndarray) -> None:
-        """Note a step that has been built: what comes later is ordered behind it."""
         if self._states is not None:
             for slot, start in zip(slots.tolist(), starts.tolist(), strict=True):
                 self._states.launched(_state(_kv(self._table, slot)), from_start=start == 0)
 
     def completed(self, slots: np.ndarray, batch: ForwardBatch) -> None:
-        """Keep the states that a step was to keep, now that its results are there."""
         if self._states is not None:
             for slot, end in zip(slots.tolist(), batch.kv_lens_host, strict=True):
                 kv = _kv(self._table, slot)
@@ -154,7 +146,6 @@ class LinearStateSteps:
                     self._cache.computed(kv, end)
 
     def rolled_back(self, slots: np.ndarray) -> None:
-        """Go back to the states before the newest step of these rows, whose results are lost."""
         if self._states is not None:
             for slot in slots.tolist():
                 self._states.rolled_back(_state(_kv(self._table, slot)))

@@ -29,21 +29,17 @@ from ..runtime.config import PAGE_SIZE
 from .request import Phase, Request, make_requests
 
 MAX_FURTHER_BYTES = 32 << 20
-"""Most bytes on the wire for one sample's top logprobs and logprobs of given token ids."""
 FINISHED_ENTRIES = 64
 """Finished requests that the queue may contain in addition to one per live request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Limits of every request, fixed at start."""
-
     context_len: int
     """Most tokens of prompt plus output."""
     pool_tokens: int
     vocab_size: int
     max_waiting: int
-    """Most samples in the waiting queue."""
     eos_token_ids: tuple[int, ...]
     has_experts: bool = False
 
@@ -174,8 +170,6 @@ SampleT = TypeVar("SampleT", bound=LiveSample)
 
 
 class LiveRequests(Generic[SampleT]):
-    """All requests from admission to their end, whether they wait, run or are frozen by a pause."""
-
     def __init__(self) -> None:
         self._by_key: dict[tuple[str, int], SampleT] = {}
         self._by_rid: defaultdict[str, list[SampleT]] = defaultdict(list)
@@ -207,8 +201,6 @@ class LiveRequests(Generic[SampleT]):
 
 
 class WaitingQueue(Generic[SampleT]):
-    """Requests that have not started, in the order in which they will start."""
-
     def __init__(self) -> None:
         self._queue: deque[SampleT] = deque()
         self._count = 0
@@ -237,7 +229,6 @@ class WaitingQueue(Generic[SampleT]):
         return (request for request in self._queue if request.phase is Phase.WAITING)
 
     def head(self) -> list[SampleT]:
-        """Return the first waiting request as a list; empty if there is none."""
         return list(islice(self.live(), 1))
 
     def start_next(
@@ -273,5 +264,4 @@ class WaitingQueue(Generic[SampleT]):
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of KV pages that hold ``tokens`` tokens."""
     return -(-tokens // PAGE_SIZE)

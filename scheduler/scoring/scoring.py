@@ -4,6 +4,8 @@ Invariants:
 - The policy is neither read nor written: the reference has its own weights, KV pages and workspaces. A pause,
   an update or poisoned weights do not stop scoring. A release of the tag ``weights`` releases the reference's
   memory, too, and fails the scoring under way.
+- The reference is loaded before the policy, while the device is empty: both need not fit on it at once.
+  Unless it stays resident, it has left the device then, and the memory that it needs during use is reserved.
 - Every accepted message gets exactly one answer, with as many log-probabilities per sequence as it asked for.
 - Scoring holds the loop for one layer, or for a few rows of the output head, at a time. Prompts are cut so
   that a layer takes at most :data:`SLICE_S`. The loop does not wait for an asynchronous device.
@@ -13,9 +15,10 @@ Invariants:
 """
 
 import logging
+import re
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +38,13 @@ from ...io_struct import (
 )
 from ...io_struct.generate import GREEDY_BELOW
 from ..cache.allocator import PageAllocator
-from ..execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
+from ..execution.build import build_backend, load_model, longest_context, make_pool, require_deterministic
+from ..execution.forward import ForwardBatch, SamplingBatch
+from ..execution.staging import StepLimits
 from ..memory.device_memory import is_out_of_memory
-from ..memory.device_module import streams_of
+from ..memory.device_module import device_module_for, streams_of
+from ..memory.host_copy import exhaust
+from ..memory.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy, ResidentStrategy, Strategy
 from ..memory.workspace import Workspace
 from ..models.base import CausalLM
 from ..runtime.config import PAGE_SIZE
@@ -62,6 +69,13 @@ _ROW_BYTES = 128 << 20
 """Bytes of float32 logits that exist at a time; :data:`_ROWS` rows are allowed even if they need more."""
 
 _Ids = npt.NDArray[np.int64]
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_STRATEGIES: dict[Residency, tuple[Strategy, Strategy]] = {
+    "resident": (ResidentStrategy(), ResidentStrategy(preserve=False)),
+    "offload": (ComponentOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
+    "layerwise": (LayerwiseOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
+}
+"""Strategies of the weights and of the KV pages, whose contents need not be preserved between requests."""
 
 
 @dataclass(slots=True)
@@ -80,7 +94,6 @@ class _Sequence:
     start: int
     logprobs: npt.NDArray[np.float32]
     computed: int = 0
-    """Number of tokens that have KV."""
     pages: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
@@ -89,35 +102,47 @@ class _Sequence:
         return len(self.ids) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceModel:
-    """The loaded reference model (``reference.py``) and its limits."""
-
-    model: CausalLM
-    backend: AttentionBackend
-    device: torch.device
-    model_path: str
-    residency: Residency
-    num_pages: int
-    """Pages of its KV pool, the scratch page included."""
-    context_len: int
-    """Longest sequence, in tokens."""
-    max_rows: int
-    """Sequences in one forward."""
-    max_tokens: int
-    """Tokens in one forward."""
-    max_waiting: int
-    """Most unfinished sequences; further messages are refused."""
-
-
 class Scoring:
-    """Accepts messages, computes them in slices, and returns answers."""
-
-    def __init__(self, engine: "Engine", reference: ReferenceModel) -> None:
+    def __init__(self, engine: "Engine", model_path: str) -> None:
+        """Load the reference model, which leaves the device unless it stays resident."""
         self._engine = engine
-        self._reference = reference
-        self._allocator = PageAllocator(reference.num_pages)
-        self._chunks = ChunkSizer(reference.max_tokens, SLICE_S)
+        config, residency = engine.config, engine.residency
+        self._model_path = model_path
+        weights, pages = _STRATEGIES[config.reference_residency]
+        residency.register(WEIGHTS, weights, memory_intensive=True)
+        residency.register(PAGES, pages)
+        with residency.component(WEIGHTS):
+            loaded = load_model(replace(config, model_path=model_path, context_len=None))
+        if loaded.config.delta is not None:
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED_MODEL,
+                f"{loaded.config.architecture} cannot be the reference model: its linear attention keeps a "
+                "state per sequence, which scoring does not have",
+                fields=["architectures"],
+            )
+        residency.divide(WEIGHTS, _layers(loaded.model))
+        if config.deterministic:
+            require_deterministic(loaded)
+        self.model, self._device = loaded.model, loaded.device
+        self._context_len = longest_context(config, loaded)
+        num_pages = 1 + pages_for(config.reference_pool_tokens or self._context_len)  # page 0 is scratch
+        with residency.component(PAGES):
+            pool = make_pool(loaded, num_pages)
+        chunk_tokens = config.sizes.chunk_tokens
+        limits = StepLimits.of(
+            max_rows=config.sizes.rows, chunk_tokens=chunk_tokens, context_len=self._context_len
+        )
+        self.max_rows = limits.rows
+        """Sequences in one forward."""
+        self._backend = build_backend(config, loaded, pool, limits)
+        for name in (WEIGHTS, PAGES):
+            residency.use(name)
+        exhaust(residency.leave([WEIGHTS, PAGES]))
+        module = device_module_for(loaded.device)
+        if hasattr(module, "synchronize"):  # loading used another stream than steps do
+            module.synchronize()
+        self._allocator = PageAllocator(num_pages)
+        self._chunks = ChunkSizer(chunk_tokens, SLICE_S)
         self._workspace = Workspace()
         self._queue: deque[_Sequence] = deque()
         self._messages: dict[str, _Message] = {}
@@ -125,7 +150,7 @@ class Scoring:
         self._answers: list[ScoreReqOutput | ErrorReply] = []
         self._scored_tokens = 0
         self.waits = False
-        """Scoring can go on only when the device has finished."""
+        """True if scoring can go on only when the device has finished."""
 
     @property
     def has_work(self) -> bool:
@@ -139,15 +164,11 @@ class Scoring:
                 ``memory_released``.
         """
         self._engine.state.require_resident("weights")
-        pending = len(self._queue)
-        if pending and pending + len(message.input_ids) > self._reference.max_waiting:
-            raise CaesuraError(
-                ErrorCode.QUEUE_FULL,
-                f"{pending} sequences wait to be scored, the limit is {self._reference.max_waiting}",
-                waiting=pending,
-                limit=self._reference.max_waiting,
-            )
-        _check(message, self._reference, self._allocator.total)
+        pending, limit = len(self._queue), self._engine.config.max_waiting_requests
+        if pending and pending + len(message.input_ids) > limit:
+            reason = f"{pending} sequences wait to be scored, the limit is {limit}"
+            raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=pending, limit=limit)
+        self._check(message)
         sequences = [np.asarray(ids, np.int64) for ids in message.input_ids]
         wanted = [
             np.empty(len(ids) - start, np.float32)
@@ -161,8 +182,38 @@ class Scoring:
         self._messages[message.id] = job
         self._answer_if_complete(job)
 
+    def _check(self, message: ScoreReqInput) -> None:
+        """Refuse a message that could not be scored on an idle engine either."""
+        if not 0.0 <= message.temperature <= 1e4:
+            raise _invalid("temperature", repr(message.temperature), "must be finite and in [0, 10000]")
+        if len(message.start) != len(message.input_ids):
+            raise _invalid("start", len(message.start), f"one for each of {len(message.input_ids)} sequences")
+        vocab_size, pool_pages = self.model.config.vocab_size, self._allocator.total
+        for number, (ids, start) in enumerate(zip(message.input_ids, message.start, strict=True)):
+            if not ids or max(ids) >= vocab_size:
+                requirement = f"ids below {vocab_size}, at least one"
+                raise _invalid(f"input_ids[{number}]", max(ids, default=None), requirement)
+            if start > len(ids):
+                raise _invalid(f"start[{number}]", start, f"at most the sequence's length, {len(ids)}")
+            if len(ids) > self._context_len:
+                raise CaesuraError(
+                    ErrorCode.PROMPT_TOO_LONG,
+                    f"sequence {number} of {len(ids)} tokens exceeds the context of {self._context_len}",
+                    prompt_tokens=len(ids),
+                    max_new_tokens=0,
+                    limit=self._context_len,
+                )
+            if pages_for(len(ids) - 1) > pool_pages:
+                needed, pool_tokens = len(ids) - 1, pool_pages * PAGE_SIZE
+                raise CaesuraError(
+                    ErrorCode.EXCEEDS_KV_POOL,
+                    f"sequence {number} needs KV for {needed} tokens, "
+                    f"the reference's pool holds {pool_tokens}",
+                    needed_tokens=needed,
+                    total_tokens=pool_tokens,
+                )
+
     def advance(self) -> list[ScoreReqOutput | ErrorReply]:
-        """Compute for one slice; return the answers that are ready."""
         engine = self._engine
         started, self.waits = perf_counter(), False
         if "weights" in engine.state.released:
@@ -175,8 +226,9 @@ class Scoring:
             failure = None
             try:
                 with torch.inference_mode(), engine.runner.on_stream():
-                    if next(self._work, _ENDED) is _ENDED:
-                        self._work = None
+                    next(self._work)
+            except StopIteration:
+                self._work = None
             except Exception as error:  # noqa: BLE001  an error between chunks leaves an unknown state: fail everything
                 failure = _failure(error)
             if failure is not None:
@@ -188,7 +240,6 @@ class Scoring:
         return answers
 
     def end(self, message: str, code: ErrorCode) -> list[ScoreReqOutput | ErrorReply]:
-        """Answer everything that is pending with this error."""
         self._fail_all(CaesuraError(code, message))
         answers, self._answers = self._answers, []
         return answers
@@ -196,8 +247,8 @@ class Scoring:
     def status(self) -> ReferenceStatus:
         engine = self._engine
         return ReferenceStatus(
-            model_path=self._reference.model_path,
-            residency=self._reference.residency,
+            model_path=self._model_path,
+            residency=engine.config.reference_residency,
             weights=engine.residency.nbytes(WEIGHTS),
             device_bytes=engine.residency.device_bytes(WEIGHTS),
             pending_sequences=len(self._queue),
@@ -213,26 +264,24 @@ class Scoring:
                 yield from self._compute(chunk)
             except Exception as error:  # noqa: BLE001  a chunk may fail in any way; its messages must be answered
                 failure = _failure(error)
-            if (
-                failure is not None
-            ):  # outside of the handler, so that no traceback keeps the chunk's tensors alive
+            if failure is not None:  # outside of the handler: no traceback keeps the chunk's tensors alive
                 self._fail({span.sequence.message.id for span in chunk}, failure)
                 engine.device_cache.after_failure(failure.message)
-        failure_message = ""
         try:
             yield from engine.residency.leave([WEIGHTS, PAGES])
         except (OSError, RuntimeError) as error:
-            failure_message = f"the reference could not leave the device: {error}"
+            message = f"the reference could not leave the device: {error}"
             logger.error("the reference could not leave the device", exc_info=error)
-        if failure_message:
-            engine.device_cache.after_failure(failure_message)
+        else:
+            return
+        engine.device_cache.after_failure(message)
 
     def _plan(self) -> list["_Span"]:
         """Return the next chunk: as many tokens of the first sequences as fit, at least one."""
         chunk: list[_Span] = []
         budget = self._chunks.budget()
         for sequence in self._queue:
-            if budget == 0 or len(chunk) == self._reference.max_rows:
+            if budget == 0 or len(chunk) == self.max_rows:
                 break
             if not len(sequence.pages):
                 pages = self._allocator.allocate(pages_for(sequence.inputs))
@@ -248,9 +297,9 @@ class Scoring:
         engine = self._engine
         yield from engine.residency.bring([WEIGHTS, PAGES])
         at_layer, _ = engine.residency.use(WEIGHTS), engine.residency.use(PAGES)
-        batch, targets = _batch(chunk, self._reference.device)
-        self._reference.backend.plan(batch)
-        steps = self._reference.model.forward_by_layer(batch, self._reference.backend)
+        batch, targets = _batch(chunk, self._device)
+        self._backend.plan(batch)
+        steps = self.model.forward_by_layer(batch, self._backend)
         slowest = 0.0
         while True:
             started = perf_counter()
@@ -264,7 +313,7 @@ class Scoring:
             at_layer(layer)
             yield
         self._chunks.observe(len(batch.input_ids), slowest)
-        out = yield from self._logprobs(hidden, targets, _scales(chunk, self._reference.device))
+        out = yield from self._logprobs(hidden, targets, _scales(chunk, self._device))
         yield from self._wait_for_device()
         self._record(chunk, out.cpu().numpy())
 
@@ -272,7 +321,7 @@ class Scoring:
         """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden]; logits are divided by ``scales``
         [S].
         """
-        model, device = self._reference.model, self._reference.device
+        model, device = self.model, self._device
         vocab_size = model.config.vocab_size
         out = torch.empty(len(targets), dtype=torch.float32, device=device)
         fitting = (_ROW_BYTES_CPU if device.type == "cpu" else _ROW_BYTES) // (4 * vocab_size)
@@ -326,7 +375,6 @@ class Scoring:
             self._answers.append(ScoreReqOutput(id=message.id, logprobs=wire))
 
     def _fail(self, message_ids: set[str], error: CaesuraError) -> None:
-        """Answer messages with ``error`` and drop their queued sequences."""
         for sequence in self._queue:
             if sequence.message.id in message_ids:
                 self._release_pages(sequence)
@@ -361,41 +409,6 @@ class _Span:
         return max(self.begin, min(self.sequence.start - 1, self.end)), self.end
 
 
-_ENDED: Any = object()
-
-
-def _check(message: ScoreReqInput, limits: ReferenceModel, pool_pages: int) -> None:
-    """Refuse a message that could not be scored on an idle engine either."""
-    if not 0.0 <= message.temperature <= 1e4:
-        raise _invalid("temperature", repr(message.temperature), "must be finite and in [0, 10000]")
-    if len(message.start) != len(message.input_ids):
-        raise _invalid("start", len(message.start), f"one for each of {len(message.input_ids)} sequences")
-    vocab_size = limits.model.config.vocab_size
-    for number, (ids, start) in enumerate(zip(message.input_ids, message.start, strict=True)):
-        if not ids or max(ids) >= vocab_size:
-            requirement = f"ids below {vocab_size}, at least one"
-            raise _invalid(f"input_ids[{number}]", max(ids, default=None), requirement)
-        if start > len(ids):
-            raise _invalid(f"start[{number}]", start, f"at most the sequence's length, {len(ids)}")
-        if len(ids) > limits.context_len:
-            raise CaesuraError(
-                ErrorCode.PROMPT_TOO_LONG,
-                f"sequence {number} of {len(ids)} tokens exceeds the context of {limits.context_len}",
-                prompt_tokens=len(ids),
-                max_new_tokens=0,
-                limit=limits.context_len,
-            )
-        if pages_for(len(ids) - 1) > pool_pages:
-            pool_tokens = pool_pages * PAGE_SIZE
-            raise CaesuraError(
-                ErrorCode.EXCEEDS_KV_POOL,
-                f"sequence {number} needs KV for {len(ids) - 1} tokens, the reference's pool holds "
-                f"{pool_tokens}",
-                needed_tokens=len(ids) - 1,
-                total_tokens=pool_tokens,
-            )
-
-
 def _failure(error: Exception) -> CaesuraError:
     """Return the error to answer: a copy without the traceback, which would keep tensors alive."""
     logger.error("scoring failed", exc_info=error)
@@ -406,9 +419,8 @@ def _failure(error: Exception) -> CaesuraError:
 
 
 def _invalid(name: str, value: object, requirement: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"{name} = {value}: {requirement}", field=name, value=value
-    )
+    reason = f"{name} = {value}: {requirement}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=name, value=value)
 
 
 def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
@@ -459,6 +471,14 @@ def _scales(chunk: Sequence[_Span], device: torch.device) -> Tensor:
     """Return the divisor of each scored token's logits, float32 [S]."""
     temperatures = [span.sequence.message.temperature for span in chunk]
     scales = np.asarray([1.0 if t < GREEDY_BELOW else t for t in temperatures], np.float32)
-    return torch.from_numpy(np.repeat(scales, [end - begin for begin, end in (t.scored for t in chunk)])).to(
-        device
-    )
+    counts = [end - begin for begin, end in (span.scored for span in chunk)]
+    return torch.from_numpy(np.repeat(scales, counts)).to(device)
+
+
+def _layers(model: CausalLM) -> list[list[Tensor]]:
+    """Return parameters and derived tensors by decoder layer, according to their names."""
+    layers: list[list[Tensor]] = [[] for _ in range(model.config.num_layers)]
+    for name, tensor in model.named_storage():
+        if (found := _LAYER.match(name)) is not None:
+            layers[int(found[1])].append(tensor)
+    return layers

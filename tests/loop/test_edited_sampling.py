@@ -142,7 +142,7 @@ def test_counters_are_given_back(tiny_model, depth):
             driver.call(AbortReq(rid=rids[1]))
             driver.run_until_idle()
             check_all(driver, rids, None)
-        extras = driver.engine.batcher.table.extras
+        extras = driver.engine.batcher.table.sampling
         assert sorted(extras._free_counters) == list(range(extras.num_counters))
         assert 1 <= extras.num_counters <= 4
 

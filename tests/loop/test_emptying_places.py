@@ -90,7 +90,7 @@ def test_a_failed_score_empties(driver, allocator, monkeypatch):
         raise MemoryError
         yield
 
-    monkeypatch.setattr(scoring._reference.model, "forward_by_layer", failing)
+    monkeypatch.setattr(scoring.model, "forward_by_layer", failing)
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
     driver.tick(5)
     assert allocator.log == ["emptied"]

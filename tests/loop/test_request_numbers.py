@@ -86,4 +86,4 @@ def test_top_k_of_zero_keeps_all_tokens_as_minus_one_does(driver, top_k):
     driver.tick()
     table = driver.engine.batcher.table
     slot = driver.engine.live.samples("r")[0].slot
-    assert (table.top_k[slot], table.filtered[slot]) == (table.vocab_size, False)
+    assert (table.sampling.top_k[slot], table.sampling.filtered[slot]) == (table.vocab_size, False)

@@ -128,7 +128,7 @@ def test_no_way_of_cutting_changes_the_scores(engine, judge, shapes, budgets, ro
     scores = engine.engine.scoring
     turn = iter(range(10**6))
     scores._chunks.budget = lambda: budgets[next(turn) % len(budgets)]
-    object.__setattr__(scores._reference, "max_rows", rows)
+    scores.max_rows = rows
     scoring._ROW_BYTES_CPU = head_rows * VOCAB * 4
     ids, starts = sequences(*(n for n, _ in shapes)), [start for _, start in shapes]
     messages = [
@@ -159,7 +159,7 @@ def engine(tiny_model, reference):
 def test_logits_exist_for_a_few_rows_only(tiny_model, reference, monkeypatch):
     monkeypatch.setattr(scoring, "_ROW_BYTES_CPU", 39 * VOCAB * 4)
     with driver_with(tiny_model, reference, chunked_prefill_size=128) as driver:
-        model = driver.engine.scoring._reference.model
+        model = driver.engine.scoring.model
         rows, logits = [], model.logits
         monkeypatch.setattr(model, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
         driver.call(ScoreReqInput(input_ids=sequences(101), start=[1]))
@@ -366,7 +366,7 @@ def test_a_chunk_that_fails_ends_its_messages_and_no_other(
     tiny_model, reference, judge, residency, error, code, monkeypatch, caplog
 ):
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=32) as driver:
-        model = driver.engine.scoring._reference.model
+        model = driver.engine.scoring.model
         whole = model.forward_by_layer
 
         def failing(batch, backend):

@@ -234,9 +234,9 @@ def traced_engine(
 def _choose_products(model: str, tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
     dense = {"torch": 1, "blackwell": 2}.get(model.rpartition(" ")[2], 0)
     grouped = {"deep_gemm": 1, "blackwell": 2}.get(model.rpartition(" ")[2], 0)
-    patch.setattr(fp8_products, "dense_for", lambda device: fp8_products._DENSE[dense][1])
+    patch.setattr(fp8_products, "dense_for", lambda device: fp8_products.DENSE[dense][1])
     for module in (fp8_products, experts):
-        patch.setattr(module, "experts_for", lambda device: fp8_products._EXPERTS[grouped][1])
+        patch.setattr(module, "experts_for", lambda device: fp8_products.EXPERTS[grouped][1])
     deep_gemm = ModuleType("deep_gemm")
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous = lambda a, b, d, grouped_layout: tracer.launch(  # type: ignore[attr-defined]
         "m_grouped_fp8_gemm_nt_contiguous", a, b, d, grouped_layout

@@ -166,17 +166,6 @@ def test_a_configuration_that_is_refused_is_not_tried_again(tiny_model, argument
     assert not any("restart " in line for line in running.told)
 
 
-def test_a_stopped_process_is_replaced(tiny_model):
-    with supervised("--model", str(tiny_model), "--hang-timeout", "3") as running, running.client() as client:
-        pid = client.status(timeout=PATIENCE).pid
-        assert len(client.generate([5], GREEDY, timeout=PATIENCE).output_ids) == 24
-        os.kill(pid, signal.SIGSTOP)
-        assert "did not answer its status for 3 s and was killed" in running.wait_for("restart ")
-        assert again(client.status).pid != pid
-        assert len(again(client.generate, [5], GREEDY).output_ids) == 24
-        assert not psutil.pid_exists(pid)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_both_in_order(tiny_model, number):
     with supervised("--model", str(tiny_model)) as running, running.client() as client:
@@ -191,12 +180,6 @@ def test_a_signal_ends_both_in_order(tiny_model, number):
     assert not any("restart " in line for line in running.told)
     assert any("the engine ends: signal SIGTERM (exit status 0)" in line for line in running.told)
     assert running.told[-1].endswith("INFO supervise: the scheduler ended with status 0\n")
-
-
-def test_a_shutdown_message_ends_both(tiny_model):
-    with supervised("--model", str(tiny_model)) as running, running.client() as client:
-        client.shutdown(timeout=PATIENCE)
-        assert running.end(None) == 0
 
 
 def test_a_supervisor_that_is_killed_takes_its_scheduler_with_it_and_the_next_one_its_folder(

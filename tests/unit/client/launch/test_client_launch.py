@@ -25,7 +25,7 @@ from caesura.client import (
     TimedOut,
     launch_scheduler,
 )
-from caesura.client.launch.launcher import LaunchedScheduler, how_it_ended
+from caesura.client.launch.launcher import Child, LaunchedScheduler, how_it_ended
 
 FAKE = support.fake_scheduler.__file__
 
@@ -62,30 +62,21 @@ def test_the_process_serves_within_the_block_and_ends_with_it(directory):
     launched.close()
 
 
-def test_without_a_block(directory):
-    launched = launch(directory)
-    other = SchedulerClient(launched.endpoint)
-    assert other.generate([1], timeout=PATIENCE).output_ids == [1, 0]
-    other.close()
-    launched.close()
-    assert gone(launched.pid)
-
-
-def test_the_thread_that_sees_the_end_may_be_the_one_that_collects_the_client(directory):
-    launched = launch(directory)
+def test_the_thread_that_sees_the_end_may_be_the_one_that_ends_the_rest(directory):
+    child = Child([sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s"], directory)
+    child.wait_ready(PATIENCE)
     finished = threading.Event()
 
     class Collected:
         def ended(self, reason):
-            launched._finalizer()
+            child.end()
             finished.set()
 
     collected = Collected()
-    launched._child.report_exit_to(weakref.WeakMethod(collected.ended))
-    os.kill(launched.pid, signal.SIGKILL)
+    child.report_exit_to(weakref.WeakMethod(collected.ended))
+    child.process.kill()
     assert finished.wait(PATIENCE)
     assert not directory.exists()
-    launched.client.close()
 
 
 def test_a_client_kept_alone_keeps_its_engine(directory):
@@ -265,11 +256,6 @@ def test_the_child_never_outlives_its_parent(directory, ending):
     assert gone(int(done.stdout))
 
 
-def test_an_unknown_option_is_named():
-    with pytest.raises(TypeError, match="kv_pages"):
-        launch_scheduler("/model", kv_pages=3)
-
-
 def test_options_become_the_schedulers_arguments(monkeypatch, tmp_path):
     seen = {}
 
@@ -330,6 +316,7 @@ def test_close_waits_for_a_drain_that_hurry_ends(directory, monkeypatch):
         ("enforce_eager", "turn cuda_graphs off"),
         ("trust_remote_code", "no code of a checkpoint is ever executed"),
         ("context_lenn", "did you mean context_len?"),
+        ("kv_pages", ""),
     ],
 )
 def test_a_keyword_of_another_engine_is_refused_with_the_one_that_was_meant(keyword, meant):

@@ -16,7 +16,7 @@ from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
-from caesura.scheduler.layers import fp8_scaled
+from caesura.scheduler.layers import fp8_products
 from caesura.scheduler.memory.workspace import Workspace
 
 HEADS, KV_HEADS, SIZE, LATENT = 8, 2, 64, 128
@@ -65,12 +65,12 @@ def calls() -> list[Call]:
 def products() -> None:
     x, ids = torch.zeros((3, 128), dtype=torch.bfloat16), torch.zeros((3, 2), dtype=torch.int64)
     weight, scales = torch.zeros((2, 256, 128), dtype=torch.float8_e4m3fn), torch.ones((2, 2, 1))
-    for dense in (fp8_scaled.flashinfer_hopper, fp8_scaled.flashinfer_blackwell):
+    for dense in (fp8_products.flashinfer_hopper, fp8_products.flashinfer_blackwell):
         assert dense(x, weight[0], scales[0]).shape == (3, 256)
     ends = torch.tensor([1, 3], dtype=torch.int32)
-    assert fp8_scaled.flashinfer_grouped(x, ends, weight, scales).shape == (3, 256)
+    assert fp8_products.flashinfer_grouped(x, ends, weight, scales).shape == (3, 256)
     down = weight[:, :128], scales[:, :1]
-    experts = fp8_scaled.FlashInferExperts(Workspace())
+    experts = fp8_products.FlashInferExperts(Workspace())
     assert experts(x, ids, torch.ones((3, 2)), (weight, scales), down).shape == (3, 128)
 
 

@@ -99,7 +99,7 @@ class World:
         else:
             out = self.sampler.sample(logits, batch, batch.special)
         assert torch.equal(logits, before), "the logits are others' business"
-        self.table.extras.counted[slots] = np.asarray(known) + 1
+        self.table.sampling.counted[slots] = np.asarray(known) + 1
         self.land()
         self._check(members, before, out, batch)
         for row, number in enumerate(members):
@@ -185,7 +185,7 @@ def test_a_counter_is_somebody_elses_after_its_request():
     world.table.bind(new, world.table.take_slot())
     for _ in range(6):
         world.step([0, 1])
-    assert world.table.extras.num_counters == 2
+    assert world.table.sampling.num_counters == 2
 
 
 def test_rows_without_extras_are_no_business_of_the_special_sampler():

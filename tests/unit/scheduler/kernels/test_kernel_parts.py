@@ -16,7 +16,7 @@ from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.kernels import experts, linear, native
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.kernels.elementwise import rotate_latents, sigmoid_mul
-from caesura.scheduler.layers.grouped_router import GroupedRouter
+from caesura.scheduler.layers.moe import GroupedRouter
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import rotate
@@ -135,19 +135,13 @@ def test_the_choice_by_groups_is_that_of_torch(
     count, top_groups = groups
     total, k = count * size, min(4, top_groups * size)
     place = Placement(torch.float32, torch.device("cpu"))
-    router = GroupedRouter(
-        "r", "r", 8, total, k, scoring="sigmoid" if sigmoid else "softmax", num_groups=count,
-        top_groups=top_groups,
-        group_score="top2" if best_two else "max", normalize=normalize, scale=1.7, bias=biased, place=place,
-    )  # fmt: skip
+    by = GroupRouting(groups=count, top_groups=top_groups, sigmoid=sigmoid, best_two=best_two, scale=1.7)
+    router = GroupedRouter("r", "r", 8, total, k, by, normalize=normalize, bias=biased, place=place)
     logits, bias = (
         normal(seed, torch.float32, tokens, total) * 3,
         normal(seed + 1, torch.float32, total) * 0.1,
     )
-    if biased:
-        router._bias.data.copy_(bias)
-    expected_ids, expected = router._choose(logits)
-    by = GroupRouting(groups=count, top_groups=top_groups, sigmoid=sigmoid, best_two=best_two, scale=1.7)
+    expected_ids, expected = router._choose(logits, bias if biased else None)
     for _ in instruction_sets():
         ids, weights = experts.route_in_groups(
             logits.clone(), bias if biased else None, k, by, normalize=normalize

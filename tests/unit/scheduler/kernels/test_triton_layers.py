@@ -26,10 +26,11 @@ from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.kernels.attention_form import HeadNorms
+from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
-from caesura.scheduler.layers.grouped_router import GroupedRouter
 from caesura.scheduler.layers.mlp import bent
+from caesura.scheduler.layers.moe import GroupedRouter
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
@@ -239,14 +240,15 @@ def test_the_lower_of_equal_experts_is_chosen_and_nothing_else_than_experts():
 
 
 @computed
-@pytest.mark.parametrize("scoring,bias", [("softmax", False), ("sigmoid", True)])
+@pytest.mark.parametrize("sigmoid,bias", [(False, False), (True, True)])
 @pytest.mark.parametrize("groups,top_groups,group_score", [(1, 1, "max"), (4, 2, "top2"), (3, 1, "max")])
-def test_the_choice_by_groups_is_torchs(scoring, bias, groups, top_groups, group_score):
+def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group_score):
     experts, top_k = groups * 20, 6
-    router = GroupedRouter(
-        "r", "gate", 8, experts, top_k, scoring=scoring, num_groups=groups, top_groups=top_groups,
-        group_score=group_score, normalize=bias, scale=2.5, bias=bias, place=Placement(torch.float32, DEVICE),
-    )  # fmt: skip
+    by = GroupRouting(
+        groups=groups, top_groups=top_groups, sigmoid=sigmoid, best_two=group_score == "top2", scale=2.5
+    )
+    place = Placement(torch.float32, DEVICE)
+    router = GroupedRouter("r", "gate", 8, experts, top_k, by, normalize=bias, bias=bias, place=place)
     for slot in router.slots():
         slot.write(torch.randn(slot.shape), 0)
     x, record = torch.randn(12, 8), torch.empty(12, top_k, dtype=torch.uint8)

@@ -14,8 +14,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.fp8_block import FP8, Fp8Matrix, quantize
-from caesura.scheduler.layers.fp8_packed import PackedFp8Matrix
 from caesura.scheduler.layers.linear import Linear
+from caesura.scheduler.layers.matrix import Matrix
 from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
 
 CPU = torch.device("cpu")
@@ -23,11 +23,12 @@ SMALL = Fp8Blocks(8, 16)
 
 
 def matrix_of(parts: list[int], width: int, place: Placement, *, packed: bool):
+    assert place.fp8 is not None
     if not packed:
-        return Fp8Matrix("m", parts, width, place)
+        return Fp8Matrix("m", parts, width, place.fp8, place)
     if native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
-    return PackedFp8Matrix("m", sum(parts), width, place)
+    return Matrix("m", sum(parts), width, place, fp8=place.fp8)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -134,7 +135,7 @@ def test_quantising_does_not_depend_on_the_cut(
 
 def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caesura.scheduler.layers.fp8_block._CHUNK", 3 * 8 * 20)
-    matrix = Fp8Matrix("m", [100], 20, Placement(torch.float32, CPU, SMALL))
+    matrix = Fp8Matrix("m", [100], 20, SMALL, Placement(torch.float32, CPU, SMALL))
     value = random(100, 20, dtype=torch.bfloat16)
     weight, scales = matrix.slots("m", 0, 100)
     seen = []

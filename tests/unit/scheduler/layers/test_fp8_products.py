@@ -13,7 +13,7 @@ from caesura.io_struct import CaesuraError
 from caesura.scheduler.attention.flashinfer_mla import kernels_of
 from caesura.scheduler.kernels import self_test
 from caesura.scheduler.layers import experts as experts_module
-from caesura.scheduler.layers import fp8_block, fp8_products, fp8_scaled
+from caesura.scheduler.layers import fp8_block, fp8_products
 from caesura.scheduler.layers.experts import Experts
 from caesura.scheduler.layers.fp8_block import Fp8Matrix
 from caesura.scheduler.layers.fp8_products import dense_for, experts_for
@@ -21,8 +21,8 @@ from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-DENSE = [kind for _, kind in fp8_products._DENSE]
-EXPERTS = [kind for _, kind in fp8_products._EXPERTS]
+DENSE = [kind for _, kind in fp8_products.DENSE]
+EXPERTS = [kind for _, kind in fp8_products.EXPERTS]
 BROKEN = ImportError("libcudart.so.12: cannot open shared object file\nand more")
 
 
@@ -35,7 +35,7 @@ def libraries(monkeypatch):
             raise made[name]
         return made[name]
 
-    monkeypatch.setattr(fp8_scaled, "import_module", import_module)
+    monkeypatch.setattr(fp8_products, "import_module", import_module)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", fake_fp8_libraries.scaled_mm)
     return made
 
@@ -44,23 +44,23 @@ def libraries(monkeypatch):
 def capability(monkeypatch):
     found = SimpleNamespace(value=(9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.value)
-    for name in ("_try_dense", "_try_experts"):
+    for name in ("try_dense", "try_experts"):
         attempt = getattr(fp8_products, name)
         monkeypatch.setattr(fp8_products, name, lambda kind, device, attempt=attempt: attempt(kind, CPU))
-    for cached in (fp8_products._dense, fp8_products._experts):
+    for cached in (fp8_products.dense_for, fp8_products.experts_for):
         cached.cache_clear()
     yield found
-    for cached in (fp8_products._dense, fp8_products._experts):
+    for cached in (fp8_products.dense_for, fp8_products.experts_for):
         cached.cache_clear()
 
 
 def failure_of(kind, attempt) -> str | None:
-    return self_test.failure(lambda: attempt(kind, CPU), fp8_products._AGREEMENT, "a product with it")
+    return self_test.failure(lambda: attempt(kind, CPU), fp8_products.AGREEMENT, "a product with it")
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *EXPERTS], ids=lambda kind: f"{type(kind).__name__}-{kind.by}")
 def test_products_by_what_the_libraries_document_agree(kind):
-    attempt = fp8_products._try_dense if kind in DENSE else fp8_products._try_experts
+    attempt = fp8_products.try_dense if kind in DENSE else fp8_products.try_experts
     assert failure_of(kind, attempt) is None
     assert max(attempt(kind, CPU)) > 1e-3, "activations are rounded"
 
@@ -82,7 +82,7 @@ def test_another_order_of_scales_is_found_out(libraries):
     gemm = libraries["flashinfer.gemm"]
     gemm.fp8_blockscale_gemm_sm90 = transposed(gemm.fp8_blockscale_gemm_sm90)
     gemm.group_gemm_fp8_nt_groupwise = transposed(gemm.group_gemm_fp8_nt_groupwise)
-    for kind, attempt in ((DENSE[0], fp8_products._try_dense), (EXPERTS[2], fp8_products._try_experts)):
+    for kind, attempt in ((DENSE[0], fp8_products.try_dense), (EXPERTS[2], fp8_products.try_experts)):
         assert "a product with it is off by" in failure_of(kind, attempt)
 
 
@@ -96,12 +96,12 @@ def test_gate_before_up_is_found_out(libraries, monkeypatch):
         return fused(*halves, quant_scales=scales, **named)
 
     libraries["flashinfer.fused_moe"].cutlass_fused_moe = swapped
-    assert "off by" in failure_of(EXPERTS[0], fp8_products._try_experts)
+    assert "off by" in failure_of(EXPERTS[0], fp8_products.try_experts)
 
 
 def test_the_first_that_agrees_serves_and_the_others_are_told(libraries, capability, caplog):
     assert (dense_for(CUDA).by, experts_for(CUDA).by) == ("flashinfer", "flashinfer")
-    for cached in (fp8_products._dense, fp8_products._experts):
+    for cached in (fp8_products.dense_for, fp8_products.experts_for):
         cached.cache_clear()
     libraries["flashinfer.gemm"] = libraries["flashinfer.fused_moe"] = BROKEN
     assert (dense_for(CUDA).by, experts_for(CUDA).by) == ("torch", "deep_gemm")
@@ -171,8 +171,8 @@ def test_an_accelerator_that_is_no_cuda_device_is_refused(capability):
 def test_other_blocks_and_sizes_are_refused_by_name(monkeypatch, dtype, blocks, parts, inputs, reason):
     monkeypatch.setattr(fp8_block.fp8_products, "dense_for", lambda device: DENSE[0])
     with pytest.raises(CaesuraError, match=f"FP8 on cpu needs {reason}"):
-        Fp8Matrix("w", parts, inputs, Placement(dtype, CPU, blocks))
-    Fp8Matrix("w", parts, inputs, Placement(dtype, CPU, blocks), multiplies=False)
+        Fp8Matrix("w", parts, inputs, blocks, Placement(dtype, CPU, blocks))
+    Fp8Matrix("w", parts, inputs, blocks, Placement(dtype, CPU, blocks), multiplies=False)
 
 
 def filled(owner, seed: int) -> dict[str, Tensor]:
@@ -246,7 +246,7 @@ def test_routed_experts_are_those_of_dequantised_weights(monkeypatch, kind):
 def test_rows_are_spread_without_asking_for_their_number():
     x = torch.arange(1.0, 9.0)[:, None].expand(8, 3)
     ends = torch.tensor([3, 3, 8, 8], dtype=torch.int32)
-    rows, padded, places = fp8_scaled.spread(x, ends, 4)
+    rows, padded, places = fp8_products.spread(x, ends, 4)
     assert rows[:, 0].tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, *[0] * (len(rows) - 9)]
     assert len(rows) == 8 + 4 * 3, "four experts with three rows of padding each, at most"
     assert padded.tolist() == [4, 4, 12, 12]
@@ -254,7 +254,7 @@ def test_rows_are_spread_without_asking_for_their_number():
 
 
 def test_scratch_memory_is_asked_for_by_few_sizes():
-    asked = {fp8_scaled._rounded(tokens) for tokens in range(1, 9000)}
+    asked = {fp8_products.rounded(tokens) for tokens in range(1, 9000)}
     assert len(asked) < 50
     for tokens in (1, 16, 17, 100, 1025, 8191):
-        assert tokens <= fp8_scaled._rounded(tokens) <= max(tokens + 16, tokens * 1.25)
+        assert tokens <= fp8_products.rounded(tokens) <= max(tokens + 16, tokens * 1.25)

@@ -10,8 +10,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.experts import ExpertNames, Experts
-from caesura.scheduler.layers.mxfp4 import dequantize
 from caesura.scheduler.layers.parameters import Placement
+from caesura.scheduler.layers.stacked_experts import dequantize
 
 EXPERTS, HIDDEN, WIDTH = 3, 96, 64
 WHOLE = {"mlp.experts.gate_up_proj": (2 * WIDTH, HIDDEN), "mlp.experts.down_proj": (HIDDEN, WIDTH)}

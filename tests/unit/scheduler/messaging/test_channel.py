@@ -201,7 +201,7 @@ def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
                 router.send(b"quick", AbortReqOutput(id=str(step), aborted=0))
                 assert quick.receive().id == str(step)
             longest_queue = max(
-                longest_queue, sum(len(queue._frames) for _, queue in router._backlogs.items())
+                longest_queue, sum(len(queue.frames) for _, queue in router._backlogs.items())
             )
         assert router.has_backlog, "the slow client was meant to be full"
         assert longest_queue <= 2, "token outputs coalesce"
@@ -234,7 +234,7 @@ def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router, monkeypatc
         for step in range(25):
             router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
         router.send(b"slow", BatchTokenOutput(step=99, finished=[result_of("last")]))
-        assert router._backlogs[b"slow"]._delta_tokens <= 10
+        assert router._backlogs[b"slow"].load.tokens <= 10
         messages = []
         while len(messages) <= sent:
             router.retry()
@@ -257,11 +257,11 @@ def test_taken_tokens_make_room_for_new_ones(router, monkeypatch):
                 router.send(name, BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
                 router.send(name, AbortReqOutput(id="between", aborted=0))
             queue = router._backlogs[name]
-            assert queue._delta_tokens == 4
+            assert queue.load.tokens == 4
             while router.has_backlog:
                 slow.received()
                 router.retry()
-            assert queue._delta_tokens == 0
+            assert queue.load.tokens == 0
 
 
 def test_order_is_kept_around_replies(router):

@@ -205,7 +205,7 @@ def test_taken_requests_are_no_load(router, monkeypatch):
             router.send(b"slow", BatchTokenOutput(step=number, finished=[result_of(str(number), 5000)]))
             router.send(b"slow", AbortReqOutput(id=f"reply {number}", aborted=0)) if number == 7 else None
         assert router._backlogs.load.messages == 22
-        assert len(router._backlogs[b"slow"]._frames) > 3, "merged into messages of bounded size"
+        assert len(router._backlogs[b"slow"].frames) > 3, "merged into messages of bounded size"
         messages = []
         while router.has_backlog:
             router.retry()
