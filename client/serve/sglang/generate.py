@@ -39,6 +39,7 @@ from ..bodies import (
     Strict,
     decode_large,
     nullable_fields,
+    present,
     read_control,
     unreadable,
 )
@@ -323,8 +324,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         )
     check_size("stop", characters(stop), MAX_STOP_CHARACTERS, "characters in all")
     scored = body.max_new_tokens == 0  # the engine samples at least one token
-    given = {name: getattr(body, name, None) for name in SamplingParams.__struct_fields__}
-    wire = {name: value for name, value in given.items() if value is not None}
+    wire = present({name: getattr(body, name, None) for name in SamplingParams.__struct_fields__})
     if body.sampling_seed is not None:
         wire["seed"] = body.sampling_seed
     params = SamplingParams(**{**wire, "max_new_tokens": 1 if scored else body.max_new_tokens})
@@ -339,7 +339,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         "top_p_token_ids": bool((body.custom_params or {}).get("return_top_p_token_ids"))
         and _filters(params),
         "stop": [each for each in stop if each],
-        **{name: value for name, value in text.items() if value is not None},
+        **present(text),
     }
 
 
